@@ -1,0 +1,152 @@
+"""What crosses between gateway and engine, as plain data.
+
+Offsets are positions on the stream's own clock and include the silence that a flush inserts; `sample` says which
+audio sample the item starts at, so the engine can turn positions back into audio time. Samples are counted at the
+model's rate from the first sample the client sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# Gateway -> engine
+
+
+@dataclass(slots=True)
+class Open:
+    """Start a stream. `live` frames are served by arrival; a backlog stream gets what live streams leave over."""
+
+    stream: str
+    live: bool = True
+    delay_positions: int | None = None
+    # Model options such as language or prompt; the runner refuses what it does not know.
+    options: dict[str, str] = field(default_factory=dict)
+    # Tokens already emitted for the audio that is about to be replayed; they are forced, not sampled or emitted again.
+    forced_tokens: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Item:
+    """Prepared audio for `length` positions from `offset`.
+
+    `payload` is float32 PCM with the model's look-back and look-ahead around the item's own samples, and `key` is the
+    hash of its bytes. A gap (declared silence, lost packets) has a mask of all False, no key and no payload: it moves
+    the clock and carries no embedding.
+    """
+
+    offset: int
+    length: int
+    sample: int
+    key: bytes = b""
+    payload: Any = None
+    mask: list[bool] | None = None
+
+
+@dataclass(slots=True)
+class Feed:
+    stream: str
+    items: list[Item]
+
+
+@dataclass(slots=True)
+class Flush:
+    """Text for everything fed so far must come out without waiting for more audio; answered by `Flushed`."""
+
+    stream: str
+    tag: int
+
+
+@dataclass(slots=True)
+class Finish:
+    """No more audio. The stream runs out, then answers `Closed`."""
+
+    stream: str
+
+
+@dataclass(slots=True)
+class Abort:
+    """Forget the stream now. Answered by `Closed` without further text."""
+
+    stream: str
+
+
+Command = Open | Feed | Flush | Finish | Abort
+
+# Engine -> gateway
+
+
+@dataclass(slots=True)
+class Word:
+    """A finished word, with the audio samples it spans."""
+
+    text: str
+    start_sample: int
+    end_sample: int
+
+
+@dataclass(slots=True)
+class Text:
+    """New text of a stream; append-only, never revised. `words` are those this delta completed."""
+
+    stream: str
+    delta: str
+    words: list[Word]
+    tokens: list[int]
+
+
+@dataclass(slots=True)
+class Speech:
+    """Speech probabilities, one per detector frame, the first starting at `sample`."""
+
+    stream: str
+    sample: int
+    frame_samples: int
+    probabilities: list[float]
+
+
+@dataclass(slots=True)
+class Opened:
+    stream: str
+
+
+@dataclass(slots=True)
+class Flushed:
+    """Every sample before `sample` is in the text sent so far."""
+
+    stream: str
+    tag: int
+    sample: int
+
+
+@dataclass(slots=True)
+class Closed:
+    stream: str
+    sample: int
+
+
+@dataclass(slots=True)
+class Failed:
+    """The stream ended with an error. `code` is the class of the error; `message` is safe to show."""
+
+    stream: str
+    code: str
+    message: str
+
+
+@dataclass(slots=True)
+class Dead:
+    """The engine stopped; sent once, last."""
+
+    message: str
+
+
+Output = Text | Speech | Opened | Flushed | Closed | Failed | Dead
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Everything one step has to say, for all streams: one message per step."""
+
+    step: int
+    outputs: list[Output]

@@ -1,0 +1,57 @@
+"""Facts of a model that the torch-free parts of the engine need: its clock, its windows, its caches.
+
+A model's clock ticks in *positions* of `samples_per_position` samples. Everything the scheduler knows about a model
+family is in `ModelSpec`; it never asks for a family's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """One stack of attention layers whose keys and values live in pages with one ring table per stream."""
+
+    name: str
+    window_positions: int
+    page_positions: int
+    bytes_per_position: int
+
+    @property
+    def ring_pages(self) -> int:
+        """Pages one stream needs at most: its window, plus the page it is writing while the oldest slides out."""
+        return -(-self.window_positions // self.page_positions) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What the scheduler, the item cutter and the loop must know of a model."""
+
+    name: str
+    sample_rate: int
+    samples_per_position: int
+    look_back_samples: int = 0
+    look_ahead_samples: int = 0
+    # Positions every stream starts with, before its first sample (an opening that is computed once and copied).
+    prefix_positions: int = 0
+    # Positions of constant silence that push the last text out after audio ends, on top of the stream's delay.
+    flush_positions: int = 0
+    default_delay_positions: int = 0
+    max_delay_positions: int = 0
+    # New positions that make a step worth taking while audio keeps coming.
+    stride_positions: int = 1
+    # A step of a windowed (encoder-decoder) model reads its whole window again, from the window's first item;
+    # a frame-synchronous model reads only positions it has not computed yet.
+    rereads_window: bool = False
+    # Most positions one step of one stream may read.
+    window_positions: int = 1
+    # Positions kept behind the last computed one: what word times and recomputation still look at.
+    history_positions: int = 64
+    # Encoder-cache embeddings a stream may hold references to at once; admission sets them aside.
+    embeds_per_stream: int = 16
+    kv_groups: tuple[KvGroup, ...] = ()
+
+    def flush_positions_for(self, delay_positions: int) -> int:
+        """Silent positions that must be computed before the last word of a stream with this delay is out."""
+        return self.flush_positions + delay_positions
