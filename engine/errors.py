@@ -34,6 +34,10 @@ class BadItem(StreamError):
     """An item breaks the order of the timeline, or is malformed."""
 
 
+class BadOption(StreamError):
+    """A stream was opened with an option this model does not take."""
+
+
 class ItemTooLarge(StreamError):
     """An item can never fit into the caches this engine was started with."""
 

@@ -32,7 +32,8 @@ class Item:
 
     `payload` is float32 PCM with the model's look-back and look-ahead around the item's own samples, and `key` is the
     hash of its bytes. A gap (declared silence, lost packets) has a mask of all False, no key and no payload: it moves
-    the clock and carries no embedding.
+    the clock and carries no embedding. `samples` is how much audio the item covers: less than its positions hold when
+    a flush padded it, nothing for the silence a flush inserted; None means all of its positions.
     """
 
     offset: int
@@ -41,6 +42,7 @@ class Item:
     key: bytes = b""
     payload: Any = None
     mask: list[bool] | None = None
+    samples: int | None = None
 
 
 @dataclass(slots=True)
@@ -87,12 +89,17 @@ class Word:
 
 @dataclass(slots=True)
 class Text:
-    """New text of a stream; append-only, never revised. `words` are those this delta completed."""
+    """New text of a stream; append-only, never revised. `words` are those this delta completed.
+
+    `tokens` are all tokens since the last Text, blanks included: what a replay must force. Every sample before
+    `sample` has been heard. A long silence sends a Text with an empty delta now and then, so that neither grows stale.
+    """
 
     stream: str
     delta: str
     words: list[Word]
     tokens: list[int]
+    sample: int = 0
 
 
 @dataclass(slots=True)
@@ -135,13 +142,22 @@ class Failed:
 
 
 @dataclass(slots=True)
+class Refused:
+    """A command was refused and changed nothing: the stream, if there is one, goes on."""
+
+    stream: str
+    code: str
+    message: str
+
+
+@dataclass(slots=True)
 class Dead:
     """The engine stopped; sent once, last."""
 
     message: str
 
 
-Output = Text | Speech | Opened | Flushed | Closed | Failed | Dead
+Output = Text | Speech | Opened | Flushed | Closed | Failed | Refused | Dead
 
 
 @dataclass(slots=True)

@@ -44,8 +44,11 @@ class ModelSpec:
     # A step of a windowed (encoder-decoder) model reads its whole window again, from the window's first item;
     # a frame-synchronous model reads only positions it has not computed yet.
     rereads_window: bool = False
-    # Most positions one step of one stream may read.
+    # Most positions a step of a model that rereads its window may read.
     window_positions: int = 1
+    # Most new positions of one stream in one step, and the same while tokens of a replayed stream are forced.
+    step_positions: int = 1
+    replay_positions: int = 64
     # Positions kept behind the last computed one: what word times and recomputation still look at.
     history_positions: int = 64
     # Encoder-cache embeddings a stream may hold references to at once; admission sets them aside.

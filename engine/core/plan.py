@@ -60,6 +60,8 @@ class StepPlan:
     closed: list[int] = field(default_factory=list)
     encode: list[EncodeTask] = field(default_factory=list)
     decode: list[DecodeTask] = field(default_factory=list)
+    # Keys whose rows were given away since the last plan.
+    evicted: list[bytes] = field(default_factory=list)
 
 
 @dataclass(slots=True)

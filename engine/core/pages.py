@@ -1,0 +1,65 @@
+"""Pages of keys and values: a pool shared by all streams, and one ring table per stream and group.
+
+A ring holds one window and the page being written. Once it is full, the page that slides out of the window is the page
+the next block is written to, so a stream's table never grows and sliding costs nothing. Pages are set aside for a
+whole ring when a stream is admitted, so an admitted stream never waits for one.
+"""
+
+from __future__ import annotations
+
+from engine.spec import KvGroup
+
+
+class PagePool:
+    def __init__(self, pages: int) -> None:
+        self.capacity = pages
+        self.reserved = 0
+        self._free = list(range(pages - 1, -1, -1))
+
+    def can_reserve(self, pages: int) -> bool:
+        return self.reserved + pages <= self.capacity
+
+    def reserve(self, pages: int) -> None:
+        assert self.can_reserve(pages), "ask can_reserve first"
+        self.reserved += pages
+
+    def take(self) -> int:
+        """One page out of those that were reserved."""
+        return self._free.pop()
+
+    def give_back(self, pages: list[int], reserved: int) -> None:
+        """Return a closed stream's pages and its reservation."""
+        self._free.extend(pages)
+        self.reserved -= reserved
+
+    def check_integrity(self, in_use: list[int]) -> None:
+        assert sorted(self._free + in_use) == list(range(self.capacity)), "pages were lost or handed out twice"
+        assert len(in_use) <= self.reserved <= self.capacity
+
+
+class RingTable:
+    """Which page holds which block of a stream: block b sits at ring index b % ring_pages."""
+
+    __slots__ = ("_page_positions", "_pool", "_ring_pages", "covered", "pages")
+
+    def __init__(self, group: KvGroup, pool: PagePool) -> None:
+        self._pool = pool
+        self._page_positions = group.page_positions
+        self._ring_pages = group.ring_pages
+        self.pages: list[int] = []
+        self.covered = 0  # positions below this have a page
+
+    def extend(self, end: int) -> list[tuple[int, int]]:
+        """Cover all positions below `end`; the ring entries (index, page) that are new."""
+        blocks = -(-end // self._page_positions)
+        self.covered = blocks * self._page_positions
+        added = []
+        while len(self.pages) < blocks and len(self.pages) < self._ring_pages:
+            page = self._pool.take()
+            added.append((len(self.pages), page))
+            self.pages.append(page)
+        return added
+
+    def close(self) -> None:
+        self._pool.give_back(self.pages, self._ring_pages)
+        self.pages = []

@@ -1,0 +1,420 @@
+"""Which streams run in the next step, and what the step's results mean for them.
+
+There are no prefill and decode modes: each stream has *available* and *computed* positions, and a step closes the gap
+within the budgets. Live streams go first, the one whose oldest frame has waited longest at the front; backlog fills
+what is left. A stream with nothing to do is in no queue and costs nothing. What a stream can ever need (pages, cache
+rows, a slot) is set aside when it is admitted, so no stream waits for another to end: admission instead of preemption.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from engine.core.encoder_cache import EncoderCache
+from engine.core.pages import PagePool
+from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan
+from engine.core.ranges import PlaceholderRange
+from engine.core.stream import Stream
+from engine.core.text import Vocabulary
+from engine.errors import (
+    AtCapacity,
+    BadItem,
+    BadOption,
+    DuplicateStream,
+    ItemTooLarge,
+    StreamError,
+    StreamFailed,
+    StreamFinished,
+    UnknownStream,
+)
+from engine.messages import Closed, Failed, Flushed, Item, Open, Output
+from engine.spec import ModelSpec
+
+_oldest_first = attrgetter("waiting_since")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one engine has, and how much of it one step may use."""
+
+    max_streams: int
+    cache_embeds: int
+    group_pages: tuple[int, ...] = ()
+    step_positions: int = 1024
+    step_embeds: int = 1024
+
+
+@dataclass(slots=True)
+class _Budget:
+    positions: int
+    embeds: int
+
+
+class Scheduler:
+    def __init__(self, spec: ModelSpec, limits: Limits, vocabulary: Vocabulary) -> None:
+        self._max_item_embeds = min(_largest_item(spec, limits), limits.step_embeds)
+        self.spec = spec
+        self.limits = limits
+        self.cache = EncoderCache(limits.cache_embeds)
+        self.pools = [PagePool(pages) for pages in limits.group_pages]
+        self.streams: dict[str, Stream] = {}
+        self._vocabulary = vocabulary
+        self._free_slots = list(range(limits.max_streams - 1, -1, -1))
+        self._reserved_embeds = 0
+        self._live: list[Stream] = []
+        self._backlog: deque[Stream] = deque()
+        self._opened: dict[int, OpenTask] = {}
+        self._closed_slots: list[int] = []
+        self._replies: list[Output] = []
+        self._step = 0
+
+    # Commands: each raises a typed StreamError, and then the stream is as it was.
+
+    def admit(self, message: Open) -> None:
+        """Give a new stream everything it can ever need, or refuse it."""
+        spec, name = self.spec, message.stream
+        if name in self.streams:
+            raise DuplicateStream(name, "is open already; use another id")
+        delay = spec.default_delay_positions if message.delay_positions is None else message.delay_positions
+        if not 0 <= delay <= spec.max_delay_positions:
+            raise BadOption(name, f"a delay of {delay} positions; this model takes 0 to {spec.max_delay_positions}")
+        self._check_capacity(name)
+        for group, pool in zip(spec.kv_groups, self.pools, strict=True):
+            pool.reserve(group.ring_pages)
+        self._reserved_embeds += spec.embeds_per_stream
+        self.cache.open(name)
+        slot = self._free_slots.pop()
+        stream = Stream(message, slot, delay, spec, self.pools, self._vocabulary)
+        stream.cover(spec.prefix_positions)
+        self.streams[name] = stream
+        self._opened[slot] = OpenTask(slot, name, delay, message.options, message.forced_tokens)
+
+    def feed(self, name: str, items: Iterable[Item], now: int) -> None:
+        """Append items to a stream; `now` is their arrival."""
+        stream = self._open_stream(name)
+        for item in items:
+            self._append(stream, item, now)
+        self._queue_if_due(stream)
+
+    def flush(self, name: str, tag: int | None) -> None:
+        """Everything fed so far must become text; `Flushed` follows when it has (none for tag None)."""
+        stream = self._open_stream(name)
+        stream.flushes.append((stream.available, tag))
+        self._settle(stream, self._replies)
+        self._queue_if_due(stream)
+
+    def skip(self, name: str, position: int) -> None:
+        """Positions below this need not be heard (nobody speaks there). Only for models that reread their window.
+
+        Does nothing while a flush is still to be reached: what comes before it must be heard.
+        """
+        stream = self._open_stream(name)
+        assert self.spec.rereads_window, "a frame-synchronous model hears every position"
+        position = min(position, stream.available)
+        if position > stream.base and not stream.flushes:
+            stream.computed = max(stream.computed, position)
+            self._leave_behind(stream, position)
+
+    def finish(self, name: str) -> None:
+        """No more audio will come: run out, then close."""
+        stream = self._open_stream(name)
+        stream.finished = True
+        stream.flushes.append((stream.available, None))
+        self._settle(stream, self._replies)
+        self._queue_if_due(stream)
+
+    def abort(self, name: str) -> None:
+        """Forget a stream now."""
+        stream = self.streams.get(name)
+        if stream is None:
+            raise UnknownStream(name, "is not open; open it first")
+        self._replies.append(Closed(name, stream.clock.sample_at(stream.computed)))
+        self._close(stream)
+
+    def fail(self, error: StreamError) -> None:
+        """End one stream with an error; the others do not notice."""
+        self._replies.append(Failed(error.stream, type(error).__name__, str(error)))
+        stream = self.streams.get(error.stream)
+        if stream is not None:
+            self._close(stream)
+
+    def has_work(self) -> bool:
+        return bool(self._live or self._backlog or self._opened or self._closed_slots)
+
+    def take_replies(self) -> list[Output]:
+        """Answers that are due without a step."""
+        replies, self._replies = self._replies, []
+        return replies
+
+    # One step: plan, then commit with the runner's results.
+
+    def plan(self) -> StepPlan:
+        """What to encode and decode next. Streams in the plan stay out of the queues until `commit`."""
+        self._step += 1
+        plan = StepPlan(self._step, list(self._opened.values()), self._closed_slots)
+        self._opened = {}
+        self._closed_slots = []
+        budget = _Budget(self.limits.step_positions, self.limits.step_embeds)
+        if self._live:
+            live, self._live = self._live, []
+            live.sort(key=_oldest_first)
+            for stream in live:
+                if not self._plan_stream(stream, budget, plan):
+                    self._live.append(stream)
+        for _ in range(len(self._backlog)):
+            stream = self._backlog.popleft()
+            if not self._plan_stream(stream, budget, plan):
+                self._backlog.append(stream)
+        plan.evicted = self.cache.take_evicted()
+        return plan
+
+    def commit(self, plan: StepPlan, results: list[DecodeResult]) -> list[Output]:
+        """Take in what the runner computed; returns everything there is to say."""
+        outputs: list[Output] = []
+        for task, result in zip(plan.decode, results, strict=True):
+            stream = self.streams.get(task.stream)
+            if stream is None or stream.slot != task.slot:
+                continue  # aborted while its step ran
+            stream.queued = False
+            problem = result.error or self._broken_promise(task, result)
+            if problem:
+                self.fail(StreamFailed(task.stream, f"the model failed on this stream: {problem}"))
+                continue
+            stream.computed = task.end
+            text = stream.text.commit(task.start, result, task.final)
+            if text is not None:
+                outputs.append(text)
+            keep = task.end if task.final or not self.spec.rereads_window else result.keep_from
+            self._leave_behind(stream, stream.base if keep is None else keep)
+            if stream.flushes:
+                self._settle(stream, outputs)
+            self._queue_if_due(stream)
+        if self._replies:
+            outputs += self.take_replies()
+        return outputs
+
+    def check_integrity(self) -> None:
+        """Recompute all bookkeeping from scratch. For tests, and for idle moments."""
+        self.cache.check_integrity()
+        for group, pool in enumerate(self.pools):
+            pool.check_integrity([page for stream in self.streams.values() for page in stream.rings[group].pages])
+        assert self._reserved_embeds == len(self.streams) * self.spec.embeds_per_stream <= self.limits.cache_embeds
+        slots = [stream.slot for stream in self.streams.values()] + self._free_slots
+        assert sorted(slots) == list(range(self.limits.max_streams)), "slots were lost or handed out twice"
+        for stream in self.streams.values():
+            stream.timeline.check_integrity()
+            assert stream.base <= stream.computed <= stream.available == stream.timeline.end
+            held = sum(len(self.cache.rows(stream.id, index)) for index in self.cache.cached_inputs(stream.id))
+            assert held <= self.spec.embeds_per_stream, "a stream holds more of the cache than was set aside for it"
+            waiting = (self._live if stream.live else self._backlog).count(stream)
+            assert waiting == int(stream.queued), f"{stream.id} is queued {waiting} times"
+
+    # Inside.
+
+    def _check_capacity(self, name: str) -> None:
+        if not self._free_slots:
+            raise AtCapacity(name, f"all {self.limits.max_streams} streams are taken; try again later")
+        for group, pool in zip(self.spec.kv_groups, self.pools, strict=True):
+            if not pool.can_reserve(group.ring_pages):
+                raise AtCapacity(name, f"fewer than {group.ring_pages} {group.name} pages are left; try again later")
+        if self._reserved_embeds + self.spec.embeds_per_stream > self.limits.cache_embeds:
+            raise AtCapacity(name, "the encoder cache is set aside for other streams; try again later")
+
+    def _open_stream(self, name: str) -> Stream:
+        stream = self.streams.get(name)
+        if stream is None:
+            raise UnknownStream(name, "is not open; open it first")
+        if stream.finished:
+            raise StreamFinished(name, "was finished; open a new stream for more audio")
+        return stream
+
+    def _append(self, stream: Stream, item: Item, now: int) -> None:
+        try:
+            span = PlaceholderRange(item.offset, item.length, item.mask)
+            embeds = span.num_embeds()
+            if embeds > self._max_item_embeds:
+                raise ItemTooLarge(
+                    stream.id, f"an item of {embeds} embeddings; cut items to at most {self._max_item_embeds}"
+                )
+            if embeds and (item.payload is None or not item.key):
+                raise BadItem(stream.id, f"the item at position {item.offset} has no audio or no key; or declare a gap")
+            stream.clock.check(item)
+            stream.timeline.append(item, span, now)
+        except ValueError as error:
+            raise BadItem(stream.id, str(error)) from None
+        stream.clock.append(item)
+        stream.available = stream.timeline.end
+
+    def _queue_if_due(self, stream: Stream) -> None:
+        if stream.queued or not self._is_due(stream):
+            return
+        stream.queued = True
+        if not stream.live:
+            self._backlog.append(stream)
+            return
+        stamp = stream.timeline.stamp_at(stream.computed)
+        if stamp is not None:
+            stream.waiting_since = stamp
+        self._live.append(stream)
+
+    def _is_due(self, stream: Stream) -> bool:
+        if stream.available - stream.computed >= self.spec.stride_positions:
+            return True
+        if not stream.flushes:
+            return False
+        reached = stream.base if self.spec.rereads_window else stream.computed
+        return stream.flushes[0][0] > reached
+
+    def _plan_stream(self, stream: Stream, budget: _Budget, plan: StepPlan) -> bool:
+        """Add the stream's share of the step to the plan. False: it must wait for the next step."""
+        if not self._is_due(stream):
+            stream.queued = False  # a skip took its work away
+            return True
+        spec = self.spec
+        start = stream.computed
+        base, end = self._span(stream)
+        if end - base > budget.positions:
+            if spec.rereads_window or budget.positions == 0:
+                return False
+            end = base + budget.positions
+        lo, hi = stream.timeline.window(base, end)
+        if hi > stream.encoded:
+            end = self._encode_items(stream, lo, hi, end, budget, plan)
+            if end <= start:
+                return False
+        if spec.kv_groups:
+            stream.cover(end)
+        final = spec.rereads_window and bool(stream.flushes) and end == stream.flushes[0][0]
+        pages = stream.new_pages
+        if pages:
+            stream.new_pages = []
+        rows = self._gather(stream, base, end, lo)
+        plan.decode.append(DecodeTask(stream.slot, stream.id, base, start, end, rows, pages, final))
+        budget.positions -= end - base
+        return True
+
+    def _span(self, stream: Stream) -> tuple[int, int]:
+        """Positions [base, end) that the stream's next step would like to read."""
+        spec = self.spec
+        if spec.rereads_window:
+            end = min(stream.available, stream.base + spec.window_positions)
+            if stream.flushes:
+                end = min(end, stream.flushes[0][0])
+            return stream.base, end
+        start = stream.computed
+        if start < stream.forced:
+            return start, min(stream.available, stream.forced, start + spec.replay_positions)
+        return start, min(stream.available, start + spec.step_positions)
+
+    def _encode_items(self, stream: Stream, lo: int, hi: int, end: int, budget: _Budget, plan: StepPlan) -> int:
+        """Have the items below index `hi` encoded by this step; returns how far the step can then read."""
+        cache, timeline, name = self.cache, stream.timeline, stream.id
+        for index in range(max(lo, stream.encoded), hi):
+            item, span = timeline.item(index), timeline.range(index)
+            embeds = span.num_embeds()
+            if embeds and cache.lookup(name, index, item.key) is None:
+                if embeds > budget.embeds or not cache.has_room(embeds):
+                    return min(end, item.offset)
+                rows = cache.reserve(name, index, item.key, embeds)
+                budget.embeds -= embeds
+                plan.encode.append(EncodeTask(name, item.payload, item.mask, rows))
+            item.payload = None  # the encoder cache has it now, for as long as this stream needs it
+            stream.encoded = index + 1
+        return end
+
+    def _gather(self, stream: Stream, base: int, end: int, lo: int) -> list[int]:
+        """The cache row of every position in [base, end); the silence row where there is no embedding."""
+        timeline, cache, name = stream.timeline, self.cache, stream.id
+        rows: list[int] = []
+        position = base
+        index = lo
+        while position < end and index < len(timeline):
+            span = timeline.range(index)
+            if span.offset >= end:
+                break
+            if span.offset > position:
+                rows += [SILENCE_ROW] * (span.offset - position)
+                position = span.offset
+            stop = min(span.offset + span.length, end)
+            held = cache.rows(name, index) if span.num_embeds() else []
+            rows += span.rows(held, position - span.offset, stop - span.offset, SILENCE_ROW)
+            position = stop
+            index += 1
+        if position < end:
+            rows += [SILENCE_ROW] * (end - position)
+        return rows
+
+    def _leave_behind(self, stream: Stream, keep: int) -> None:
+        """The stream's next step needs nothing below `keep`: let its cache rows and old items go."""
+        if keep > stream.base:
+            stream.base = keep
+        timeline, released, encoded = stream.timeline, stream.released, len(stream.timeline)
+        while released < encoded and timeline.end_of(released) <= stream.base:
+            self.cache.release(stream.id, released)
+            timeline.item(released).payload = None
+            released += 1
+        stream.released = released
+        stream.encoded = max(stream.encoded, released)
+        horizon = stream.base - self.spec.history_positions
+        timeline.prune(horizon)
+        stream.clock.prune(horizon)
+
+    def _broken_promise(self, task: DecodeTask, result: DecodeResult) -> str | None:
+        """What a runner's answer lacks for the stream to go on, if anything."""
+        if not self.spec.rereads_window:
+            if len(result.tokens) != task.end - task.start:
+                return f"{len(result.tokens)} tokens for {task.end - task.start} positions"
+        elif result.keep_from is not None and not task.base <= result.keep_from <= task.end:
+            return f"keep_from {result.keep_from} is outside [{task.base}, {task.end}]"
+        elif not task.final and task.end - task.base >= self.spec.window_positions:
+            if result.keep_from is None or result.keep_from == task.base:
+                return "the window is full and did not move"
+        return None
+
+    def _settle(self, stream: Stream, outputs: list[Output]) -> None:
+        """Answer the flushes that the stream has reached; close it when it is finished and has run out."""
+        reached = stream.base if self.spec.rereads_window else stream.computed
+        flushes = stream.flushes
+        while flushes and flushes[0][0] <= reached:
+            position, tag = flushes.popleft()
+            if tag is not None:
+                outputs.append(Flushed(stream.id, tag, stream.clock.sample_at(position)))
+        if stream.finished and not flushes:
+            outputs.append(Closed(stream.id, stream.clock.end_sample))
+            self._close(stream)
+
+    def _close(self, stream: Stream) -> None:
+        del self.streams[stream.id]
+        self.cache.close(stream.id)
+        for ring in stream.rings:
+            ring.close()
+        self._reserved_embeds -= self.spec.embeds_per_stream
+        self._free_slots.append(stream.slot)
+        if stream.queued:
+            queue: list[Stream] | deque[Stream] = self._live if stream.live else self._backlog
+            if stream in queue:
+                queue.remove(stream)
+        # The runner never heard of a stream that closes before its first plan.
+        if self._opened.pop(stream.slot, None) is None:
+            self._closed_slots.append(stream.slot)
+
+
+def _largest_item(spec: ModelSpec, limits: Limits) -> int:
+    """Embeddings of the largest item that always fits into what is set aside for a stream; checks the limits."""
+    if len(limits.group_pages) != len(spec.kv_groups):
+        raise ValueError(f"{len(spec.kv_groups)} groups of pages are needed, {len(limits.group_pages)} were given")
+    needed = spec.window_positions if spec.rereads_window else 1
+    if limits.step_positions < needed:
+        raise ValueError(f"a step of this model reads {needed} positions; raise step_positions to at least that")
+    if limits.step_embeds < 1:
+        raise ValueError("a step must be able to encode something; raise step_embeds")
+    if not spec.rereads_window:
+        return spec.embeds_per_stream
+    slack = spec.embeds_per_stream - spec.window_positions
+    if slack < 0:
+        raise ValueError(f"embeds_per_stream {spec.embeds_per_stream} is less than the window of {spec.window_positions}")
+    # An item may stick out of the window at both ends.
+    return slack // 2 + 1

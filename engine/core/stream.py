@@ -1,0 +1,142 @@
+"""One stream in the engine: what is available, computed and emitted; its items, pages and text.
+
+A stream never grows: items, rows and pages leave behind the window, and text leaves as soon as it is whole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine.core.pages import PagePool, RingTable
+from engine.core.plan import DecodeResult
+from engine.core.text import Detokenizer, Vocabulary, WordBuilder
+from engine.core.timeline import SampleClock, Timeline
+from engine.messages import Open, Text, Word
+from engine.spec import ModelSpec
+
+# Blanks that a silent stream collects before it reports them in a Text without a delta.
+REPORT_AFTER_TOKENS = 64
+
+
+class Stream:
+    __slots__ = (
+        "available",
+        "base",
+        "clock",
+        "computed",
+        "delay",
+        "encoded",
+        "finished",
+        "flushes",
+        "forced",
+        "id",
+        "live",
+        "new_pages",
+        "queued",
+        "released",
+        "rings",
+        "slot",
+        "text",
+        "timeline",
+        "waiting_since",
+    )
+
+    def __init__(
+        self, opened: Open, slot: int, delay: int, spec: ModelSpec, pools: list[PagePool], vocabulary: Vocabulary
+    ) -> None:
+        self.id = opened.stream
+        self.slot = slot
+        self.live = opened.live
+        self.delay = delay
+        start = spec.prefix_positions
+        self.timeline = Timeline(start)
+        self.clock = SampleClock(spec.samples_per_position, start)
+        self.available = start  # positions below this have come
+        self.computed = start  # positions below this are done
+        self.base = start  # first position a model that rereads its window still needs
+        self.encoded = 0  # items below this index are in the encoder cache, or left it again
+        self.released = 0  # items below this index hold no reference any more
+        self.forced = start + len(opened.forced_tokens)  # positions below this repeat known tokens
+        self.flushes: deque[tuple[int, int | None]] = deque()  # (position, tag) still to be reached
+        self.finished = False
+        self.queued = False
+        self.waiting_since = 0
+        self.rings = [RingTable(group, pool) for group, pool in zip(spec.kv_groups, pools, strict=True)]
+        self.new_pages: list[tuple[int, int, int]] = []
+        self.text = StreamText(self, vocabulary)
+
+    def cover(self, end: int) -> None:
+        """Have a page for every position below `end`, and note which ring entries are new."""
+        for group, ring in enumerate(self.rings):
+            if end > ring.covered:
+                self.new_pages += [(group, index, page) for index, page in ring.extend(end)]
+
+    def lag_positions(self) -> int:
+        return self.available - self.computed
+
+
+class StreamText:
+    """Turns a stream's tokens into Text messages: append-only deltas and words with audio times."""
+
+    __slots__ = ("_builder", "_detokenizer", "_marker", "_stream", "_unsent")
+
+    def __init__(self, stream: Stream, vocabulary: Vocabulary) -> None:
+        self._stream = stream
+        self._detokenizer = Detokenizer(vocabulary)
+        self._builder = WordBuilder()
+        self._marker = vocabulary.word_marker
+        self._unsent: list[int] = []
+
+    def commit(self, start: int, result: DecodeResult, ends_segment: bool) -> Text | None:
+        """Text of one step, if there is anything to say."""
+        words: list[Word] = []
+        delta = self._push_frames(start, result.tokens, words) if result.tokens else ""
+        if result.timed:
+            delta += self._push_timed(result, words)
+        if ends_segment:
+            delta += self._detokenizer.flush()
+            self._keep(self._builder.flush(), words)
+        if not delta and not words and len(self._unsent) < REPORT_AFTER_TOKENS:
+            return None
+        stream = self._stream
+        tokens, self._unsent = self._unsent, []
+        return Text(stream.id, delta, words, tokens, stream.clock.sample_at(stream.computed))
+
+    def _push_frames(self, start: int, tokens: list[int], words: list[Word]) -> str:
+        """One token per position; a token speaks of the audio `delay` positions before it."""
+        stream, push = self._stream, self._detokenizer.push
+        delta = ""
+        for position, token in enumerate(tokens, start):
+            # A replayed token was sent before: it rebuilds the unfinished word and nothing else.
+            replayed = position < stream.forced
+            if not replayed:
+                self._unsent.append(token)
+            if token == self._marker:
+                word = self._builder.mark(stream.clock.sample_at(position - stream.delay))
+                if not replayed:
+                    self._keep(word, words)
+                continue
+            text = push(token)
+            if text:
+                heard = position - stream.delay
+                word = self._builder.push(text, stream.clock.sample_at(heard), stream.clock.sample_at(heard + 1))
+                if not replayed:
+                    self._keep(word, words)
+                    delta += text
+        return delta
+
+    def _push_timed(self, result: DecodeResult, words: list[Word]) -> str:
+        clock = self._stream.clock
+        delta = ""
+        for timed in result.timed:
+            self._unsent.append(timed.token)
+            text = self._detokenizer.push(timed.token)
+            if text:
+                self._keep(self._builder.push(text, clock.sample_at(timed.start), clock.sample_at(timed.end)), words)
+                delta += text
+        return delta
+
+    @staticmethod
+    def _keep(word: Word | None, words: list[Word]) -> None:
+        if word is not None and word.text:
+            words.append(word)

@@ -1,0 +1,103 @@
+"""Tokens to text and words, one token at a time, over a bounded tail.
+
+A stream keeps at most three undecoded bytes and one unfinished word, however long its transcript gets.
+"""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+
+from engine.messages import Word
+
+# A script without spaces would otherwise make one endless word.
+MAX_WORD_CHARACTERS = 64
+
+
+class Vocabulary:
+    """The bytes each token stands for; b"" for tokens that are not text.
+
+    `word_marker` is the token by which a model announces a word, if it has one: the word's time is the marker's.
+    """
+
+    __slots__ = ("pieces", "texts", "word_marker")
+
+    def __init__(self, pieces: list[bytes], word_marker: int | None = None) -> None:
+        self.pieces = pieces
+        self.word_marker = word_marker
+        # Tokens that are whole characters by themselves need no byte handling at all.
+        self.texts = [_whole_text(piece) for piece in pieces]
+
+
+def _whole_text(piece: bytes) -> str | None:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+class Detokenizer:
+    """Incremental: any split of a token row gives the same text."""
+
+    __slots__ = ("_tail", "_vocabulary", "_whole")
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._whole = vocabulary.texts
+        self._tail = b""
+
+    def push(self, token: int) -> str:
+        if not self._tail:
+            text = self._whole[token]
+            if text is not None:
+                return text
+        # A blank between the bytes of one character must not break the character.
+        text, used = utf_8_decode(self._tail + self._vocabulary.pieces[token], "replace", False)
+        self._tail = (self._tail + self._vocabulary.pieces[token])[used:]
+        return text
+
+    def flush(self) -> str:
+        """What is left of an unfinished character, as a replacement character."""
+        text, _ = utf_8_decode(self._tail, "replace", True)
+        self._tail = b""
+        return text
+
+
+class WordBuilder:
+    """Groups text into words with times. A word begins at a marker or at a piece that starts with a space."""
+
+    __slots__ = ("_end", "_marked", "_start", "_text")
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._start = 0
+        self._end = 0
+        self._marked: int | None = None
+
+    def mark(self, sample: int) -> Word | None:
+        """The model announced a word here; the word before it is complete."""
+        word = self.flush()
+        self._marked = sample
+        return word
+
+    def push(self, text: str, start: int, end: int) -> Word | None:
+        """Add text heard over samples [start, end); returns the word that this completes."""
+        complete = None
+        if self._text and (text[0].isspace() or len(self._text) >= MAX_WORD_CHARACTERS):
+            complete = self.flush()
+        if not self._text:
+            text = text.lstrip()
+            if not text:
+                return complete
+            self._start = start if self._marked is None else self._marked
+            self._marked = None
+        self._text += text
+        self._end = max(end, self._start)
+        return complete
+
+    def flush(self) -> Word | None:
+        """Complete the word in progress, if there is one."""
+        if not self._text:
+            return None
+        word = Word(self._text.rstrip(), self._start, self._end)
+        self._text = ""
+        return word
