@@ -1,0 +1,276 @@
+"""Read trained weights out of ONNX (protobuf) and ORT (flatbuffer) files, and name Moonshine's as transformers does.
+
+Only initializers and the names around each node are read: a few wire types of two well-documented formats, so neither
+runtime is a dependency. Quantised tensors come with a scale and a zero point and are dequantised here, once.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.generic]
+
+# TensorProto.DataType: the element types that weights are stored in.
+_DTYPES = {1: np.float32, 2: np.uint8, 3: np.int8, 6: np.int32, 7: np.int64}
+
+
+class BadOnnxFile(ValueError):
+    """The file does not hold the tensors it should."""
+
+
+@dataclass(slots=True)
+class Graph:
+    """Weights by name, and for every node the names of what it reads and writes."""
+
+    tensors: dict[str, Array] = field(default_factory=dict)
+    nodes: list[tuple[list[str], list[str]]] = field(default_factory=list)
+
+
+def read_graph(data: bytes) -> Graph:
+    """Read either format; an ORT file says so in its first bytes."""
+    graph = Graph()
+    try:
+        if data[4:8] == b"ORTM":
+            session = _Table(data, struct.unpack_from("<I", data, 0)[0])
+            _read_ort_graph(session.table(6).table(18), graph)
+        else:
+            for number, value in _fields(data):
+                if number == 7:
+                    _read_onnx_graph(value, graph)
+    except (struct.error, IndexError, ValueError, KeyError, TypeError) as error:
+        raise BadOnnxFile(f"not a readable ONNX or ORT file ({error})") from error
+    if not graph.tensors:
+        raise BadOnnxFile("no tensors in the file: not an ONNX or ORT model")
+    return graph
+
+
+# ONNX: protobuf fields, nested
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return value, at
+        shift += 7
+
+
+def _fields(message: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Length-delimited fields of a message as bytes, and varints as eight little-endian bytes."""
+    data = memoryview(message)
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        number, wire = tag >> 3, tag & 7
+        if wire == 0:
+            value, at = _varint(data, at)
+            yield number, memoryview(value.to_bytes(10, "little"))
+        elif wire == 2:
+            length, at = _varint(data, at)
+            if at + length > len(data):
+                raise ValueError("a field runs past the end")
+            yield number, data[at : at + length]
+            at += length
+        elif wire in (1, 5):
+            at += 8 if wire == 1 else 4
+        else:
+            raise ValueError(f"unknown wire type {wire}")
+
+
+def _read_onnx_graph(message: memoryview, graph: Graph) -> None:
+    for number, value in _fields(message):
+        if number == 5:
+            name, tensor = _onnx_tensor(value)
+            if tensor is not None:
+                graph.tensors[name] = tensor
+        elif number == 1:
+            inputs, outputs = [], []
+            for part, content in _fields(value):
+                if part == 1:
+                    inputs.append(str(content, "utf-8"))
+                elif part == 2:
+                    outputs.append(str(content, "utf-8"))
+                elif part == 5:
+                    # Attribute 6 is a nested graph: the branch of an If node.
+                    for attribute, body in _fields(content):
+                        if attribute == 6:
+                            _read_onnx_graph(body, graph)
+            graph.nodes.append((inputs, outputs))
+
+
+def _onnx_tensor(message: memoryview) -> tuple[str, Array | None]:
+    dims: list[int] = []
+    dtype, name = 0, ""
+    raw: memoryview | None = None
+    for number, value in _fields(message):
+        if number == 1:
+            dims.append(int.from_bytes(value, "little"))
+        elif number == 2:
+            dtype = int.from_bytes(value, "little")
+        elif number == 8:
+            name = str(value, "utf-8")
+        elif number == 9:
+            raw = value
+        elif number == 4:
+            raw = value  # float_data is packed little-endian, like raw_data
+        elif number == 5 and dtype in (2, 3):
+            raw = memoryview(bytes(_packed_bytes(value)))
+    if raw is None or dtype not in _DTYPES:
+        return name, None
+    return name, np.frombuffer(raw, _DTYPES[dtype]).reshape(dims)
+
+
+def _packed_bytes(values: memoryview) -> Iterator[int]:
+    at = 0
+    while at < len(values):
+        value, at = _varint(values, at)
+        yield value & 0xFF
+
+
+# ORT: flatbuffer tables. The numbers are the vtable offsets of the published schema.
+
+
+class _Table:
+    def __init__(self, data: bytes, position: int) -> None:
+        self._data = data
+        self._position = position
+
+    def _field(self, offset: int) -> int | None:
+        vtable = self._position - struct.unpack_from("<i", self._data, self._position)[0]
+        if offset >= struct.unpack_from("<H", self._data, vtable)[0]:
+            return None
+        relative: int = struct.unpack_from("<H", self._data, vtable + offset)[0]
+        return self._position + relative if relative else None
+
+    def _follow(self, at: int) -> int:
+        target: int = at + struct.unpack_from("<I", self._data, at)[0]
+        return target
+
+    def table(self, offset: int) -> _Table:
+        at = self._field(offset)
+        if at is None:
+            raise ValueError("a part of the model is missing")
+        return _Table(self._data, self._follow(at))
+
+    def tables(self, offset: int) -> list[_Table]:
+        return [_Table(self._data, self._follow(at)) for at in self._vector(offset, 4)]
+
+    def strings(self, offset: int) -> list[str]:
+        return [self._string(self._follow(at)) for at in self._vector(offset, 4)]
+
+    def string(self, offset: int) -> str:
+        at = self._field(offset)
+        return "" if at is None else self._string(self._follow(at))
+
+    def int32(self, offset: int) -> int:
+        at = self._field(offset)
+        return 0 if at is None else int(struct.unpack_from("<i", self._data, at)[0])
+
+    def int64s(self, offset: int) -> list[int]:
+        return [struct.unpack_from("<q", self._data, at)[0] for at in self._vector(offset, 8)]
+
+    def raw(self, offset: int) -> memoryview:
+        places = self._vector(offset, 1)
+        return memoryview(self._data)[places.start : places.stop]
+
+    def has(self, offset: int) -> bool:
+        return self._field(offset) is not None
+
+    def _string(self, at: int) -> str:
+        length = struct.unpack_from("<I", self._data, at)[0]
+        return self._data[at + 4 : at + 4 + length].decode()
+
+    def _vector(self, offset: int, size: int) -> range:
+        at = self._field(offset)
+        if at is None:
+            return range(0)
+        start = self._follow(at)
+        length = struct.unpack_from("<I", self._data, start)[0]
+        return range(start + 4, start + 4 + length * size, size)
+
+
+def _read_ort_graph(table: _Table, graph: Graph) -> None:
+    for tensor in table.tables(4):
+        dtype = _DTYPES.get(tensor.int32(10))
+        if dtype is not None and len(tensor.raw(12)):
+            graph.tensors[tensor.string(4)] = np.frombuffer(tensor.raw(12), dtype).reshape(tensor.int64s(8))
+    for node in table.tables(8):
+        graph.nodes.append((node.strings(20), node.strings(22)))
+        for attribute in node.tables(24):
+            if attribute.has(18):
+                _read_ort_graph(attribute.table(18), graph)
+
+
+# Moonshine's names
+
+_PROJECTION = re.compile(r"/layers\.(\d+)/(self_attn|encoder_attn|mlp)/(\w+)/(?:MatMul|Add)_output_0")
+# Names changed between the releases the files were exported from.
+_RENAMED = {"dense": "o_proj", "up_proj": "fc1", "down_proj": "fc2"}
+_PLAIN = re.compile(r"^(?:model\.decoder\.)?(layers\.\d+\.[\w.]+?\.(?:weight|bias)|norm\.weight|layer_norm\.weight)$")
+
+
+def moonshine_tensors(encoder: bytes, decoder: bytes) -> dict[str, npt.NDArray[np.float32]]:
+    """All of Moonshine's weights in float32, under the names transformers gives them."""
+    tensors: dict[str, npt.NDArray[np.float32]] = {}
+    for side, data in (("encoder", encoder), ("decoder", decoder)):
+        graph = read_graph(data)
+        prefix = f"model.{side}."
+        for name in graph.tensors:
+            if plain := _PLAIN.match(name.split("_merged_")[0]):
+                tensors[prefix + _rename(plain[1])] = _dequantised(graph, name)
+        for inputs, outputs in graph.nodes:
+            found = _PROJECTION.search(outputs[0]) if outputs else None
+            weight = next((name for name in inputs if name.endswith("_quantized") and name in graph.tensors), None)
+            if found and weight is not None:
+                layer, block, projection = found.groups()
+                key = f"{prefix}layers.{layer}.{block}.{_RENAMED.get(projection, projection)}.weight"
+                # MatMul keeps (in, out), Linear keeps (out, in).
+                tensors[key] = np.ascontiguousarray(_dequantised(graph, weight).T)
+        if side == "encoder":
+            tensors.update({prefix + key: value for key, value in _convolutions(graph).items()})
+        else:
+            name = next(
+                (name for name in graph.tensors if "embed_tokens.weight" in name and graph.tensors[name].ndim == 2), ""
+            )
+            if not name:
+                raise BadOnnxFile("no token embedding in the decoder")
+            tensors["model.decoder.embed_tokens.weight"] = _dequantised(graph, name)
+    return tensors
+
+
+def _rename(name: str) -> str:
+    return ".".join(_RENAMED.get(part, part) for part in name.split("."))
+
+
+def _convolutions(graph: Graph) -> dict[str, npt.NDArray[np.float32]]:
+    found = {}
+    for name in graph.tensors:
+        stem = re.match(r"^(conv[123]\.(?:weight|bias))(?:_quantized|_add_tensor)?$", name)
+        if stem:
+            found[stem[1]] = _dequantised(graph, name)
+    # The norm after the first convolution was exported as a plain multiply and add.
+    for part, output in (("weight", "/groupnorm/Mul_output_0"), ("bias", "/groupnorm/Add_output_0")):
+        for inputs, outputs in graph.nodes:
+            if outputs and outputs[0] == output:
+                found[f"groupnorm.{part}"] = next(
+                    _dequantised(graph, name).reshape(-1) for name in inputs if name in graph.tensors
+                )
+    return found
+
+
+def _dequantised(graph: Graph, name: str) -> npt.NDArray[np.float32]:
+    values = graph.tensors[name]
+    if not name.endswith("_quantized"):
+        return np.ascontiguousarray(values, np.float32)
+    stem = name.removesuffix("_quantized")
+    scale, zero = graph.tensors[stem + "_scale"], graph.tensors[stem + "_zero_point"]
+    return ((values.astype(np.float32) - zero.astype(np.float32)) * scale.astype(np.float32)).astype(np.float32)
