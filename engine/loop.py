@@ -1,0 +1,209 @@
+"""The engine's heartbeat: drain -> plan -> execute -> commit -> emit.
+
+Synchronous and single-threaded: a shell (a thread, a process) hands commands in and sends one message per step out.
+Commands of a stream that is in error end that stream alone; a runner that fails altogether ends the engine, once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.core.plan import DecodeResult, StepPlan
+from engine.core.scheduler import Scheduler
+from engine.core.text import Vocabulary
+from engine.errors import BadOption, DuplicateStream, EngineDead, StreamError, StreamFinished, UnknownStream
+from engine.messages import (
+    Abort,
+    Closed,
+    Command,
+    Dead,
+    Failed,
+    Feed,
+    Finish,
+    Flush,
+    Item,
+    Open,
+    Opened,
+    Output,
+    Refused,
+    Speech,
+    StepOutput,
+)
+from engine.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+# Errors that say "not now" or "not that one" and leave an open stream as it was.
+_REFUSALS = (DuplicateStream, UnknownStream, StreamFinished)
+
+
+class Runner(Protocol):
+    """What owns the model and the accelerator. `execute` answers the plan's decode tasks in their order."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+
+    def check_open(self, message: Open) -> None:
+        """Raises ValueError if the model does not take these options."""
+
+    def execute(self, plan: StepPlan) -> list[DecodeResult]: ...
+
+    def warm_up(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Detector(Protocol):
+    """Speech probabilities for the new samples of many streams at once."""
+
+    def open(self, stream: str, sample: int = 0) -> None: ...
+
+    def close(self, stream: str) -> None: ...
+
+    def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]: ...
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Where the last step's time went, in nanoseconds, and what it did."""
+
+    speech_ns: int = 0
+    plan_ns: int = 0
+    execute_ns: int = 0
+    commit_ns: int = 0
+    streams: int = 0
+    positions: int = 0
+
+
+class EngineLoop:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        detector: Detector | None = None,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.times = StepTimes()
+        self._detector = detector
+        self._heard: dict[str, list[NDArray[np.float32]]] = {}
+        self._clock = clock
+        self._outbox: list[Output] = []
+        self._dead = False
+        self._steps = 0
+        self._handlers: dict[type, Callable[[Any, int], None]] = {
+            Open: self._open,
+            Feed: self._feed,
+            Flush: lambda message, now: scheduler.flush(message.stream, message.tag),
+            Finish: lambda message, now: scheduler.finish(message.stream),
+            Abort: lambda message, now: scheduler.abort(message.stream),
+        }
+
+    def submit(self, commands: Iterable[Command], now: int) -> None:
+        """Take commands in; `now` is their arrival and decides who goes first. Errors come out with the next step."""
+        if self._dead:
+            raise EngineDead("the engine has failed; start it anew")
+        handlers = self._handlers
+        for command in commands:
+            try:
+                handlers[type(command)](command, now)
+            except _REFUSALS as error:
+                self._outbox.append(Refused(error.stream, type(error).__name__, str(error)))
+            except StreamError as error:
+                self.scheduler.fail(error)
+
+    def step(self) -> StepOutput | None:
+        """Run one step over everything that is due; None if there was nothing to do or say."""
+        if self._dead:
+            raise EngineDead("the engine has failed; start it anew")
+        times, clock = self.times, self._clock
+        began = clock()
+        if self._heard:
+            self._listen()
+        planned = executed = heard = clock()
+        scheduler = self.scheduler
+        outputs, self._outbox = self._outbox, []
+        if scheduler.has_work():
+            plan = scheduler.plan()
+            planned = clock()
+            try:
+                results = self.runner.execute(plan)
+            except Exception as error:
+                return self._die(outputs, error)
+            executed = clock()
+            outputs += scheduler.commit(plan, results)
+            times.streams = len(plan.decode)
+            times.positions = sum(task.end - task.start for task in plan.decode)
+        else:
+            outputs += scheduler.take_replies()
+        times.speech_ns, times.plan_ns, times.execute_ns = heard - began, planned - heard, executed - planned
+        times.commit_ns = clock() - executed
+        if not outputs:
+            return None
+        if self._detector is not None:
+            self._forget_ended(outputs)
+        self._steps += 1
+        return StepOutput(self._steps, outputs)
+
+    def has_work(self) -> bool:
+        """Whether another step would do something without another command."""
+        return bool(self._heard or self._outbox or self.scheduler.has_work())
+
+    def _open(self, message: Open, now: int) -> None:
+        try:
+            self.runner.check_open(message)
+        except ValueError as error:
+            raise BadOption(message.stream, str(error)) from None
+        self.scheduler.admit(message)
+        if self._detector is not None:
+            self._detector.open(message.stream)
+        self._outbox.append(Opened(message.stream))
+
+    def _feed(self, message: Feed, now: int) -> None:
+        if self._detector is not None:
+            spec = self.scheduler.spec
+            audio = [new_samples(item, spec) for item in message.items]
+        self.scheduler.feed(message.stream, message.items, now)
+        if self._detector is not None:
+            self._heard.setdefault(message.stream, []).extend(audio)
+
+    def _listen(self) -> None:
+        """Find speech in what has come since the last step, and let the models skip what nobody says."""
+        assert self._detector is not None
+        streams = self.scheduler.streams
+        batch = [(name, np.concatenate(audio)) for name, audio in self._heard.items() if name in streams]
+        self._heard.clear()
+        for speech in self._detector.detect(batch):
+            self._outbox.append(speech)
+
+    def _forget_ended(self, outputs: list[Output]) -> None:
+        assert self._detector is not None
+        for output in outputs:
+            if isinstance(output, (Closed, Failed)) and output.stream not in self.scheduler.streams:
+                self._detector.close(output.stream)
+
+    def _die(self, outputs: list[Output], error: Exception) -> StepOutput:
+        self._dead = True
+        logger.exception("the runner failed for every stream; the engine stops", exc_info=error)
+        self._steps += 1
+        return StepOutput(self._steps, [*outputs, Dead(f"the model runner failed: {type(error).__name__}: {error}")])
+
+
+def new_samples(item: Item, spec: ModelSpec) -> NDArray[np.float32]:
+    """The audio an item adds: its payload without look-around and padding, or silence for a gap."""
+    count = item.length * spec.samples_per_position if item.samples is None else item.samples
+    if item.payload is None:
+        return np.zeros(count, np.float32)
+    samples: NDArray[np.float32] = item.payload[spec.look_back_samples : spec.look_back_samples + count]
+    return samples
