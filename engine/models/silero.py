@@ -1,0 +1,165 @@
+"""Silero voice activity detection at 16 kHz: is somebody speaking in this frame of 32 ms?
+
+    frame, with the 64 samples before it -> magnitudes of a short Fourier transform (4 columns of 129)
+    -> four convolutions -> one vector of 128 -> LSTM cell -> probability
+
+Everything up to the LSTM's gates depends on the frame alone, so `encode` takes all frames of all streams at once; only
+`step` goes frame by frame. With four columns every convolution is one matrix product over neighbouring columns, which
+is how it is written here: at this size a general convolution costs several times its arithmetic.
+"""
+
+from __future__ import annotations
+
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.errors import EngineError
+
+SAMPLE_RATE = 16_000
+FRAME_SAMPLES = 512
+CONTEXT_SAMPLES = 64
+STATE_SIZE = 128
+
+_FFT_SAMPLES = 256
+_HOP_SAMPLES = 128
+_BINS = _FFT_SAMPLES // 2 + 1
+# Mirrored samples after the frame, so that its end lies inside a Fourier window as well.
+_PADDING_SAMPLES = 64
+
+_SHAPES = {
+    "stft.forward_basis_buffer": (2 * _BINS, 1, _FFT_SAMPLES),
+    "encoder.0.reparam_conv.weight": (128, _BINS, 3),
+    "encoder.0.reparam_conv.bias": (128,),
+    "encoder.1.reparam_conv.weight": (64, 128, 3),
+    "encoder.1.reparam_conv.bias": (64,),
+    "encoder.2.reparam_conv.weight": (64, 64, 3),
+    "encoder.2.reparam_conv.bias": (64,),
+    "encoder.3.reparam_conv.weight": (128, 64, 3),
+    "encoder.3.reparam_conv.bias": (128,),
+    "decoder.rnn.weight_ih": (4 * STATE_SIZE, 128),
+    "decoder.rnn.weight_hh": (4 * STATE_SIZE, STATE_SIZE),
+    "decoder.rnn.bias_ih": (4 * STATE_SIZE,),
+    "decoder.rnn.bias_hh": (4 * STATE_SIZE,),
+    "decoder.decoder.2.weight": (1, STATE_SIZE, 1),
+    "decoder.decoder.2.bias": (1,),
+}
+
+
+class SpeechWeightsError(EngineError):
+    """The speech detector's weights are missing or damaged."""
+
+
+class SileroVad(nn.Module):
+    """Weights only; what a stream has heard so far is passed in and handed back."""
+
+    window: Tensor
+    conv1: Tensor
+    conv1_bias: Tensor
+    conv2: Tensor
+    conv2_bias: Tensor
+    conv3: Tensor
+    conv3_bias: Tensor
+    conv4: Tensor
+    conv4_bias: Tensor
+    input_gates: Tensor
+    state_gates: Tensor
+    gates_bias: Tensor
+    out: Tensor
+    out_bias: Tensor
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        _check(weights)
+
+        def keep(name: str, tensor: Tensor) -> None:
+            self.register_buffer(name, tensor.detach().float().contiguous(), persistent=False)
+
+        # The stored Fourier basis is cosines and sines times this window; its first row (frequency 0) is the window.
+        keep("window", weights["stft.forward_basis_buffer"][0, 0])
+        # The third convolution turns two columns into one and the fourth sees that one alone: their other taps only
+        # ever meet padding.
+        for number, taps in enumerate([(0, 1, 2), (0, 1, 2), (1, 2), (1,)]):
+            weight = weights[f"encoder.{number}.reparam_conv.weight"]  # [out, in, 3]
+            keep(f"conv{number + 1}", torch.cat([weight[:, :, tap] for tap in taps], dim=1).T)  # [taps * in, out]
+            keep(f"conv{number + 1}_bias", weights[f"encoder.{number}.reparam_conv.bias"])
+        keep("input_gates", _sigmoids_first(weights["decoder.rnn.weight_ih"]).T)
+        keep("state_gates", _sigmoids_first(weights["decoder.rnn.weight_hh"]).T)
+        keep("gates_bias", _sigmoids_first(weights["decoder.rnn.bias_ih"] + weights["decoder.rnn.bias_hh"]))
+        keep("out", weights["decoder.decoder.2.weight"].reshape(STATE_SIZE, 1))
+        keep("out_bias", weights["decoder.decoder.2.bias"])
+
+    def encode(self, frames: Tensor) -> Tensor:
+        """Frames [n, 64 + 512], each behind its context -> what they give to the LSTM's gates [n, 4 * 128]."""
+        padded = functional.pad(frames, (0, _PADDING_SAMPLES), mode="reflect")
+        columns = padded.unfold(1, _FFT_SAMPLES, _HOP_SAMPLES)  # [n, 4, 256]
+        parts = torch.view_as_real(torch.fft.rfft(columns * self.window)).square()  # [n, 4, 129, 2]
+        magnitude = (parts[..., 0] + parts[..., 1]).sqrt_()
+        # Zero columns at the sides are the convolutions' padding.
+        x = _convolve(functional.pad(magnitude, (0, 0, 1, 1)), 1, self.conv1, self.conv1_bias)  # [n, 4, 128]
+        x = _convolve(functional.pad(x, (0, 0, 1, 0)), 2, self.conv2, self.conv2_bias)  # [n, 2, 64]
+        x = torch.addmm(self.conv3_bias, x.flatten(1), self.conv3).relu_()  # [n, 64]
+        x = torch.addmm(self.conv4_bias, x, self.conv4).relu_()  # [n, 128]
+        return torch.addmm(self.gates_bias, x, self.input_gates)
+
+    def step(self, gates: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+        """One frame of each stream: gates [b, 4 * 128], state [b, 128] twice -> the new hidden and cell state."""
+        gates = torch.addmm(gates, hidden, self.state_gates)
+        take, forget, show = gates[:, : 3 * STATE_SIZE].sigmoid().chunk(3, dim=1)
+        cell = torch.addcmul(forget * cell, take, gates[:, 3 * STATE_SIZE :].tanh())
+        return show * cell.tanh(), cell
+
+    def probability(self, hidden: Tensor) -> Tensor:
+        """Hidden states [n, 128] after a frame -> probability of speech in that frame [n]."""
+        return torch.addmm(self.out_bias, hidden.relu(), self.out).sigmoid_().squeeze(1)
+
+
+def load_silero(path: Path | None = None) -> SileroVad:
+    """The detector with the weights that the `silero-vad` package carries, or with those in `path`."""
+    path = path or _packaged_weights()
+    try:
+        with warnings.catch_warnings():
+            # TorchScript is deprecated, and it is the one form in which the package ships its current weights to torch
+            # (its safetensors file holds an older model).
+            warnings.simplefilter("ignore", DeprecationWarning)
+            stored: dict[str, Tensor] = torch.jit.load(path, map_location="cpu").state_dict()  # type: ignore[no-untyped-call]
+    except (OSError, RuntimeError, ValueError) as error:
+        raise SpeechWeightsError(
+            f"cannot read the speech detector's weights in {path.name}; reinstall silero-vad"
+        ) from error
+    # The same archive holds a model for 8 kHz under another prefix.
+    weights = {name.removeprefix("_model."): tensor for name, tensor in stored.items() if name.startswith("_model.")}
+    return SileroVad(weights).eval()
+
+
+def _packaged_weights() -> Path:
+    # Looked up, not imported: importing the package sets torch's thread count for the whole process.
+    package = find_spec("silero_vad")
+    if package is None or package.origin is None:
+        raise SpeechWeightsError("speech detection needs the package silero-vad: pip install silero-vad")
+    return Path(package.origin).parent / "data" / "silero_vad.jit"
+
+
+def _check(weights: dict[str, Tensor]) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if shapes != _SHAPES:
+        wrong = sorted(name for name in shapes.keys() | _SHAPES.keys() if shapes.get(name) != _SHAPES.get(name))
+        raise SpeechWeightsError(f"these are not the speech detector's weights (see {wrong[0]}); reinstall silero-vad")
+
+
+def _convolve(columns: Tensor, stride: int, weight: Tensor, bias: Tensor) -> Tensor:
+    """Three-tap convolution over padded columns [n, t, c] and a ReLU -> [n, (t - 3) // stride + 1, out]."""
+    channels = columns.shape[2]
+    neighbours = columns.flatten(1).unfold(1, 3 * channels, stride * channels)  # [n, t', 3 * c]
+    out = torch.addmm(bias, neighbours.reshape(-1, 3 * channels), weight).relu_()
+    return out.view(columns.shape[0], -1, weight.shape[1])
+
+
+def _sigmoids_first(gates: Tensor) -> Tensor:
+    """Rows of an LSTM in the order input, forget, cell, output -> input, forget, output, cell: one sigmoid call."""
+    take, forget, new, show = gates.chunk(4)
+    return torch.cat([take, forget, show, new])

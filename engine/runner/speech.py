@@ -1,0 +1,177 @@
+"""Speech probabilities for many streams at once.
+
+A stream's samples come in pieces of any length; the detector works in frames, so each stream carries the samples that
+do not fill a frame yet. All frames that are due, of all streams, pass the stateless part of the model in one batch; the
+recurrent part goes frame by frame with all streams side by side. A stream that sends nothing costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.errors import AtCapacity, BadItem, DuplicateStream, UnknownStream
+from engine.messages import Speech
+from engine.models.silero import CONTEXT_SAMPLES, FRAME_SAMPLES, STATE_SIZE, SileroVad
+
+# After this many frames of digital silence (one second) the detector's opinion no longer changes; it is kept, and
+# nothing is computed until a sample differs from zero. A muted microphone is free.
+SETTLED_FRAMES = 32
+# More frames than this go through the model in several passes, so that a long backlog piece stays inside CPU caches.
+_FRAMES_PER_PASS = 256
+
+_SPAN_SAMPLES = CONTEXT_SAMPLES + FRAME_SAMPLES
+
+Samples = NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class _Ear:
+    """What one stream has heard: its place in the state tensors and the samples that wait for a full frame."""
+
+    slot: int
+    # First sample of the next frame.
+    sample: int
+    # The context of the next frame, and what is there of the frame itself.
+    carried: Samples
+    silent_frames: int = 0
+    probability: float = 0.0
+
+
+@dataclass(slots=True)
+class _Piece:
+    """The frames of one stream in one call."""
+
+    ear: _Ear
+    frames: Samples
+    # Which of them the model must see; the others repeat the probability before them.
+    due: list[bool]
+
+
+class SpeechDetector:
+    """Streams are opened, fed in batches, and closed; at most `max_streams` are open at a time."""
+
+    def __init__(self, model: SileroVad, max_streams: int) -> None:
+        self._model = model
+        self._device = model.window.device
+        self._hidden = torch.zeros(max_streams, STATE_SIZE, device=self._device)
+        self._cell = torch.zeros(max_streams, STATE_SIZE, device=self._device)
+        self._free = list(range(max_streams - 1, -1, -1))
+        self._ears: dict[str, _Ear] = {}
+
+    def open(self, stream: str, sample: int = 0) -> None:
+        """Begin to listen to a stream whose next sample is number `sample`."""
+        if stream in self._ears:
+            raise DuplicateStream(stream, "is open in the speech detector already")
+        if not self._free:
+            raise AtCapacity(stream, f"the speech detector listens to {len(self._ears)} streams, its maximum")
+        slot = self._free.pop()
+        self._hidden[slot].zero_()
+        self._cell[slot].zero_()
+        self._ears[stream] = _Ear(slot, sample, np.zeros(CONTEXT_SAMPLES, np.float32))
+
+    def close(self, stream: str) -> None:
+        ear = self._ears.pop(stream, None)
+        if ear is None:
+            raise UnknownStream(stream, "is not open in the speech detector")
+        self._free.append(ear.slot)
+
+    @torch.inference_mode()
+    def detect(self, batch: list[tuple[str, Samples]]) -> list[Speech]:
+        """New samples of some streams, each stream once -> the frames they complete, in the order of the batch.
+
+        A bad entry refuses the whole batch before anything is heard, so it can be sent again without that stream.
+        """
+        self._check(batch)
+        pieces = [self._take(stream, samples) for stream, samples in batch]
+        computed = self._compute(pieces)
+        answers = []
+        for (stream, _), piece, values in zip(batch, pieces, computed, strict=True):
+            ear, fresh, probabilities = piece.ear, iter(values), []
+            for due in piece.due:
+                ear.probability = next(fresh) if due else ear.probability
+                probabilities.append(ear.probability)
+            answers.append(Speech(stream, ear.sample, FRAME_SAMPLES, probabilities))
+            ear.sample += FRAME_SAMPLES * len(probabilities)
+        return answers
+
+    def _check(self, batch: list[tuple[str, Samples]]) -> None:
+        seen = set()
+        for stream, samples in batch:
+            if stream not in self._ears:
+                raise UnknownStream(stream, "is not open in the speech detector")
+            if stream in seen:
+                raise BadItem(stream, "comes twice in one batch of the speech detector")
+            if samples.ndim != 1 or samples.dtype != np.float32:
+                raise BadItem(stream, f"speech detection takes one row of float32 samples, not {samples.dtype}")
+            seen.add(stream)
+
+    def _take(self, stream: str, samples: Samples) -> _Piece:
+        """Cut the frames that are complete now, and keep the rest for the next call."""
+        ear = self._ears[stream]
+        heard = np.concatenate((ear.carried, samples))
+        count = (len(heard) - CONTEXT_SAMPLES) // FRAME_SAMPLES
+        ear.carried = heard[count * FRAME_SAMPLES :].copy()
+        frames = np.lib.stride_tricks.as_strided(
+            heard, (count, _SPAN_SAMPLES), (FRAME_SAMPLES * heard.itemsize, heard.itemsize), writeable=False
+        )
+        due = []
+        audible_frames: NDArray[np.bool_] = np.any(frames, axis=1)
+        for audible in audible_frames.tolist():
+            ear.silent_frames = 0 if audible else ear.silent_frames + 1
+            due.append(ear.silent_frames <= SETTLED_FRAMES)
+        return _Piece(ear, frames if all(due) else frames[due], due)
+
+    def _compute(self, pieces: list[_Piece]) -> list[list[float]]:
+        """Probabilities of each piece's due frames.
+
+        Streams are put in order of their frame counts, the longest first, and frames in order of time: frame k of all
+        streams that have one is then a slice, and those streams are the first rows of the state.
+        """
+        order = sorted((i for i, piece in enumerate(pieces) if len(piece.frames)), key=lambda i: -len(pieces[i].frames))
+        results: list[list[float]] = [[] for _ in pieces]
+        if not order:
+            return results
+        counts = [len(pieces[i].frames) for i in order]
+        # starts[k] is the row of frame k of the first stream; its frame k + 1 comes after frame k of all the others.
+        starts = np.zeros(counts[0] + 1, np.int64)
+        for count in counts:
+            starts[1 : count + 1] += 1
+        starts = starts.cumsum()
+        frames = np.empty((starts[-1], _SPAN_SAMPLES), np.float32)
+        for row, (i, count) in enumerate(zip(order, counts, strict=True)):
+            frames[starts[:count] + row] = pieces[i].frames
+        slots = torch.tensor([pieces[i].ear.slot for i in order], device=self._device)
+        values = self._run(torch.from_numpy(frames).to(self._device), starts.tolist(), slots)
+        for row, (i, count) in enumerate(zip(order, counts, strict=True)):
+            results[i] = values[starts[:count] + row].tolist()
+        return results
+
+    def _run(self, frames: Tensor, starts: list[int], slots: Tensor) -> NDArray[np.float32]:
+        passes = [
+            self._model.encode(frames[first : first + _FRAMES_PER_PASS])
+            for first in range(0, len(frames), _FRAMES_PER_PASS)
+        ]
+        gates = passes[0] if len(passes) == 1 else torch.cat(passes)
+        hidden, cell = self._hidden.index_select(0, slots), self._cell.index_select(0, slots)
+        after_each = []
+        for start, end in pairwise(starts):
+            streams = end - start
+            if streams < len(hidden):
+                # The streams behind these have no more frames: their state is complete.
+                self._keep(slots[streams:], hidden[streams:], cell[streams:])
+                slots, hidden, cell = slots[:streams], hidden[:streams], cell[:streams]
+            hidden, cell = self._model.step(gates[start:end], hidden, cell)
+            after_each.append(hidden)
+        self._keep(slots, hidden, cell)
+        values: NDArray[np.float32] = self._model.probability(torch.cat(after_each)).cpu().numpy()
+        return values
+
+    def _keep(self, slots: Tensor, hidden: Tensor, cell: Tensor) -> None:
+        self._hidden.index_copy_(0, slots, hidden)
+        self._cell.index_copy_(0, slots, cell)
