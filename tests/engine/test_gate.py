@@ -1,0 +1,172 @@
+"""What the gate lets through: no noise, all of what is said, and an end soon after the last word."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.gate import Begin, Decision, End, GateSettings, Skip, SpeechGate
+
+FRAME = 512
+# Round numbers of frames: 8 sure frames or 3 in conversation, 5 of pre-roll, 10 of hang-over, 40 of patience.
+SETTINGS = GateSettings(
+    sure_samples=8 * FRAME,
+    brief_samples=3 * FRAME,
+    conversation_samples=100 * FRAME,
+    pre_roll_samples=5 * FRAME,
+    hang_over_samples=10 * FRAME,
+    patience_samples=40 * FRAME,
+)
+SPEECH, DOUBT, BAND, QUIET = 0.995, 0.9, 0.4, 0.01
+
+
+def decide(*stretches: tuple[float, int], settings: GateSettings = SETTINGS) -> list[Decision]:
+    """Decisions over stretches of (probability, frames), pushed frame by frame."""
+    gate = SpeechGate(settings)
+    return [
+        decision
+        for probability, frames in stretches
+        for _ in range(frames)
+        for decision in gate.push([probability], FRAME)
+    ]
+
+
+def heard(decisions: list[Decision]) -> list[Decision]:
+    return [decision for decision in decisions if not isinstance(decision, Skip)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"threshold": 0.2},
+        {"sure_threshold": 0.4},
+        {"sure_threshold": 1.1},
+        {"stop_threshold": 0.0},
+        {"hang_over_samples": 0},
+        {"patience_samples": -1},
+        {"pre_roll_samples": -1},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="thresholds|durations"):
+        replace(SETTINGS, **wrong)  # type: ignore[arg-type]
+
+
+def test_silence_is_skipped_up_to_the_pre_roll() -> None:
+    assert decide((QUIET, 8)) == [Skip(FRAME), Skip(2 * FRAME), Skip(3 * FRAME)]
+
+
+def test_an_utterance_begins_before_its_first_frame_and_ends_after_the_hang_over() -> None:
+    decisions = decide((QUIET, 20), (SPEECH, 30), (QUIET, 12))
+    assert heard(decisions) == [Begin(15 * FRAME), End(60 * FRAME, speech_end=50 * FRAME)]
+
+
+def test_speech_in_the_first_frame_begins_at_the_start() -> None:
+    assert heard(decide((SPEECH, 8))) == [Begin(0)]
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        [(SPEECH, 7)],
+        [(DOUBT, 39), (QUIET, 20)],
+        [(SPEECH, 3), (QUIET, 5), (DOUBT, 9), (SPEECH, 4)],
+        [(BAND, 200)],
+        [(SPEECH, 7), (QUIET, 10), (SPEECH, 7), (QUIET, 10), (SPEECH, 7)],
+    ],
+    ids=["click", "hum", "cough", "rustle", "knocks"],
+)
+def test_short_or_unsure_sounds_after_silence_are_never_heard(noise: list[tuple[float, int]]) -> None:
+    decisions = decide((QUIET, 20), *noise, (QUIET, 20))
+    assert heard(decisions) == []
+    total = 40 + sum(frames for _, frames in noise)
+    assert decisions[-1] == Skip((total - 5) * FRAME)
+
+
+def test_audio_is_held_while_in_doubt_and_no_longer_than_patience_allows() -> None:
+    decisions = decide((QUIET, 20), (DOUBT, 39))
+    assert decisions[-1] == Skip(15 * FRAME)
+    assert decide((QUIET, 20), (DOUBT, 40))[-1] == Skip(55 * FRAME)
+
+
+def test_hesitant_speech_gathers_evidence_over_short_pauses() -> None:
+    decisions = decide((QUIET, 20), (SPEECH, 4), (QUIET, 9), (SPEECH, 4))
+    assert heard(decisions) == [Begin(15 * FRAME)]
+
+
+def test_in_a_conversation_a_short_word_is_heard() -> None:
+    decisions = decide((SPEECH, 20), (QUIET, 50), (DOUBT, 3), (QUIET, 10))
+    assert heard(decisions)[2:] == [Begin(65 * FRAME), End(83 * FRAME, speech_end=73 * FRAME)]
+
+
+def test_after_a_long_silence_a_conversation_is_over() -> None:
+    assert len(heard(decide((SPEECH, 20), (QUIET, 101), (DOUBT, 3), (QUIET, 10)))) == 2
+
+
+def test_a_pause_shorter_than_the_hang_over_ends_nothing() -> None:
+    decisions = decide((SPEECH, 20), (QUIET, 9), (SPEECH, 1), (QUIET, 9), (BAND, 1), (QUIET, 9))
+    assert heard(decisions) == [Begin(0)]
+
+
+def test_an_utterance_never_reaches_back_into_the_one_before() -> None:
+    decisions = decide((SPEECH, 20), (QUIET, 10), (SPEECH, 20))
+    assert heard(decisions) == [Begin(0), End(30 * FRAME, speech_end=20 * FRAME), Begin(30 * FRAME)]
+
+
+def test_flush_ends_an_open_utterance_where_the_caller_says() -> None:
+    gate = SpeechGate(SETTINGS)
+    gate.push([SPEECH] * 20, FRAME)
+    assert gate.flush(20 * FRAME + 100) == [End(20 * FRAME + 100, speech_end=20 * FRAME)]
+    # Whoever goes on speaking is heard from there on.
+    assert gate.push([SPEECH] * 3, FRAME) == [Begin(20 * FRAME + 100)]
+
+
+def test_flush_gives_up_a_doubtful_sound() -> None:
+    gate = SpeechGate(SETTINGS)
+    gate.push([DOUBT] * 5, FRAME)
+    assert gate.flush(5 * FRAME) == [Skip(5 * FRAME)]
+    assert gate.flush(5 * FRAME) == []
+    assert not gate.is_open
+
+
+def test_flush_cannot_lie_in_the_past() -> None:
+    gate = SpeechGate(SETTINGS)
+    gate.push([SPEECH] * 5, FRAME)
+    with pytest.raises(ValueError, match="past"):
+        gate.flush(4 * FRAME)
+
+
+def test_a_stream_that_starts_later_is_followed_from_there() -> None:
+    gate = SpeechGate(SETTINGS, sample=10_000)
+    assert gate.push([SPEECH] * 8, FRAME) == [Begin(10_000)]
+
+
+probabilities = st.lists(st.sampled_from([QUIET, QUIET, BAND, DOUBT, SPEECH, SPEECH]), max_size=120)
+
+
+@settings(max_examples=60, deadline=None)
+@given(frames=probabilities, cut=st.integers(1, 40))
+def test_how_frames_are_grouped_changes_no_utterance(frames: list[float], cut: int) -> None:
+    gate, pieces = SpeechGate(SETTINGS), []
+    for start in range(0, len(frames), cut):
+        pieces += gate.push(frames[start : start + cut], FRAME)
+    assert heard(pieces) == heard(decide(*[(probability, 1) for probability in frames]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(frames=probabilities)
+def test_decisions_move_forward_and_alternate(frames: list[float]) -> None:
+    gate, last, is_open = SpeechGate(SETTINGS), 0, False
+    for number, probability in enumerate(frames, 1):
+        for decision in gate.push([probability], FRAME):
+            assert last <= decision.sample <= number * FRAME
+            last = decision.sample
+            assert isinstance(decision, End) == is_open, "an open gate can only end, a closed one cannot"
+            is_open = isinstance(decision, Begin)
+        assert gate.is_open == is_open
+        # What is held back is bounded, however long the doubt lasts.
+        if not is_open:
+            assert number * FRAME - last <= SETTINGS.patience_samples + SETTINGS.pre_roll_samples
