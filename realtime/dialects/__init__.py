@@ -1,0 +1,1 @@
+"""Wire dialects: event names and shapes of each kind of client, over one session core."""

@@ -1,0 +1,84 @@
+"""What a dialect is: it reads a client's JSON object into a request, and writes core events as JSON objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from realtime.errors import ClientFault
+from realtime.events import Clear, Commit, Configure, ServerEvent
+from realtime.settings import Settings
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AudioText:
+    """Audio in base64, not decoded yet."""
+
+    data: str
+
+
+@dataclass(frozen=True, slots=True)
+class GapRequest:
+    """Declared silence, in the client's own samples."""
+
+    source_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """A message that needs no answer."""
+
+
+Request = Configure | AudioText | GapRequest | Commit | Clear | Nothing
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """What a dialect must know of the session it speaks for."""
+
+    session_id: str
+    created: int
+    sample_rate: int
+    model: str
+    models: frozenset[str]
+    new_event_id: Callable[[], str]
+    # Set when the session can be resumed: the token, and for how many seconds it is kept after a disconnect.
+    resume_token: str = ""
+    resume_seconds: int = 0
+
+
+class Dialect(Protocol):
+    """One way of speaking to a client."""
+
+    name: str
+
+    def start_settings(self, settings: Settings) -> Settings:
+        """What this dialect's sessions begin with."""
+
+    def created(self, settings: Settings) -> Json:
+        """The event that greets the client."""
+
+    def read(self, message: Json, settings: Settings) -> Request:
+        """Raises ClientFault for what the client may not send."""
+
+    def write(self, event: ServerEvent, settings: Settings) -> list[Json]:
+        """The wire form of a core event: none, one or several objects."""
+
+    def bad_message(self, fault: ClientFault) -> Json:
+        """The error event for a message that could not be read."""
+
+
+def text_field(message: Json, name: str) -> str:
+    """A required string of a client event."""
+    value = message.get(name)
+    if not isinstance(value, str):
+        raise ClientFault("invalid_value", f"'{name}' must be a string.", param=name, event_id=event_id_of(message))
+    return value
+
+
+def event_id_of(message: Json) -> str | None:
+    value = message.get("event_id")
+    return value if isinstance(value, str) else None

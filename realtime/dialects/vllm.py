@@ -1,0 +1,96 @@
+"""The dialect of vLLM's realtime endpoint: utterances between a starting and a final commit, 16 kHz, string errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from realtime.dialects.base import AudioText, Json, Nothing, Request, SessionFacts, event_id_of
+from realtime.errors import ClientFault
+from realtime.events import Commit, Completed, Configure, Delta, ItemFailed, Problem, ServerEvent, SessionUpdated
+from realtime.settings import AudioFormat, Settings
+
+VLLM_RATE = 16_000
+# A position of the models that are served this way: what a client sees as prompt tokens.
+MS_PER_PROMPT_TOKEN = 80
+
+
+class VllmDialect:
+    """See PROTOCOL: a non-final commit starts an utterance, a final one ends it and is answered with `done`."""
+
+    name = "vllm"
+
+    def __init__(self, facts: SessionFacts) -> None:
+        self.facts = facts
+        self._model_known = False
+
+    def start_settings(self, settings: Settings) -> Settings:
+        return replace(
+            settings,
+            format=AudioFormat("audio/pcm", VLLM_RATE),
+            turn_detection=None,
+            turns_chosen=True,
+            trim_start=False,
+            minimum_commit_ms=0,
+        )
+
+    def read(self, message: Json, settings: Settings) -> Request:
+        kind = message.get("type")
+        if kind == "input_audio_buffer.append":
+            audio = message.get("audio")
+            if not isinstance(audio, str) or not audio:
+                raise ClientFault("invalid_audio", "'audio' must be base64 text that is not empty.")
+            return AudioText(audio)
+        if kind == "input_audio_buffer.commit":
+            if not self._model_known:
+                raise ClientFault("model_not_validated", "Send session.update with a model before the first commit.")
+            return Commit(event_id_of(message)) if message.get("final") else Nothing()
+        if kind == "session.update":
+            return Configure(replace(settings, model=self._model(message)))
+        shown = f"'{kind[:80]}'" if isinstance(kind, str) else "missing or not a string"
+        raise ClientFault("unknown_event", f"Unknown event type: {shown}.")
+
+    def _model(self, message: Json) -> str:
+        model = message.get("model")
+        if not isinstance(model, str) or not model:
+            raise ClientFault("invalid_event", "session.update needs a 'model'.")
+        if model not in self.facts.models:
+            raise ClientFault("model_not_found", f"The model `{model[:200]}` does not exist.")
+        self._model_known = True
+        return model
+
+    def created(self, settings: Settings) -> Json:
+        return {"type": "session.created", "id": self.facts.session_id, "created": self.facts.created}
+
+    def write(self, event: ServerEvent, settings: Settings) -> list[Json]:
+        match event:
+            case Delta():
+                return [{"type": "transcription.delta", "delta": event.text}]
+            case Completed():
+                return [{"type": "transcription.done", "text": event.transcript, "usage": self._usage(event)}]
+            case SessionUpdated():
+                shown = {"id": self.facts.session_id, "model": event.settings.model}
+                return [{"type": "session.updated", **shown}]
+            case ItemFailed():
+                return [_error("processing_error", event.message)]
+            case Problem():
+                return [_error(event.code, event.message)]
+            case _:
+                return []
+
+    def bad_message(self, fault: ClientFault) -> Json:
+        return _error(fault.code, fault.message)
+
+    def _usage(self, event: Completed) -> dict[str, Any]:
+        milliseconds = (event.end - event.start) * 1000 // self.facts.sample_rate
+        prompt = -(-milliseconds // MS_PER_PROMPT_TOKEN)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": event.tokens,
+            "total_tokens": prompt + event.tokens,
+            "prompt_tokens_details": None,
+        }
+
+
+def _error(code: str, message: str) -> Json:
+    return {"type": "error", "error": message, "code": code}

@@ -1,0 +1,63 @@
+"""What can go wrong at the gateway: whose fault it is, which code goes over the wire, and how a socket is closed.
+
+Every text here is safe to send to a client: no paths, no secrets, no internals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class CloseCode(IntEnum):
+    """WebSocket close codes the gateway uses, each for one reason."""
+
+    NORMAL = 1000
+    # The client broke a limit that cannot be answered with an error event: it does not read, or it stays silent.
+    POLICY = 1008
+    TOO_BIG = 1009
+    INTERNAL = 1011
+    RESTART = 1012
+    TRY_LATER = 1013
+    # A newer socket has taken this session over with its resume token.
+    TAKEN_OVER = 4409
+
+
+class GatewayError(Exception):
+    """Base of everything the gateway raises on purpose."""
+
+
+class ClientFault(GatewayError):
+    """The client sent something wrong; it is told with an error event and the socket stays open.
+
+    `code` is the OpenAI error code. Dialects that have codes of their own translate it.
+    """
+
+    def __init__(self, code: str, message: str, *, param: str | None = None, event_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.event_id = event_id
+
+
+class IllegalEvent(GatewayError):
+    """An event came in a state that has no answer to it; the state is unchanged. A bug of ours, not of the client."""
+
+
+@dataclass(slots=True)
+class Refusal(GatewayError):
+    """A request or an upgrade that is answered with an HTTP status instead of a socket."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: int | None = None
+    kind: str = "invalid_request_error"
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}

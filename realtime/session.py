@@ -1,0 +1,503 @@
+"""The heart of the gateway: one session as a pure state machine, `handle(event, now) -> effects`.
+
+No I/O, no clock, no asyncio: the shell delivers client events and engine outputs in order and carries the effects out
+in order. One engine stream runs through the whole session; turns are cut inside it:
+
+- a turn that ends asks the engine to flush; text that arrives before the answer belongs to that turn;
+- where speech detection ends a turn, audio of the next one may already be with the engine, so words are told apart
+  by their times;
+- items are serialised: text of a later turn waits until every earlier turn is completed;
+- samples are counted, never timed: each appended sample is fed to the engine once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from engine import messages
+from realtime.errors import CloseCode, IllegalEvent
+from realtime.events import (
+    Acknowledged,
+    Append,
+    Clear,
+    Cleared,
+    Closing,
+    Commit,
+    Committed,
+    Completed,
+    Configure,
+    Drain,
+    Effect,
+    End,
+    EngineSwitched,
+    Event,
+    Feed,
+    FeedGap,
+    FinishEngine,
+    FlushEngine,
+    Gap,
+    Hangup,
+    ItemFailed,
+    Measured,
+    Problem,
+    Reopen,
+    Send,
+    ServerEvent,
+    SessionUpdated,
+    SpeechStarted,
+    SpeechStopped,
+    Tick,
+)
+from realtime.items import Items, Turn
+from realtime.settings import INCLUDE_ACKS, Settings
+from realtime.stall import StallGuard
+from realtime.turns import Paused, Started, TurnWatch
+
+
+class Phase(Enum):
+    """Where a session stands."""
+
+    # Audio and control events are answered as they come.
+    ACTIVE = auto()
+    # A commit waits until speech detection has seen all audio before it; later commits and clears queue behind it.
+    COMMITTING = auto()
+    # No more audio; the engine runs out.
+    FINISHING = auto()
+    CLOSED = auto()
+
+
+MOVES: dict[Phase, frozenset[Phase]] = {
+    Phase.ACTIVE: frozenset({Phase.COMMITTING, Phase.FINISHING, Phase.CLOSED}),
+    Phase.COMMITTING: frozenset({Phase.ACTIVE, Phase.FINISHING, Phase.CLOSED}),
+    Phase.FINISHING: frozenset({Phase.CLOSED}),
+    Phase.CLOSED: frozenset(),
+}
+
+_ENGINE = {
+    messages.Opened: "_ignore",
+    messages.Text: "_text",
+    messages.Speech: "_speech",
+    messages.Flushed: "_flushed",
+    messages.Closed: "_engine_closed",
+    messages.Failed: "_engine_failed",
+    messages.Refused: "_engine_failed",
+    messages.Dead: "_engine_dead",
+    EngineSwitched: "_engine_switched",
+}
+
+# Which method answers an event in a phase. What is not in the table is illegal there.
+TABLE: dict[Phase, dict[type, str]] = {
+    Phase.ACTIVE: {
+        Configure: "_configure",
+        Append: "_append",
+        Gap: "_gap",
+        Commit: "_commit",
+        Clear: "_clear",
+        End: "_end",
+        Drain: "_drain",
+        Tick: "_tick",
+        **_ENGINE,
+    },
+    Phase.COMMITTING: {
+        Configure: "_configure",
+        Append: "_append",
+        Gap: "_gap",
+        Commit: "_defer",
+        Clear: "_defer",
+        End: "_end",
+        Drain: "_drain",
+        Tick: "_tick",
+        **_ENGINE,
+    },
+    # What a client still sends while its session runs out has no effect.
+    Phase.FINISHING: {
+        **dict.fromkeys((Configure, Append, Gap, Commit, Clear, End, Drain), "_ignore"),
+        Tick: "_tick",
+        **_ENGINE,
+        messages.Speech: "_ignore",
+    },
+    Phase.CLOSED: {},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """Numbers of the configuration that the core itself needs."""
+
+    stall_seconds: float = 8.0
+    keep_seconds: float = 30.0
+    ack_interval_seconds: float = 0.25
+    max_engine_failures: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A commit or clear that cannot be answered yet, and where in the audio it stands."""
+
+    event: Commit | Clear
+    sample: int
+    source_ms: float
+
+
+# How far speech detection may be behind the audio for the end of a turn to be worth a flush at once.
+CAUGHT_UP_SECONDS = 0.6
+
+
+class Session:
+    """One client's session. See the module for the rules it keeps."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        sample_rate: int,
+        new_item_id: Callable[[], str],
+        limits: SessionLimits | None = None,
+    ) -> None:
+        self.settings = settings
+        self.phase = Phase.ACTIVE
+        self.sample_rate = sample_rate
+        self.limits = limits or SessionLimits()
+        # Samples fed to the engine so far, and the client's own audio they came from.
+        self.appended = 0
+        self.source_samples = 0
+        self._source_ms = 0.0
+        # Audio before the boundary is committed or cleared.
+        self._boundary = 0
+        self._boundary_ms = 0.0
+        # Audio before this has been judged by speech detection.
+        self._covered = 0
+        self._items = Items(new_item_id, sample_rate, trim_start=settings.trim_start)
+        self._watch: TurnWatch | None = None
+        self._stall = StallGuard(sample_rate, self.limits.stall_seconds, self.limits.keep_seconds)
+        # Flushes the engine has yet to answer: the sample each stands at.
+        self._marks: deque[int] = deque()
+        self._waiting: deque[_Waiting] = deque()
+        self._held_speech: list[messages.Speech] = []
+        self._engine_base = 0
+        self._acked_samples = 0
+        self._acked_at = 0.0
+        self._drain_deadline: float | None = None
+        self._engine_failures = 0
+        self._effects: list[Effect] = []
+        self._set_watch(0)
+
+    # What the shell may ask
+
+    @property
+    def speaking(self) -> bool:
+        return self._items.current is not None and self._items.current.announced
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is open and nothing is owed to the client."""
+        return self._items.current is None and not self._items.ended and not self._waiting
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Answer one event. An event that is illegal in this phase raises and changes nothing."""
+        handler = TABLE[self.phase].get(type(event))
+        if handler is None:
+            raise IllegalEvent(f"{type(event).__name__} has no answer in phase {self.phase.name}")
+        effects: list[Effect] = []
+        self._effects = effects
+        getattr(self, handler)(event, now)
+        return effects
+
+    def check_integrity(self) -> None:
+        """Recompute what must hold between the parts; for tests and for idle moments."""
+        self._items.check_integrity()
+        assert 0 <= self._boundary <= self.appended
+        assert 0 <= self._covered <= self.appended
+        assert self.phase is not Phase.COMMITTING or self._waiting
+        assert all(mark <= self.appended for mark in self._marks)
+        assert list(self._marks) == sorted(self._marks)
+
+    # Client events
+
+    def _ignore(self, event: Event, now: float) -> None:
+        """Nothing to do."""
+
+    def _configure(self, event: Configure, now: float) -> None:
+        old, new = self.settings, event.settings
+        self.settings = new
+        self._items.trim_start = new.trim_start
+        if new.turn_detection != old.turn_detection:
+            self._set_watch(self._boundary)
+            self._open_without_detection()
+        if self.appended and (new.engine_options(), new.delay) != (old.engine_options(), old.delay):
+            self._effects.append(Reopen())
+        self._send(SessionUpdated(new))
+
+    def _append(self, event: Append, now: float) -> None:
+        if len(event.samples):
+            self._stall.keep(self.appended, event.samples)
+            self._effects.append(Feed(event.samples))
+        self._advance(len(event.samples), event.source_samples, event.source_ms, now)
+
+    def _gap(self, event: Gap, now: float) -> None:
+        if event.samples:
+            self._stall.keep(self.appended, event.samples)
+            self._effects.append(FeedGap(event.samples))
+        self._advance(event.samples, event.source_samples, event.source_ms, now)
+
+    def _advance(self, samples: int, source_samples: int, source_ms: float, now: float) -> None:
+        self.appended += samples
+        self.source_samples += source_samples
+        self._source_ms += source_ms
+        self._open_without_detection()
+        self._acknowledge(now)
+
+    def _open_without_detection(self) -> None:
+        """Without turn detection all uncommitted audio is the open turn; its item is reserved from the first sample."""
+        if self.settings.turn_detection is None and self._items.current is None and self.appended > self._boundary:
+            self._items.open(self._boundary)
+
+    def _commit(self, event: Commit, now: float) -> None:
+        buffered_ms = self._source_ms - self._boundary_ms
+        if buffered_ms < self.settings.minimum_commit_ms:
+            self._refuse_commit(buffered_ms, event.event_id)
+        elif self.settings.turn_detection is None or self._items.current is not None:
+            if self._items.current is None:
+                self._items.open(self._boundary)
+            self._commit_turn(now)
+        else:
+            # Speech detection has yet to see the end of the buffer; whether anybody spoke is known at the flush.
+            self._defer(event, now)
+            self._move(Phase.COMMITTING)
+
+    def _commit_turn(self, now: float) -> None:
+        """Commit the open turn with all audio up to here."""
+        turn = self._end_turn(self.appended, now, by_time=False)
+        turn.flushed = True
+        self._set_boundary(self.appended, self._source_ms)
+        self._flush()
+
+    def _clear(self, event: Clear, now: float) -> None:
+        self._stop_announced(self.appended)
+        if self.appended > self._boundary:
+            self._items.clear(self._boundary, self.appended)
+            self._flush()
+        self._set_boundary(self.appended, self._source_ms)
+        self._send(Cleared())
+
+    def _defer(self, event: Commit | Clear, now: float) -> None:
+        self._waiting.append(_Waiting(event, self.appended, self._source_ms))
+        self._flush()
+
+    def _end(self, event: End, now: float) -> None:
+        if self._items.current is not None and self.appended > self._boundary:
+            self._commit_turn(now)
+        self._move(Phase.FINISHING)
+        self._effects.append(FinishEngine())
+
+    def _drain(self, event: Drain, now: float) -> None:
+        self._drain_deadline = event.deadline
+        self._send(Closing("the server is restarting; connect again"))
+        self._drain_if_idle()
+
+    def _tick(self, event: Tick, now: float) -> None:
+        self._acknowledge(now)
+        if self.phase is Phase.FINISHING:
+            return
+        if self._drain_deadline is not None and now >= self._drain_deadline:
+            self._end(End(), now)
+        elif self._stall.stalled(now):
+            self._effects.append(Measured("stalls", 1))
+            self._reanchor(now)
+
+    # Engine outputs
+
+    def _text(self, event: messages.Text, now: float) -> None:
+        if event.delta or event.words:
+            self._stall.heard_text(event, self._engine_base, now)
+            self._send_all(self._items.push(event, self._engine_base), now)
+            self._drain_if_idle()
+
+    def _speech(self, event: messages.Speech, now: float) -> None:
+        start = event.sample + self._engine_base
+        for number, probability in enumerate(event.probabilities):
+            frame_start = start + number * event.frame_samples
+            if self._waiting and frame_start >= self._waiting[0].sample:
+                # Audio behind a waiting commit must not open a turn before the commit is answered.
+                rest = event.probabilities[number:]
+                frame = event.sample + number * event.frame_samples
+                self._held_speech.append(messages.Speech(event.stream, frame, event.frame_samples, rest))
+                break
+            self._frame(frame_start + event.frame_samples, probability, now)
+        self._effects.append(Measured("lag_seconds", (self.appended - self._covered) / self.sample_rate))
+        if not self.speaking:
+            self._stall.quiet(self._covered)
+        self._flush_ended()
+
+    def _frame(self, end: int, probability: float, now: float) -> None:
+        # A replay shows frames again, and a flush may round the last one up.
+        end = min(end, self.appended)
+        samples = end - self._covered
+        if samples <= 0:
+            return
+        self._covered = end
+        self._stall.heard_speech(probability, samples, now)
+        if self._watch is None:
+            return
+        for sign in self._watch.push(probability, samples, self._items.current_text()):
+            if isinstance(sign, Started):
+                self._start_turn(sign.sample, now)
+            elif isinstance(sign, Paused):
+                self._flush()
+            elif self._items.current is not None:
+                self._end_turn(sign.sample, now, by_time=True)
+                self._set_boundary(sign.sample, sign.sample * 1000 / self.sample_rate)
+
+    def _flushed(self, event: messages.Flushed, now: float) -> None:
+        if not self._marks:
+            raise IllegalEvent("the engine answered a flush that nobody asked for")
+        mark = self._marks.popleft()
+        self._send_all(self._items.settle(), now)
+        while self._waiting and self._waiting[0].sample <= mark:
+            self._resolve(self._waiting.popleft(), now)
+        self._send_all(self._items.complete_until(mark), now)
+        if self.phase is Phase.COMMITTING and not self._waiting:
+            self._move(Phase.ACTIVE)
+        held, self._held_speech = self._held_speech, []
+        for speech in held:
+            self._speech(speech, now)
+        self._drain_if_idle()
+
+    def _engine_closed(self, event: messages.Closed, now: float) -> None:
+        self._send_all(self._items.settle(), now)
+        if self.phase is Phase.FINISHING:
+            while self._waiting:
+                self._resolve(self._waiting.popleft(), now)
+            self._send_all(self._items.complete_until(self.appended), now)
+            self._close(CloseCode.NORMAL if self._drain_deadline is None else CloseCode.RESTART, "finished")
+
+    def _engine_failed(self, event: messages.Failed | messages.Refused, now: float) -> None:
+        """This stream failed: committed items fail with it, and the session goes on with a new stream."""
+        self._engine_failures += 1
+        self._effects.append(Measured("engine_failures", 1))
+        self._fail_items("transcription_failed", event.message)
+        if self.phase is Phase.FINISHING or self._engine_failures >= self.limits.max_engine_failures:
+            self._close(CloseCode.INTERNAL, "transcription failed")
+        else:
+            self._reanchor(now)
+
+    def _engine_dead(self, event: messages.Dead, now: float) -> None:
+        self._fail_items("engine_unavailable", "the engine stopped")
+        self._close(CloseCode.INTERNAL, "the engine stopped; connect again")
+
+    def _engine_switched(self, event: EngineSwitched, now: float) -> None:
+        self._send_all(self._items.settle(), now)
+        self._engine_base = event.base
+
+    # Turns
+
+    def _start_turn(self, sample: int, now: float) -> None:
+        turn = self._items.current or self._items.open(max(sample, self._boundary))
+        turn.announced = True
+        self._send(SpeechStarted(turn.item_id, turn.start))
+        self._send_all(self._items.release(), now)
+
+    def _end_turn(self, end: int, now: float, *, by_time: bool) -> Turn:
+        """Close the open turn at `end` and announce its item."""
+        self._stop_announced(end)
+        previous = self._items.last_committed
+        turn = self._items.end(end, now, by_time=by_time)
+        self._send(Committed(turn.item_id, previous))
+        return turn
+
+    def _stop_announced(self, sample: int) -> None:
+        current = self._items.current
+        if current is not None and current.announced:
+            self._send(SpeechStopped(current.item_id, sample))
+
+    def _flush_ended(self) -> None:
+        """Ask for the rest of turns that speech detection ended.
+
+        While a client sends faster than real time, audio of later turns is already with the engine; a flush there
+        could cut a word in two, so it waits until detection has caught up and nobody is speaking.
+        """
+        if self._items.current is not None or all(turn.flushed for turn in self._items.ended):
+            return
+        if self.appended - self._covered <= CAUGHT_UP_SECONDS * self.sample_rate:
+            self._flush()
+            for turn in self._items.ended:
+                turn.flushed = True
+
+    def _resolve(self, waiting: _Waiting, now: float) -> None:
+        """Answer a commit or clear: the engine has said everything about the audio before it."""
+        if isinstance(waiting.event, Clear):
+            self._stop_announced(waiting.sample)
+            self._items.drop()
+            self._send(Cleared())
+        elif self._items.current is None:
+            self._refuse_commit(0.0, waiting.event.event_id)
+        else:
+            self._end_turn(waiting.sample, now, by_time=False).flushed = True
+        if waiting.sample > self._boundary:
+            self._set_boundary(waiting.sample, waiting.source_ms)
+
+    def _refuse_commit(self, buffered_ms: float, event_id: str | None) -> None:
+        text = (
+            "Error committing input audio buffer: buffer too small. Expected at least "
+            f"{self.settings.minimum_commit_ms}ms of audio, but buffer only has {buffered_ms:.2f}ms of audio."
+        )
+        self._send(Problem("input_audio_buffer_commit_empty", text, event_id=event_id))
+
+    def _set_boundary(self, sample: int, source_ms: float) -> None:
+        self._boundary, self._boundary_ms = sample, source_ms
+        if self._watch is not None:
+            self._watch.restart(sample)
+        self._open_without_detection()
+
+    def _set_watch(self, start: int) -> None:
+        detection = self.settings.turn_detection
+        self._watch = None
+        if detection is not None:
+            self._watch = TurnWatch(detection, self.sample_rate, start, first_frame=self._covered)
+
+    # The engine and the way out
+
+    def _flush(self) -> None:
+        self._marks.append(self.appended)
+        self._effects.append(FlushEngine())
+
+    def _reanchor(self, now: float) -> None:
+        """Go on with a new stream; what the old one still owed is asked of the new one."""
+        self._effects.append(self._stall.reanchor(self.appended, now))
+        self._marks.clear()
+        if self._items.ended or self._waiting:
+            self._flush()
+
+    def _fail_items(self, code: str, message: str) -> None:
+        for turn in self._items.fail_ended():
+            self._send(ItemFailed(turn.item_id, code, message))
+
+    def _acknowledge(self, now: float) -> None:
+        due = now - self._acked_at >= self.limits.ack_interval_seconds
+        if due and self.source_samples > self._acked_samples and self.settings.wants(INCLUDE_ACKS):
+            self._acked_samples, self._acked_at = self.source_samples, now
+            self._send(Acknowledged(self.source_samples))
+
+    def _drain_if_idle(self) -> None:
+        if self._drain_deadline is not None and self.phase is Phase.ACTIVE and self.idle:
+            self._close(CloseCode.RESTART, "the server is restarting")
+
+    def _close(self, code: CloseCode, reason: str) -> None:
+        self._move(Phase.CLOSED)
+        self._effects.append(Hangup(code, reason))
+
+    def _move(self, to: Phase) -> None:
+        if to not in MOVES[self.phase]:
+            raise IllegalEvent(f"a session cannot go from {self.phase.name} to {to.name}")
+        self.phase = to
+
+    def _send(self, event: ServerEvent) -> None:
+        self._effects.append(Send(event))
+
+    def _send_all(self, events: list[ServerEvent], now: float) -> None:
+        for event in events:
+            self._send(event)
+            if isinstance(event, Completed):
+                self._effects.append(Measured("final_seconds", now - event.ended_at))
