@@ -1,54 +1,61 @@
 """Which stretches of a stream a windowed model should hear at all, from speech probabilities.
 
 A model that rereads a window makes up words when nobody speaks, and a window without speech is wasted work. The gate
-stands in front of it: it lets silence and noise go by unheard, holds audio back while it is unsure, opens when it is
-sure, and says where an utterance has ended, so that its text becomes final.
+stands in front of it: it lets silence and noise go by unheard, holds audio back while it is in doubt, opens when it is
+convinced, and says where an utterance has ended, so that its text becomes final.
 
-    QUIET --frame of speech--> DOUBTFUL --enough evidence--> OPEN --quiet for the hang-over--> QUIET
-                                   `--quiet for the hang-over, or doubtful for too long--> QUIET
+    QUIET --evidence above zero--> DOUBTFUL --enough evidence--> OPEN --quiet for the hang-over--> QUIET
+                                       `--evidence back at zero--> QUIET
 
-What is enough depends on what went before. A stream that has been silent must bring frames the detector has no doubt
-about: coughs and music reach high probabilities, but rarely the highest, and not for long. In a conversation a short
-"yes" is likely, and a few ordinary frames will do.
+Evidence is a running sum of the frames' log-odds of speech, never below zero. Coughs and music reach high probabilities
+now and then; people who speak reach very high ones and stay there, so their evidence mounts many times faster. How much
+is enough depends on what went before: in a conversation a short "yes" is likely, and little evidence will do.
 
 Pure: time is a count of samples, and the cut of the audio into calls changes nothing but when the caller hears of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-_SAMPLES_PER_MS = 16
+_SAMPLE_RATE = 16_000
+_SAMPLES_PER_MS = _SAMPLE_RATE // 1000
+
+# Log-odds that count neither for nor against speech (a probability of 0.73), and the most one frame can add or take.
+_NEUTRAL_LOG_ODDS = 1.0
+_MOST_FOR = 6.0
+_MOST_AGAINST = -1.0
+# Keeps the odds finite.
+_SURE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class GateSettings:
-    """Durations in samples at 16 kHz. The defaults come from measurements on read, spoken and recorded speech."""
+    """Durations in samples at 16 kHz, evidence in log-odds times seconds. The defaults were measured."""
 
-    # A frame at or above this is speech; below the second it is quiet; between the two it changes nothing.
-    threshold: float = 0.5
-    stop_threshold: float = 0.35
-    # A frame at or above this leaves no doubt, and so much of it opens the gate after silence.
-    sure_threshold: float = 0.98
-    sure_samples: int = 256 * _SAMPLES_PER_MS
-    # This much ordinary speech opens the gate if somebody spoke not longer ago than `conversation_samples`.
-    brief_samples: int = 96 * _SAMPLES_PER_MS
+    # Evidence that opens the gate: a quarter of a second that leaves no doubt, or a second at a probability of 0.9.
+    evidence: float = 1.5
+    # Enough if somebody spoke not longer ago than `conversation_samples`.
+    conversation_evidence: float = 0.2
     conversation_samples: int = 10_000 * _SAMPLES_PER_MS
-    # Audio kept from before the first frame of speech: soft beginnings of words are heard late.
+    # Audio kept from before the first evidence: soft beginnings of words are noticed late.
     pre_roll_samples: int = 320 * _SAMPLES_PER_MS
-    # Quiet that ends an utterance.
+    # Below this probability an utterance pauses, and a pause of this length ends it.
+    stop_threshold: float = 0.35
     hang_over_samples: int = 320 * _SAMPLES_PER_MS
     # Audio is held back for doubt no longer than this.
-    patience_samples: int = 5_000 * _SAMPLES_PER_MS
+    hold_samples: int = 5_000 * _SAMPLES_PER_MS
 
     def __post_init__(self) -> None:
-        if not 0 < self.stop_threshold <= self.threshold <= self.sure_threshold <= 1:
-            raise ValueError("speech thresholds must rise from stop to start to sure, above 0 and up to 1")
-        durations = (self.sure_samples, self.brief_samples, self.hang_over_samples, self.patience_samples)
-        if min(durations) < 1 or min(self.pre_roll_samples, self.conversation_samples) < 0:
-            raise ValueError("durations of the speech gate must be positive")
+        if not 0 < self.stop_threshold < 1:
+            raise ValueError(f"stop_threshold is a probability between 0 and 1, not {self.stop_threshold}")
+        if min(self.evidence, self.conversation_evidence) <= 0:
+            raise ValueError("the evidence that opens the speech gate must be above zero")
+        if min(self.conversation_samples, self.pre_roll_samples, self.hang_over_samples, self.hold_samples) < 0:
+            raise ValueError("durations of the speech gate cannot be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +99,9 @@ class SpeechGate:
         self._sample = sample
         # Audio before this has been dropped or committed.
         self._floor = sample
+        self._evidence = 0.0
         self._speech_start = sample
         self._speech_end = sample
-        self._spoken_samples = 0
-        self._sure_samples = 0
         self._last_utterance_end: int | None = None
 
     @property
@@ -107,11 +113,11 @@ class SpeechGate:
         decisions: list[Decision] = []
         for probability in probabilities:
             self._sample += frame_samples
-            decision = self._follow(probability, frame_samples)
+            decision = (self._follow if self.is_open else self._weigh)(probability, frame_samples)
             if decision is not None:
                 decisions.append(decision)
         if not self.is_open:
-            kept = self._speech_start if self.state is GateState.DOUBTFUL else self._sample
+            kept = self._held_from() if self.state is GateState.DOUBTFUL else self._sample
             decisions += self._skip(kept - self.settings.pre_roll_samples)
         return decisions
 
@@ -124,53 +130,52 @@ class SpeechGate:
             raise ValueError(f"sample {sample} is past: frames up to sample {self._sample} have been judged")
         if self.is_open:
             return [self._end(sample)]
-        self.state = GateState.QUIET
+        self._rest()
         return self._skip(sample)
 
-    def _follow(self, probability: float, frame_samples: int) -> Decision | None:
-        settings = self.settings
-        start = self._sample - frame_samples
-        if self.state is GateState.QUIET:
-            if probability < settings.threshold:
-                return None
-            self._doubt(start)
-        if probability >= settings.stop_threshold:
-            self._speech_end = self._sample
-        elif self._sample - self._speech_end >= settings.hang_over_samples:
-            if self.is_open:
-                return self._end(self._sample)
-            self.state = GateState.QUIET
-        if self.state is not GateState.DOUBTFUL:
+    def _weigh(self, probability: float, frame_samples: int) -> Begin | None:
+        """QUIET and DOUBTFUL: is this speech?"""
+        probability = min(max(probability, _SURE), 1 - _SURE)
+        odds = math.log(probability / (1 - probability)) - _NEUTRAL_LOG_ODDS
+        self._evidence += min(max(odds, _MOST_AGAINST), _MOST_FOR) * frame_samples / _SAMPLE_RATE
+        if self._evidence <= 0:
+            self._rest()
             return None
-        self._spoken_samples += frame_samples if probability >= settings.threshold else 0
-        self._sure_samples += frame_samples if probability >= settings.sure_threshold else 0
-        if self._is_speech():
-            return self._begin()
-        if self._sample - self._speech_start >= settings.patience_samples:
-            self.state = GateState.QUIET
-        return None
-
-    def _is_speech(self) -> bool:
-        settings, last = self.settings, self._last_utterance_end
-        if last is not None and self._speech_start - last <= settings.conversation_samples:
-            return self._spoken_samples >= settings.brief_samples
-        return self._sure_samples >= settings.sure_samples
-
-    def _doubt(self, start: int) -> None:
-        self.state = GateState.DOUBTFUL
-        self._speech_start = start
-        self._spoken_samples = self._sure_samples = 0
-
-    def _begin(self) -> Begin:
+        if self.state is GateState.QUIET:
+            self.state = GateState.DOUBTFUL
+            self._speech_start = self._sample - frame_samples
+        if self._evidence < self._needed():
+            return None
         self.state = GateState.OPEN
-        self._floor = max(self._floor, self._speech_start - self.settings.pre_roll_samples)
+        self._speech_end = self._sample
+        self._floor = max(self._floor, self._held_from() - self.settings.pre_roll_samples)
         return Begin(self._floor)
 
+    def _follow(self, probability: float, frame_samples: int) -> End | None:
+        """OPEN: has the utterance ended?"""
+        if probability >= self.settings.stop_threshold:
+            self._speech_end = self._sample
+        elif self._sample - self._speech_end >= self.settings.hang_over_samples:
+            return self._end(self._sample)
+        return None
+
+    def _needed(self) -> float:
+        settings, last = self.settings, self._last_utterance_end
+        in_conversation = last is not None and self._speech_start - last <= settings.conversation_samples
+        return settings.conversation_evidence if in_conversation else settings.evidence
+
+    def _held_from(self) -> int:
+        return max(self._speech_start, self._sample - self.settings.hold_samples)
+
     def _end(self, sample: int) -> End:
-        self.state = GateState.QUIET
+        self._rest()
         self._floor = sample
         self._last_utterance_end = self._speech_end
         return End(sample, self._speech_end)
+
+    def _rest(self) -> None:
+        self.state = GateState.QUIET
+        self._evidence = 0.0
 
     def _skip(self, sample: int) -> list[Decision]:
         if sample <= self._floor:
