@@ -1,0 +1,173 @@
+"""Attention over keys and values that live in pages, with one ring table per stream.
+
+A *row* is one step of a stack's own clock (an encoder frame, a decoder token) and has an absolute number that never
+restarts. Block b = row // page_rows of a stream is in the page at index b % ring_pages of the stream's table.
+
+`PagedAttention.attend` is the one entry. On CUDA, live steps run the Triton kernels in `kernels.py`; everything else
+(CPU, and chunks of more rows than a live step has) gathers the ring and calls torch's attention, which is also the
+reference that the kernels are tested against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.models.layers import rotate
+
+FP8_MAX = 448.0
+# A row of zeros must not divide by zero; far below any scale that real keys and values have.
+SMALLEST_SCALE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Shape of one attention layer; `window` counts rows, the query's own included."""
+
+    queries: int
+    keys: int
+    dim: int
+    window: int
+
+    @property
+    def fused_width(self) -> int:
+        return (self.queries + 2 * self.keys) * self.dim
+
+
+@dataclass(frozen=True, slots=True)
+class KvPages:
+    """Pages of one stack. With 8-bit storage every row of every head has its own scale.
+
+    data: [layers, pages, 2 (key, value), heads, page_rows, dim]; scales: [layers, pages, 2, heads, page_rows] or None.
+    """
+
+    data: Tensor
+    scales: Tensor | None
+
+    @classmethod
+    def allocate(
+        cls, layers: int, pages: int, page_rows: int, heads: Heads, dtype: torch.dtype, device: torch.device | str
+    ) -> KvPages:
+        shape = (layers, pages, 2, heads.keys, page_rows, heads.dim)
+        eight_bit = dtype == torch.float8_e4m3fn
+        scales = torch.zeros(shape[:-1], dtype=torch.bfloat16, device=device) if eight_bit else None
+        return cls(torch.zeros(shape, dtype=dtype, device=device), scales)
+
+    @property
+    def page_rows(self) -> int:
+        return self.data.shape[4]
+
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole pages, in every layer."""
+        self.data[:, targets] = self.data[:, sources]
+        if self.scales is not None:
+            self.scales[:, targets] = self.scales[:, sources]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The rows one call computes: `rows` new ones for each stream, from row number `first` on.
+
+    tables: [slots, ring_pages] int32; slots, first: [streams] int64; cosine, sine: [streams * rows, dim / 2].
+    """
+
+    tables: Tensor
+    slots: Tensor
+    first: Tensor
+    rows: int
+    cosine: Tensor
+    sine: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """All attention layers of one stack during one call."""
+
+    heads: Heads
+    pages: KvPages
+    span: Span
+    use_kernels: bool
+
+    def attend(self, layer: int, fused: Tensor) -> Tensor:
+        """Rotate, store and attend: fused [streams * rows, q | k | v] -> [streams * rows, queries * dim]."""
+        if self.use_kernels:
+            from engine.models import kernels
+
+            return kernels.attend(fused, layer, self.pages, self.span, self.heads)
+        return attend_reference(fused, layer, self.pages, self.span, self.heads)
+
+
+def attend_reference(fused: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads) -> Tensor:
+    """Gather the ring, append the new rows, attend under a mask, store. Any number of rows, even beyond the ring."""
+    total, streams = fused.shape[0], span.first.shape[0]
+    by_head = fused.view(total, heads.queries + 2 * heads.keys, heads.dim)
+    query = rotate(by_head[:, : heads.queries], span.cosine, span.sine)
+    key = rotate(by_head[:, heads.queries : heads.queries + heads.keys], span.cosine, span.sine)
+    value = by_head[:, heads.queries + heads.keys :]
+    values, scales = pack(torch.stack([key, value], dim=1), pages)  # [streams * rows, 2, keys, dim]
+
+    past, past_rows = gather_ring(layer, pages, span, fused.dtype)
+    # New rows are read back from their stored form, so that a chunk and single steps see the same keys and values.
+    new = unpack(values, scales, fused.dtype).view(streams, span.rows, 2, heads.keys, heads.dim)
+    new_rows = span.first[:, None] + torch.arange(span.rows, device=fused.device)  # [streams, rows]
+    both = torch.cat([past, new], dim=1)  # [streams, ring + rows, 2, keys, dim]
+    all_rows = torch.cat([past_rows, new_rows], dim=1)  # [streams, ring + rows]
+    age = new_rows[:, :, None] - all_rows[:, None, :]  # [streams, rows, ring + rows]
+    visible = (age >= 0) & (age < heads.window) & (all_rows >= 0)[:, None, :]
+    out = scaled_dot_product_attention(
+        query.view(streams, span.rows, heads.queries, heads.dim).transpose(1, 2),
+        both[:, :, 0].transpose(1, 2),
+        both[:, :, 1].transpose(1, 2),
+        attn_mask=visible[:, None],
+        enable_gqa=heads.queries != heads.keys,
+    )
+    store_rows(layer, pages, span, new_rows, values, scales)
+    return out.transpose(1, 2).reshape(total, heads.queries * heads.dim)
+
+
+def gather_ring(layer: int, pages: KvPages, span: Span, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values [streams, ring, 2, heads, dim] and the row number of each, negative where there is none."""
+    tables = span.tables[span.slots].long()  # [streams, ring_pages]
+    ring_pages, page_rows = tables.shape[1], pages.page_rows
+    last_block = (span.first[:, None] - 1).div(page_rows, rounding_mode="floor")
+    index = torch.arange(ring_pages, device=tables.device)
+    block = last_block - (last_block - index) % ring_pages  # newest block at each ring index
+    rows = (block[:, :, None] * page_rows + torch.arange(page_rows, device=tables.device)).flatten(1)
+    rows = torch.where(rows < span.first[:, None], rows, -1)  # the rest of the block in use is from a lap ago
+
+    scales = None if pages.scales is None else pages.scales[layer][tables]
+    held = unpack(pages.data[layer][tables], scales, dtype)  # [streams, ring_pages, 2, heads, page_rows, dim]
+    held = held.permute(0, 1, 4, 2, 3, 5).flatten(1, 2)  # [streams, ring, 2, heads, dim]
+    # A page may hold another stream's leftovers, even NaN, which a masked weight of zero would not keep out.
+    return held.masked_fill((rows < 0)[:, :, None, None, None], 0.0), rows
+
+
+def store_rows(layer: int, pages: KvPages, span: Span, rows: Tensor, values: Tensor, scales: Tensor | None) -> None:
+    """Write packed rows [streams * rows, 2, heads, dim] to their pages; of a chunk longer than the ring, its end."""
+    ring_pages, page_rows = span.tables.shape[1], pages.page_rows
+    kept = rows >= span.first[:, None] + span.rows - ring_pages * page_rows  # [streams, rows]
+    ring_index = (rows // page_rows) % ring_pages
+    page = span.tables[span.slots].long().gather(1, ring_index)[kept]
+    offset = (rows % page_rows)[kept]
+    pages.data[layer][page, :, :, offset] = values[kept.flatten()]
+    if pages.scales is not None and scales is not None:
+        pages.scales[layer][page, :, :, offset] = scales[kept.flatten()]
+
+
+def pack(rows: Tensor, pages: KvPages) -> tuple[Tensor, Tensor | None]:
+    """Rows [..., dim] as they are stored: 8-bit values with bfloat16 scales [...], or the pages' own type."""
+    if pages.scales is None:
+        return rows.to(pages.data.dtype), None
+    scales = (rows.float().abs().amax(-1) / FP8_MAX).clamp(min=SMALLEST_SCALE).bfloat16()
+    # Rounding the scale down may push the largest value past the format's end, where a cast gives NaN.
+    scaled = (rows.float() / scales.float().unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
+    return scaled.to(torch.float8_e4m3fn), scales
+
+
+def unpack(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if scales is None:
+        return values.to(dtype)
+    return (values.float() * scales.float().unsqueeze(-1)).to(dtype)

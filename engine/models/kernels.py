@@ -1,0 +1,294 @@
+"""Triton kernels for a live step: norm, gate, rotary + store, attention over pages. CUDA only.
+
+Each function computes what its namesake in `layers.py` or `attention.py` computes. Keys and values are read once per
+step and stream, and that is most of a step's traffic, so the attention kernel is built to keep many loads in flight:
+one program per stream, key head and slice of the window, the page numbers looked up inside it.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Triton reads a kernel's parameters by its own rules and its decorator has no types.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.models.attention import FP8_MAX, SMALLEST_SCALE, Heads, KvPages, Span
+from engine.models.layers import RowScale
+
+# Programs that keep the memory system busy: a few per multiprocessor of the largest current parts.
+WANTED_PROGRAMS = 1056
+# A tensor core multiplies 16 rows at least; a live step has 4 query rows per key head, the rest is padding.
+QUERY_TILE = 16
+HEADS_PER_STORE = 8
+
+
+@triton.jit
+def _add_norm_kernel(
+    residual, delta, weight, table, index, total, normed, width, epsilon,
+    HAS_DELTA: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(residual + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        value += tl.load(delta + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        # The stored sum is the rounded one, so the norm must be of the rounded one too.
+        value = value.to(total.dtype.element_ty).to(tl.float32)
+        tl.store(total + row * width + column, value, mask=inside)
+    mean_square = tl.sum(value * value, axis=0) / width
+    result = value * tl.rsqrt(mean_square + epsilon) * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_SCALE:
+        kind = tl.load(index + row)
+        result *= tl.load(table + kind * width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + row * width + column, result, mask=inside)
+
+
+def add_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, scale: RowScale | None
+) -> tuple[Tensor, Tensor]:
+    rows, width = residual.shape
+    total = residual if delta is None else torch.empty_like(residual)
+    normed = torch.empty_like(residual)
+    _add_norm_kernel[(rows,)](
+        residual,
+        residual if delta is None else delta,
+        weight,
+        weight if scale is None else scale.table,
+        weight if scale is None else scale.index,
+        total,
+        normed,
+        width,
+        epsilon,
+        HAS_DELTA=delta is not None,
+        HAS_SCALE=scale is not None,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=4 if width <= 2048 else 8,
+    )
+    return total, normed
+
+
+@triton.jit
+def _swiglu_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up + row * 2 * width + column, mask=inside).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside).to(tl.float32)
+    tl.store(out + row * width + column, gate / (1.0 + tl.exp(-gate)) * up, mask=inside)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    block = 1024
+    _swiglu_kernel[(rows, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _rotate_store_kernel(
+    fused, query, data, scales, table, slots, first, cosine, sine, ring_pages,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, EIGHT_BIT: tl.constexpr, FORMAT_MAX: tl.constexpr, SMALLEST: tl.constexpr,
+):  # fmt: skip
+    """One new row, TILE heads of it: queries go out rotated; keys (rotated) and values go to the row's page."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    half = tl.arange(0, DIM // 2)
+    source = fused + row * (QUERIES + 2 * KEYS) * DIM + head[:, None] * DIM + half[None, :]
+    low = tl.load(source).to(tl.float32)
+    high = tl.load(source + DIM // 2).to(tl.float32)
+    is_value = tl.program_id(1) * TILE >= QUERIES + KEYS
+    if not is_value:
+        cos = tl.load(cosine + row * (DIM // 2) + half)[None, :]
+        sin = tl.load(sine + row * (DIM // 2) + half)[None, :]
+        turned = low * cos - high * sin
+        high = high * cos + low * sin
+        low = turned
+    if tl.program_id(1) * TILE < QUERIES:
+        target = query + row * QUERIES * DIM + head[:, None] * DIM + half[None, :]
+        tl.store(target, low)
+        tl.store(target + DIM // 2, high)
+    else:
+        number = tl.load(first + row // ROWS) + row % ROWS
+        slot = tl.load(slots + row // ROWS)
+        page = tl.load(table + slot * ring_pages + (number // PAGE) % ring_pages).to(tl.int64)
+        # head counts on from keys to values, and so does the page's memory: [2, heads, page rows, dim]
+        line = (page * 2 * KEYS + head - QUERIES) * PAGE + number % PAGE
+        if EIGHT_BIT:
+            low = low.to(fused.dtype.element_ty).to(tl.float32)
+            high = high.to(fused.dtype.element_ty).to(tl.float32)
+            largest = tl.maximum(tl.max(tl.abs(low), axis=1), tl.max(tl.abs(high), axis=1))
+            scale = tl.maximum(largest / FORMAT_MAX, SMALLEST).to(tl.bfloat16)
+            tl.store(scales + line, scale)
+            wide = scale.to(tl.float32)[:, None]
+            low = tl.clamp(low / wide, -FORMAT_MAX, FORMAT_MAX)
+            high = tl.clamp(high / wide, -FORMAT_MAX, FORMAT_MAX)
+        place = data + line[:, None] * DIM + half[None, :]
+        tl.store(place, low.to(data.dtype.element_ty))
+        tl.store(place + DIM // 2, high.to(data.dtype.element_ty))
+
+
+@triton.jit
+def _paged_attention_kernel(  # noqa: PLR0915 - one loop; Triton inlines helpers, so splitting it would only hide it
+    query, data, scales, table, slots, first, out, partial, partial_max, partial_sum,
+    ring_pages, window, softmax_scale,
+    GROUP: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, EIGHT_BIT: tl.constexpr,
+):  # fmt: skip
+    """Query rows of one stream and key head against one slice of the window.
+
+    Query tile row m is row m // GROUP of the step and head m % GROUP of the group.
+    """
+    key_head = tl.program_id(0)
+    stream = tl.program_id(1)
+    split = tl.program_id(2)
+    start = tl.load(first + stream)
+    slot = tl.load(slots + stream)
+    lowest = tl.maximum(start - window + 1, 0)
+    aligned = lowest // PAGE * PAGE
+    ring_start = ((aligned // PAGE) % ring_pages).to(tl.int32)
+    # From here on rows are counted from `aligned`, in 32 bits.
+    begin = (lowest - aligned).to(tl.int32)
+    query_start = (start - aligned).to(tl.int32)
+    end = query_start + ROWS
+
+    m = tl.arange(0, TILE)
+    d = tl.arange(0, DIM)
+    real = m < ROWS * GROUP
+    query_row = query_start + m // GROUP
+    query_line = (stream.to(tl.int64) * ROWS + m // GROUP) * KEYS * GROUP + key_head * GROUP + m % GROUP
+    q = tl.load(query + query_line[:, None] * DIM + d[None, :], mask=real[:, None], other=0.0)
+    if EIGHT_BIT:
+        # The hardware widens 8-bit floats to float16 in one instruction; bfloat16 would take three.
+        q = q.to(tl.float16)
+
+    running_max = tl.full([TILE], -float("inf"), tl.float32)
+    running_sum = tl.zeros([TILE], tl.float32)
+    acc = tl.zeros([TILE, DIM], tl.float32)
+    blocks = tl.cdiv(end, BLOCK)
+    per_split = tl.cdiv(blocks, SPLITS)
+    table_row = table + slot * ring_pages
+    for block in range(split * per_split, tl.minimum((split + 1) * per_split, blocks)):
+        row = block * BLOCK + tl.arange(0, BLOCK)
+        held = (row >= begin) & (row < end)
+        ring_index = ring_start + row // PAGE
+        ring_index = tl.where(ring_index >= ring_pages, ring_index - ring_pages, ring_index)
+        page = tl.load(table_row + ring_index, mask=held, other=0).to(tl.int64)
+        line = (page * 2 * KEYS + key_head) * PAGE + row % PAGE
+        k = tl.load(data + line[:, None] * DIM + d[None, :], mask=held[:, None], other=0.0)
+        v = tl.load(data + (line[:, None] + KEYS * PAGE) * DIM + d[None, :], mask=held[:, None], other=0.0)
+        if EIGHT_BIT:
+            scores = tl.dot(q, tl.trans(k.to(tl.float16)))
+            scores *= tl.load(scales + line, mask=held, other=0.0).to(tl.float32)[None, :]
+        else:
+            scores = tl.dot(q, tl.trans(k))
+        scores *= softmax_scale  # in units of log 2, so that exp2 serves
+        age = query_row[:, None] - row[None, :]
+        scores = tl.where((age >= 0) & (age < window) & held[None, :], scores, -float("inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+        safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+        weight = tl.exp2(scores - safe_max[:, None])
+        decay = tl.exp2(running_max - safe_max)
+        running_sum = running_sum * decay + tl.sum(weight, axis=1)
+        acc *= decay[:, None]
+        if EIGHT_BIT:
+            value_scale = tl.load(scales + line + KEYS * PAGE, mask=held, other=0.0).to(tl.float32)
+            weight *= value_scale[None, :] * 64.0  # keeps small weights above float16's smallest
+            acc = tl.dot(weight.to(tl.float16), v.to(tl.float16), acc)
+        else:
+            acc = tl.dot(weight.to(v.dtype), v, acc)
+        running_max = new_max
+
+    if EIGHT_BIT:
+        acc *= 1.0 / 64.0
+    if SPLITS == 1:
+        target = out + query_line[:, None] * DIM + d[None, :]
+        tl.store(target, acc / running_sum[:, None], mask=real[:, None])
+    else:
+        part = query_line * SPLITS + split
+        tl.store(partial + part[:, None] * DIM + d[None, :], acc, mask=real[:, None])
+        tl.store(partial_max + part, running_max, mask=real)
+        tl.store(partial_sum + part, running_sum, mask=real)
+
+
+@triton.jit
+def _combine_kernel(
+    partial, partial_max, partial_sum, out, DIM: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr
+):
+    """Join the slices of one query head; a slice that saw no row has weight zero."""
+    line = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, TILE)
+    d = tl.arange(0, DIM)
+    inside = split < SPLITS
+    top = tl.load(partial_max + line * SPLITS + split, mask=inside, other=-float("inf"))
+    weight = tl.exp2(top - tl.max(top, axis=0))
+    total = tl.sum(weight * tl.load(partial_sum + line * SPLITS + split, mask=inside, other=0.0), axis=0)
+    parts = tl.load(partial + (line * SPLITS + split)[:, None] * DIM + d[None, :], mask=inside[:, None], other=0.0)
+    tl.store(out + line * DIM + d, tl.sum(parts * weight[:, None], axis=0) / total)
+
+
+def split_count(streams: int, heads: Heads, block: int) -> int:
+    """Slices of the window that give the GPU enough programs; a slice keeps at least two blocks."""
+    most = max(1, heads.window // (2 * block))
+    return min(most, max(1, -(-WANTED_PROGRAMS // (streams * heads.keys))))
+
+
+def attend(fused: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads, **tuning: Any) -> Tensor:
+    """Live-step attention: at most 16 query rows per key head. `tuning` overrides the block shape, for benchmarks."""
+    query = fused.new_empty(fused.shape[0], heads.queries * heads.dim)
+    store(fused, query, layer, pages, span, heads)
+    return attend_stored(query, layer, pages, span, heads, **tuning)
+
+
+def store(fused: Tensor, query: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads) -> None:
+    """Rotate; queries to `query`, keys and values to their pages."""
+    tile = min(HEADS_PER_STORE, heads.keys)
+    data, scales = _layer_of(pages, layer)
+    _rotate_store_kernel[(fused.shape[0], (heads.queries + 2 * heads.keys) // tile)](
+        fused, query, data, scales, span.tables, span.slots, span.first, span.cosine, span.sine, span.tables.shape[1],
+        QUERIES=heads.queries, KEYS=heads.keys, DIM=heads.dim, ROWS=span.rows, PAGE=pages.page_rows,
+        TILE=tile, EIGHT_BIT=pages.scales is not None, FORMAT_MAX=FP8_MAX, SMALLEST=SMALLEST_SCALE, num_warps=1,
+    )  # fmt: skip
+
+
+def attend_stored(
+    query: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads,
+    block: int = 64, warps: int = 4, stages: int = 3, splits: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of rotated queries [streams * rows, queries * dim] over rows that are all stored."""
+    group = heads.queries // heads.keys
+    if span.rows * group > QUERY_TILE:
+        raise ValueError(f"{span.rows} rows of {group} heads are more than one tile of {QUERY_TILE} query rows")
+    streams = span.first.shape[0]
+    splits = split_count(streams, heads, block) if splits is None else splits
+    out = torch.empty_like(query)
+    lines = query.shape[0] * heads.queries
+    data, scales = _layer_of(pages, layer)
+    partial = query.new_empty(lines * splits * (heads.dim if splits > 1 else 0), dtype=torch.float32)
+    extremes = query.new_empty(2, lines * splits, dtype=torch.float32)
+    _paged_attention_kernel[(heads.keys, streams, splits)](
+        query, data, scales, span.tables, span.slots, span.first, out, partial, extremes[0], extremes[1],
+        span.tables.shape[1], heads.window, heads.dim**-0.5 * 1.4426950408889634,
+        GROUP=group, KEYS=heads.keys, DIM=heads.dim, ROWS=span.rows, PAGE=pages.page_rows,
+        TILE=QUERY_TILE, BLOCK=block, SPLITS=splits, EIGHT_BIT=pages.scales is not None,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if splits > 1:
+        _combine_kernel[(lines,)](
+            partial, extremes[0], extremes[1], out,
+            DIM=heads.dim, SPLITS=splits, TILE=triton.next_power_of_2(splits), num_warps=2,
+        )  # fmt: skip
+    return out
+
+
+def _layer_of(pages: KvPages, layer: int) -> tuple[Tensor, Tensor]:
+    """One layer's pages and scales; without 8-bit storage the second is never read."""
+    data = pages.data[layer]
+    return data, data if pages.scales is None else pages.scales[layer]

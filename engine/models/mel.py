@@ -1,0 +1,83 @@
+"""Log-mel features of 16 kHz audio, as matrix products so that a CUDA graph can hold them.
+
+Frame t is centred on sample 160 t and spans 400 samples. Cutting the audio into items must not move that grid, so an
+item brings the samples around its own frames with it and the same function serves a live item and a whole file.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+SAMPLE_RATE = 16_000
+FRAME_SAMPLES = 400
+HOP_SAMPLES = 160
+MAX_FREQUENCY_HZ = 8_000.0
+# The model was trained with a fixed ceiling instead of each file's own maximum, which is what lets it stream.
+LOG_MEL_CEILING = 1.5
+LOG_MEL_RANGE = 8.0
+
+
+class MelFrontEnd:
+    """Samples -> log-mel frames. Holds constants only."""
+
+    def __init__(self, bins: int, device: torch.device | str = "cpu") -> None:
+        self._basis = _windowed_fourier_basis().to(device)
+        self._filters = slaney_filters(bins).to(device, torch.float32)
+
+    def frames(self, samples: Tensor) -> Tensor:
+        """[..., samples] -> [..., 1 + (samples - 400) // 160, bins], without padding."""
+        windows = samples.unfold(-1, FRAME_SAMPLES, HOP_SAMPLES)  # [..., frames, 400]
+        # In float32 the spectral leakage of a loud tone would drown bins near the floor; float64 costs nothing here.
+        spectrum = windows.double() @ self._basis  # [..., frames, 2 * 201]
+        real, imaginary = spectrum.chunk(2, dim=-1)
+        power = (real.square() + imaginary.square()).float()
+        log_mel = (power @ self._filters).clamp(min=1e-10).log10()
+        return (log_mel.clamp(min=LOG_MEL_CEILING - LOG_MEL_RANGE) + 4.0) / 4.0
+
+    def offline(self, samples: Tensor) -> Tensor:
+        """[batch, samples] of a whole recording -> [batch, samples // 160, bins], padded by reflection."""
+        half = FRAME_SAMPLES // 2
+        padded = torch.nn.functional.pad(samples.unsqueeze(1), (half, half), mode="reflect").squeeze(1)
+        return self.frames(padded)[:, :-1]
+
+
+def _windowed_fourier_basis() -> Tensor:
+    """[400, 2 * 201] float64: Hann window times cosine, then times sine, of every bin."""
+    sample = torch.arange(FRAME_SAMPLES, dtype=torch.float64)
+    window = 0.5 - 0.5 * torch.cos(2 * math.pi * sample / FRAME_SAMPLES)
+    frequency = torch.arange(FRAME_SAMPLES // 2 + 1, dtype=torch.float64)
+    angle = 2 * math.pi / FRAME_SAMPLES * sample[:, None] * frequency[None, :]
+    return torch.cat([angle.cos(), angle.sin()], dim=1) * window[:, None]
+
+
+def slaney_filters(bins: int) -> Tensor:
+    """[201, bins] float64: triangles of equal area, equally spaced on Slaney's mel scale."""
+    top = _hz_to_mel(MAX_FREQUENCY_HZ)
+    corners = _mel_to_hz(torch.linspace(0.0, top, bins + 2, dtype=torch.float64))
+    lower, centre, upper = corners[:-2], corners[1:-1], corners[2:]
+    frequency = torch.linspace(0.0, SAMPLE_RATE / 2, FRAME_SAMPLES // 2 + 1, dtype=torch.float64)[:, None]
+    rising = (frequency - lower) / (centre - lower)
+    falling = (upper - frequency) / (upper - centre)
+    triangles = torch.minimum(rising, falling).clamp(min=0.0)
+    return triangles * (2.0 / (upper - lower))
+
+
+# Slaney's scale is linear (200/3 Hz per mel) up to 1 kHz and logarithmic above: 27 mels per factor of 6.4.
+_LINEAR_HZ_PER_MEL = 200.0 / 3.0
+_LOG_START_HZ = 1_000.0
+_LOG_START_MEL = _LOG_START_HZ / _LINEAR_HZ_PER_MEL
+_LOG_STEP = math.log(6.4) / 27.0
+
+
+def _hz_to_mel(hz: float) -> float:
+    if hz < _LOG_START_HZ:
+        return hz / _LINEAR_HZ_PER_MEL
+    return _LOG_START_MEL + math.log(hz / _LOG_START_HZ) / _LOG_STEP
+
+
+def _mel_to_hz(mel: Tensor) -> Tensor:
+    logarithmic = _LOG_START_HZ * torch.exp(_LOG_STEP * (mel - _LOG_START_MEL))
+    return torch.where(mel < _LOG_START_MEL, mel * _LINEAR_HZ_PER_MEL, logarithmic)

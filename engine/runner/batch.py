@@ -1,0 +1,88 @@
+"""What a step reads: per-slot state that stays on the device, and the few numbers that change with every step.
+
+A step uploads one small block of integers and the samples of the items to encode. Everything else (the last token of
+each stream, its delay, its run of blanks, its ring tables) is on the device already and changes by deltas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.models.voxtral_realtime import STREAMING_PAD
+
+NOT_FORCED = -1
+
+
+class SlotState:
+    """State of every stream, by slot; the last slot belongs to the empty rows of a padded batch."""
+
+    def __init__(self, streams: int, device: torch.device) -> None:
+        self.tokens = torch.full((streams + 1,), STREAMING_PAD, dtype=torch.int64, device=device)
+        self.delays = torch.ones(streams + 1, dtype=torch.int64, device=device)
+        self.blank_runs = torch.zeros(streams + 1, dtype=torch.int64, device=device)
+
+    def set(self, slots: Sequence[int], tokens: Sequence[int], delays: Sequence[int], runs: Sequence[int]) -> None:
+        device = self.tokens.device
+        values = torch.tensor([slots, tokens, delays, runs], dtype=torch.int64).to(device)
+        self.tokens[values[0]] = values[1]
+        self.delays[values[0]] = values[2]
+        self.blank_runs[values[0]] = values[3]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Rows of one batched step, all of equal length; one entry per stream."""
+
+    slots: Sequence[int]
+    positions: Sequence[int]
+    inputs: Sequence[int]
+    forced: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+class StepBuffers:
+    """Fixed places for a step's inputs and outputs, so that a captured graph can read and write them."""
+
+    def __init__(self, capacity: int, payload_samples: int, padding_slot: int, spare_row: int, device: torch.device):
+        pinned = device.type == "cuda"
+        self.capacity = capacity
+        self._padding = (padding_slot, 0, 0, STREAMING_PAD, spare_row)
+        self._host_numbers = torch.empty(5, capacity, dtype=torch.int64, pin_memory=pinned)
+        self._host_samples = torch.zeros(capacity, payload_samples, dtype=torch.float32, pin_memory=pinned)
+        self._host_results = torch.empty(3, capacity, dtype=torch.int64, pin_memory=pinned)
+        self._numbers_view: NDArray[np.int64] = self._host_numbers.numpy()
+        self.samples_view: NDArray[np.float32] = self._host_samples.numpy()
+        self._numbers = torch.empty(5, capacity, dtype=torch.int64, device=device)
+        self.samples = torch.zeros(capacity, payload_samples, dtype=torch.float32, device=device)
+        self.results = torch.zeros(3, capacity, dtype=torch.int64, device=device)
+
+    def upload(self, rows: StepRows, encoded: Sequence[int]) -> None:
+        """Send a step's numbers, and the first len(encoded) payloads that were put into `samples_view`."""
+        view = self._numbers_view
+        for line, values in enumerate((rows.slots, rows.positions, rows.inputs, rows.forced, encoded)):
+            view[line, : len(values)] = values
+            view[line, len(values) :] = self._padding[line]
+        self._numbers.copy_(self._host_numbers, non_blocking=True)
+        if encoded:
+            self.samples[: len(encoded)].copy_(self._host_samples[: len(encoded)], non_blocking=True)
+
+    def numbers(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Slots, positions, input rows, forced tokens and encode targets of a batch padded to `size`."""
+        slots, positions, inputs, forced, targets = self._numbers[:, :size].unbind()
+        return slots, positions, inputs, forced, targets
+
+    def download(self, count: int) -> tuple[list[int], list[bool], int]:
+        """Tokens and failures of the first `count` rows, and how often the guard acted. Waits for the device."""
+        self._host_results.copy_(self.results, non_blocking=True)
+        if self.results.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        tokens, failed, guarded = self._host_results[:, :count].tolist()
+        return tokens, [bool(flag) for flag in failed], sum(guarded)

@@ -1,0 +1,276 @@
+"""The frame-synchronous runner: executes plans for Voxtral Realtime, one position per stream and 80 ms.
+
+A live step is one batched pass over every stream in the plan: encode new items into the slab, gather each stream's
+input row, run encoder and decoder over paged keys and values, choose a token and keep it on the device as the stream's
+next input. On CUDA that pass is a recorded graph. A replayed stream repeats known tokens, so whole stretches of it run
+as one chunk; everything else that has more than one position to do takes turns in further passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan
+from engine.core.text import Vocabulary
+from engine.messages import Open
+from engine.models.checkpoint import read_config, read_tensors
+from engine.models.tekken import read_tekken
+from engine.models.voxtral_realtime import (
+    MAX_DELAY_POSITIONS,
+    STREAMING_PAD,
+    VoxtralConfig,
+    VoxtralRealtime,
+    tensor_shapes,
+)
+from engine.runner.batch import NOT_FORCED, SlotState, StepBuffers, StepRows
+from engine.runner.device import free_memory, require_device
+from engine.runner.graphs import StepGraphs
+from engine.runner.kv import StackCache, stack_layouts
+from engine.runner.memory import MemoryPlan, plan_memory, voxtral_spec
+from engine.runner.passes import ModelPasses
+from engine.runner.slab import EncoderSlab, Payload
+
+# More streams than this in one step run as several passes; the weights are then a small part of the cost.
+LARGEST_BATCH = 512
+BROKEN_LOGITS = "the model's output is not a number; the audio may hold values that are not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSettings:
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+    # torch.float8_e4m3fn halves the memory of a stream.
+    kv_dtype: torch.dtype = torch.bfloat16
+    decoder_window: int = 1024
+    max_streams: int | None = None
+    blank_guard: bool = True
+    graphs: bool = True
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What the host knows of a stream: its delay, and the outputs that are known before they are computed."""
+
+    delay: int
+    forced: list[int]
+    opened: bool = False
+
+    def blank_run(self, known: int) -> int:
+        """Blanks at the end of the first `known` outputs, of those the model has the word in."""
+        run = 0
+        for token in reversed(self.forced[self.delay : known]):
+            if token != STREAMING_PAD:
+                break
+            run += 1
+        return run
+
+
+class VoxtralRunner:
+    def __init__(self, model: VoxtralRealtime, vocabulary: Vocabulary, memory: MemoryPlan, settings: RunnerSettings):
+        layouts = stack_layouts(model.config, settings.decoder_window, settings.kv_dtype)
+        self.spec = voxtral_spec(model.config, layouts, "voxtral-realtime")
+        self.vocabulary = vocabulary
+        self.memory = memory
+        # Times the guard against the blank rut changed a token.
+        self.blank_guard_activations = 0
+        prefix = self.spec.prefix_positions
+        self._caches = [
+            StackCache(layout, pages, memory.streams, openings, prefix, settings.kv_dtype, model.device)
+            for layout, pages, openings in zip(layouts, memory.group_pages, (1, MAX_DELAY_POSITIONS), strict=True)
+        ]
+        self._state = SlotState(memory.streams, model.device)
+        self._slab = EncoderSlab(model, self.spec, memory.cache_embeds)
+        self._buffers = StepBuffers(
+            capacity=min(memory.streams, LARGEST_BATCH),
+            payload_samples=self._slab.payload_samples,
+            padding_slot=memory.streams,
+            spare_row=self._slab.spare_row,
+            device=model.device,
+        )
+        encoder, decoder = self._caches
+        self._passes = ModelPasses(
+            model, encoder, decoder, self._slab, self._state, self._buffers, prefix, settings.blank_guard
+        )
+        use_graphs = model.device.type == "cuda" and settings.graphs
+        self._graphs = StepGraphs(self._passes.batch, self._buffers.capacity) if use_graphs else None
+        self._slots: dict[int, _Slot] = {}
+        self._warm = False
+
+    @classmethod
+    def from_checkpoint(cls, directory: Path, settings: RunnerSettings) -> VoxtralRunner:
+        """Load a checkpoint directory. Raises before anything is allocated if the device or its memory will not do."""
+        config = VoxtralConfig.from_dict(read_config(directory))
+        device = require_device(settings.device)
+        memory = plan_memory(
+            config,
+            free_memory(device),
+            decoder_window=settings.decoder_window,
+            dtype=settings.dtype,
+            kv_dtype=settings.kv_dtype,
+            max_streams=settings.max_streams,
+        )
+        vocabulary = read_tekken(directory / "tekken.json", config.vocabulary)
+        tied = {"lm_head.weight": "model.language_model.embed_tokens.weight"} if config.tied else None
+        tensors = read_tensors(directory, tensor_shapes(config), settings.dtype, device, tied=tied)
+        return cls(VoxtralRealtime(config, tensors), vocabulary, memory, settings)
+
+    def check_open(self, message: Open) -> None:
+        delay = message.delay_positions
+        if delay is not None and not 1 <= delay <= MAX_DELAY_POSITIONS:
+            unit = self.spec.samples_per_position * 1000 // self.spec.sample_rate
+            raise ValueError(
+                f"a delay of {delay * unit} ms; this model takes {unit} to {MAX_DELAY_POSITIONS * unit} ms "
+                f"in steps of {unit} ms"
+            )
+        if message.options:
+            raise ValueError(f"this model takes no options, got {', '.join(sorted(message.options))}")
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compute what all streams share (silence, openings), then record the step for every batch size."""
+        if self._warm:
+            return
+        self._warm = True
+        self._slab.write_silence()
+        self._passes.openings()
+        if self._graphs is not None:
+            self._buffers.upload(StepRows([], [], [], []), [])
+            self._graphs.capture()
+
+    def close(self) -> None:
+        """Give the device's memory back."""
+        self._graphs = None
+        del self._passes, self._slab, self._state, self._buffers
+        self._caches.clear()
+        self._slots.clear()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> list[DecodeResult]:
+        self.warm_up()
+        for slot in plan.closed:
+            self._slots.pop(slot, None)
+        if plan.opened:
+            self._open(plan.opened)
+        self._update_tables(plan.decode)
+        payloads, broken = self._payloads(plan.encode)
+        results = [DecodeResult(error=broken.get(task.stream)) for task in plan.decode]
+        healthy = [index for index, result in enumerate(results) if result.error is None]
+        replays = any(plan.decode[index].end - plan.decode[index].start > 1 for index in healthy)
+        if replays or len(payloads) > min(len(healthy), self._buffers.capacity):
+            self._slab.encode(payloads)
+            payloads = []
+        rest = self._replay(plan.decode, healthy, results) if replays else [(i, plan.decode[i].start) for i in healthy]
+        while rest:
+            for start in range(0, len(rest), self._buffers.capacity):
+                self._run_batch(plan.decode, rest[start : start + self._buffers.capacity], payloads, results)
+                payloads = []
+            rest = [
+                (index, position + 1)
+                for index, position in rest
+                if position + 1 < plan.decode[index].end and results[index].error is None
+            ]
+        return results
+
+    # Changes since the last plan
+
+    def _open(self, opened: list[OpenTask]) -> None:
+        for task in opened:
+            # Before the delay has passed the model has nothing to speak of: its output is blank whatever it hears.
+            blanks = [STREAMING_PAD] * (task.delay_positions - len(task.forced_tokens))
+            self._slots[task.slot] = _Slot(task.delay_positions, [*task.forced_tokens, *blanks])
+        slots, delays = [task.slot for task in opened], [task.delay_positions for task in opened]
+        self._state.set(slots, tokens=[STREAMING_PAD] * len(opened), delays=delays, runs=[0] * len(opened))
+
+    def _update_tables(self, tasks: list[DecodeTask]) -> None:
+        """Enter new pages, and fill those of a stream's first task with the opening it shares."""
+        changed = [task for task in tasks if task.new_pages]
+        if not changed:
+            return
+        for group, cache in enumerate(self._caches):
+            cache.update_table(
+                [
+                    (task.slot, index, page)
+                    for task in changed
+                    for owner, index, page in task.new_pages
+                    if owner == group
+                ]
+            )
+        encoder, decoder = self._caches
+        for task in changed:
+            slot = self._slots[task.slot]
+            if not slot.opened:
+                encoder.open_stream(0, task.slot)
+                decoder.open_stream(slot.delay - 1, task.slot)
+                slot.opened = True
+
+    def _payloads(self, tasks: list[EncodeTask]) -> tuple[list[Payload], dict[str, str]]:
+        """All there is to encode; and what is wrong with an item, by its stream."""
+        payloads: list[Payload] = []
+        broken: dict[str, str] = {}
+        for task in tasks:
+            try:
+                payloads += self._slab.payloads(task)
+            except ValueError as error:
+                broken[task.stream] = str(error)
+        return payloads, broken
+
+    # Decoding
+
+    def _replay(
+        self, tasks: list[DecodeTask], healthy: list[int], results: list[DecodeResult]
+    ) -> list[tuple[int, int]]:
+        """Run the stretches of known tokens as chunks; returns (task index, position) of what is left to do."""
+        prefix = self.spec.prefix_positions
+        rest = []
+        for index in healthy:
+            task, slot = tasks[index], self._slots[tasks[index].slot]
+            begin, end = task.start - prefix, min(task.end - prefix, len(slot.forced))
+            if end - begin > 1:
+                fed = [slot.forced[begin - 1] if begin else STREAMING_PAD, *slot.forced[begin : end - 1]]
+                self._passes.chunk(task.slot, task.start, task.rows[: end - begin], fed, slot.delay)
+                self._state.set([task.slot], [slot.forced[end - 1]], [slot.delay], [slot.blank_run(end)])
+                results[index].tokens += slot.forced[begin:end]
+            else:
+                end = begin
+            if prefix + end < task.end:
+                rest.append((index, prefix + end))
+        return rest
+
+    def _run_batch(
+        self,
+        tasks: list[DecodeTask],
+        batch: list[tuple[int, int]],
+        payloads: list[Payload],
+        results: list[DecodeResult],
+    ) -> None:
+        """One position of each task in `batch`, as one pass."""
+        prefix, slots = self.spec.prefix_positions, self._slots
+        forced = []
+        for index, position in batch:
+            known = slots[tasks[index].slot].forced
+            forced.append(known[position - prefix] if position - prefix < len(known) else NOT_FORCED)
+        rows = StepRows(
+            slots=[tasks[index].slot for index, _ in batch],
+            positions=[position for _, position in batch],
+            inputs=[tasks[index].rows[position - tasks[index].start] for index, position in batch],
+            forced=forced,
+        )
+        for place, payload in enumerate(payloads):
+            self._buffers.samples_view[place] = payload.samples
+        self._buffers.upload(rows, [payload.row for payload in payloads])
+        if self._graphs is not None:
+            self._graphs.run(len(batch))
+        else:
+            self._passes.batch(len(batch))
+        tokens, failed, guarded = self._buffers.download(len(batch))
+        self.blank_guard_activations += guarded
+        for (index, _), token, broken in zip(batch, tokens, failed, strict=True):
+            if broken:
+                results[index].error = BROKEN_LOGITS
+            else:
+                results[index].tokens.append(token)
