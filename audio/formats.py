@@ -1,0 +1,116 @@
+"""Raw sample formats: bytes as they arrive -> float32 mono samples in [-1, 1].
+
+A stream may be cut anywhere, also inside a sample, so a `Decoder` carries the bytes of an unfinished sample to the next
+push. Whole samples are read as views of the caller's bytes; only the conversion to float32 allocates.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from audio.errors import BadSamples
+
+# Encoders and resamplers overshoot full scale by a few dB; beyond that the samples are something else, most often
+# integers that were never scaled or bytes read out of step.
+MAX_OVERSHOOT = 4.0
+
+PCM16_SCALE = np.float32(1 / 32768)
+
+
+class Encoding(StrEnum):
+    """How raw samples are written; all little-endian and mono."""
+
+    PCM16 = "pcm16"
+    FLOAT32 = "float32"
+    ULAW = "g711_ulaw"
+    ALAW = "g711_alaw"
+
+    @property
+    def sample_bytes(self) -> int:
+        return _SAMPLE_BYTES[self]
+
+
+_SAMPLE_BYTES = {Encoding.PCM16: 2, Encoding.FLOAT32: 4, Encoding.ULAW: 1, Encoding.ALAW: 1}
+
+
+def _ulaw_table() -> NDArray[np.float32]:
+    """G.711 u-law: complemented byte of sign, 3-bit exponent and 4-bit mantissa over a bias of 33 (14-bit scale)."""
+    code = ~np.arange(256, dtype=np.uint8)
+    exponent = (code >> 4 & 7).astype(np.int32)
+    mantissa = (code & 15).astype(np.int32)
+    magnitude = ((2 * mantissa + 33) << exponent) - 33
+    # 14-bit values become 16-bit ones with a factor of 4.
+    return np.where(code & 0x80, -magnitude, magnitude).astype(np.float32) * 4 * PCM16_SCALE
+
+
+def _alaw_table() -> NDArray[np.float32]:
+    """G.711 A-law: every other bit inverted, sign bit set for positive values, exponent 0 without the leading one."""
+    code = np.arange(256, dtype=np.uint8) ^ 0x55
+    exponent = (code >> 4 & 7).astype(np.int32)
+    mantissa = (code & 15).astype(np.int32)
+    magnitude = np.where(exponent == 0, 2 * mantissa + 1, (2 * mantissa + 33) << np.maximum(exponent - 1, 0))
+    # 13-bit values become 16-bit ones with a factor of 8.
+    return np.where(code & 0x80, magnitude, -magnitude).astype(np.float32) * 8 * PCM16_SCALE
+
+
+_G711_TABLES = {Encoding.ULAW: _ulaw_table(), Encoding.ALAW: _alaw_table()}
+
+
+def checked_samples(samples: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The samples themselves when all lie in [-1, 1]; a clipped copy when some overshoot a little.
+
+    A slight overshoot is what any integer format would have clipped too, and must not end a session. NaN, infinity and
+    values far out of range cannot be sound, and would silently ruin everything that is computed from them.
+    """
+    if not len(samples):
+        return samples
+    # NaN compares false, and both reductions pass it on.
+    lowest, highest = samples.min(), samples.max()
+    if lowest >= -1 and highest <= 1:
+        return samples
+    if lowest >= -MAX_OVERSHOOT and highest <= MAX_OVERSHOOT:
+        return np.clip(samples, -1, 1)
+    if np.isfinite(samples).all():
+        peak = max(-lowest, highest)
+        raise BadSamples(
+            f"float32 audio must lie in [-1, 1] but holds {peak:.6g}; divide integer samples by their full scale "
+            "(32768 for 16 bits), and make sure the bytes are little-endian float32"
+        )
+    raise BadSamples("float32 audio holds NaN or infinity; make sure the bytes are little-endian float32")
+
+
+class Decoder:
+    """Decodes one stream of raw samples, however it is cut into pieces."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self.encoding = Encoding(encoding)
+        self._carry = b""
+
+    def push(self, data: bytes | memoryview) -> NDArray[np.float32]:
+        """Samples completed by `data`. The result may be a view of `data`, which must not change afterwards.
+
+        Raises BadSamples and forgets nothing: the refused piece is as if it had never been pushed.
+        """
+        if self._carry:
+            data = self._carry + data
+        extra = len(data) % self.encoding.sample_bytes
+        samples = self._decode(data, len(data) // self.encoding.sample_bytes)
+        self._carry = bytes(data[len(data) - extra :]) if extra else b""
+        return samples
+
+    def flush(self) -> int:
+        """End the stream: forget an unfinished sample and say how many bytes of it there were; 0 in a sound stream."""
+        dangling = len(self._carry)
+        self._carry = b""
+        return dangling
+
+    def _decode(self, data: bytes | memoryview, count: int) -> NDArray[np.float32]:
+        if self.encoding is Encoding.PCM16:
+            scaled: NDArray[np.float32] = np.multiply(np.frombuffer(data, "<i2", count), PCM16_SCALE, dtype=np.float32)
+            return scaled
+        if self.encoding is Encoding.FLOAT32:
+            return checked_samples(np.frombuffer(data, "<f4", count))
+        return _G711_TABLES[self.encoding][np.frombuffer(data, np.uint8, count)]
