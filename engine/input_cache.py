@@ -38,6 +38,9 @@ class ByteLru(Generic[T]):
         """All keys, the next one to leave first."""
         return list(self._entries)
 
+    def size_of(self, key: bytes) -> int:
+        return self._entries[key][0]
+
     def touch(self, key: bytes) -> T:
         """The value of a key that is present; it is now the last to leave."""
         self._entries.move_to_end(key)
@@ -114,12 +117,12 @@ class SenderCache:
         missed: dict[bytes, int] = {}
         with_data = []
         for key, size in items:
-            hit = key in self._mirror
-            if hit:
+            hit = True
+            if key in self._mirror:
                 self._mirror.touch(key)
-            elif key in missed:
-                hit = True
-            else:
+                size = self._mirror.size_of(key)
+            elif key not in missed:
+                hit = False
                 missed[key] = size
             self._count(size, hit)
             with_data.append(not hit)
@@ -178,15 +181,15 @@ class ReceiverCache(Generic[T]):
 
     def unpack(self, items: Sequence[tuple[bytes, int, T | None]], repaired: Mapping[bytes, T]) -> list[T | None]:
         """The data of each (hash, size, data) of one message; None for what is `missing` and could not be repaired."""
-        arrived: dict[bytes, tuple[int, T]] = {}
+        arrived = {key: (size, data) for key, size, data in items if data is not None}
         found: list[T | None] = []
         for key, size, data in items:
             if data is None and key in self._held:
                 data = self._held.touch(key)
-            elif data is not None or key in repaired:
-                data = data if data is not None else repaired[key]
-                arrived[key] = (size, data)
-            elif key in arrived:
+            elif data is None and key in repaired:
+                data = repaired[key]
+                arrived.setdefault(key, (size, data))
+            elif data is None and key in arrived:
                 data = arrived[key][1]
             found.append(data)
         for key, (size, data) in arrived.items():

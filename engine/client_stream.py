@@ -1,0 +1,328 @@
+"""One stream as the gateway sees it: audio in, outputs out, on whichever engine carries it at the moment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine import codec, messages
+from engine.errors import AtCapacity, BadOption, EngineDead, EngineError, StreamFailed, StreamFinished
+from engine.link import EngineLink
+from engine.messages import Item
+from engine.processor import ItemRefused, make_cutter, prepare
+from engine.replay import FlushMark, KeptAudio, memory_for
+from engine.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+# Outputs that may wait for a reader before its stream takes no more audio.
+MAX_QUEUED_OUTPUTS = 1024
+# Items of a replay that travel in one command.
+REPLAY_ITEMS = 64
+_FINAL = (messages.Closed, messages.Failed, messages.Dead)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """How much audio of a stream a gateway holds: what a replay needs, and what the engine has not computed yet."""
+
+    keep_positions: int
+    ahead_positions: int
+
+
+class EngineStream:
+    """Made by `EngineClient.open`; iterate over it for outputs until it ends."""
+
+    def __init__(
+        self, opening: messages.Open, spec: ModelSpec, limits: StreamLimits, on_end: Callable[[EngineStream], None]
+    ) -> None:
+        self.id = opening.stream
+        self.link: EngineLink | None = None
+        # Set when the engine is lost: since when, and how far the next one must get to have outlived the reason.
+        self.lost_at: float | None = None
+        self.strikes = 0
+        self._proven_at = 0
+        self._opening = opening
+        self._spec = spec
+        self._limits = limits
+        self._on_end = on_end
+        self._cutter = make_cutter(spec)
+        self._kept = KeptAudio(spec)
+        self._memory = memory_for(spec, limits.keep_positions)
+        self._shift = 0
+        self._computed = spec.prefix_positions
+        self._tags = 0
+        self._unanswered: set[int] = set()
+        self._finished = False
+        self._ended = False
+        self._prepared_only = False
+        self._heard_until = 0
+        self._speech_from: int | None = None
+        self._speech_shift = 0
+        self._queue: deque[messages.Output] = deque()
+        self._news = asyncio.Event()
+        self._room = asyncio.Event()
+        self._opened: asyncio.Future[None] | None = None
+
+    # For the gateway.
+
+    async def feed(self, samples: NDArray[np.float32]) -> None:
+        """Take audio at the model's rate; waits while the engine is too far behind or nobody reads the outputs."""
+        self._check_open()
+        if self._prepared_only:
+            raise StreamFinished(self.id, "was fed prepared items; open another stream for samples")
+        second = self._spec.sample_rate
+        for start in range(0, len(samples), second):
+            await self._wait_for_room()
+            cut = self._cutter.push(samples[start : start + second])
+            self._send_items(prepare(self._cutter, cut, self._spec))
+
+    async def gap(self, samples: int) -> None:
+        """So many samples of silence that nobody has to send."""
+        self._check_open()
+        await self._wait_for_room()
+        self._send_items(prepare(self._cutter, self._cutter.gap(samples), self._spec))
+
+    async def feed_items(self, items: Sequence[Item | None]) -> None:
+        """Take items prepared elsewhere, as they follow one another; a hash alone is enough for data the engine holds.
+
+        Raises ItemRefused, and then has taken none of them.
+        """
+        self._check_open()
+        if self._cutter.samples_in:
+            raise StreamFinished(self.id, "was fed samples; open another stream for prepared items")
+        await self._wait_for_room()
+        link = self.link
+        if link is None:
+            raise EngineDead("the engine is being restarted; send the items again")
+        checked = link.processor.check(items)
+        arriving = {item.key for item in checked if item.payload is not None}
+        for item in checked:
+            if item.key and item.payload is None and item.key not in arriving and item.key not in link.cache:
+                raise ItemRefused(f"the engine has never seen {item.key.hex()}; send the item's data with its hash")
+        self._prepared_only = True
+        if checked:
+            shift = self._kept.end - checked[0].offset
+            self._send_items([replace(item, offset=item.offset + shift) for item in checked])
+
+    async def flush(self) -> int:
+        """Ask for the text of everything fed so far; the tag comes back in `Flushed`."""
+        self._check_open()
+        await self._wait_for_room()
+        self._send_items(self._cut_rest())
+        self._tags += 1
+        self._kept.mark_flush(self._tags, self._unanswered)
+        self._unanswered.add(self._tags)
+        self._send(messages.Flush(self.id, self._tags))
+        return self._tags
+
+    async def finish(self) -> None:
+        """No more audio; the outputs end with `Closed` when all is said."""
+        self._check_open()
+        self._send_items(self._cut_rest())
+        self._finished = True
+        self._send(messages.Finish(self.id))
+
+    async def abort(self) -> None:
+        """Forget the stream now. Harmless when it has ended."""
+        if self._ended:
+            return
+        self._finished = True
+        self._send(messages.Abort(self.id))
+        if self.link is None:
+            self.end(messages.Closed(self.id, self._cutter.samples_in))
+
+    def __aiter__(self) -> AsyncIterator[messages.Output]:
+        return self._outputs()
+
+    async def _outputs(self) -> AsyncIterator[messages.Output]:
+        while True:
+            while self._queue:
+                output = self._queue.popleft()
+                self._room.set()
+                yield output
+                if isinstance(output, _FINAL):
+                    return
+            self._news.clear()
+            await self._news.wait()
+
+    # For the client that owns the stream.
+
+    async def open_on(self, link: EngineLink) -> None:
+        """Open or reopen here, replaying what is kept. Raises what the engine answers, or EngineDead."""
+        self.link = link
+        self._opened = opened = asyncio.get_running_loop().create_future()
+        replay = self._kept.replay(self._memory.forced_tokens())
+        self._shift = replay.shift
+        if replay.entries:
+            self._memory.replayed()
+            self._speech_from = replay.first_sample
+        link.send(replace(self._opening, forced_tokens=replay.forced_tokens))
+        run: list[Item] = []
+        for entry in [*replay.entries, None]:
+            if run and (not isinstance(entry, Item) or len(run) == REPLAY_ITEMS):
+                link.send(messages.Feed(self.id, []), run)
+                run = []
+            if isinstance(entry, Item):
+                run.append(entry)
+            elif isinstance(entry, FlushMark):
+                link.send(messages.Flush(self.id, entry.tag))
+        if self._finished:
+            link.send(messages.Finish(self.id))
+        await opened
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more is to be said about it."""
+        return not self._ended
+
+    def cancel_open(self) -> None:
+        """Whoever opened it does not want it any more."""
+        self._send(messages.Abort(self.id))
+        self._ended = True
+
+    def detach(self, why: str, now: float) -> None:
+        """The engine is lost. Until another takes over, audio is kept and nothing is sent."""
+        self.link = None
+        if self.lost_at is None:
+            self.lost_at = now
+        if self._opened is not None and not self._opened.done():
+            self._opened.set_exception(EngineDead(why))
+        # A model that waits for a stride leaves less than one uncomputed.
+        self.strikes = self.strikes + 1 if self._computed < self._proven_at else 1
+        self._proven_at = self._kept.end - (self._spec.stride_positions - 1)
+        self._room.set()
+
+    @property
+    def proven(self) -> bool:
+        """Whether all audio that was there when the engine died has been computed since."""
+        return self._computed >= self._proven_at
+
+    def take(self, output: messages.Output) -> None:
+        """An output of the engine that carries the stream now."""
+        match output:
+            case messages.Opened():
+                self._answer_open(None)
+            case messages.Text():
+                self._put(self._memory.hear(output))
+            case messages.Speech():
+                self._put(self._new_speech(output))
+            case messages.Flushed():
+                if output.tag in self._unanswered:
+                    self._unanswered.discard(output.tag)
+                    self._put(self._memory.settle())
+                    self._put(output)
+            case messages.Failed() if self._opened is not None and not self._opened.done():
+                self._answer_open(_as_error(output))
+            case messages.Closed():
+                self._put(self._memory.settle())
+                self.end(output)
+            case messages.Failed() | messages.Dead():
+                self.end(output)
+            case messages.Refused():
+                # It changed nothing; an answer to a command that crossed with the stream's end.
+                logger.debug("stream %s: %s", self.id, output.message)
+
+    def progress(self, progress: codec.Progress) -> None:
+        self._computed = max(self._computed, progress.computed + self._shift)
+        base = progress.base + self._shift
+        first = self._kept.drop_before(self._memory.keep_from(self._kept, self._computed, base))
+        start = self._kept.end if first is None else first.offset
+        self._memory.trimmed(start, self._kept.sample_at(max(start, base)))
+        self._room.set()
+
+    def wake(self) -> None:
+        """Something that audio was waiting for may have changed."""
+        self._room.set()
+
+    def end(self, output: messages.Output) -> None:
+        """The last output. Idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        self._answer_open(EngineDead("the stream ended before it was open"))
+        self._put(output)
+        self._room.set()
+        self._on_end(self)
+
+    # Inside.
+
+    def _check_open(self) -> None:
+        if self._finished:
+            raise StreamFinished(self.id, "was finished; open a new stream for more audio")
+
+    async def _wait_for_room(self) -> None:
+        while not self._has_room():
+            self._room.clear()
+            await self._room.wait()
+
+    def _has_room(self) -> bool:
+        if self._ended:
+            return True
+        if self._kept.end - self._computed >= self._limits.ahead_positions:
+            return False
+        return len(self._queue) < MAX_QUEUED_OUTPUTS and (self.link is None or self.link.has_room)
+
+    def _cut_rest(self) -> list[Item]:
+        delay = self._opening.delay_positions
+        pads = self._spec.flush_positions_for(self._spec.default_delay_positions if delay is None else delay)
+        return prepare(self._cutter, self._cutter.flush(pads), self._spec)
+
+    def _send_items(self, items: list[Item]) -> None:
+        # After the engine has ended the stream its outputs say so; audio on its way is not an error.
+        if not items or self._ended:
+            return
+        self._kept.add(items)
+        if self.link is not None:
+            if self._shift:
+                items = [replace(item, offset=item.offset - self._shift) for item in items]
+            self.link.send(messages.Feed(self.id, []), items)
+
+    def _send(self, command: messages.Command) -> None:
+        if self.link is not None and not self._ended:
+            self.link.send(command)
+
+    def _answer_open(self, error: EngineError | ValueError | None) -> None:
+        opened = self._opened
+        if opened is None or opened.done():
+            return
+        if error is None:
+            opened.set_result(None)
+        else:
+            opened.set_exception(error)
+            # Whoever asked may have gone.
+            opened.exception()
+
+    def _put(self, output: messages.Output | None) -> None:
+        if output is not None:
+            self._queue.append(output)
+            self._news.set()
+
+    def _new_speech(self, speech: messages.Speech) -> messages.Speech | None:
+        """Without what was heard before; a replayed stream counts its audio from the first sample it was given."""
+        if self._speech_from is not None:
+            self._speech_shift = self._speech_from if speech.sample < self._speech_from else 0
+            self._speech_from = None
+        sample = speech.sample + self._speech_shift
+        known = max(0, -(-(self._heard_until - sample) // speech.frame_samples))
+        probabilities = speech.probabilities[known:]
+        if not probabilities:
+            return None
+        sample += known * speech.frame_samples
+        self._heard_until = sample + len(probabilities) * speech.frame_samples
+        return messages.Speech(self.id, sample, speech.frame_samples, probabilities)
+
+
+def _as_error(failed: messages.Failed) -> EngineError | ValueError:
+    text = failed.message.removeprefix(f"stream {failed.stream!r}: ")
+    if failed.code == AtCapacity.__name__:
+        return AtCapacity(failed.stream, text)
+    if failed.code == BadOption.__name__:
+        return ValueError(failed.message)
+    return StreamFailed(failed.stream, text)

@@ -1,0 +1,242 @@
+"""The engine as something that runs: in a process of its own, in a thread, or somewhere else altogether.
+
+Each kind can be started, waited for and stopped in the same way, so the client that restarts a dead engine and rebuilds
+its streams does not care which it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+from uuid import uuid4
+
+import numpy as np
+import zmq
+
+from engine import messages
+from engine.errors import EngineDead
+from engine.host import EngineHost
+from engine.loop import EngineLoop
+from engine.processor import WARM_UP_SECONDS, make_cutter, prepare
+from engine.transport import EngineSocket, check_address
+
+logger = logging.getLogger(__name__)
+
+# Builds the loop where it will run; must be picklable to run in another process.
+Build = Callable[[], EngineLoop]
+
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 5.0
+# A process whose connection broke is given so long to end by itself before it is ended.
+LAST_WORDS_S = 2.0
+
+
+def run_engine(address: str, build: Build, stop: Callable[[], bool], warm: bool = True) -> None:
+    """Build, warm up, listen and serve until `stop`. Raises EngineDead when the runner fails for all streams."""
+    check_address(address)
+    began = time.perf_counter()
+    loop = build()
+    logger.info("the model is loaded after %.1f s", time.perf_counter() - began)
+    if warm:
+        began = time.perf_counter()
+        warm_up(loop)
+        logger.info("the model is warm after %.1f s", time.perf_counter() - began)
+    socket = EngineSocket(zmq.Context.instance(), address)
+    try:
+        logger.info("%s listens on %s", loop.scheduler.spec.name, socket.bound_to)
+        EngineHost(loop, socket, uuid4().hex, time.monotonic).serve(stop)
+    finally:
+        socket.close()
+        loop.runner.close()
+
+
+def warm_up(loop: EngineLoop) -> None:
+    """Let the model run what a first user would have to wait for: its own warm-up, then one whole short stream."""
+    loop.runner.warm_up()
+    spec = loop.scheduler.spec
+    cutter = make_cutter(spec)
+    noise = 0.01 * np.random.default_rng(0).standard_normal(WARM_UP_SECONDS * spec.sample_rate, dtype=np.float32)
+    items = prepare(cutter, cutter.push(noise), spec)
+    items += prepare(cutter, cutter.flush(spec.flush_positions_for(spec.default_delay_positions)), spec)
+    name = "warm-up"
+    loop.submit([messages.Open(name), messages.Feed(name, items), messages.Finish(name)], time.monotonic_ns())
+    while loop.has_work():
+        result = loop.step()
+        for output in [] if result is None else result.outputs:
+            if isinstance(output, (messages.Dead, messages.Failed)):
+                raise EngineDead(f"warm-up failed: {output.message}")
+
+
+class Engine(Protocol):
+    """Where an engine comes from."""
+
+    address: str
+    # How long a start may take until the engine answers.
+    start_timeout_s: float
+
+    async def start(self) -> None:
+        """Have it running; does nothing if it is."""
+
+    async def exited(self) -> str:
+        """Waits until it has stopped running; says why. Never returns for an engine that is not ours to watch."""
+
+    async def crashed(self) -> bool:
+        """After its connection was lost: is it known to have ended by its own doing? Ends what is left of it."""
+
+    async def stop(self) -> None: ...
+
+
+class RemoteEngine:
+    """Started and restarted by somebody else."""
+
+    def __init__(self, address: str, start_timeout_s: float = 10.0) -> None:
+        self.address = check_address(address)
+        self.start_timeout_s = start_timeout_s
+
+    async def start(self) -> None:
+        return None
+
+    async def exited(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets this event")
+
+    async def crashed(self) -> bool:
+        return False
+
+    async def stop(self) -> None:
+        return None
+
+
+class EngineProcess:
+    """A child process, started anew when it has died."""
+
+    def __init__(self, build: Build, address: str | None = None, warm: bool = True) -> None:
+        self.start_timeout_s = START_TIMEOUT_S
+        self._folder = None if address else tempfile.TemporaryDirectory(prefix="tickertape-")
+        self.address = check_address(address or f"ipc://{Path(self._folder.name) / 'engine'}")  # type: ignore[union-attr]
+        self._build = build
+        self._warm = warm
+        self._context = multiprocessing.get_context("spawn")
+        self._process: multiprocessing.process.BaseProcess | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        if self._process is not None and self._process.is_alive():
+            return
+        arguments = (self.address, self._build, os.getpid(), self._warm)
+        process = self._context.Process(target=_child, args=arguments, name="tickertape-engine", daemon=True)
+        await asyncio.to_thread(process.start)
+        self._process = process
+
+    async def exited(self) -> str:
+        assert self._process is not None, "start it first"
+        process = self._process
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(process.sentinel, lambda: None if ended.done() else ended.set_result(None))
+        try:
+            await ended
+        finally:
+            loop.remove_reader(process.sentinel)
+        await asyncio.to_thread(process.join)
+        return f"the engine process ended with {_exit_text(process.exitcode)}"
+
+    async def crashed(self) -> bool:
+        process = self._process
+        if process is None:
+            return False
+        await asyncio.to_thread(process.join, LAST_WORDS_S)
+        if process.exitcode is None:
+            process.kill()
+            await asyncio.to_thread(process.join)
+            return False
+        # Whoever kills from outside says nothing about the streams; a crash does.
+        return process.exitcode not in (0, -signal.SIGKILL, -signal.SIGTERM)
+
+    async def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.is_alive():
+            process.terminate()
+            await asyncio.to_thread(process.join, STOP_TIMEOUT_S)
+            if process.exitcode is None:
+                process.kill()
+                await asyncio.to_thread(process.join)
+        if process is not None:
+            process.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _child(address: str, build: Build, parent: int, warm: bool) -> None:
+    """Main function of the engine process. Ends with the gateway that started it."""
+    asked_to_stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
+    # Ctrl-C reaches the whole group; the gateway decides when its engine stops.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    run_engine(address, build, lambda: asked_to_stop.is_set() or os.getppid() != parent, warm)
+
+
+def _exit_text(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit status {code}"
+
+
+class EngineThread:
+    """In this very process, for tests and small set-ups: the same messages, without a process around them."""
+
+    def __init__(self, build: Build, warm: bool = True) -> None:
+        self.start_timeout_s = START_TIMEOUT_S
+        self.address = f"inproc://engine-{uuid4().hex}"
+        self._build = build
+        self._warm = warm
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._ended = asyncio.Event()
+        self._error: BaseException | None = None
+
+    async def start(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._ended.clear()
+        self._error = None
+        loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, args=(loop,), name="tickertape-engine", daemon=True)
+        self._thread.start()
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            run_engine(self.address, self._build, self._stop.is_set, self._warm)
+        except Exception as error:
+            logger.exception("the engine thread failed")
+            self._error = error
+        try:
+            loop.call_soon_threadsafe(self._ended.set)
+        except RuntimeError:
+            logger.debug("the event loop was closed before the engine")
+
+    async def exited(self) -> str:
+        await self._ended.wait()
+        return f"the engine thread ended: {self._error or 'it was stopped'}"
+
+    async def crashed(self) -> bool:
+        await asyncio.wait_for(self._ended.wait(), LAST_WORDS_S)
+        return self._error is not None
+
+    async def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)

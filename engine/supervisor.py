@@ -1,0 +1,325 @@
+"""Keeps engines connected, and carries streams over when one dies.
+
+Who killed the engine? A stream that was on it at two deaths and never got past the audio of the first is a suspect.
+Suspects come back one at a time; one that is alone on probation when the engine dies again is ended, and only that one.
+Deaths that somebody else may have caused (a signal from outside, a lost connection) count for less than crashes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from uuid import uuid4
+
+import zmq
+
+from engine import codec, messages
+from engine.client_stream import EngineStream
+from engine.errors import AtCapacity, EngineDead, EngineError, StreamFailed
+from engine.input_cache import CacheStats
+from engine.link import EngineLink, EngineMismatch, LinkEvents
+from engine.process import Engine
+from engine.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.25
+MAX_BACKOFF_S = 5.0
+# A suspect that neither kills the engine nor gets on is waited for so long before the next one is tried.
+PROBATION_S = 10.0
+# Deaths in a row without getting any further that end a stream: by crashes, and if who ended the engine is not known.
+STRIKES_IF_CRASHED = 2
+STRIKES_IF_UNKNOWN = 3
+RECOVERIES_KEPT = 256
+
+
+@dataclass(slots=True)
+class EngineMetrics:
+    """Counters since the start, across engine restarts."""
+
+    input_cache: CacheStats = field(default_factory=CacheStats)
+    encoder_queries: int = 0
+    encoder_hits: int = 0
+    restarts: int = 0
+    streams_recovered: int = 0
+    streams_given_up: int = 0
+    poisonous_streams: int = 0
+    recovery_seconds_sum: float = 0.0
+    recent_recovery_seconds: list[float] = field(default_factory=list)
+
+    def add_link(self, link: EngineLink) -> None:
+        self.input_cache.add(link.cache.stats)
+        self.encoder_queries += link.status.encoder_queries
+        self.encoder_hits += link.status.encoder_hits
+
+
+class Seat:
+    """One engine and, while it lives, the link to it and the streams on it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.link: EngineLink | None = None
+        self.streams: dict[str, EngineStream] = {}
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.first_try: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class Supervisor:
+    def __init__(self, engines: Sequence[Engine], model: str | None, cache_bytes: int, timeout_s: float) -> None:
+        self.spec: ModelSpec | None = None
+        self.seats = [Seat(engine) for engine in engines]
+        self._model = model
+        self._cache_bytes = cache_bytes
+        self._timeout_s = timeout_s
+        self._gateway = uuid4().hex
+        self._waiting: list[EngineStream] = []
+        self._probation: tuple[EngineStream, float] | None = None
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._reopening: set[asyncio.Task[None]] = set()
+        self._past = EngineMetrics()
+        self._recoveries: deque[float] = deque(maxlen=RECOVERIES_KEPT)
+        self._clock = asyncio.get_running_loop().time
+
+    async def start(self) -> None:
+        """Connect to the engines. One of several is enough; none, or one with another model, is an error."""
+        self._tasks = [asyncio.create_task(self._hold(seat), name=seat.engine.address) for seat in self.seats]
+        self._tasks.append(asyncio.create_task(self._recover(), name="recovery of streams"))
+        results = await asyncio.gather(*(seat.first_try for seat in self.seats), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        mismatches = [error for error in errors if isinstance(error, EngineMismatch)]
+        if mismatches or len(errors) == len(self.seats):
+            await self.close()
+            raise (mismatches or errors)[0]
+
+    async def close(self) -> None:
+        """End all streams, leave the engines, and stop those that are ours."""
+        tasks = [*self._tasks, *self._reopening]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        streams = [*self._waiting, *(stream for seat in self.seats for stream in seat.streams.values())]
+        for stream in streams:
+            stream.end(messages.Dead("the server is shutting down"))
+        for seat in self.seats:
+            if seat.link is not None:
+                seat.link.close()
+                seat.link = None
+        await asyncio.gather(*(seat.engine.stop() for seat in self.seats))
+
+    def links(self) -> list[EngineLink]:
+        return [seat.link for seat in self.seats if seat.link is not None]
+
+    def seats_by_lag(self) -> list[Seat]:
+        """Engines that can take a stream, the one with the least lag first."""
+        ready = [(seat.link.status, len(seat.streams), seat) for seat in self.seats if seat.link is not None]
+        ready.sort(key=lambda entry: (entry[0].lag_ms, entry[1] / max(1, entry[0].slots_total)))
+        return [seat for _, _, seat in ready]
+
+    async def open_on(self, seat: Seat, stream: EngineStream) -> None:
+        """Raises what the engine answers, or EngineDead; then the stream is on no engine."""
+        if seat.link is None:
+            raise EngineDead(f"the engine at {seat.engine.address} is not running at the moment")
+        seat.streams[stream.id] = stream
+        try:
+            await stream.open_on(seat.link)
+        except asyncio.CancelledError:
+            stream.cancel_open()
+            seat.streams.pop(stream.id, None)
+            raise
+        except (EngineError, ValueError):
+            seat.streams.pop(stream.id, None)
+            raise
+
+    def ended(self, stream: EngineStream) -> None:
+        """The stream has said its last word."""
+        for seat in self.seats:
+            if seat.streams.get(stream.id) is stream:
+                del seat.streams[stream.id]
+        if stream in self._waiting:
+            self._waiting.remove(stream)
+
+    def metrics(self) -> EngineMetrics:
+        total = replace(self._past, input_cache=replace(self._past.input_cache))
+        total.recent_recovery_seconds = list(self._recoveries)
+        for link in self.links():
+            total.add_link(link)
+        return total
+
+    # The life of an engine.
+
+    async def _hold(self, seat: Seat) -> None:
+        """Have the engine running and connected, for ever."""
+        backoff = RETRY_S
+        while True:
+            try:
+                await self._connect(seat)
+            except Exception as error:
+                if not seat.first_try.done():
+                    seat.first_try.set_exception(error)
+                    seat.first_try.exception()
+                logger.error("the engine at %s cannot be used: %s", seat.engine.address, error)
+                await asyncio.sleep(backoff)
+                backoff = min(2 * backoff, MAX_BACKOFF_S)
+                continue
+            backoff = RETRY_S
+            if not seat.first_try.done():
+                seat.first_try.set_result(None)
+            self._wake.set()
+            why = await self._loss_of(seat)
+            await self._lose(seat, why)
+
+    async def _connect(self, seat: Seat) -> None:
+        """Start the engine if it is ours, and shake hands; gives up when its process does."""
+        await seat.engine.start()
+        seat.lost = asyncio.get_running_loop().create_future()
+        link = EngineLink(seat.engine.address, self._cache_bytes, self._events(seat))
+        connecting = asyncio.create_task(
+            link.connect(zmq.Context.instance(), self._gateway, self._model, seat.engine.start_timeout_s)
+        )
+        exited = asyncio.create_task(seat.engine.exited())
+        try:
+            await asyncio.wait({connecting, exited}, return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done():
+                raise EngineDead(f"{exited.result()} before it was ready; its log says why")
+            spec = connecting.result()
+        finally:
+            for task in (connecting, exited):
+                task.cancel()
+            await asyncio.gather(connecting, exited, return_exceptions=True)
+        if self.spec is not None and spec != self.spec:
+            link.close()
+            raise EngineMismatch(
+                f"the engine at {seat.engine.address} runs {spec.name!r} with other settings or another model than "
+                f"{self.spec.name!r} on the other engines; behind one gateway all must be the same"
+            )
+        self.spec = spec
+        seat.link = link
+
+    def _events(self, seat: Seat) -> LinkEvents:
+        def on_output(output: messages.Output) -> None:
+            stream = None if isinstance(output, messages.Dead) else seat.streams.get(output.stream)
+            if stream is not None:
+                stream.take(output)
+
+        def on_progress(progress: codec.Progress) -> None:
+            stream = seat.streams.get(progress.stream)
+            if stream is not None:
+                stream.progress(progress)
+                if stream.lost_at is not None and stream.proven:
+                    self._recovered(stream, stream.lost_at)
+
+        def on_room() -> None:
+            for stream in seat.streams.values():
+                stream.wake()
+
+        def on_lost(why: str) -> None:
+            if not seat.lost.done():
+                seat.lost.set_result(why)
+
+        return LinkEvents(on_output, on_progress, on_room, on_lost)
+
+    async def _loss_of(self, seat: Seat) -> str:
+        exited = asyncio.create_task(seat.engine.exited())
+        try:
+            await asyncio.wait({seat.lost, exited}, return_when=asyncio.FIRST_COMPLETED)
+            return seat.lost.result() if seat.lost.done() else exited.result()
+        finally:
+            exited.cancel()
+            await asyncio.gather(exited, return_exceptions=True)
+
+    async def _lose(self, seat: Seat, why: str) -> None:
+        """Take the streams off a dead engine, end the one that killed it if that is clear, and queue the others."""
+        link, seat.link = seat.link, None
+        streams, seat.streams = list(seat.streams.values()), {}
+        assert link is not None
+        link.close()
+        self._past.restarts += 1
+        self._past.add_link(link)
+        logger.warning("%s; %d streams will be carried over", why, len(streams))
+        now = self._clock()
+        for stream in streams:
+            stream.detach(why, now)
+        crashed = await seat.engine.crashed()
+        poisonous = self._poisonous(streams, crashed)
+        if self._probation is not None and self._probation[0] in streams:
+            self._probation = None
+        for stream in streams:
+            if stream is poisonous:
+                self._past.poisonous_streams += 1
+                error = StreamFailed(
+                    stream.id, "was ended because the engine died each time it reached this audio; other streams go on"
+                )
+                stream.end(messages.Failed(stream.id, type(error).__name__, str(error)))
+            elif stream.is_open:
+                self._waiting.append(stream)
+        self._wake.set()
+
+    def _poisonous(self, streams: list[EngineStream], crashed: bool) -> EngineStream | None:
+        """The one stream that the death must be blamed on, if there is one."""
+        suspects = [stream for stream in streams if stream.strikes >= STRIKES_IF_CRASHED]
+        needed = STRIKES_IF_CRASHED if crashed else STRIKES_IF_UNKNOWN
+        return suspects[0] if len(suspects) == 1 and suspects[0].strikes >= needed else None
+
+    # Streams without an engine.
+
+    async def _recover(self) -> None:
+        """Give streams that lost their engine another one, as soon as there is one."""
+        while True:
+            try:
+                await asyncio.wait_for(self._wake.wait(), RETRY_S if self._waiting else None)
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            self._place_waiting(self._clock())
+
+    def _place_waiting(self, now: float) -> None:
+        if self._probation is not None:
+            suspect, since = self._probation
+            if suspect.proven or not suspect.is_open or now - since > PROBATION_S:
+                self._probation = None
+        for stream in list(self._waiting):
+            assert stream.lost_at is not None
+            if now - stream.lost_at > self._timeout_s:
+                self._past.streams_given_up += 1
+                stream.end(messages.Dead(f"no engine came back within {self._timeout_s:g} s"))
+                continue
+            seats = self.seats_by_lag()
+            suspected = stream.strikes >= STRIKES_IF_CRASHED
+            if not seats or (suspected and self._probation is not None):
+                continue
+            if suspected:
+                self._probation = (stream, now)
+            self._waiting.remove(stream)
+            task = asyncio.create_task(self._reopen(stream, seats), name=f"reopen {stream.id}")
+            self._reopening.add(task)
+            task.add_done_callback(self._reopening.discard)
+
+    async def _reopen(self, stream: EngineStream, seats: list[Seat]) -> None:
+        for seat in seats:
+            try:
+                await self.open_on(seat, stream)
+            except AtCapacity:
+                continue
+            except EngineDead:
+                return  # lost again while it was opening, and queued by that loss
+            except (EngineError, ValueError) as error:
+                stream.end(messages.Failed(stream.id, type(error).__name__, str(error)))
+                return
+            if stream.lost_at is not None and stream.proven:
+                self._recovered(stream, stream.lost_at)
+            return
+        stream.link = None
+        if stream.is_open:
+            self._waiting.append(stream)
+
+    def _recovered(self, stream: EngineStream, lost_at: float) -> None:
+        stream.lost_at = None
+        took = self._clock() - lost_at
+        self._recoveries.append(took)
+        self._past.recovery_seconds_sum += took
+        self._past.streams_recovered += 1
+        self._wake.set()

@@ -1,0 +1,166 @@
+"""Engines whose words are a pure function of the audio, so that transcripts can be compared exactly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, StepPlan, TimedToken
+from engine.core.scheduler import Limits, Scheduler
+from engine.core.text import Vocabulary
+from engine.loop import EngineLoop
+from engine.messages import Open
+from engine.spec import ModelSpec
+
+RATE = 1600
+POSITION = 128
+# A sample no other audio has: whoever computes it dies.
+POISON = np.float32(77.0)
+
+FRAMES = ModelSpec(
+    name="fake-frames",
+    sample_rate=RATE,
+    samples_per_position=POSITION,
+    look_back_samples=68,
+    look_ahead_samples=4,
+    prefix_positions=3,
+    flush_positions=2,
+    default_delay_positions=2,
+    max_delay_positions=10,
+    step_positions=4,
+    replay_positions=16,
+    embeds_per_stream=64,
+)
+WINDOWED = ModelSpec(
+    name="fake-windowed",
+    sample_rate=RATE,
+    samples_per_position=POSITION,
+    rereads_window=True,
+    stride_positions=3,
+    window_positions=40,
+    step_positions=40,
+    embeds_per_stream=100,
+)
+VOCABULARY = Vocabulary([b"", *(b" w%d" % i for i in range(1, 80)), b"ing", b"ed"])
+
+
+@dataclass
+class FakeFrames:
+    """One token per position, from the position's audio and the token before it."""
+
+    spec: ModelSpec = FRAMES
+    vocabulary: Vocabulary = VOCABULARY
+    die_with: int | None = None
+    step_seconds: float = 0.0
+    warm_up_seconds: float = 0.0
+    rows: dict[int, int] = field(default_factory=dict)
+    slots: dict[int, Any] = field(default_factory=dict)
+
+    def check_open(self, message: Open) -> None:
+        unknown = set(message.options) - {"language"}
+        if unknown:
+            raise ValueError(f"unknown options {sorted(unknown)}; this model takes language")
+
+    def warm_up(self) -> None:
+        self.is_warm = True
+
+    def close(self) -> None:
+        self.rows.clear()
+
+    def execute(self, plan: StepPlan) -> list[DecodeResult]:
+        time.sleep(self.step_seconds)
+        if self.warm_up_seconds and not getattr(self, "is_warm", False):
+            time.sleep(self.warm_up_seconds)
+            self.is_warm = True
+        for slot in plan.closed:
+            self.slots.pop(slot, None)
+        for opened in plan.opened:
+            self.slots[opened.slot] = self.new_state(list(opened.forced_tokens))
+        for task in plan.encode:
+            self.encode(task.payload, task.rows)
+        return [self.decode(task) for task in plan.decode]
+
+    def new_state(self, forced: list[int]) -> Any:
+        return {"previous": 0, "forced": forced[::-1]}
+
+    def encode(self, payload: NDArray[np.float32], rows: list[int]) -> None:
+        if self.die_with is not None and (payload == POISON).any():
+            os.kill(os.getpid(), self.die_with)
+            time.sleep(10)
+        value = zlib.crc32(payload.tobytes()) if payload.any() else 0
+        for row in rows:
+            self.rows[row] = value
+
+    def decode(self, task: DecodeTask) -> DecodeResult:
+        state = self.slots[task.slot]
+        tokens = []
+        for row in task.rows:
+            if state["forced"]:
+                token = state["forced"].pop()
+            else:
+                value = 0 if row == SILENCE_ROW else self.rows[row]
+                mixed = zlib.crc32(b"%d %d" % (value, state["previous"]))
+                token = 0 if value == 0 or mixed % 3 == 0 else mixed % len(VOCABULARY.pieces)
+            state["previous"] = token
+            tokens.append(token)
+        return DecodeResult(tokens=tokens)
+
+
+@dataclass
+class FakeWindowed(FakeFrames):
+    """Reads its window again and again; commits what is not too near its end, and keeps some of it."""
+
+    spec: ModelSpec = WINDOWED
+    edge: int = 4
+    overlap: int = 9
+
+    def new_state(self, forced: list[int]) -> Any:
+        assert not forced, "a windowed model is not replayed by tokens"
+        return {"done": 0}
+
+    def decode(self, task: DecodeTask) -> DecodeResult:
+        state = self.slots[task.slot]
+        stop = task.end if task.final else task.end - self.edge
+        timed = []
+        for position in range(max(task.base, state["done"]), stop):
+            row = task.rows[position - task.base]
+            value = 0 if row == SILENCE_ROW else self.rows[row]
+            if value % 3 == 1:
+                timed.append(TimedToken(1 + value % 79, position, position + 1))
+        state["done"] = max(state["done"], stop)
+        return DecodeResult(timed=timed, keep_from=max(task.base, stop - self.overlap))
+
+
+def build(
+    windowed: bool = False,
+    max_streams: int = 32,
+    die_with: int | None = None,
+    step_seconds: float = 0.0,
+    warm_up_seconds: float = 0.0,
+    name: str | None = None,
+) -> EngineLoop:
+    kind = FakeWindowed if windowed else FakeFrames
+    runner = kind(die_with=die_with, step_seconds=step_seconds, warm_up_seconds=warm_up_seconds)
+    if name is not None:
+        from dataclasses import replace
+
+        runner.spec = replace(runner.spec, name=name)
+    limits = Limits(max_streams=max_streams, cache_embeds=max_streams * 100 + 100)
+    return EngineLoop(Scheduler(runner.spec, limits, VOCABULARY), runner)
+
+
+def speech(seconds: float, seed: int) -> NDArray[np.float32]:
+    """Audio unlike any other seed's."""
+    return np.random.default_rng(seed).standard_normal(int(seconds * RATE), dtype=np.float32)
+
+
+def kill(pid: int | None) -> None:
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
