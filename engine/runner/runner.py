@@ -8,7 +8,7 @@ as one chunk; everything else that has more than one position to do takes turns 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -58,6 +58,9 @@ class _Slot:
     forced: list[int]
     opened: bool = False
 
+    def output_at(self, index: int) -> int:
+        return self.forced[index] if index < len(self.forced) else NOT_FORCED
+
     def blank_run(self, known: int) -> int:
         """Blanks at the end of the first `known` outputs, of those the model has the word in."""
         run = 0
@@ -66,6 +69,17 @@ class _Slot:
                 break
             run += 1
         return run
+
+
+@dataclass(slots=True)
+class _Work:
+    """One decode task under way: `done` positions of the stream, the shared opening not counted, are computed."""
+
+    task: DecodeTask
+    slot: _Slot
+    done: int
+    tokens: list[int] = field(default_factory=list)
+    error: str | None = None
 
 
 class VoxtralRunner:
@@ -158,23 +172,22 @@ class VoxtralRunner:
             self._open(plan.opened)
         self._update_tables(plan.decode)
         payloads, broken = self._payloads(plan.encode)
-        results = [DecodeResult(error=broken.get(task.stream)) for task in plan.decode]
-        healthy = [index for index, result in enumerate(results) if result.error is None]
-        replays = any(plan.decode[index].end - plan.decode[index].start > 1 for index in healthy)
-        if replays or len(payloads) > min(len(healthy), self._buffers.capacity):
+        slots, prefix = self._slots, self.spec.prefix_positions
+        work = [_Work(task, slots[task.slot], task.start - prefix) for task in plan.decode]
+        for share in work:
+            share.error = broken.get(share.task.stream)
+        due = [share for share in work if share.error is None]
+        chunks = [share for share in due if share.task.end - share.task.start > 1]
+        if chunks or len(payloads) > min(len(due), self._buffers.capacity):
             self._slab.encode(payloads)
             payloads = []
-        rest = self._replay(plan.decode, healthy, results) if replays else [(i, plan.decode[i].start) for i in healthy]
-        while rest:
-            for start in range(0, len(rest), self._buffers.capacity):
-                self._run_batch(plan.decode, rest[start : start + self._buffers.capacity], payloads, results)
+        for share in chunks:
+            self._replay(share)
+        while due := [share for share in due if share.error is None and prefix + share.done < share.task.end]:
+            for start in range(0, len(due), self._buffers.capacity):
+                self._run_batch(due[start : start + self._buffers.capacity], payloads)
                 payloads = []
-            rest = [
-                (index, position + 1)
-                for index, position in rest
-                if position + 1 < plan.decode[index].end and results[index].error is None
-            ]
-        return results
+        return [DecodeResult(share.tokens, error=share.error) for share in work]
 
     # Changes since the last plan
 
@@ -221,44 +234,26 @@ class VoxtralRunner:
 
     # Decoding
 
-    def _replay(
-        self, tasks: list[DecodeTask], healthy: list[int], results: list[DecodeResult]
-    ) -> list[tuple[int, int]]:
-        """Run the stretches of known tokens as chunks; returns (task index, position) of what is left to do."""
-        prefix = self.spec.prefix_positions
-        rest = []
-        for index in healthy:
-            task, slot = tasks[index], self._slots[tasks[index].slot]
-            begin, end = task.start - prefix, min(task.end - prefix, len(slot.forced))
-            if end - begin > 1:
-                fed = [slot.forced[begin - 1] if begin else STREAMING_PAD, *slot.forced[begin : end - 1]]
-                self._passes.chunk(task.slot, task.start, task.rows[: end - begin], fed, slot.delay)
-                self._state.set([task.slot], [slot.forced[end - 1]], [slot.delay], [slot.blank_run(end)])
-                results[index].tokens += slot.forced[begin:end]
-            else:
-                end = begin
-            if prefix + end < task.end:
-                rest.append((index, prefix + end))
-        return rest
+    def _replay(self, share: _Work) -> None:
+        """Run a stretch of known tokens as one chunk."""
+        task, forced, begin = share.task, share.slot.forced, share.done
+        end = min(task.end - self.spec.prefix_positions, len(forced))
+        if end - begin < 2:
+            return
+        fed = [forced[begin - 1] if begin else STREAMING_PAD, *forced[begin : end - 1]]
+        self._passes.chunk(task.slot, task.start, task.rows[: end - begin], fed, share.slot.delay)
+        self._state.set([task.slot], [forced[end - 1]], [share.slot.delay], [share.slot.blank_run(end)])
+        share.tokens += forced[begin:end]
+        share.done = end
 
-    def _run_batch(
-        self,
-        tasks: list[DecodeTask],
-        batch: list[tuple[int, int]],
-        payloads: list[Payload],
-        results: list[DecodeResult],
-    ) -> None:
-        """One position of each task in `batch`, as one pass."""
-        prefix, slots = self.spec.prefix_positions, self._slots
-        forced = []
-        for index, position in batch:
-            known = slots[tasks[index].slot].forced
-            forced.append(known[position - prefix] if position - prefix < len(known) else NOT_FORCED)
+    def _run_batch(self, batch: list[_Work], payloads: list[Payload]) -> None:
+        """The next position of each stream in `batch`, as one pass."""
+        prefix = self.spec.prefix_positions
         rows = StepRows(
-            slots=[tasks[index].slot for index, _ in batch],
-            positions=[position for _, position in batch],
-            inputs=[tasks[index].rows[position - tasks[index].start] for index, position in batch],
-            forced=forced,
+            slots=[share.task.slot for share in batch],
+            positions=[prefix + share.done for share in batch],
+            inputs=[share.task.rows[prefix + share.done - share.task.start] for share in batch],
+            forced=[share.slot.output_at(share.done) for share in batch],
         )
         for place, payload in enumerate(payloads):
             self._buffers.samples_view[place] = payload.samples
@@ -269,8 +264,8 @@ class VoxtralRunner:
             self._passes.batch(len(batch))
         tokens, failed, guarded = self._buffers.download(len(batch))
         self.blank_guard_activations += guarded
-        for (index, _), token, broken in zip(batch, tokens, failed, strict=True):
+        for share, token, broken in zip(batch, tokens, failed, strict=True):
+            share.done += 1
+            share.tokens.append(token)
             if broken:
-                results[index].error = BROKEN_LOGITS
-            else:
-                results[index].tokens.append(token)
+                share.error = BROKEN_LOGITS

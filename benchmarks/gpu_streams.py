@@ -1,0 +1,329 @@
+"""How many live streams one GPU holds: Voxtral Realtime at full dimensions, random weights, the engine's own loop.
+
+    python -m benchmarks.gpu_streams --window 1024 --kv bf16 --streams 100 200 400 --bisect --reference
+
+N streams with random phases feed distinct audio, one 80 ms frame at a time, in real time. Streams start as old as
+their windows are long, so every step reads full windows from the first second on. Lag is the time from the moment a
+frame is complete to the moment its token is out; a point holds if the 99th percentile of the lag is at most 80 ms.
+Needs torch, numpy and (for --reference) transformers. Writes a table, and JSON with --json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.random_voxtral import random_model
+from engine.core.plan import DecodeResult, DecodeTask, StepPlan
+from engine.core.scheduler import Limits, Scheduler
+from engine.loop import EngineLoop
+from engine.messages import Abort, Feed, Item, Open
+from engine.models.voxtral_realtime import voxtral_mini_4b
+from engine.runner.batch import StepRows
+from engine.runner.device import free_memory, require_device
+from engine.runner.memory import GIB, plan_memory
+from engine.runner.runner import RunnerSettings, VoxtralRunner
+
+POSITION_NS = 80_000_000
+MAX_LAG_MS = 80.0
+KV_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
+@dataclass
+class Point:
+    """One measurement. Times in milliseconds."""
+
+    streams: int
+    seconds: float
+    steps: int
+    batch_p50: float
+    lag_p50: float
+    lag_p99: float
+    lag_max: float
+    step_p50: float
+    step_p99: float
+    device_p50: float
+    host_share: float
+    plan_commit_p99: float
+    late_frames: int
+
+    @property
+    def holds(self) -> bool:
+        return self.lag_p99 <= MAX_LAG_MS and self.late_frames == 0
+
+
+class Probe:
+    """Stands between the loop and the runner: keeps the last plan and the time the device took for it."""
+
+    def __init__(self, runner: VoxtralRunner) -> None:
+        self._runner = runner
+        self.spec, self.vocabulary, self.check_open = runner.spec, runner.vocabulary, runner.check_open
+        self.tasks: list[DecodeTask] = []
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graphs = runner._graphs
+        assert graphs is not None
+        replay = graphs.run
+
+        def timed(count: int) -> None:
+            self._begin.record()
+            replay(count)
+            self._end.record()
+
+        graphs.run = timed  # type: ignore[method-assign]
+
+    def execute(self, plan: StepPlan) -> list[DecodeResult]:
+        self.tasks = plan.decode
+        return self._runner.execute(plan)
+
+    def device_ms(self) -> float:
+        return float(self._begin.elapsed_time(self._end)) if self.tasks else 0.0
+
+
+class Traffic:
+    """N streams, each with its own phase and its own stretch of a long noise; frame k of stream i comes on its time."""
+
+    def __init__(self, streams: int, first_position: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.names = [f"stream {index}" for index in range(streams)]
+        self.phases = np.sort(random.integers(0, POSITION_NS, streams)).tolist()
+        self._noise = (random.standard_normal(1 << 24) * 0.1).astype(np.float32)
+        self._starts = random.integers(0, (1 << 24) - 2000, streams).tolist()
+        self._first = first_position
+        self._next = 0  # frames are numbered over all streams, in order of arrival
+
+    def due(self, elapsed_ns: int) -> list[Feed]:
+        feeds = []
+        while self.next_arrival() <= elapsed_ns:
+            frame, index = divmod(self._next, len(self.names))
+            start = (self._starts[index] + frame * 1280) % ((1 << 24) - 2000)
+            item = Item(
+                offset=self._first + frame,
+                length=1,
+                sample=frame * 1280,
+                key=b"%d/%d" % (index, frame),
+                payload=self._noise[start : start + 2000],
+            )
+            feeds.append(Feed(self.names[index], [item]))
+            self._next += 1
+        return feeds
+
+    def next_arrival(self) -> int:
+        frame, index = divmod(self._next, len(self.names))
+        return int((frame + 1) * POSITION_NS + self.phases[index])
+
+    def arrival(self, index: int, position: int) -> int:
+        return int((position - self._first + 1) * POSITION_NS + self.phases[index])
+
+    @property
+    def sent(self) -> int:
+        return self._next
+
+
+class Bench:
+    def __init__(self, runner: VoxtralRunner) -> None:
+        self.probe = Probe(runner)
+        self._memory = runner.memory
+        # Streams begin behind a full window, which is where they spend their lives.
+        start = 64 + 2 * max(group.window_positions for group in runner.spec.kv_groups)
+        self._spec = replace(runner.spec, prefix_positions=start)
+
+    def measure(self, streams: int, seconds: float, seed: int = 1) -> Point:
+        memory = self._memory
+        limits = Limits(memory.streams, memory.cache_embeds, memory.group_pages)
+        loop = EngineLoop(Scheduler(self._spec, limits, self.probe.vocabulary), self.probe)  # type: ignore[arg-type]
+        traffic = Traffic(streams, self._spec.prefix_positions, seed)
+        loop.submit([Open(name) for name in traffic.names], 0)
+        loop.step()
+        gc.collect()
+        gc.freeze()
+        point = self._run(loop, traffic, seconds)
+        loop.submit([Abort(name) for name in traffic.names], 0)
+        loop.step()
+        gc.unfreeze()
+        return point
+
+    def _run(self, loop: EngineLoop, traffic: Traffic, seconds: float) -> Point:
+        slots = {loop.scheduler.streams[name].slot: index for index, name in enumerate(traffic.names)}
+        lags: list[int] = []
+        steps: list[tuple[float, float, float, int]] = []  # whole step, device, plan + commit, streams
+        settle = 2 * POSITION_NS  # the first frames also copy the openings
+        began = time.perf_counter_ns()
+        while (elapsed := time.perf_counter_ns() - began) < seconds * 1e9:
+            feeds = traffic.due(elapsed)
+            if feeds:
+                loop.submit(feeds, elapsed)
+            if not loop.has_work():
+                time.sleep(max(0, traffic.next_arrival() - elapsed) / 1e9)
+                continue
+            step_began = time.perf_counter_ns()
+            loop.step()
+            now = time.perf_counter_ns()
+            if elapsed < settle:
+                continue
+            lags += [now - began - traffic.arrival(slots[task.slot], task.start) for task in self.probe.tasks]
+            times = loop.times
+            host = (times.plan_ns + times.commit_ns) / 1e6
+            steps.append(((now - step_began) / 1e6, self.probe.device_ms(), host, len(self.probe.tasks)))
+        waiting = sum(stream.available - stream.computed for stream in loop.scheduler.streams.values())
+        return _summary(len(traffic.names), seconds, lags, steps, late=max(0, waiting - len(traffic.names)))
+
+
+def _summary(
+    streams: int, seconds: float, lags: list[int], steps: list[tuple[float, float, float, int]], late: int
+) -> Point:
+    lag = np.array(lags) / 1e6
+    whole, device, plan_commit, batch = np.array(steps).T
+    return Point(
+        streams=streams,
+        seconds=seconds,
+        steps=len(steps),
+        batch_p50=float(np.median(batch)),
+        lag_p50=float(np.percentile(lag, 50)),
+        lag_p99=float(np.percentile(lag, 99)),
+        lag_max=float(lag.max()),
+        step_p50=float(np.percentile(whole, 50)),
+        step_p99=float(np.percentile(whole, 99)),
+        device_p50=float(np.median(device)),
+        host_share=float(1 - device.sum() / whole.sum()),
+        plan_commit_p99=float(np.percentile(plan_commit, 99)),
+        late_frames=late,
+    )
+
+
+def build_runner(kv: str, window: int, max_streams: int | None) -> VoxtralRunner:
+    device = require_device("cuda")
+    config = voxtral_mini_4b()
+    settings = RunnerSettings(kv_dtype=KV_TYPES[kv], decoder_window=window, max_streams=max_streams)
+    memory = plan_memory(
+        config,
+        free_memory(device),
+        decoder_window=window,
+        dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
+        max_streams=max_streams,
+    )
+    model, vocabulary = random_model(config, settings.dtype, device)
+    runner = VoxtralRunner(model, vocabulary, memory, settings)
+    _fill_pages(runner)
+    runner.warm_up()
+    return runner
+
+
+def _fill_pages(runner: VoxtralRunner) -> None:
+    """Random rows: zeros could be faster than real ones."""
+    for cache in runner._caches:
+        for layer in cache.pages.data:
+            if layer.dtype == torch.float8_e4m3fn:
+                layer.view(torch.uint8).random_(0x20, 0x50)  # bit patterns of moderate values
+            else:
+                layer.normal_()
+        if cache.pages.scales is not None:
+            cache.pages.scales.fill_(0.01)
+
+
+def batch_one(probe_runner: VoxtralRunner, sizes: list[int]) -> list[tuple[int, float]]:
+    """Milliseconds of the recorded step alone, by batch size, all streams with full windows."""
+    buffers, graphs = probe_runner._buffers, probe_runner._graphs
+    assert graphs is not None
+    rows = []
+    for size in sizes:
+        position = 2 * max(group.window_positions for group in probe_runner.spec.kv_groups)
+        step = StepRows(list(range(size)), [position] * size, [0] * size, [-1] * size)
+        buffers.upload(step, list(range(1, size + 1)))
+        times = []
+        for _ in range(20):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graphs.run(size)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        rows.append((size, float(np.median(times))))
+    return rows
+
+
+def bisect(bench: Bench, low: int, high: int, seconds: float) -> list[Point]:
+    """Points of a search for the largest N that holds, to within 2 %."""
+    points = []
+    while high - low > max(4, low // 50):
+        middle = (low + high) // 2
+        point = bench.measure(middle, seconds)
+        print_point(point)
+        points.append(point)
+        low, high = (middle, high) if point.holds else (low, middle)
+    return points
+
+
+def print_point(point: Point) -> None:
+    print(
+        f"N={point.streams:4d} {'holds' if point.holds else 'FAILS'}  "
+        f"lag p50 {point.lag_p50:6.1f} p99 {point.lag_p99:6.1f} max {point.lag_max:6.1f}  "
+        f"step p50 {point.step_p50:5.1f} p99 {point.step_p99:5.1f}  device p50 {point.device_p50:5.1f}  "
+        f"host {100 * point.host_share:4.1f} %  plan+commit p99 {point.plan_commit_p99:4.2f}  "
+        f"batch {point.batch_p50:.0f}  late {point.late_frames}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kv", choices=sorted(KV_TYPES), default="bf16")
+    parser.add_argument("--window", type=int, default=1024, help="decoder window in tokens")
+    parser.add_argument("--max-streams", type=int, help="streams to make room for; default: all that fit")
+    parser.add_argument("--streams", type=int, nargs="*", default=[100, 200, 400])
+    parser.add_argument("--seconds", type=float, default=62.0, help="per point, 2 s of which settle")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[1, 8, 32, 64, 128], help="batch sizes to time alone")
+    parser.add_argument("--bisect", type=float, metavar="SECONDS", help="search the largest N, SECONDS per probe")
+    parser.add_argument("--reference", action="store_true", help="time transformers on the same machine first")
+    parser.add_argument("--json", help="file for the results")
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {"arguments": vars(arguments), "device": torch.cuda.get_device_name()}
+    if arguments.reference:
+        from benchmarks.transformers_voxtral import streaming_step_ms
+
+        results["transformers_step_ms"] = streaming_step_ms()
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(f"transformers, one stream: {results['transformers_step_ms']:.0f} ms a step", flush=True)
+    began = time.perf_counter()
+    runner = build_runner(arguments.kv, arguments.window, arguments.max_streams)
+    free = torch.cuda.mem_get_info()[0]
+    results |= {"room_for": runner.memory.streams, "free_gib": free / GIB, "start_s": time.perf_counter() - began}
+    print(
+        f"{arguments.kv}, window {arguments.window}: room for {runner.memory.streams} streams, "
+        f"{free / GIB:.1f} GiB left, start-up {results['start_s']:.0f} s",
+        flush=True,
+    )
+    results["steps"] = batch_one(runner, [size for size in arguments.sizes if size <= runner.memory.streams])
+    for size, milliseconds in results["steps"]:
+        print(f"step of {size:3d} streams: {milliseconds:6.2f} ms on the device", flush=True)
+    bench = Bench(runner)
+    points = []
+    for streams in arguments.streams:
+        if streams > runner.memory.streams:
+            print(f"N={streams}: no room")
+            continue
+        points.append(bench.measure(streams, arguments.seconds))
+        print_point(points[-1])
+    if arguments.bisect:
+        holding = [point.streams for point in points if point.holds]
+        low = max(holding, default=1)
+        failing = [point.streams for point in points if not point.holds and point.streams > low]
+        points += bisect(bench, low, min([runner.memory.streams + 1, *failing]), arguments.bisect)
+    results["points"] = [asdict(point) for point in points]
+    largest = max((point.streams for point in points if point.holds), default=0)
+    print(f"largest N that holds: {largest}")
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""A Voxtral Realtime of full or given dimensions with random weights, made on the device itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.core.text import Vocabulary
+from engine.models.voxtral_realtime import (
+    FIRST_TEXT_TOKEN,
+    STREAMING_WORD,
+    VoxtralConfig,
+    VoxtralRealtime,
+    tensor_shapes,
+)
+
+
+def random_tensors(config: VoxtralConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+    """Norms near one and matrices that keep their input's scale, so that activations stay in a sensible range."""
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors = {}
+    for name, shape in tensor_shapes(config).items():
+        noise = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        if len(shape) == 1:
+            tensors[name] = noise.mul_(0.1).add_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            fan_in = noise[0].numel()
+            tensors[name] = noise.mul_(0.05 if "embed_tokens" in name else fan_in**-0.5)
+    return tensors
+
+
+def random_model(
+    config: VoxtralConfig, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> tuple[VoxtralRealtime, Vocabulary]:
+    pieces = [b""] * FIRST_TEXT_TOKEN + [f" {index}".encode() for index in range(config.vocabulary - FIRST_TEXT_TOKEN)]
+    return VoxtralRealtime(config, random_tensors(config, dtype, device, seed)), Vocabulary(pieces, STREAMING_WORD)
