@@ -187,6 +187,10 @@ class Session:
     # What the shell may ask
 
     @property
+    def closed(self) -> bool:
+        return self.phase is Phase.CLOSED
+
+    @property
     def speaking(self) -> bool:
         return self._items.current is not None and self._items.current.announced
 
@@ -204,6 +208,10 @@ class Session:
         self._effects = effects
         getattr(self, handler)(event, now)
         return effects
+
+    def abandon(self) -> None:
+        """The shell cannot go on: no event has an answer any more."""
+        self.phase = Phase.CLOSED
 
     def check_integrity(self) -> None:
         """Recompute what must hold between the parts; for tests and for idle moments."""

@@ -1,0 +1,272 @@
+"""The configuration: one frozen tree, read once from a TOML file, the environment and command-line flags.
+
+Later sources win: file, then environment, then flags. Every key has the same name everywhere: `limits.max_sessions` is
+`[limits] max_sessions` in the file, `TICKERTAPE_LIMITS_MAX_SESSIONS` in the environment, and
+`--limits.max-sessions` as a flag. A key that does not exist is an error that names the closest one that does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+ENVIRONMENT_PREFIX = "TICKERTAPE_"
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used. The text names the key and what to do about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    # Address to listen on. Anything but a loopback address needs keys, or `auth.no_auth`.
+    host: str = "127.0.0.1"
+    port: int = 8000
+    # PEM files; set both to serve https and wss.
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    # Seconds running turns get to finish when the server stops.
+    drain_s: float = 10.0
+    # Seconds between pings, and after how many seconds without any byte from the client its socket counts as dead.
+    ping_interval_s: float = 20.0
+    dead_after_s: float = 180.0
+    # Seconds a new connection has to send its whole request head.
+    handshake_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class AuthConfig:
+    # Keys that clients may use. Empty: anybody may connect, which only a loopback address allows by default.
+    keys: tuple[str, ...] = ()
+    # Say so explicitly to serve without keys on an address others can reach.
+    no_auth: bool = False
+    # Most client secrets (ek_...) that may be valid at once.
+    max_client_secrets: int = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    # Sessions at once; 0 leaves it to the engine's capacity.
+    max_sessions: int = 0
+    # Sessions at once and new sessions per minute for one key (without keys: for one client address); 0 is no limit.
+    sessions_per_key: int = 0
+    new_sessions_per_minute: int = 0
+    # Largest WebSocket message; 15 MiB of audio in base64 need 20 MiB.
+    message_bytes: int = 21 * 1024 * 1024
+    # A client that sends more messages a second than this is slowed down; 0 is no limit.
+    messages_per_second: float = 0.0
+    # Audio one session may have waiting for the engine before its socket is read no further.
+    audio_in_flight_s: float = 60.0
+    # Events and characters that may wait for a client that does not read, before it is closed with 1008.
+    outbox_events: int = 1024
+    outbox_characters: int = 1_000_000
+    # Close a session that sent nothing for so long, or that lasted so long; 0 is no limit.
+    idle_s: float = 0.0
+    session_s: float = 0.0
+    # Uploaded files: size, and seconds one may take to arrive and be transcribed.
+    upload_bytes: int = 512 * 1024 * 1024
+    upload_s: float = 3600.0
+    # Files transcribed at once; more wait their turn.
+    uploads: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SessionConfig:
+    # Speech heard for so many seconds without text starts a new engine stream from the kept audio; 0 turns it off.
+    stall_s: float = 8.0
+    # Most audio kept for that.
+    keep_s: float = 30.0
+    # How long a session whose client asked for it waits to be resumed; 0 turns resuming off.
+    resume_s: float = 120.0
+    # Events kept for a client that resumes.
+    resume_events: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    # The model to serve.
+    name: str = "default"
+    # Further names under which clients may ask for it. OpenAI clients may use any name at all.
+    aliases: tuple[str, ...] = ("mistralai/Voxtral-Mini-4B-Realtime-2602",)
+    # Where it runs: auto, cpu or cuda.
+    device: str = "auto"
+    # Addresses of engines in other processes; empty starts one of our own.
+    engines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    server: ServerConfig = field(default_factory=ServerConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    session: SessionConfig = field(default_factory=SessionConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+    @property
+    def auth_required(self) -> bool:
+        return bool(self.auth.keys)
+
+
+def load_config(
+    path: str | Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> Config:
+    """Read and check the configuration. `flags` maps dotted keys to values, as text or as they are."""
+    tree = _read_file(path) if path is not None else {}
+    for key, value in _from_environment(os.environ if environment is None else environment).items():
+        _put(tree, key, value)
+    for key, value in (flags or {}).items():
+        _put(tree, key, value)
+    config: Config = _build(Config, tree, "")
+    check(config)
+    return config
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for values that cannot work together."""
+    server, auth = config.server, config.auth
+    if not 0 <= server.port <= 65535:
+        raise ConfigError(f"server.port must lie between 0 and 65535, not {server.port}")
+    if (server.tls_cert is None) != (server.tls_key is None):
+        raise ConfigError("server.tls_cert and server.tls_key belong together: set both or neither")
+    for name, file in (("server.tls_cert", server.tls_cert), ("server.tls_key", server.tls_key)):
+        if file is not None and not Path(file).is_file():
+            raise ConfigError(f"{name}: there is no file {file!r}")
+    if any(len(key) < 8 for key in auth.keys):
+        raise ConfigError("auth.keys: a key must have at least 8 characters")
+    if auth.keys and auth.no_auth:
+        raise ConfigError("auth.no_auth contradicts auth.keys: remove one of them")
+    if not auth.keys and not auth.no_auth and not is_loopback(server.host):
+        raise ConfigError(
+            f"server.host {server.host!r} can be reached by others: set auth.keys, or auth.no_auth to mean it"
+        )
+    for section in fields(config):
+        _check_not_negative(section.name, getattr(config, section.name))
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def known_keys() -> list[str]:
+    """Every key, dotted."""
+    return [
+        f"{section.name}.{key.name}" for section in fields(Config) for key in fields(_type_of(Config, section.name))
+    ]
+
+
+def _check_not_negative(section: str, values: Any) -> None:
+    for key in fields(values):
+        value = getattr(values, key.name)
+        if isinstance(value, int | float) and value < 0:
+            raise ConfigError(f"{section}.{key.name} cannot be negative, but is {value}")
+
+
+def _read_file(path: str | Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {str(path)!r}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {str(path)!r} is not valid TOML: {error}") from error
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    names = {ENVIRONMENT_PREFIX + key.replace(".", "_").upper(): key for key in known_keys()}
+    given: dict[str, str] = {}
+    for name, value in environment.items():
+        if name in names:
+            given[names[name]] = value
+        elif name.startswith(ENVIRONMENT_PREFIX):
+            raise ConfigError(f"unknown environment variable {name}{_closest(name, names)}")
+    return given
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    if key not in known_keys():
+        raise ConfigError(f"unknown key {key!r}{_closest(key, known_keys())}")
+    section, name = key.split(".")
+    tree.setdefault(section, {})[name] = value
+
+
+def _build(kind: type, tree: Any, path: str) -> Any:
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path.rstrip('.')} must be a section with keys of its own")
+    names = [item.name for item in fields(kind)]
+    values = {}
+    for name, value in tree.items():
+        if name not in names:
+            raise ConfigError(f"unknown key {path + name!r}{_closest(name, names, path)}")
+        wanted = _type_of(kind, name)
+        is_section = is_dataclass(wanted)
+        values[name] = _build(wanted, value, f"{path}{name}.") if is_section else _convert(value, wanted, path + name)
+    return kind(**values)
+
+
+def _type_of(kind: type, name: str) -> Any:
+    return typing.get_type_hints(kind)[name]
+
+
+def _closest(name: str, known: typing.Iterable[str], path: str = "") -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    return f"; did you mean {path + close[0]!r}?" if close else ""
+
+
+def _convert(value: Any, wanted: Any, key: str) -> Any:
+    if isinstance(wanted, UnionType):
+        if value is None:
+            return None
+        wanted = next(kind for kind in wanted.__args__ if kind is not type(None))
+    if wanted is bool:
+        return _to_bool(value, key)
+    if wanted in (int, float):
+        return _to_number(value, wanted, key)
+    if wanted is str:
+        if not isinstance(value, str):
+            raise ConfigError(f"{key} must be text, not {value!r}")
+        return value
+    return _to_texts(value, key)
+
+
+def _to_bool(value: Any, key: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    known = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    if isinstance(value, str) and value.lower() in known:
+        return known[value.lower()]
+    raise ConfigError(f"{key} must be true or false, not {value!r}")
+
+
+def _to_number(value: Any, wanted: type, key: str) -> Any:
+    try:
+        if isinstance(value, bool) or (wanted is int and isinstance(value, float)):
+            raise ValueError
+        number = wanted(value)
+    except (TypeError, ValueError):
+        kind = "a whole number" if wanted is int else "a number"
+        raise ConfigError(f"{key} must be {kind}, not {value!r}") from None
+    if number != number or number in (float("inf"), float("-inf")):
+        raise ConfigError(f"{key} must be a finite number")
+    return number
+
+
+def _to_texts(value: Any, key: str) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise ConfigError(f"{key} must be a list of texts, not {value!r}")

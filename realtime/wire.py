@@ -1,0 +1,38 @@
+"""Frames <-> JSON objects and audio bytes; no state. Sizes are checked by the caller before anything is parsed."""
+
+from __future__ import annotations
+
+import binascii
+from typing import Any
+
+import msgspec
+
+from realtime.errors import ClientFault
+
+Json = dict[str, Any]
+
+_decoder = msgspec.json.Decoder()
+_encoder = msgspec.json.Encoder()
+
+
+def decode_json(data: str | bytes) -> Json:
+    """The JSON object in a frame. Nesting that would exhaust the stack is refused like any other bad JSON."""
+    try:
+        value = _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ClientFault("invalid_json", "The message is not valid JSON.") from None
+    if not isinstance(value, dict):
+        raise ClientFault("invalid_json", "The message must be a JSON object with a 'type'.")
+    return value
+
+
+def decode_base64(data: str) -> bytes:
+    """Audio bytes of an append event; strict, because skipped characters would shift every sample behind them."""
+    try:
+        return binascii.a2b_base64(data.encode("ascii"), strict_mode=True)
+    except (binascii.Error, UnicodeEncodeError):
+        raise ClientFault("invalid_audio", "'audio' is not valid base64.", param="audio") from None
+
+
+def encode_json(value: Json) -> str:
+    return _encoder.encode(value).decode()

@@ -1,0 +1,92 @@
+"""A real server on a real socket, over the deterministic engine."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from blockbuster import BlockBuster, blockbuster_ctx
+
+from realtime.app import Server, build_server
+from realtime.config import Config, ServerConfig
+from tests.realtime.gateway_doubles import FakeEngine
+
+
+# The openai package asks for this once, by way of a subprocess.
+platform.processor()
+
+
+@pytest.fixture(autouse=True)
+def blockbuster() -> Any:
+    """Nothing may block the event loop. Reading our own modules and the TLS files at start-up is not meant."""
+    with blockbuster_ctx() as guard:
+        _allow_start_up(guard)
+        yield guard
+
+
+def _allow_start_up(guard: BlockBuster) -> None:
+    for function in ("io.TextIOWrapper.read", "io.BufferedReader.read", "os.stat", "io.TextIOWrapper.write"):
+        if function in guard.functions:
+            guard.functions[function].deactivate()
+
+
+@dataclass
+class Running:
+    """A server that listens."""
+
+    server: Server
+    engine: FakeEngine
+    port: int
+
+    @property
+    def http(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.http}/v1"
+
+    @property
+    def ws(self) -> str:
+        return f"ws://127.0.0.1:{self.port}/v1/realtime"
+
+    @property
+    def gateway(self) -> Any:
+        return self.server._gateway
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.gateway.metrics.registry.get_sample_value(f"tickertape_{name}", labels) or 0.0
+
+
+Serve = Callable[..., Any]
+
+
+@asynccontextmanager
+async def running_server(engine: FakeEngine | None = None, **sections: dict[str, Any]) -> AsyncIterator[Running]:
+    """Start a server with some configuration sections changed; `server={"tls_cert": ...}` and the like."""
+    config = Config(server=ServerConfig(port=0, drain_s=1.0))
+    for name, changes in sections.items():
+        config = replace(config, **{name: replace(getattr(config, name), **changes)})
+    engine = engine or FakeEngine()
+    server = build_server(engine, config)
+    task = asyncio.create_task(server.serve(), name="server")
+    while not server.started:
+        if task.done():
+            task.result()
+        await asyncio.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Running(server, engine, port)
+    finally:
+        server.should_exit = True
+        await asyncio.wait_for(task, 10)
+
+
+@pytest.fixture
+def serve() -> Serve:
+    return running_server

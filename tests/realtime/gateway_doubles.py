@@ -1,0 +1,215 @@
+"""A deterministic engine for gateway tests: it behaves like the real one and says a word for each stretch of sound.
+
+Speech probabilities follow the signal's energy, words follow the audio heard (one per `WORD_SAMPLES` of sound) and come
+out a delay later, or at a flush. Nothing depends on the clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine import messages
+from engine.errors import AtCapacity, EngineDead, StreamFinished
+from engine.spec import ModelSpec
+
+RATE = 16_000
+FRAME = 512
+WORD_SAMPLES = 6_400
+DELAY_SAMPLES = 4_800
+LOUD = 0.01
+SPEC = ModelSpec(
+    name="fake-model", sample_rate=RATE, samples_per_position=1280, default_delay_positions=6, max_delay_positions=30
+)
+
+
+def tone(seconds: float, rate: int = 24_000, amplitude: float = 0.3) -> bytes:
+    """Sound the fake takes for speech, as PCM16."""
+    times = np.arange(round(seconds * rate)) / rate
+    return (np.sin(2 * np.pi * 440 * times) * amplitude * 32767).astype("<i2").tobytes()
+
+
+def silence(seconds: float, rate: int = 24_000) -> bytes:
+    return bytes(2 * round(seconds * rate))
+
+
+@dataclass
+class FakeCapacity:
+    slots_used: int
+    slots_total: int
+    speaking: int = 0
+    load: float = 0.1
+    retry_after_s: float = 7.0
+
+
+class FakeStream:
+    """One stream; `script` knobs on the engine make it misbehave."""
+
+    def __init__(self, engine: FakeEngine, name: str) -> None:
+        self.id = name
+        self.samples = 0
+        self.heard: list[NDArray[np.float32]] = []
+        self.flushes: list[int] = []
+        self.finished = False
+        self.aborted = False
+        self._engine = engine
+        self._outputs: asyncio.Queue[messages.Output] = asyncio.Queue()
+        self._frame_rest = np.empty(0, np.float32)
+        self._frames = 0
+        self._loud_samples = 0
+        self._words = 0
+        self._pending: list[messages.Word] = []
+
+    async def feed(self, samples: NDArray[np.float32]) -> None:
+        self._check()
+        if self._engine.feed_delay_s:
+            await asyncio.sleep(self._engine.feed_delay_s * len(samples) / RATE)
+        if self._engine.keep_audio:
+            self.heard.append(samples)
+        self.samples += len(samples)
+        self._listen(samples)
+
+    async def gap(self, samples: int) -> None:
+        self._check()
+        self.samples += samples
+        self._listen(np.zeros(samples, np.float32))
+
+    async def flush(self) -> int:
+        self._check()
+        self.flushes.append(self.samples)
+        if self._engine.mute_flush:
+            return len(self.flushes)
+        self._speech(np.pad(self._frame_rest, (0, -len(self._frame_rest) % FRAME)), final=True)
+        self._say(self.samples)
+        self._put(messages.Flushed(self.id, len(self.flushes), self.samples))
+        return len(self.flushes)
+
+    async def finish(self) -> None:
+        self._check()
+        self.finished = True
+        self._say(self.samples)
+        self._put(messages.Closed(self.id, self.samples))
+        self._engine.forget(self)
+
+    async def abort(self) -> None:
+        if not self.aborted and not self.finished:
+            self.aborted = True
+            self._put(messages.Closed(self.id, self.samples))
+            self._engine.forget(self)
+
+    def fail(self, message: str = "numbers went wrong") -> None:
+        self.finished = True
+        self._put(messages.Failed(self.id, "StreamFailed", message))
+        self._engine.forget(self)
+
+    def die(self) -> None:
+        self._put(messages.Dead("the engine stopped"))
+
+    def __aiter__(self) -> AsyncIterator[messages.Output]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[messages.Output]:
+        while True:
+            output = await self._outputs.get()
+            if self._engine.output_delay_s:
+                await asyncio.sleep(self._engine.output_delay_s)
+            yield output
+            if isinstance(output, messages.Closed | messages.Failed | messages.Dead):
+                return
+
+    def _check(self) -> None:
+        if self.finished or self.aborted:
+            raise StreamFinished(self.id, "was finished; open a new stream")
+
+    def _put(self, output: messages.Output) -> None:
+        self._outputs.put_nowait(output)
+
+    def _listen(self, samples: NDArray[np.float32]) -> None:
+        joined = np.concatenate((self._frame_rest, samples))
+        whole = len(joined) // FRAME * FRAME
+        self._frame_rest = joined[whole:]
+        self._speech(joined[:whole])
+        self._say(self.samples - DELAY_SAMPLES)
+
+    def _speech(self, samples: NDArray[np.float32], final: bool = False) -> None:
+        if final:
+            self._frame_rest = np.empty(0, np.float32)
+        if not len(samples):
+            return
+        frames = samples.reshape(-1, FRAME)
+        loud = np.sqrt((frames**2).mean(axis=1)) > LOUD
+        start = self._frames * FRAME
+        for is_loud in loud:
+            if is_loud:
+                self._loud_samples += FRAME
+                if self._loud_samples >= WORD_SAMPLES:
+                    self._loud_samples -= WORD_SAMPLES
+                    self._words += 1
+                    end = (self._frames + 1) * FRAME
+                    text = self._engine.word(self._words)
+                    self._pending.append(messages.Word(text, max(0, end - WORD_SAMPLES), end))
+            self._frames += 1
+        probabilities = [0.99 if is_loud else 0.01 for is_loud in loud]
+        self._put(messages.Speech(self.id, start, FRAME, probabilities))
+
+    def _say(self, until: int) -> None:
+        while self._pending and self._pending[0].end_sample <= max(until, 0) + FRAME:
+            word = self._pending.pop(0)
+            if not self._engine.mute_text:
+                self._put(messages.Text(self.id, f" {word.text}", [word], [self._words], word.end_sample))
+
+
+class FakeEngine:
+    """The engine client's face. Streams are kept for tests to look at."""
+
+    def __init__(self, slots: int = 64, words: list[str] | None = None) -> None:
+        self.spec = SPEC
+        self.ready = True
+        self.slots = slots
+        self.streams: list[FakeStream] = []
+        self.opened: list[dict[str, object]] = []
+        self.active: set[str] = set()
+        self.words = words
+        self.feed_delay_s = 0.0
+        self.output_delay_s = 0.0
+        self.keep_audio = False
+        self.mute_text = False
+        self.mute_flush = False
+        self.refuse_open: Exception | None = None
+        self.known_options = {"language", "prompt"}
+
+    def word(self, number: int) -> str:
+        return self.words[(number - 1) % len(self.words)] if self.words else f"w{number}"
+
+    def capacity(self) -> FakeCapacity:
+        return FakeCapacity(len(self.active), self.slots)
+
+    async def open(
+        self,
+        stream: str,
+        *,
+        live: bool = True,
+        delay_positions: int | None = None,
+        options: dict[str, str] | None = None,
+    ) -> FakeStream:
+        await asyncio.sleep(0)
+        if self.refuse_open is not None:
+            raise self.refuse_open
+        if set(options or {}) - self.known_options:
+            raise ValueError("this model does not take that option")
+        if len(self.active) >= self.slots:
+            raise AtCapacity(stream, "no room")
+        if not self.ready:
+            raise EngineDead("no engine")
+        opened = FakeStream(self, stream)
+        self.opened.append({"stream": stream, "live": live, "delay": delay_positions, "options": options})
+        self.streams.append(opened)
+        self.active.add(stream)
+        return opened
+
+    def forget(self, stream: FakeStream) -> None:
+        self.active.discard(stream.id)
