@@ -1,0 +1,154 @@
+"""Sessions played into a real loop with a stand-in model: causal, complete, and failures are told."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from benchmarks import live_run
+from benchmarks.live_run import LiveRun, RunFailed, SessionRun, VirtualClock, WallClock
+from benchmarks.recordings import Clip, Part, Session
+from engine.core.plan import DecodeResult, StepPlan
+from engine.core.scheduler import Limits, Scheduler
+from engine.core.text import Vocabulary
+from engine.loop import EngineLoop
+from engine.messages import Open, Speech
+from engine.spec import ModelSpec
+
+POSITION_SECONDS = 0.08
+SPEC = ModelSpec("stand-in", 16_000, 1280, default_delay_positions=2, max_delay_positions=2)
+
+
+class EveryFifth:
+    """Says a word at every fifth position."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.spec = SPEC
+        self.vocabulary = Vocabulary([b"", b" tick"])
+        self._broken = broken
+
+    def check_open(self, message: Open) -> None:
+        pass
+
+    def execute(self, plan: StepPlan) -> list[DecodeResult]:
+        if self._broken == "dead":
+            raise RuntimeError("out of luck")
+        if self._broken == "failed":
+            return [DecodeResult(error="out of tune") for _ in plan.decode]
+        return [
+            DecodeResult([int(position % 5 == 2) for position in range(task.start, task.end)]) for task in plan.decode
+        ]
+
+    def warm_up(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Ears:
+    """Hears speech in every frame."""
+
+    def open(self, stream: str, sample: int = 0) -> None:
+        pass
+
+    def close(self, stream: str) -> None:
+        pass
+
+    def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
+        return [Speech(stream, 0, 512, [0.9] * (len(samples) // 512)) for stream, samples in batch]
+
+
+def make_loop(broken: str = "") -> EngineLoop:
+    runner = EveryFifth(broken)
+    scheduler = Scheduler(SPEC, Limits(max_streams=8, cache_embeds=256), runner.vocabulary)
+    return EngineLoop(scheduler, runner, Ears())
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
+    """Three sessions of different length, without files."""
+    lengths = {"a": 3.0, "b": 2.01, "c": 0.9}
+
+    def load(session: Session) -> tuple[NDArray[np.float32], list[Part]]:
+        seconds = lengths[session.name]
+        samples = np.random.default_rng(0).standard_normal(round(seconds * 16_000)).astype(np.float32)
+        return samples, [Part(session.clips[0], 0.0, seconds)]
+
+    monkeypatch.setattr(live_run.Session, "load", load)
+    return [Session(name, (Clip(Path(name), "tick", 1.0, "clips"),), 0.0) for name in lengths]
+
+
+def play(sessions: list[Session], streams: int, broken: str = "") -> list[SessionRun]:
+    finished: list[SessionRun] = []
+    runs = LiveRun(make_loop(broken), VirtualClock(), streams).play(sessions, finished.append)
+    assert finished == runs
+    return runs
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3])
+def test_every_session_is_heard_to_its_end(sessions: list[Session], streams: int) -> None:
+    runs = play(sessions, streams)
+    assert sorted(run.session.name for run in runs) == ["a", "b", "c"]
+    for run in runs:
+        # A word at positions 2, 7, 12 ...: audio that began two positions before.
+        positions = int(np.ceil(run.seconds / POSITION_SECONDS))
+        assert run.emissions.text == " tick" * ((positions + 4) // 5)
+        assert run.closed_at is not None and run.closed_at >= run.seconds
+        assert run.probabilities
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_no_word_is_shown_before_it_was_heard(sessions: list[Session], streams: int) -> None:
+    for run in play(sessions, streams):
+        for word in run.emissions.shown():
+            spoken_by = min(word.end + 2 * POSITION_SECONDS, run.seconds)
+            assert word.shown_at >= spoken_by - 1e-6
+
+
+def test_one_stream_at_a_time_means_one_after_the_other(sessions: list[Session]) -> None:
+    assert [run.session.name for run in play(sessions, streams=1)] == ["a", "b", "c"]
+    assert [run.session.name for run in play(sessions, streams=3)] == ["c", "b", "a"]
+
+
+@pytest.mark.parametrize(("broken", "message"), [("dead", "out of luck"), ("failed", "out of tune")])
+def test_an_engine_that_fails_ends_the_run(sessions: list[Session], broken: str, message: str) -> None:
+    with pytest.raises(RunFailed, match=message):
+        play(sessions, streams=2, broken=broken)
+
+
+def test_more_streams_than_the_engine_has_room_for_are_an_error(sessions: list[Session]) -> None:
+    runner = EveryFifth()
+    scheduler = Scheduler(SPEC, Limits(max_streams=1, cache_embeds=64), runner.vocabulary)
+    with pytest.raises(RunFailed, match="'b'"):
+        LiveRun(EngineLoop(scheduler, runner), VirtualClock(), streams=2).play(sessions, lambda run: None)
+
+
+def test_virtual_time_moves_by_work_and_jumps_over_idleness() -> None:
+    clock = VirtualClock()
+
+    def work() -> str:
+        until = time.process_time() + 0.02
+        while time.process_time() < until:
+            pass
+        return "done"
+
+    assert clock.run(work) == "done"
+    assert clock.now == pytest.approx(clock.cpu_seconds) and clock.now >= 0.02
+    began = time.perf_counter()
+    clock.wait_until(3600.0)
+    assert clock.now == 3600.0
+    clock.wait_until(1.0)
+    assert clock.now == 3600.0
+    assert time.perf_counter() - began < 60
+
+
+def test_the_wall_clock_waits() -> None:
+    clock = WallClock()
+    clock.wait_until(clock.now + 0.05)
+    assert clock.now >= 0.05
+    clock.wait_until(0.0)
