@@ -64,7 +64,7 @@ class Session:
 
 
 def read_manifest(path: Path, kind: str | None = None, limit: int | None = None) -> list[Clip]:
-    """The manifest's recordings, of one kind if given, the first `limit` of them. All files are there."""
+    """The manifest's recordings, of one kind if given, the first `limit` of them. All of them begin like audio."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -84,6 +84,11 @@ def read_manifest(path: Path, kind: str | None = None, limit: int | None = None)
     for clip in chosen[:limit]:
         if not clip.path.is_file():
             raise ManifestError(f"{path} names {clip.path}, which does not exist")
+        # A bad file should stop the run before it starts, not after an hour.
+        try:
+            next(read_file(clip.path))
+        except (AudioError, OSError) as error:
+            raise ManifestError(f"{path} names {clip.path}, which cannot be used: {error}") from error
     return chosen[:limit]
 
 

@@ -88,6 +88,8 @@ def test_a_file_that_is_not_audio_is_named(tmp_path: Path, content: bytes) -> No
     path.write_bytes(content)
     with pytest.raises(ManifestError, match=r"cannot use .*letter\.wav"):
         load_audio(path)
+    with pytest.raises(ManifestError, match=r"names .*letter\.wav, which cannot be used"):
+        read_manifest(write_manifest(tmp_path, {**GOOD, "path": "letter.wav"}))
 
 
 def test_recordings_are_chosen_by_kind_and_number(tmp_path: Path) -> None:
