@@ -244,6 +244,8 @@ class Reanchor:
 class Reopen:
     """The model's options changed: let the stream run out, then go on with a new one. Nothing is replayed."""
 
+    settings: Settings
+
 
 @dataclass(frozen=True, slots=True)
 class Hangup:

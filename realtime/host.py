@@ -98,6 +98,7 @@ class SessionHost:
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._stream: EngineStream | None = None
+        self._engine_settings = session.settings
         self._results: asyncio.Task[None] | None = None
         # Outputs of a stream that was left behind must not reach the core; each stream has its number.
         self._generation = 0
@@ -208,6 +209,8 @@ class SessionHost:
     def _command(self, command: EngineCommand) -> None:
         self._commands.append(command)
         if self._task is None:
+            # Later changes of the model's options come with a Reopen, in their place among the audio.
+            self._engine_settings = self.session.settings
             self._task = asyncio.create_task(self._run(), name=f"session {self.id}")
         self._wake.set()
 
@@ -266,7 +269,8 @@ class SessionHost:
                 await self._open(base, group)
                 for audio in replay:
                     await self._hear(audio, group)
-            case Reopen():
+            case Reopen(settings):
+                self._engine_settings = settings
                 if self._stream is not None and self._results is not None:
                     await self._stream.finish()
                     await self._results
@@ -314,7 +318,7 @@ class SessionHost:
         await self._stream.finish()
 
     async def _open(self, base: int, group: asyncio.TaskGroup) -> None:
-        settings, spec = self.session.settings, self._engine.spec
+        settings, spec = self._engine_settings, self._engine.spec
         self._streams_opened += 1
         name = f"{self.id}.{self._streams_opened}"
         delay, options = delay_positions(settings.delay, spec), settings.engine_options()

@@ -142,8 +142,11 @@ class _Waiting:
     source_ms: float
 
 
-# How far speech detection may be behind the audio for the end of a turn to be worth a flush at once.
+# How far speech detection may be behind the audio for the end of a turn to be worth a flush at once, and how far if
+# the pause has lasted a while already (a busy engine).
 CAUGHT_UP_SECONDS = 0.6
+BUSY_SECONDS = 3.0
+LONG_PAUSE_SECONDS = 1.0
 
 
 class Session:
@@ -235,7 +238,7 @@ class Session:
             self._set_watch(self._boundary)
             self._open_without_detection()
         if self.appended and (new.engine_options(), new.delay) != (old.engine_options(), old.delay):
-            self._effects.append(Reopen())
+            self._effects.append(Reopen(new))
         self._send(SessionUpdated(new))
 
     def _append(self, event: Append, now: float) -> None:
@@ -428,7 +431,9 @@ class Session:
         """
         if self._items.current is not None or all(turn.flushed for turn in self._items.ended):
             return
-        if self.appended - self._covered <= CAUGHT_UP_SECONDS * self.sample_rate:
+        behind = (self.appended - self._covered) / self.sample_rate
+        pause = (self._covered - self._boundary) / self.sample_rate
+        if behind <= CAUGHT_UP_SECONDS or (behind <= BUSY_SECONDS and pause >= LONG_PAUSE_SECONDS):
             self._flush()
             for turn in self._items.ended:
                 turn.flushed = True

@@ -16,7 +16,6 @@ from realtime.app import Server, build_server
 from realtime.config import Config, ServerConfig
 from tests.realtime.gateway_doubles import FakeEngine
 
-
 # The openai package asks for this once, by way of a subprocess.
 platform.processor()
 
