@@ -234,7 +234,7 @@ class EngineStream:
         base = progress.base + self._shift
         first = self._kept.drop_before(self._memory.keep_from(self._kept, self._computed, base))
         start = self._kept.end if first is None else first.offset
-        self._memory.trimmed(start, self._kept.sample_at(max(start, base)))
+        self._memory.trimmed(start, self._kept.sample_at(start))
         self._room.set()
 
     def wake(self) -> None:

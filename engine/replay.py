@@ -121,7 +121,7 @@ class TokenMemory:
         self._keep_positions = keep_positions
         self._tokens: deque[int] = deque()
         self._first = spec.prefix_positions
-        self._last_word_start: int | None = None
+        self._words: deque[Word] = deque()
         self._replayed = False
 
     def keep_from(self, kept: KeptAudio, computed: int, base: int) -> int:
@@ -132,6 +132,8 @@ class TokenMemory:
         while self._tokens and self._first < position:
             self._tokens.popleft()
             self._first += 1
+        while self._words and self._words[0].end_sample < sample:
+            self._words.popleft()
 
     def forced_tokens(self) -> list[int]:
         return list(self._tokens)
@@ -141,12 +143,10 @@ class TokenMemory:
 
     def hear(self, text: Text) -> Text | None:
         self._tokens.extend(text.tokens)
-        if self._replayed and self._last_word_start is not None:
+        if self._replayed:
             # A flush that is replayed completes the word before it once more.
-            last = self._last_word_start
-            text.words = [word for word in text.words if word.start_sample > last]
-        if text.words:
-            self._last_word_start = text.words[-1].start_sample
+            text.words = [word for word in text.words if word not in self._words]
+        self._words.extend(text.words)
         return text if text.delta or text.words or text.tokens else None
 
     def settle(self) -> Text | None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import time
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.client import ClientSettings, EngineClient
+from engine.client_stream import EngineStream
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, StepPlan, TimedToken
 from engine.core.scheduler import Limits, Scheduler
 from engine.core.text import Vocabulary
 from engine.loop import EngineLoop
-from engine.messages import Open
+from engine.messages import Flushed, Open, Output, Text, Word
+from engine.process import Engine
 from engine.spec import ModelSpec
 
 RATE = 1600
@@ -149,8 +155,6 @@ def build(
     kind = FakeWindowed if windowed else FakeFrames
     runner = kind(die_with=die_with, step_seconds=step_seconds, warm_up_seconds=warm_up_seconds)
     if name is not None:
-        from dataclasses import replace
-
         runner.spec = replace(runner.spec, name=name)
     limits = Limits(max_streams=max_streams, cache_embeds=max_streams * 100 + 100)
     return EngineLoop(Scheduler(runner.spec, limits, VOCABULARY), runner)
@@ -164,3 +168,66 @@ def speech(seconds: float, seed: int) -> NDArray[np.float32]:
 def kill(pid: int | None) -> None:
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+
+
+@dataclass
+class Transcript:
+    """Everything a stream said."""
+
+    outputs: list[Output] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(output.delta for output in self.outputs if isinstance(output, Text))
+
+    @property
+    def words(self) -> list[Word]:
+        return [word for output in self.outputs if isinstance(output, Text) for word in output.words]
+
+    @property
+    def tags(self) -> list[int]:
+        return [output.tag for output in self.outputs if isinstance(output, Flushed)]
+
+    @property
+    def last(self) -> Output:
+        return self.outputs[-1]
+
+    async def collect(self, stream: EngineStream) -> None:
+        async for output in stream:
+            self.outputs.append(output)
+
+
+async def transcribe(
+    client: EngineClient,
+    name: str,
+    audio: NDArray[np.float32],
+    between: Callable[[int], Awaitable[None]] | None = None,
+    flush_every: int = 40,
+    **options: Any,
+) -> Transcript:
+    """Feed a whole session in pieces of uneven size, with a flush now and then; what came back."""
+    stream = await client.open(name, **options)
+    transcript = Transcript()
+    reader = asyncio.create_task(transcript.collect(stream))
+    start, count = 0, 0
+    while start < len(audio):
+        size = 100 + 37 * (count % 5)
+        await stream.feed(audio[start : start + size])
+        start, count = start + size, count + 1
+        if count % flush_every == 0:
+            await stream.flush()
+        if between is not None:
+            await between(count)
+    await stream.finish()
+    await reader
+    return transcript
+
+
+@contextlib.asynccontextmanager
+async def running(*engines: Engine, **settings: Any) -> AsyncIterator[EngineClient]:
+    client = EngineClient(engines, ClientSettings(**settings))
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()

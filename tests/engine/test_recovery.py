@@ -1,0 +1,184 @@
+"""An engine may die at any moment: streams go on, and their transcripts are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from functools import partial
+
+import fakes
+import numpy as np
+import pytest
+
+from engine.messages import Closed, Dead, Failed
+from engine.process import EngineProcess, EngineThread
+
+SESSIONS = 4
+SECONDS = 20
+
+
+async def brief(piece: int) -> None:
+    await asyncio.sleep(0.02)
+
+
+async def undisturbed(windowed: bool, audio: list[np.ndarray]) -> list[fakes.Transcript]:
+    async with fakes.running(EngineThread(partial(fakes.build, windowed=windowed))) as client:
+        return [await fakes.transcribe(client, f"s{i}", samples) for i, samples in enumerate(audio)]
+
+
+async def killed(windowed: bool, audio: list[np.ndarray], kills: int, seconds: float, **settings: object) -> None:
+    """Feed all sessions side by side while the engine is killed at random moments; compare with a run without kills."""
+    expected = await undisturbed(windowed, audio)
+    engine = EngineProcess(partial(fakes.build, windowed=windowed))
+    chance = random.Random(kills)
+    kill_at = set(chance.sample(range(5, 170), kills))
+    async with fakes.running(engine, **settings) as client:
+
+        async def between(piece: int) -> None:
+            await asyncio.sleep(seconds / 180)
+            if piece in kill_at:
+                kill_at.discard(piece)
+                while not client.ready:
+                    await asyncio.sleep(0.02)
+                await asyncio.sleep(chance.uniform(0, 0.1))
+                fakes.kill(engine.pid)
+
+        transcripts = await asyncio.gather(
+            *(fakes.transcribe(client, f"s{i}", samples, between=between) for i, samples in enumerate(audio))
+        )
+        metrics = client.metrics()
+    assert metrics.restarts == kills
+    assert metrics.streams_given_up == metrics.poisonous_streams == 0
+    assert metrics.streams_recovered >= len(audio)
+    for transcript, wanted in zip(transcripts, expected, strict=True):
+        assert transcript.text == wanted.text
+        assert transcript.words == wanted.words
+        assert transcript.tags == wanted.tags
+        assert transcript.last == wanted.last
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+async def test_killed_three_times_the_words_are_the_same(windowed: bool) -> None:
+    audio = [fakes.speech(SECONDS, seed) for seed in range(SESSIONS)]
+    await killed(windowed, audio, kills=3, seconds=3)
+
+
+async def test_a_session_longer_than_what_is_kept_goes_on_after_a_kill() -> None:
+    """Positions start again at the new engine; the fake's words depend on one token back, so they are the same."""
+    audio = [fakes.speech(SECONDS, seed) for seed in range(2)]
+    await killed(False, audio, kills=2, seconds=3, keep_seconds=3.0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("windowed", [False, True])
+async def test_killed_twenty_times_the_words_are_the_same(windowed: bool) -> None:
+    audio = [fakes.speech(SECONDS, seed) for seed in range(SESSIONS)]
+    await killed(windowed, audio, kills=20, seconds=40)
+
+
+async def test_streams_of_a_dead_engine_move_to_the_others() -> None:
+    audio = [fakes.speech(10, seed) for seed in range(4)]
+    expected = await undisturbed(False, audio)
+    engines = [EngineProcess(fakes.build), EngineProcess(fakes.build)]
+    async with fakes.running(*engines) as client:
+        streams = [
+            asyncio.create_task(fakes.transcribe(client, f"s{i}", samples, between=brief))
+            for i, samples in enumerate(audio)
+        ]
+        await asyncio.sleep(0.5)
+        fakes.kill(engines[0].pid)
+        transcripts = await asyncio.gather(*streams)
+        metrics = client.metrics()
+    assert [transcript.words for transcript in transcripts] == [wanted.words for wanted in expected]
+    assert metrics.restarts == 1
+    assert 0 < metrics.streams_recovered < 4
+
+
+@pytest.mark.parametrize("die_with", [signal.SIGSEGV, signal.SIGKILL])
+async def test_a_poisonous_session_is_ended_alone(die_with: signal.Signals) -> None:
+    audio = [fakes.speech(10, seed) for seed in range(3)]
+    expected = await undisturbed(False, audio)
+    poisoned = fakes.speech(4, 9)
+    poisoned[3000] = fakes.POISON
+    engine = EngineProcess(partial(fakes.build, die_with=int(die_with)))
+    async with fakes.running(engine) as client:
+        others = [
+            asyncio.create_task(fakes.transcribe(client, f"s{i}", samples, between=brief))
+            for i, samples in enumerate(audio)
+        ]
+        poison = await fakes.transcribe(client, "poison", poisoned)
+        transcripts = await asyncio.gather(*others)
+        metrics = client.metrics()
+        assert client.ready
+    assert isinstance(poison.last, Failed)
+    assert "engine died each time" in poison.last.message
+    assert [transcript.words for transcript in transcripts] == [wanted.words for wanted in expected]
+    assert metrics.poisonous_streams == 1
+    assert metrics.restarts <= 4
+
+
+async def test_a_lone_poisonous_session_kills_the_engine_twice_and_no_more() -> None:
+    poisoned = fakes.speech(4, 9)
+    poisoned[3000] = fakes.POISON
+    engine = EngineProcess(partial(fakes.build, die_with=int(signal.SIGSEGV)))
+    async with fakes.running(engine) as client:
+        poison = await fakes.transcribe(client, "poison", poisoned)
+        assert isinstance(poison.last, Failed)
+        assert client.metrics().restarts == 2
+
+
+async def test_when_no_engine_comes_back_the_streams_end_with_a_clear_word() -> None:
+    engine = EngineProcess(fakes.build)
+    async with fakes.running(engine, recovery_timeout_s=0.5) as client:
+        stream = await client.open("a")
+        transcript = fakes.Transcript()
+        reader = asyncio.create_task(transcript.collect(stream))
+        await stream.feed(fakes.speech(1, 1))
+        engine._build = _broken_build
+        fakes.kill(engine.pid)
+        await asyncio.wait_for(reader, 20)
+        assert isinstance(transcript.last, Dead)
+        assert "0.5 s" in transcript.last.message
+        assert not client.ready
+
+
+def _broken_build() -> None:
+    raise RuntimeError("no weights")
+
+
+async def test_audio_and_flushes_given_while_the_engine_is_away_are_not_lost() -> None:
+    audio = fakes.speech(8, 5)
+    expected = (await undisturbed(False, [audio]))[0]
+    engine = EngineProcess(fakes.build)
+    async with fakes.running(engine) as client:
+        stream = await client.open("s0")
+        transcript = fakes.Transcript()
+        reader = asyncio.create_task(transcript.collect(stream))
+        await stream.feed(audio[:5000])
+        fakes.kill(engine.pid)
+        while client.ready:
+            await asyncio.sleep(0.01)
+        await stream.feed(audio[5000:])
+        tag = await stream.flush()
+        await stream.finish()
+        await reader
+    assert transcript.text == expected.text or transcript.words
+    assert transcript.tags == [tag]
+    assert isinstance(transcript.last, Closed)
+
+
+async def test_what_is_kept_of_a_long_session_is_bounded() -> None:
+    async with fakes.running(EngineThread(fakes.build), keep_seconds=2.0, ahead_seconds=4.0) as client:
+        stream = await client.open("long")
+        transcript = fakes.Transcript()
+        reader = asyncio.create_task(transcript.collect(stream))
+        most = 0
+        for _ in range(60):
+            await stream.feed(fakes.speech(1, 3))
+            most = max(most, len(stream._kept))
+        await stream.finish()
+        await reader
+    positions_per_second = fakes.RATE / fakes.POSITION
+    assert most <= (2.0 + 4.0 + 1.0) * positions_per_second + 2
