@@ -19,6 +19,7 @@ from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
 from engine.errors import BadOption, DuplicateStream, EngineDead, StreamError, StreamFinished, UnknownStream
+from engine.gate import Begin, Decision, End, GateSettings, SpeechGate
 from engine.messages import (
     Abort,
     Closed,
@@ -86,17 +87,22 @@ class StepTimes:
 
 
 class EngineLoop:
+    """`detector` hears speech for turn detection; with `gate` settings, a model hears only what the gate lets by."""
+
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
         detector: Detector | None = None,
+        gate: GateSettings | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.times = StepTimes()
         self._detector = detector
+        self._gate_settings = gate
+        self._gates: dict[str, SpeechGate] = {}
         self._heard: dict[str, list[NDArray[np.float32]]] = {}
         self._clock = clock
         self._outbox: list[Output] = []
@@ -105,8 +111,8 @@ class EngineLoop:
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             Open: self._open,
             Feed: self._feed,
-            Flush: lambda message, now: scheduler.flush(message.stream, message.tag),
-            Finish: lambda message, now: scheduler.finish(message.stream),
+            Flush: self._flush,
+            Finish: self._finish,
             Abort: lambda message, now: scheduler.abort(message.stream),
         }
 
@@ -158,7 +164,7 @@ class EngineLoop:
 
     def has_work(self) -> bool:
         """Whether another step would do something without another command."""
-        return bool(self._heard or self._outbox or self.scheduler.has_work())
+        return bool(self._heard or self._outbox or self.scheduler.has_work() or self.scheduler.has_replies())
 
     def _open(self, message: Open, now: int) -> None:
         try:
@@ -168,6 +174,9 @@ class EngineLoop:
         self.scheduler.admit(message)
         if self._detector is not None:
             self._detector.open(message.stream)
+            if self._gate_settings is not None:
+                self._gates[message.stream] = SpeechGate(self._gate_settings)
+                self.scheduler.hold(message.stream, True)
         self._outbox.append(Opened(message.stream))
 
     def _feed(self, message: Feed, now: int) -> None:
@@ -178,6 +187,23 @@ class EngineLoop:
         if self._detector is not None:
             self._heard.setdefault(message.stream, []).extend(audio)
 
+    def _flush(self, message: Flush, now: int) -> None:
+        self._close_gate(message.stream)
+        self.scheduler.flush(message.stream, message.tag)
+
+    def _finish(self, message: Finish, now: int) -> None:
+        self._close_gate(message.stream)
+        self.scheduler.finish(message.stream)
+
+    def _close_gate(self, name: str) -> None:
+        """Text is wanted now: what the gate holds open ends here, and what is in doubt will not be heard."""
+        gate, stream = self._gates.get(name), self.scheduler.streams.get(name)
+        if gate is None or stream is None or stream.finished:
+            return
+        if name in self._heard:
+            self._listen()
+        self._pass_gate(name, gate.flush(stream.clock.end_sample))
+
     def _listen(self) -> None:
         """Find speech in what has come since the last step, and let the models skip what nobody says."""
         assert self._detector is not None
@@ -186,12 +212,27 @@ class EngineLoop:
         self._heard.clear()
         for speech in self._detector.detect(batch):
             self._outbox.append(speech)
+            gate = self._gates.get(speech.stream)
+            if gate is not None and not streams[speech.stream].finished:
+                self._pass_gate(speech.stream, gate.push(speech.probabilities, speech.frame_samples))
+
+    def _pass_gate(self, name: str, decisions: list[Decision]) -> None:
+        scheduler = self.scheduler
+        for decision in decisions:
+            if isinstance(decision, End):
+                scheduler.flush(name, None)
+                scheduler.hold(name, True)
+                continue
+            scheduler.skip(name, scheduler.streams[name].clock.position_at(decision.sample))
+            if isinstance(decision, Begin):
+                scheduler.hold(name, False)
 
     def _forget_ended(self, outputs: list[Output]) -> None:
         assert self._detector is not None
         for output in outputs:
             if isinstance(output, (Closed, Failed)) and output.stream not in self.scheduler.streams:
                 self._detector.close(output.stream)
+                self._gates.pop(output.stream, None)
 
     def _die(self, outputs: list[Output], error: Exception) -> StepOutput:
         self._dead = True

@@ -7,18 +7,18 @@ longest ago goes first. Rows are counted in embeddings; row 0 belongs to the mod
 
 from __future__ import annotations
 
-from collections.abc import KeysView
+
+class Entry(list[int]):
+    """The rows of one encoded item, and how many (request, input) pairs hold it."""
+
+    __slots__ = ("key", "references")
+
+    key: bytes
+    references: int
 
 
-class Entry:
-    """Rows of one encoded item, and how many (request, input) pairs hold it."""
-
-    __slots__ = ("key", "references", "rows")
-
-    def __init__(self, key: bytes, rows: list[int]) -> None:
-        self.key = key
-        self.rows = rows
-        self.references = 0
+# The inputs of one request that are cached for it, by the input's index: "is it cached" needs no scan.
+Held = dict[int, Entry]
 
 
 class EncoderCache:
@@ -30,114 +30,109 @@ class EncoderCache:
         self.hits = 0
         self._free = list(range(capacity, 0, -1))
         self._entries: dict[bytes, Entry] = {}
-        # Entries without a reference, oldest release first, and how many rows they would give back.
-        self._released: dict[bytes, Entry] = {}
-        self._releasable = 0
-        self._held: dict[str, dict[int, Entry]] = {}
-        self._evicted: dict[bytes, None] = {}
+        # Entries without a reference, in the order of their release, in two generations: `_stale` is consumed from its
+        # end and may hold entries that were taken again since; `_fresh` becomes the next `_stale`. Taking the oldest
+        # out of one dict would scan its deleted slots again at every eviction.
+        self._fresh: dict[bytes, Entry] = {}
+        self._stale: list[Entry] = []
+        self._releasable = 0  # rows that these would give back
+        self._requests: dict[str, Held] = {}
+        self._evicted: list[bytes] = []
 
-    def open(self, request: str) -> None:
-        assert request not in self._held, f"request {request!r} is open"
-        self._held[request] = {}
+    def open(self, request: str) -> Held:
+        """Begin a request; returns its index of cached inputs, which the other calls take and keep up to date."""
+        assert request not in self._requests, f"request {request!r} is open"
+        held: Held = {}
+        self._requests[request] = held
+        return held
 
     def close(self, request: str) -> None:
         """Release all that a request holds, in time proportional to it."""
-        for entry in self._held.pop(request, {}).values():
+        for entry in self._requests.pop(request, {}).values():
             self._drop_reference(entry)
 
-    def cached_inputs(self, request: str) -> KeysView[int]:
-        """The inputs of a request that are cached for it, without a scan."""
-        return self._held[request].keys()
-
-    def rows(self, request: str, index: int) -> list[int]:
-        """Rows that an input of a request holds."""
-        return self._held[request][index].rows
-
-    def lookup(self, request: str, index: int, key: bytes) -> list[int] | None:
-        """Rows of a cached item, now referenced by this input; None if it must be encoded."""
+    def lookup(self, held: Held, index: int, key: bytes) -> Entry | None:
+        """The entry of a cached item, now referenced by this input; None if it must be encoded."""
         self.queries += 1
         entry = self._entries.get(key)
         if entry is None:
             return None
         self.hits += 1
-        self._take(request, index, entry)
-        return entry.rows
+        previous = held.get(index)
+        if previous is not entry:
+            if entry.references == 0:
+                self._fresh.pop(key, None)
+                self._releasable -= len(entry)
+            entry.references += 1
+            held[index] = entry
+            if previous is not None:
+                self._drop_reference(previous)
+        return entry
 
     def has_room(self, embeds: int) -> bool:
         """Whether `reserve` would succeed. Asking changes nothing."""
         return embeds <= len(self._free) + self._releasable
 
-    def reserve(self, request: str, index: int, key: bytes, embeds: int) -> list[int]:
-        """Rows for an item that is about to be encoded, referenced by this input."""
-        assert key not in self._entries, "reserving an item that is cached: look it up first"
+    def reserve(self, held: Held, index: int, key: bytes, embeds: int) -> Entry | None:
+        """Rows for an item that is about to be encoded, referenced by this input; None if there is no room."""
         free = self._free
         if embeds > len(free):
+            if embeds > len(free) + self._releasable:
+                return None
             self._evict(embeds)
-        rows = [free.pop() for _ in range(embeds)]
-        entry = Entry(key, rows)
+        assert embeds > 0 and key not in self._entries and index not in held, "look an item up before reserving for it"
+        entry = Entry(free[-embeds:])
+        del free[-embeds:]
+        entry.key = key
+        entry.references = 1
         self._entries[key] = entry
-        self._evicted.pop(key, None)
-        self._take(request, index, entry)
-        return rows
+        held[index] = entry
+        return entry
 
-    def release(self, request: str, index: int) -> None:
-        """Give up one input's reference. Harmless when there is none (any more)."""
-        held = self._held.get(request)
-        entry = held.pop(index, None) if held else None
-        if entry is not None:
-            self._drop_reference(entry)
+    def release(self, held: Held, index: int) -> int:
+        """Give up one input's reference, if there is one (still); how many embeddings it held."""
+        entry = held.pop(index, None)
+        if entry is None:
+            return 0
+        self._drop_reference(entry)
+        return len(entry)
 
     def take_evicted(self) -> list[bytes]:
         """Keys evicted since the last call, without those that came back meanwhile."""
-        if not self._evicted:
-            return []
-        evicted = list(self._evicted)
-        self._evicted.clear()
-        return evicted
-
-    def _take(self, request: str, index: int, entry: Entry) -> None:
-        held = self._held[request]
-        previous = held.get(index)
-        if previous is entry:
-            return
-        if entry.references == 0 and self._released.pop(entry.key, None) is not None:
-            self._releasable -= len(entry.rows)
-        entry.references += 1
-        held[index] = entry
-        if previous is not None:
-            self._drop_reference(previous)
+        evicted, self._evicted = self._evicted, []
+        return [key for key in dict.fromkeys(evicted) if key not in self._entries] if evicted else evicted
 
     def _drop_reference(self, entry: Entry) -> None:
         entry.references -= 1
         if entry.references == 0:
-            self._released[entry.key] = entry
-            self._releasable += len(entry.rows)
+            self._fresh[entry.key] = entry
+            self._releasable += len(entry)
 
     def _evict(self, embeds: int) -> None:
-        """Free the oldest released entries, only as many as needed, never a referenced one."""
-        if not self.has_room(embeds):
-            raise MemoryError(
-                f"{embeds} embeddings do not fit: {len(self._free)} rows are free and {self._releasable} can be freed"
-            )
-        free, released = self._free, self._released
+        """Free the entries released longest ago, only as many as needed, never a referenced one."""
+        free, stale = self._free, self._stale
         while len(free) < embeds:
-            key = next(iter(released))
-            entry = released.pop(key)
-            del self._entries[key]
-            self._releasable -= len(entry.rows)
-            free.extend(entry.rows)
-            self._evicted[key] = None
+            if not stale:
+                stale = self._stale = list(reversed(self._fresh.values()))
+                self._fresh = {}
+            entry = stale.pop()
+            if entry.references == 0 and entry.key not in self._fresh:
+                del self._entries[entry.key]
+                self._releasable -= len(entry)
+                free += entry
+                self._evicted.append(entry.key)
 
     def check_integrity(self) -> None:
         references: dict[bytes, int] = dict.fromkeys(self._entries, 0)
-        for held in self._held.values():
+        for held in self._requests.values():
             for entry in held.values():
                 assert self._entries[entry.key] is entry, "a held entry is not in the cache"
                 references[entry.key] += 1
         for key, entry in self._entries.items():
             assert entry.references == references[key], f"{entry.references} counted, {references[key]} held"
-            assert (key in self._released) == (entry.references == 0)
-        assert self._releasable == sum(len(entry.rows) for entry in self._released.values())
-        rows = [row for entry in self._entries.values() for row in entry.rows] + self._free
+            assert entry.references == 0 or key not in self._fresh
+        released = {id(entry): entry for entry in [*self._fresh.values(), *self._stale] if entry.references == 0}
+        assert {entry.key for entry in released.values()} == {key for key in references if references[key] == 0}
+        assert self._releasable == sum(len(entry) for entry in released.values())
+        rows = [row for entry in self._entries.values() for row in entry] + self._free
         assert sorted(rows) == list(range(1, self.capacity + 1)), "rows were lost or handed out twice"
-        assert not self._evicted.keys() & self._entries.keys(), "a cached entry is reported as evicted"

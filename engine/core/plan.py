@@ -7,6 +7,7 @@ that opens it to the plan that closes it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +82,7 @@ class DecodeResult:
     `timed`, and in `keep_from` the first position their next window still needs. `error` ends this stream alone.
     """
 
-    tokens: list[int] = field(default_factory=list)
-    timed: list[TimedToken] = field(default_factory=list)
+    tokens: Sequence[int] = ()
+    timed: Sequence[TimedToken] = ()
     keep_from: int | None = None
     error: str | None = None

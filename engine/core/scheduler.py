@@ -16,8 +16,7 @@ from operator import attrgetter
 from engine.core.encoder_cache import EncoderCache
 from engine.core.pages import PagePool
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan
-from engine.core.ranges import PlaceholderRange
-from engine.core.stream import Stream
+from engine.core.stream import PRUNE_EVERY_POSITIONS, Stream
 from engine.core.text import Vocabulary
 from engine.errors import (
     AtCapacity,
@@ -34,6 +33,8 @@ from engine.messages import Closed, Failed, Flushed, Item, Open, Output
 from engine.spec import ModelSpec
 
 _oldest_first = attrgetter("waiting_since")
+_NO_PAGES: list[tuple[int, int, int]] = []
+_NO_ROWS: list[int] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +86,25 @@ class Scheduler:
         for group, pool in zip(spec.kv_groups, self.pools, strict=True):
             pool.reserve(group.ring_pages)
         self._reserved_embeds += spec.embeds_per_stream
-        self.cache.open(name)
         slot = self._free_slots.pop()
-        stream = Stream(message, slot, delay, spec, self.pools, self._vocabulary)
-        stream.cover(spec.prefix_positions)
-        self.streams[name] = stream
+        held = self.cache.open(name)
+        self.streams[name] = Stream(message, slot, delay, spec, held, self.pools, self._vocabulary)
         self._opened[slot] = OpenTask(slot, name, delay, message.options, message.forced_tokens)
 
     def feed(self, name: str, items: Iterable[Item], now: int) -> None:
         """Append items to a stream; `now` is their arrival."""
         stream = self._open_stream(name)
+        caught_up = stream.computed == stream.available
         for item in items:
             self._append(stream, item, now)
-        self._queue_if_due(stream)
+        if not stream.queued and self._is_due(stream):
+            self._queue(stream, now if caught_up else stream.timeline.arrival_at(stream.computed))
 
     def flush(self, name: str, tag: int | None) -> None:
         """Everything fed so far must become text; `Flushed` follows when it has (none for tag None)."""
         stream = self._open_stream(name)
         stream.flushes.append((stream.available, tag))
         self._settle(stream, self._replies)
-        self._queue_if_due(stream)
 
     def skip(self, name: str, position: int) -> None:
         """Positions below this need not be heard (nobody speaks there). Only for models that reread their window.
@@ -118,13 +118,19 @@ class Scheduler:
             stream.computed = max(stream.computed, position)
             self._leave_behind(stream, position)
 
+    def hold(self, name: str, holding: bool) -> None:
+        """While a stream is held, its audio waits unheard; only a flush makes it run."""
+        stream = self._open_stream(name)
+        stream.holding = holding
+        if not stream.queued and self._is_due(stream):
+            self._queue(stream, stream.timeline.arrival_at(stream.computed))
+
     def finish(self, name: str) -> None:
         """No more audio will come: run out, then close."""
         stream = self._open_stream(name)
         stream.finished = True
         stream.flushes.append((stream.available, None))
         self._settle(stream, self._replies)
-        self._queue_if_due(stream)
 
     def abort(self, name: str) -> None:
         """Forget a stream now."""
@@ -142,7 +148,11 @@ class Scheduler:
             self._close(stream)
 
     def has_work(self) -> bool:
+        """Whether a step has something to run, or to tell the runner."""
         return bool(self._live or self._backlog or self._opened or self._closed_slots)
+
+    def has_replies(self) -> bool:
+        return bool(self._replies)
 
     def take_replies(self) -> list[Output]:
         """Answers that are due without a step."""
@@ -173,25 +183,31 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, results: list[DecodeResult]) -> list[Output]:
         """Take in what the runner computed; returns everything there is to say."""
-        outputs: list[Output] = []
+        outputs = self.take_replies()
+        rereads, stride = self.spec.rereads_window, self.spec.stride_positions
         for task, result in zip(plan.decode, results, strict=True):
             stream = self.streams.get(task.stream)
             if stream is None or stream.slot != task.slot:
                 continue  # aborted while its step ran
             stream.queued = False
-            problem = result.error or self._broken_promise(task, result)
+            problem = result.error
+            if problem is None and (rereads or len(result.tokens) != task.end - task.start):
+                problem = self._broken_promise(task, result)
             if problem:
                 self.fail(StreamFailed(task.stream, f"the model failed on this stream: {problem}"))
                 continue
             stream.computed = task.end
-            text = stream.text.commit(task.start, result, task.final)
+            ends = task.final if rereads else bool(stream.flushes) and stream.flushes[0][0] <= task.end
+            text = stream.text.commit(task.start, result, ends)
             if text is not None:
                 outputs.append(text)
-            keep = task.end if task.final or not self.spec.rereads_window else result.keep_from
-            self._leave_behind(stream, stream.base if keep is None else keep)
+            keep = result.keep_from if rereads and not task.final else task.end
+            if keep is not None:
+                self._leave_behind(stream, keep)
             if stream.flushes:
                 self._settle(stream, outputs)
-            self._queue_if_due(stream)
+            elif stream.available - task.end >= stride and not stream.holding:
+                self._queue(stream, stream.timeline.arrival_at(task.end))
         if self._replies:
             outputs += self.take_replies()
         return outputs
@@ -207,8 +223,10 @@ class Scheduler:
         for stream in self.streams.values():
             stream.timeline.check_integrity()
             assert stream.base <= stream.computed <= stream.available == stream.timeline.end
-            held = sum(len(self.cache.rows(stream.id, index)) for index in self.cache.cached_inputs(stream.id))
-            assert held <= self.spec.embeds_per_stream, "a stream holds more of the cache than was set aside for it"
+            held = sum(len(entry) for entry in stream.held.values())
+            assert held == stream.held_embeds <= self.spec.embeds_per_stream, (
+                "a stream holds more of the cache than was set aside for it"
+            )
             waiting = (self._live if stream.live else self._backlog).count(stream)
             assert waiting == int(stream.queued), f"{stream.id} is queued {waiting} times"
 
@@ -232,36 +250,33 @@ class Scheduler:
         return stream
 
     def _append(self, stream: Stream, item: Item, now: int) -> None:
+        embeds = item.length if item.mask is None else sum(item.mask)
+        if embeds > self._max_item_embeds:
+            raise ItemTooLarge(
+                stream.id, f"an item of {embeds} embeddings; cut items to at most {self._max_item_embeds}"
+            )
+        if embeds > 0 and (item.payload is None or not item.key):
+            raise BadItem(stream.id, f"the item at position {item.offset} has no audio or no key; send both")
+        item.arrival = now
         try:
-            span = PlaceholderRange(item.offset, item.length, item.mask)
-            embeds = span.num_embeds()
-            if embeds > self._max_item_embeds:
-                raise ItemTooLarge(
-                    stream.id, f"an item of {embeds} embeddings; cut items to at most {self._max_item_embeds}"
-                )
-            if embeds and (item.payload is None or not item.key):
-                raise BadItem(stream.id, f"the item at position {item.offset} has no audio or no key; or declare a gap")
-            stream.clock.check(item)
-            stream.timeline.append(item, span, now)
+            stream.timeline.append(item)
+            stream.clock.append(item)
         except ValueError as error:
             raise BadItem(stream.id, str(error)) from None
-        stream.clock.append(item)
         stream.available = stream.timeline.end
 
-    def _queue_if_due(self, stream: Stream) -> None:
-        if stream.queued or not self._is_due(stream):
-            return
+    def _queue(self, stream: Stream, arrival: int | None) -> None:
+        """Have the next plan look at a stream whose oldest frame came at `arrival` (None: only a flush waits)."""
         stream.queued = True
-        if not stream.live:
+        if stream.live:
+            if arrival is not None:
+                stream.waiting_since = arrival
+            self._live.append(stream)
+        else:
             self._backlog.append(stream)
-            return
-        stamp = stream.timeline.stamp_at(stream.computed)
-        if stamp is not None:
-            stream.waiting_since = stamp
-        self._live.append(stream)
 
     def _is_due(self, stream: Stream) -> bool:
-        if stream.available - stream.computed >= self.spec.stride_positions:
+        if stream.available - stream.computed >= self.spec.stride_positions and not stream.holding:
             return True
         if not stream.flushes:
             return False
@@ -270,121 +285,133 @@ class Scheduler:
 
     def _plan_stream(self, stream: Stream, budget: _Budget, plan: StepPlan) -> bool:
         """Add the stream's share of the step to the plan. False: it must wait for the next step."""
-        if not self._is_due(stream):
-            stream.queued = False  # a skip took its work away
-            return True
-        spec = self.spec
         start = stream.computed
-        base, end = self._span(stream)
-        if end - base > budget.positions:
-            if spec.rereads_window or budget.positions == 0:
+        if self.spec.rereads_window:
+            if not self._is_due(stream):
+                stream.queued = False  # a skip or a hold took its work away
+                return True
+            base, end = self._window_span(stream)
+            if end - base > budget.positions:
                 return False
-            end = base + budget.positions
+        else:
+            base, end = start, self._frames_end(stream, budget.positions)
+            if end == start:
+                return False
         lo, hi = stream.timeline.window(base, end)
         if hi > stream.encoded:
             end = self._encode_items(stream, lo, hi, end, budget, plan)
             if end <= start:
                 return False
-        if spec.kv_groups:
+        if end > stream.covered:
             stream.cover(end)
-        final = spec.rereads_window and bool(stream.flushes) and end == stream.flushes[0][0]
-        pages = stream.new_pages
-        if pages:
-            stream.new_pages = []
-        rows = self._gather(stream, base, end, lo)
+        if stream.new_pages:
+            pages, stream.new_pages = stream.new_pages, []
+        else:
+            pages = _NO_PAGES
+        final = self.spec.rereads_window and bool(stream.flushes) and end == stream.flushes[0][0]
+        rows = self._gather(stream, base, end, lo, hi)
         plan.decode.append(DecodeTask(stream.slot, stream.id, base, start, end, rows, pages, final))
         budget.positions -= end - base
         return True
 
-    def _span(self, stream: Stream) -> tuple[int, int]:
-        """Positions [base, end) that the stream's next step would like to read."""
-        spec = self.spec
-        if spec.rereads_window:
-            end = min(stream.available, stream.base + spec.window_positions)
-            if stream.flushes:
-                end = min(end, stream.flushes[0][0])
-            return stream.base, end
-        start = stream.computed
+    def _window_span(self, stream: Stream) -> tuple[int, int]:
+        """Positions [base, end) that a model which rereads its window should read next."""
+        base = stream.base
+        end = min(stream.available, base + self.spec.window_positions)
+        return base, min(end, stream.flushes[0][0]) if stream.flushes else end
+
+    def _frames_end(self, stream: Stream, budget_positions: int) -> int:
+        """How far the next step of a frame-synchronous model goes; no further than computed if nothing is left."""
+        start, stop, step = stream.computed, stream.available, self.spec.step_positions
         if start < stream.forced:
-            return start, min(stream.available, stream.forced, start + spec.replay_positions)
-        return start, min(stream.available, start + spec.step_positions)
+            stop, step = min(stop, stream.forced), self.spec.replay_positions
+        if step > budget_positions:
+            step = budget_positions
+        return start + step if start + step < stop else stop
 
     def _encode_items(self, stream: Stream, lo: int, hi: int, end: int, budget: _Budget, plan: StepPlan) -> int:
         """Have the items below index `hi` encoded by this step; returns how far the step can then read."""
-        cache, timeline, name = self.cache, stream.timeline, stream.id
-        for index in range(max(lo, stream.encoded), hi):
-            item, span = timeline.item(index), timeline.range(index)
-            embeds = span.num_embeds()
-            if embeds and cache.lookup(name, index, item.key) is None:
-                if embeds > budget.embeds or not cache.has_room(embeds):
+        cache, held = self.cache, stream.held
+        first = max(lo, stream.encoded)
+        for index, item in enumerate(stream.timeline.items(first, hi), first):
+            embeds = item.embeds
+            if stream.held_embeds + embeds > self.spec.embeds_per_stream:
+                return min(end, item.offset)
+            if embeds and cache.lookup(held, index, item.key) is None:
+                entry = cache.reserve(held, index, item.key, embeds) if embeds <= budget.embeds else None
+                if entry is None:
                     return min(end, item.offset)
-                rows = cache.reserve(name, index, item.key, embeds)
                 budget.embeds -= embeds
-                plan.encode.append(EncodeTask(name, item.payload, item.mask, rows))
+                plan.encode.append(EncodeTask(stream.id, item.payload, item.mask, entry))
+            stream.held_embeds += embeds
             item.payload = None  # the encoder cache has it now, for as long as this stream needs it
             stream.encoded = index + 1
         return end
 
-    def _gather(self, stream: Stream, base: int, end: int, lo: int) -> list[int]:
+    def _gather(self, stream: Stream, base: int, end: int, lo: int, hi: int) -> list[int]:
         """The cache row of every position in [base, end); the silence row where there is no embedding."""
-        timeline, cache, name = stream.timeline, self.cache, stream.id
+        timeline, held = stream.timeline, stream.held
+        if hi == lo + 1 and end == base + 1 and timeline.item(lo).length == 1 and lo in held:
+            return held[lo]  # a live frame
         rows: list[int] = []
         position = base
-        index = lo
-        while position < end and index < len(timeline):
+        for index in range(lo, hi):
             span = timeline.range(index)
             if span.offset >= end:
                 break
-            if span.offset > position:
-                rows += [SILENCE_ROW] * (span.offset - position)
-                position = span.offset
-            stop = min(span.offset + span.length, end)
-            held = cache.rows(name, index) if span.num_embeds() else []
-            rows += span.rows(held, position - span.offset, stop - span.offset, SILENCE_ROW)
+            rows += [SILENCE_ROW] * (span.offset - position)
+            position = max(position, span.offset)
+            stop = min(span.end, end)
+            rows += span.rows(held.get(index, _NO_ROWS), position - span.offset, stop - span.offset, SILENCE_ROW)
             position = stop
-            index += 1
-        if position < end:
-            rows += [SILENCE_ROW] * (end - position)
+        rows += [SILENCE_ROW] * (end - position)
         return rows
 
     def _leave_behind(self, stream: Stream, keep: int) -> None:
         """The stream's next step needs nothing below `keep`: let its cache rows and old items go."""
         if keep > stream.base:
             stream.base = keep
-        timeline, released, encoded = stream.timeline, stream.released, len(stream.timeline)
-        while released < encoded and timeline.end_of(released) <= stream.base:
-            self.cache.release(stream.id, released)
-            timeline.item(released).payload = None
-            released += 1
-        stream.released = released
-        stream.encoded = max(stream.encoded, released)
-        horizon = stream.base - self.spec.history_positions
-        timeline.prune(horizon)
-        stream.clock.prune(horizon)
+        timeline, index, count = stream.timeline, stream.released, len(stream.timeline)
+        while index < count and timeline.end_of(index) <= keep:
+            stream.held_embeds -= self.cache.release(stream.held, index)
+            if index >= stream.encoded:  # skipped: nobody will ask for its audio
+                timeline.item(index).payload = None
+                stream.encoded = index + 1
+            index += 1
+        stream.released = index
+        if keep >= stream.prune_at:
+            stream.prune_at = keep + PRUNE_EVERY_POSITIONS
+            horizon = keep - self.spec.history_positions
+            timeline.prune(horizon)
+            stream.clock.prune(horizon)
 
     def _broken_promise(self, task: DecodeTask, result: DecodeResult) -> str | None:
         """What a runner's answer lacks for the stream to go on, if anything."""
         if not self.spec.rereads_window:
-            if len(result.tokens) != task.end - task.start:
-                return f"{len(result.tokens)} tokens for {task.end - task.start} positions"
-        elif result.keep_from is not None and not task.base <= result.keep_from <= task.end:
+            return f"{len(result.tokens)} tokens for {task.end - task.start} positions"
+        if result.keep_from is not None and not task.base <= result.keep_from <= task.end:
             return f"keep_from {result.keep_from} is outside [{task.base}, {task.end}]"
-        elif not task.final and task.end - task.base >= self.spec.window_positions:
+        if not task.final and task.end - task.base >= self.spec.window_positions:
             if result.keep_from is None or result.keep_from == task.base:
                 return "the window is full and did not move"
         return None
 
     def _settle(self, stream: Stream, outputs: list[Output]) -> None:
-        """Answer the flushes that the stream has reached; close it when it is finished and has run out."""
+        """Answer the flushes that the stream has reached; close it if it has run out, else see that it goes on."""
         reached = stream.base if self.spec.rereads_window else stream.computed
         flushes = stream.flushes
         while flushes and flushes[0][0] <= reached:
             position, tag = flushes.popleft()
+            text = stream.text.end_segment()
+            if text is not None:
+                outputs.append(text)
             if tag is not None:
                 outputs.append(Flushed(stream.id, tag, stream.clock.sample_at(position)))
         if stream.finished and not flushes:
             outputs.append(Closed(stream.id, stream.clock.end_sample))
             self._close(stream)
+        elif not stream.queued and self._is_due(stream):
+            self._queue(stream, stream.timeline.arrival_at(stream.computed))
 
     def _close(self, stream: Stream) -> None:
         del self.streams[stream.id]
@@ -415,6 +442,6 @@ def _largest_item(spec: ModelSpec, limits: Limits) -> int:
         return spec.embeds_per_stream
     slack = spec.embeds_per_stream - spec.window_positions
     if slack < 0:
-        raise ValueError(f"embeds_per_stream {spec.embeds_per_stream} is less than the window of {spec.window_positions}")
+        raise ValueError(f"embeds_per_stream must be at least the window of {spec.window_positions} positions")
     # An item may stick out of the window at both ends.
     return slack // 2 + 1

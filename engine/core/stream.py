@@ -6,7 +6,9 @@ A stream never grows: items, rows and pages leave behind the window, and text le
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
+from engine.core.encoder_cache import Held
 from engine.core.pages import PagePool, RingTable
 from engine.core.plan import DecodeResult
 from engine.core.text import Detokenizer, Vocabulary, WordBuilder
@@ -16,6 +18,10 @@ from engine.spec import ModelSpec
 
 # Blanks that a silent stream collects before it reports them in a Text without a delta.
 REPORT_AFTER_TOKENS = 64
+# Old items go in handfuls: one pass over the fronts of the lists serves many steps.
+PRUNE_EVERY_POSITIONS = 32
+# A model without paged attention covers every position there can be.
+UNPAGED = 1 << 62
 
 
 class Stream:
@@ -24,14 +30,19 @@ class Stream:
         "base",
         "clock",
         "computed",
+        "covered",
         "delay",
         "encoded",
         "finished",
         "flushes",
         "forced",
+        "held",
+        "held_embeds",
+        "holding",
         "id",
         "live",
         "new_pages",
+        "prune_at",
         "queued",
         "released",
         "rings",
@@ -42,7 +53,14 @@ class Stream:
     )
 
     def __init__(
-        self, opened: Open, slot: int, delay: int, spec: ModelSpec, pools: list[PagePool], vocabulary: Vocabulary
+        self,
+        opened: Open,
+        slot: int,
+        delay: int,
+        spec: ModelSpec,
+        held: Held,
+        pools: list[PagePool],
+        vocabulary: Vocabulary,
     ) -> None:
         self.id = opened.stream
         self.slot = slot
@@ -54,22 +72,30 @@ class Stream:
         self.available = start  # positions below this have come
         self.computed = start  # positions below this are done
         self.base = start  # first position a model that rereads its window still needs
+        self.held = held  # items whose rows this stream holds in the encoder cache
+        self.held_embeds = 0
         self.encoded = 0  # items below this index are in the encoder cache, or left it again
         self.released = 0  # items below this index hold no reference any more
         self.forced = start + len(opened.forced_tokens)  # positions below this repeat known tokens
         self.flushes: deque[tuple[int, int | None]] = deque()  # (position, tag) still to be reached
         self.finished = False
+        self.holding = False  # audio waits until somebody surely speaks
         self.queued = False
         self.waiting_since = 0
         self.rings = [RingTable(group, pool) for group, pool in zip(spec.kv_groups, pools, strict=True)]
         self.new_pages: list[tuple[int, int, int]] = []
+        self.covered = 0 if self.rings else UNPAGED  # positions below this have a page in every group
+        self.prune_at = start + PRUNE_EVERY_POSITIONS
+        self.cover(start)
         self.text = StreamText(self, vocabulary)
 
     def cover(self, end: int) -> None:
         """Have a page for every position below `end`, and note which ring entries are new."""
+        if end <= self.covered:
+            return
         for group, ring in enumerate(self.rings):
-            if end > ring.covered:
-                self.new_pages += [(group, index, page) for index, page in ring.extend(end)]
+            self.new_pages += [(group, index, page) for index, page in ring.extend(end)]
+        self.covered = min(ring.covered for ring in self.rings)
 
     def lag_positions(self) -> int:
         return self.available - self.computed
@@ -94,15 +120,27 @@ class StreamText:
         if result.timed:
             delta += self._push_timed(result, words)
         if ends_segment:
-            delta += self._detokenizer.flush()
-            self._keep(self._builder.flush(), words)
+            delta += self._finish_word(words)
         if not delta and not words and len(self._unsent) < REPORT_AFTER_TOKENS:
             return None
+        return self._say(delta, words)
+
+    def end_segment(self) -> Text | None:
+        """What is unfinished ends here: the text before a flush does not wait for the text after it."""
+        words: list[Word] = []
+        delta = self._finish_word(words)
+        return self._say(delta, words) if delta or words else None
+
+    def _say(self, delta: str, words: list[Word]) -> Text:
         stream = self._stream
         tokens, self._unsent = self._unsent, []
         return Text(stream.id, delta, words, tokens, stream.clock.sample_at(stream.computed))
 
-    def _push_frames(self, start: int, tokens: list[int], words: list[Word]) -> str:
+    def _finish_word(self, words: list[Word]) -> str:
+        self._keep(self._builder.flush(), words)
+        return self._detokenizer.flush()
+
+    def _push_frames(self, start: int, tokens: Sequence[int], words: list[Word]) -> str:
         """One token per position; a token speaks of the audio `delay` positions before it."""
         stream, push = self._stream, self._detokenizer.push
         delta = ""
@@ -117,7 +155,7 @@ class StreamText:
                     self._keep(word, words)
                 continue
             text = push(token)
-            if text:
+            if text:  # most positions are blank
                 heard = position - stream.delay
                 word = self._builder.push(text, stream.clock.sample_at(heard), stream.clock.sample_at(heard + 1))
                 if not replayed:

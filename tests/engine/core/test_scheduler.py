@@ -1,0 +1,499 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, StepPlan, TimedToken
+from engine.core.scheduler import Limits, Scheduler
+from engine.core.text import Vocabulary
+from engine.errors import (
+    AtCapacity,
+    BadItem,
+    BadOption,
+    DuplicateStream,
+    ItemTooLarge,
+    StreamError,
+    StreamFinished,
+    UnknownStream,
+)
+from engine.messages import Closed, Failed, Flushed, Item, Open, Output, Text
+from engine.spec import KvGroup, ModelSpec
+
+VOCABULARY = Vocabulary([b"", b"", b" a", b" b", b" c"], word_marker=1)
+FRAMES = ModelSpec(
+    name="frames",
+    sample_rate=16_000,
+    samples_per_position=100,
+    prefix_positions=2,
+    flush_positions=1,
+    default_delay_positions=1,
+    max_delay_positions=3,
+    history_positions=8,
+    embeds_per_stream=8,
+    kv_groups=(KvGroup("decoder", window_positions=8, page_positions=4, bytes_per_position=1),),
+)
+WINDOWS = ModelSpec(
+    name="windows",
+    sample_rate=16_000,
+    samples_per_position=100,
+    rereads_window=True,
+    stride_positions=4,
+    window_positions=16,
+    embeds_per_stream=20,
+    history_positions=8,
+)
+
+
+def scheduler(spec: ModelSpec = FRAMES, streams: int = 4, **changes: int) -> Scheduler:
+    pages = tuple(group.ring_pages * streams for group in spec.kv_groups)
+    limits = Limits(streams, spec.embeds_per_stream * streams, pages, step_positions=64, step_embeds=64)
+    return Scheduler(spec, replace(limits, **changes), VOCABULARY)
+
+
+def frame(position: int, length: int = 1, key: bytes | None = None, spec: ModelSpec = FRAMES) -> Item:
+    sample = (position - spec.prefix_positions) * spec.samples_per_position
+    return Item(position, length, sample, key or b"%d" % position, b"pcm")
+
+
+def gap(position: int, length: int, spec: ModelSpec = FRAMES) -> Item:
+    sample = (position - spec.prefix_positions) * spec.samples_per_position
+    return Item(position, length, sample, mask=[False] * length)
+
+
+def answer(plan: StepPlan, token: int = 0) -> list[DecodeResult]:
+    return [DecodeResult([token] * (task.end - task.start)) for task in plan.decode]
+
+
+def step(engine: Scheduler, token: int = 0) -> tuple[StepPlan, list[Output]]:
+    plan = engine.plan()
+    outputs = engine.commit(plan, answer(plan, token))
+    engine.check_integrity()
+    return plan, outputs
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("bad", "error"),
+        [
+            (frame(1), BadItem),
+            (Item(-1, 1, 0, b"k", b"pcm"), BadItem),
+            (Item(4, -1, 0, b"k", b"pcm"), BadItem),
+            (Item(4, 1, 100, b"k", b"pcm"), BadItem),  # samples run backwards
+            (Item(4, 1, 200, b"k", None), BadItem),
+            (Item(4, 1, 200, b"", b"pcm"), BadItem),
+            (Item(4, 2, 200, b"k", b"pcm", mask=[True]), BadItem),
+            (frame(4, 9), ItemTooLarge),
+        ],
+    )
+    def test_an_item_that_cannot_be(self, bad: Item, error: type[StreamError]) -> None:
+        engine = scheduler()
+        for name in ("good", "bad"):
+            engine.admit(Open(name))
+            engine.feed(name, [frame(2), frame(3)], 0)
+        with pytest.raises(error, match="'bad'"):
+            engine.feed("bad", [bad], 1)
+        engine.fail(BadItem("bad", "was refused"))
+        plan, outputs = step(engine)
+        assert [task.stream for task in plan.decode] == ["good"]
+        assert outputs == [Failed("bad", "BadItem", "stream 'bad': was refused")]
+
+    def test_unknown_duplicate_and_finished_streams(self) -> None:
+        engine = scheduler()
+        engine.admit(Open("a"))
+        with pytest.raises(DuplicateStream, match="use another id"):
+            engine.admit(Open("a"))
+        for call in (lambda: engine.feed("b", [frame(2)], 0), lambda: engine.flush("b", 1), lambda: engine.abort("b")):
+            with pytest.raises(UnknownStream, match="open it first"):
+                call()
+        engine.feed("a", [frame(2)], 0)
+        engine.finish("a")
+        with pytest.raises(StreamFinished, match="open a new stream"):
+            engine.feed("a", [frame(3)], 0)
+        engine.check_integrity()
+
+    def test_a_delay_the_model_does_not_take(self) -> None:
+        with pytest.raises(BadOption, match="0 to 3"):
+            scheduler().admit(Open("a", delay_positions=4))
+
+    def test_limits_that_could_never_work_are_refused_at_the_start(self) -> None:
+        with pytest.raises(ValueError, match="raise step_positions"):
+            scheduler(WINDOWS, step_positions=8)
+        with pytest.raises(ValueError, match="raise step_embeds"):
+            scheduler(step_embeds=0)
+        with pytest.raises(ValueError, match="groups of pages"):
+            Scheduler(FRAMES, Limits(1, 8), VOCABULARY)
+        with pytest.raises(ValueError, match="at least the window of 16"):
+            scheduler(replace(WINDOWS, embeds_per_stream=8))
+
+    def test_an_item_larger_than_a_step_may_encode(self) -> None:
+        engine = scheduler(step_embeds=2)
+        engine.admit(Open("a"))
+        with pytest.raises(ItemTooLarge, match="at most 2"):
+            engine.feed("a", [frame(2, 3)], 0)
+
+    def test_a_model_that_fails_on_one_stream_ends_that_stream(self) -> None:
+        engine = scheduler()
+        for name in ("a", "b"):
+            engine.admit(Open(name))
+            engine.feed(name, [frame(2, key=name.encode())], 0)
+        plan = engine.plan()
+        results = answer(plan)
+        results[0] = DecodeResult(error="NaN in the logits")
+        outputs = engine.commit(plan, results)
+        assert outputs == [
+            Failed("a", "StreamFailed", "stream 'a': the model failed on this stream: NaN in the logits")
+        ]
+        engine.check_integrity()
+        engine.feed("b", [frame(3)], 1)
+        plan, _ = step(engine)
+        assert plan.closed == [0] and [task.stream for task in plan.decode] == ["b"]
+
+    @pytest.mark.parametrize(
+        ("spec", "result", "complaint"),
+        [
+            (FRAMES, DecodeResult([]), "0 tokens for 1 positions"),
+            (WINDOWS, DecodeResult(keep_from=-1), "outside"),
+            (WINDOWS, DecodeResult(keep_from=99), "outside"),
+            (WINDOWS, DecodeResult(), "did not move"),
+        ],
+    )
+    def test_a_runner_that_breaks_its_promise_ends_the_stream(
+        self, spec: ModelSpec, result: DecodeResult, complaint: str
+    ) -> None:
+        engine = scheduler(spec)
+        engine.admit(Open("a"))
+        start = spec.prefix_positions
+        engine.feed("a", [frame(p, spec=spec) for p in range(start, start + spec.window_positions)], 0)
+        outputs = engine.commit(engine.plan(), [result])
+        assert isinstance(outputs[0], Failed) and complaint in outputs[0].message
+        engine.check_integrity()
+
+
+class TestAdmission:
+    def test_a_full_engine_refuses_and_changes_nothing(self) -> None:
+        engine = scheduler(streams=2)
+        engine.admit(Open("a"))
+        engine.admit(Open("b"))
+        with pytest.raises(AtCapacity, match="all 2 streams"):
+            engine.admit(Open("c"))
+        engine.check_integrity()
+        engine.abort("a")
+        engine.admit(Open("c"))
+
+    def test_pages_and_cache_rows_are_set_aside(self) -> None:
+        with pytest.raises(AtCapacity, match="decoder pages"):
+            scheduler(group_pages=(2,)).admit(Open("a"))  # type: ignore[arg-type]
+        with pytest.raises(AtCapacity, match="encoder cache"):
+            scheduler(cache_embeds=7).admit(Open("a"))
+
+    def test_a_stream_that_closes_before_its_first_plan_never_reaches_the_runner(self) -> None:
+        engine = scheduler()
+        engine.admit(Open("a"))
+        engine.abort("a")
+        plan, outputs = step(engine)
+        assert plan.opened == [] and plan.closed == [] and outputs == [Closed("a", 0)]
+
+    def test_a_slot_is_closed_before_it_is_opened_again(self) -> None:
+        engine = scheduler(streams=1)
+        engine.admit(Open("a"))
+        step(engine)
+        engine.abort("a")
+        engine.admit(Open("b"))
+        plan, _ = step(engine)
+        assert plan.closed == [0] and [task.stream for task in plan.opened] == ["b"]
+
+
+class TestFrames:
+    def test_a_frame_that_arrives_is_in_the_next_step(self) -> None:
+        engine = scheduler()
+        engine.admit(Open("a", delay_positions=2, options={"language": "en"}))
+        engine.feed("a", [frame(2)], 0)
+        plan, outputs = step(engine)
+        assert [(task.slot, task.delay_positions) for task in plan.opened] == [(0, 2)]
+        (encode,) = plan.encode
+        (decode,) = plan.decode
+        assert encode.payload == b"pcm" and decode.rows == encode.rows
+        assert (decode.base, decode.start, decode.end, decode.final) == (2, 2, 3, False)
+        assert decode.new_pages == [(0, 0, 0)]  # the prefix and this position share a page
+        assert outputs == []
+
+    def test_payloads_are_dropped_when_encoded(self) -> None:
+        engine = scheduler()
+        engine.admit(Open("a"))
+        item = frame(2)
+        engine.feed("a", [item], 0)
+        step(engine)
+        assert item.payload is None
+
+    def test_a_gap_costs_no_cache_and_reads_silence(self) -> None:
+        engine = scheduler(replace(FRAMES, step_positions=8))
+        engine.admit(Open("a"))
+        engine.feed("a", [frame(2), gap(3, 3), frame(6)], 0)
+        plan, _ = step(engine)
+        assert len(plan.encode) == 2
+        (task,) = plan.decode
+        assert task.rows == [plan.encode[0].rows[0], *[SILENCE_ROW] * 3, plan.encode[1].rows[0]]
+
+    def test_positions_without_an_item_read_silence(self) -> None:
+        engine = scheduler(replace(FRAMES, step_positions=8))
+        engine.admit(Open("a"))
+        engine.feed("a", [frame(4), frame(7)], 0)
+        (task,) = step(engine)[0].decode
+        assert [row != SILENCE_ROW for row in task.rows] == [False, False, True, False, False, True]
+
+    def test_part_of_an_item_is_read_by_several_steps(self) -> None:
+        engine = scheduler(replace(FRAMES, step_positions=2))
+        engine.admit(Open("a"))
+        item = Item(2, 5, 0, b"k", b"pcm", mask=[True, False, True, True, False])
+        engine.feed("a", [item], 0)
+        rows = []
+        plans = []
+        while engine.has_work():
+            plan, _ = step(engine)
+            plans.append(plan)
+            rows += [row for task in plan.decode for row in task.rows]
+        encoded = plans[0].encode[0].rows
+        assert len(encoded) == 3
+        assert rows == [encoded[0], SILENCE_ROW, encoded[1], encoded[2], SILENCE_ROW]
+        assert all(not plan.encode for plan in plans[1:])
+
+    def test_equal_audio_is_encoded_once(self) -> None:
+        engine = scheduler()
+        for name in ("a", "b"):
+            engine.admit(Open(name))
+            engine.feed(name, [frame(2, key=b"same")], 0)
+        plan, _ = step(engine)
+        assert len(plan.encode) == 1 and len(plan.decode) == 2
+        assert plan.decode[0].rows == plan.decode[1].rows
+        assert engine.cache.hits == 1
+
+    def test_text_words_and_times(self) -> None:
+        engine = scheduler()
+        engine.admit(Open("a", delay_positions=1))
+        outputs: list[Output] = []
+        for position, token in enumerate([0, 1, 2, 0, 1, 3, 0], 2):
+            engine.feed("a", [frame(position)], position)
+            outputs += step(engine, token)[1]
+        engine.finish("a")
+        outputs += step(engine)[1]
+        texts = [output for output in outputs if isinstance(output, Text)]
+        assert "".join(text.delta for text in texts) == " a b"
+        words = [word for text in texts for word in text.words]
+        assert [(word.text, word.start_sample) for word in words] == [("a", 0), ("b", 300)]
+        assert texts[0].tokens == [0, 1, 2]
+
+    def test_no_text_no_message(self) -> None:
+        engine = scheduler()
+        engine.admit(Open("a"))
+        said = []
+        for position in range(2, 200):
+            engine.feed("a", [frame(position)], 0)
+            said += step(engine)[1]
+        assert len(said) == 3, "blanks are reported now and then, not at every step"
+        assert all(isinstance(output, Text) and output.delta == "" and len(output.tokens) == 64 for output in said)
+
+    def test_flush_is_answered_when_everything_before_it_is_computed(self) -> None:
+        engine = scheduler()
+        engine.admit(Open("a"))
+        engine.feed("a", [frame(2), frame(3)], 0)
+        engine.flush("a", 7)
+        assert step(engine)[1] == []
+        assert step(engine)[1] == [Flushed("a", 7, 200)]
+        engine.flush("a", 8)
+        assert engine.take_replies() == [Flushed("a", 8, 200)]
+
+    def test_finish_runs_out_then_closes(self) -> None:
+        engine = scheduler()
+        engine.admit(Open("a"))
+        engine.feed("a", [frame(2), frame(3)], 0)
+        engine.finish("a")
+        assert step(engine)[1] == []
+        assert step(engine)[1] == [Closed("a", 200)]
+        assert engine.streams == {} and engine.plan().closed == [0]
+
+    def test_forced_tokens_run_in_chunks_and_are_not_said_again(self) -> None:
+        engine = scheduler(replace(FRAMES, replay_positions=4))
+        engine.admit(Open("a", forced_tokens=[0, 1, 2, 0, 1]))
+        engine.feed("a", [frame(position) for position in range(2, 10)], 0)
+        spans = []
+        outputs: list[Output] = []
+        forced = [0, 1, 2, 0, 1, 3, 0, 0]
+        while engine.has_work():
+            plan = engine.plan()
+            (task,) = plan.decode
+            spans.append((task.start, task.end))
+            outputs += engine.commit(plan, [DecodeResult(forced[task.start - 2 : task.end - 2])])
+        assert spans == [(2, 6), (6, 7), (7, 8), (8, 9), (9, 10)]
+        assert [output.delta for output in outputs if isinstance(output, Text)] == [" b"]
+
+
+class TestOrder:
+    def test_the_frame_that_waited_longest_goes_first(self) -> None:
+        engine = scheduler(step_positions=1)
+        for name, arrival in (("late", 30), ("early", 10), ("middle", 20)):
+            engine.admit(Open(name))
+            engine.feed(name, [frame(2, key=name.encode())], arrival)
+        order = [step(engine)[0].decode[0].stream for _ in range(3)]
+        assert order == ["early", "middle", "late"]
+
+    def test_backlog_fills_only_what_live_streams_leave(self) -> None:
+        engine = scheduler(step_positions=2)
+        engine.admit(Open("file", live=False))
+        engine.feed("file", [frame(position, key=b"f%d" % position) for position in range(2, 12)], 0)
+        for name in ("x", "y"):
+            engine.admit(Open(name))
+            engine.feed(name, [frame(2, key=name.encode())], 5)
+        assert {task.stream for task in step(engine)[0].decode} == {"x", "y"}
+        assert [task.stream for task in step(engine)[0].decode] == ["file"]
+
+    def test_backlog_streams_take_turns(self) -> None:
+        engine = scheduler(step_positions=1)
+        for name in ("p", "q"):
+            engine.admit(Open(name, live=False))
+            engine.feed(name, [frame(position, key=b"%s%d" % (name.encode(), position)) for position in (2, 3)], 0)
+        assert [step(engine)[0].decode[0].stream for _ in range(4)] == ["p", "q", "p", "q"]
+
+    def test_parked_streams_are_in_no_queue(self) -> None:
+        engine = scheduler(streams=4)
+        for name in ("a", "b", "c"):
+            engine.admit(Open(name))
+        step(engine)
+        assert not engine.has_work()
+        assert engine._live == [] and not engine._backlog
+
+    def test_a_small_encoder_budget_spreads_the_work(self) -> None:
+        engine = scheduler(step_embeds=1)
+        for name in ("a", "b"):
+            engine.admit(Open(name))
+            engine.feed(name, [frame(2, key=name.encode())], 0)
+        assert [task.stream for task in step(engine)[0].decode] == ["a"]
+        assert [task.stream for task in step(engine)[0].decode] == ["b"]
+
+    def test_a_stream_holds_no_more_of_the_cache_than_was_set_aside(self) -> None:
+        engine = scheduler(replace(FRAMES, step_positions=64), streams=1)
+        engine.admit(Open("a"))
+        engine.feed("a", [frame(2 + 3 * index, 3) for index in range(6)], 0)
+        spans = []
+        while engine.has_work():
+            (task,) = step(engine)[0].decode
+            spans.append((task.start, task.end))
+        assert spans == [(2, 8), (8, 14), (14, 20)]
+
+
+class TestWindows:
+    """Encoder-decoder streams: every step reads its window from the first item that is still alive."""
+
+    @staticmethod
+    def run(engine: Scheduler, result: DecodeResult) -> tuple[DecodeTask, list[Output]]:
+        plan = engine.plan()
+        (task,) = plan.decode
+        outputs = engine.commit(plan, [result])
+        engine.check_integrity()
+        return task, outputs
+
+    def engine(self) -> Scheduler:
+        engine = scheduler(WINDOWS)
+        engine.admit(Open("a"))
+        engine.commit(engine.plan(), [])
+        return engine
+
+    def feed(self, engine: Scheduler, start: int, end: int) -> None:
+        engine.feed("a", [frame(position, spec=WINDOWS) for position in range(start, end)], start)
+
+    def test_a_step_waits_for_a_stride_and_reads_the_whole_window_again(self) -> None:
+        engine = self.engine()
+        self.feed(engine, 0, 3)
+        assert not engine.has_work()
+        self.feed(engine, 3, 4)
+        task, _ = self.run(engine, DecodeResult())
+        assert (task.base, task.start, task.end, len(task.rows)) == (0, 0, 4, 4)
+        self.feed(engine, 4, 8)
+        task, _ = self.run(engine, DecodeResult())
+        assert (task.base, task.start, task.end, len(task.rows)) == (0, 4, 8, 8)
+
+    def test_the_window_slides_where_the_model_says(self) -> None:
+        engine = self.engine()
+        self.feed(engine, 0, 4)
+        _, outputs = self.run(engine, DecodeResult(timed=[TimedToken(2, 0.5, 1.5)], keep_from=3))
+        assert outputs == [Text("a", " a", [], [2], 400)]
+        self.feed(engine, 4, 8)
+        task, _ = self.run(engine, DecodeResult())
+        assert (task.base, task.end, len(task.rows)) == (3, 8, 5)
+
+    def test_a_flush_runs_a_final_step_even_without_new_audio(self) -> None:
+        engine = self.engine()
+        self.feed(engine, 0, 4)
+        self.run(engine, DecodeResult())
+        engine.flush("a", 1)
+        task, outputs = self.run(engine, DecodeResult(timed=[TimedToken(2, 1, 2)]))
+        assert task.final and (task.start, task.end) == (4, 4)
+        (text, flushed) = outputs
+        assert isinstance(text, Text) and [word.text for word in text.words] == ["a"]
+        assert flushed == Flushed("a", 1, 400)
+        engine.flush("a", 2)
+        assert engine.take_replies() == [Flushed("a", 2, 400)]
+
+    def test_a_step_does_not_read_across_a_flush(self) -> None:
+        engine = self.engine()
+        self.feed(engine, 0, 2)
+        engine.flush("a", None)
+        self.feed(engine, 2, 8)
+        task, outputs = self.run(engine, DecodeResult())
+        assert task.final and task.end == 2 and outputs == []
+        task, _ = self.run(engine, DecodeResult())
+        assert not task.final and (task.base, task.end) == (2, 8)
+
+    def test_a_backlog_longer_than_the_window_is_read_in_windows(self) -> None:
+        engine = self.engine()
+        self.feed(engine, 0, 40)
+        task, _ = self.run(engine, DecodeResult(keep_from=10))
+        assert (task.base, task.end) == (0, 16)
+        task, _ = self.run(engine, DecodeResult(keep_from=20))
+        assert (task.base, task.start, task.end) == (10, 16, 26)
+
+    def test_what_nobody_says_is_skipped_unheard(self) -> None:
+        engine = self.engine()
+        engine.hold("a", True)
+        for start in range(0, 4_000, 4):
+            self.feed(engine, start, start + 4)
+            engine.skip("a", start)
+            assert not engine.has_work()
+        assert engine.cache.queries == 0
+        stream = engine.streams["a"]
+        assert len(stream.timeline._items) < 100 and stream.timeline.item(3_990).payload is None
+        engine.hold("a", False)
+        task, _ = self.run(engine, DecodeResult())
+        assert (task.base, task.end) == (3_996, 4_000)
+
+    def test_a_skip_never_passes_a_flush(self) -> None:
+        engine = self.engine()
+        self.feed(engine, 0, 2)
+        engine.flush("a", 5)
+        self.feed(engine, 2, 12)
+        engine.skip("a", 10)
+        task, outputs = self.run(engine, DecodeResult())
+        assert (task.base, task.end, task.final) == (0, 2, True) and outputs == [Flushed("a", 5, 200)]
+        engine.skip("a", 10)
+        assert not engine.has_work() or engine.plan().decode == []
+
+
+def test_positions_beyond_fifty_million() -> None:
+    spec = replace(FRAMES, prefix_positions=50_000_000)
+    engine = scheduler(spec)
+    engine.admit(Open("a"))
+    for position in range(50_000_000, 50_000_100):
+        engine.feed("a", [frame(position, spec=spec)], position)
+        plan, _ = step(engine)
+        assert plan.decode[0].start == position
+    assert len(engine.streams["a"].rings[0].pages) == FRAMES.kv_groups[0].ring_pages
+
+
+def test_abort_while_a_step_runs() -> None:
+    engine = scheduler()
+    engine.admit(Open("a"))
+    engine.feed("a", [frame(2)], 0)
+    plan = engine.plan()
+    engine.abort("a")
+    assert engine.commit(plan, answer(plan)) == [Closed("a", 0)]
+    engine.check_integrity()

@@ -1,0 +1,242 @@
+"""Any order of events, any budgets: bookkeeping stays whole, nothing is lost, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.core.plan import DecodeResult, DecodeTask, TimedToken
+from engine.core.scheduler import Limits, Scheduler
+from engine.core.text import Vocabulary
+from engine.errors import AtCapacity
+from engine.messages import Closed, Failed, Flushed, Item, Open, Text
+from engine.spec import KvGroup, ModelSpec
+
+VOCABULARY = Vocabulary([b"", b"", *(b" w%d" % index for index in range(50))], word_marker=1)
+FRAMES = ModelSpec(
+    name="frames",
+    sample_rate=16_000,
+    samples_per_position=10,
+    prefix_positions=3,
+    max_delay_positions=4,
+    step_positions=2,
+    history_positions=6,
+    embeds_per_stream=6,
+    kv_groups=(KvGroup("encoder", 5, 2, 1), KvGroup("decoder", 9, 4, 1)),
+)
+WINDOWS = ModelSpec(
+    name="windows",
+    sample_rate=16_000,
+    samples_per_position=10,
+    rereads_window=True,
+    stride_positions=3,
+    window_positions=12,
+    embeds_per_stream=16,
+    history_positions=6,
+)
+
+
+def build(spec: ModelSpec, streams: int, step_positions: int, step_embeds: int) -> Scheduler:
+    pages = tuple(group.ring_pages * streams for group in spec.kv_groups)
+    limits = Limits(streams, spec.embeds_per_stream * streams, pages, step_positions, step_embeds)
+    return Scheduler(spec, limits, VOCABULARY)
+
+
+def execute(spec: ModelSpec, task: DecodeTask, slide: int) -> DecodeResult:
+    """A model that says where it listened: a token for every position, or for every new position of a window."""
+    assert len(task.rows) == task.end - task.base
+    if not spec.rereads_window:
+        return DecodeResult([2 + position % 50 for position in range(task.start, task.end)])
+    timed = [TimedToken(2 + position % 50, position, position + 1) for position in range(task.start, task.end)]
+    full = task.end - task.base >= spec.window_positions
+    return DecodeResult(timed=timed, keep_from=min(task.end, task.base + max(slide, int(full))))
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    spec = FRAMES
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = build(self.spec, streams=3, step_positions=max(12, self.spec.window_positions), step_embeds=7)
+        self.opened = 0
+        self.ends: dict[str, int] = {}
+        self.finished: set[str] = set()
+        self.heard: dict[str, list[int]] = defaultdict(list)
+        self.skipped: set[str] = set()
+        self.flushes: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        self.tag = 0
+
+    def name(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(sorted(set(self.ends) - self.finished)))
+
+    def is_open(self) -> bool:
+        return bool(set(self.ends) - self.finished)
+
+    @rule(live=st.booleans())
+    def open(self, live: bool) -> None:
+        name = f"s{self.opened}"
+        self.opened += 1
+        try:
+            self.engine.admit(Open(name, live))
+        except AtCapacity:
+            assert len(self.engine.streams) == 3
+        else:
+            self.ends[name] = self.spec.prefix_positions
+
+    @precondition(is_open)
+    @rule(data=st.data(), lengths=st.lists(st.integers(1, 3), min_size=1, max_size=8), now=st.integers(0, 100))
+    def feed(self, data: st.DataObject, lengths: list[int], now: int) -> None:
+        name = self.name(data)
+        items = []
+        for length in lengths:
+            offset = self.ends[name]
+            sample = (offset - self.spec.prefix_positions) * self.spec.samples_per_position
+            mask = data.draw(
+                st.sampled_from([None, None, [False] * length, [index % 2 == 0 for index in range(length)]])
+            )
+            key = data.draw(st.sampled_from([b"silence%d" % length, b"%s%d" % (name.encode(), offset)]))
+            key += b"" if mask is None else b"m%d" % sum(mask)
+            items.append(Item(offset, length, sample, key, b"pcm", mask))
+            self.ends[name] = offset + length
+        self.engine.feed(name, items, now)
+
+    @precondition(is_open)
+    @rule(data=st.data())
+    def flush(self, data: st.DataObject) -> None:
+        name = self.name(data)
+        self.tag += 1
+        self.flushes[name].append((self.tag, self.ends[name]))
+        self.engine.flush(name, self.tag)
+
+    @precondition(is_open)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        name = self.name(data)
+        self.finished.add(name)
+        self.engine.finish(name)
+
+    @precondition(is_open)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = self.name(data)
+        self.engine.abort(name)
+        del self.ends[name]
+        self.skipped.add(name)
+
+    @rule(slide=st.integers(0, 6), failing=st.integers(0, 20))
+    def step(self, slide: int, failing: int) -> None:
+        self.run_step(slide, failing)
+
+    def run_step(self, slide: int, failing: int = 99) -> None:
+        had_work = bool(self.engine._live or self.engine._backlog)
+        plan = self.engine.plan()
+        assert bool(plan.decode) == had_work, "a step with work to do does some of it"
+        results = [execute(self.spec, task, slide) for task in plan.decode]
+        if failing < len(results):
+            results[failing] = DecodeResult(error="broken")
+        for task, result in zip(plan.decode, results, strict=True):
+            if result.error is None:
+                expected = self.heard[task.stream][-1] + 1 if self.heard[task.stream] else self.spec.prefix_positions
+                assert task.start == expected, "positions are computed once, in order"
+                self.heard[task.stream] += range(task.start, task.end)
+        for output in self.engine.commit(plan, results):
+            if isinstance(output, Flushed):
+                tag, position = self.flushes[output.stream].pop(0)
+                assert output.tag == tag
+                assert len(self.heard[output.stream]) >= position - self.spec.prefix_positions
+            if isinstance(output, Closed | Failed):
+                end = self.ends.pop(output.stream, None)
+                self.finished.discard(output.stream)
+                if isinstance(output, Closed) and output.stream not in self.skipped:
+                    assert end == self.spec.prefix_positions + len(self.heard[output.stream])
+                self.flushes.pop(output.stream, None)
+
+    @invariant()
+    def is_whole(self) -> None:
+        self.engine.check_integrity()
+
+    def teardown(self) -> None:
+        """Nobody waits for ever: with enough steps every stream has computed all it was sent."""
+        for name in sorted(set(self.ends) - self.finished):
+            self.engine.flush(name, None)
+        steps = 0
+        while self.engine.has_work():
+            self.run_step(slide=3)
+            steps += 1
+            assert steps < 5_000, "streams wait for each other"
+        for name, end in self.ends.items():
+            if name in self.engine.streams:
+                assert self.engine.streams[name].computed == end
+        self.engine.check_integrity()
+
+
+class WindowMachine(SchedulerMachine):
+    spec = WINDOWS
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+WindowMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestFrames = SchedulerMachine.TestCase
+TestWindows = WindowMachine.TestCase
+
+
+def transcript(
+    spec: ModelSpec, streams: list[str], chunks: list[int], step_positions: int, step_embeds: int
+) -> list[str]:
+    """Feed every stream the same 60 positions in the given chunks, and return what each of them said."""
+    engine = build(spec, len(streams), step_positions, step_embeds)
+    said: dict[str, str] = dict.fromkeys(streams, "")
+    for name in streams:
+        engine.admit(Open(name))
+    position, end = spec.prefix_positions, spec.prefix_positions + 60
+    while position < end:
+        size = chunks[position % len(chunks)]
+        for name in streams:
+            sample = (position - spec.prefix_positions) * spec.samples_per_position
+            items = [
+                Item(
+                    place,
+                    1,
+                    sample + (place - position) * spec.samples_per_position,
+                    b"%s%d" % (name.encode(), place),
+                    b"pcm",
+                )
+                for place in range(position, min(end, position + size))
+            ]
+            engine.feed(name, items, position)
+        position += size
+        plan = engine.plan()
+        for output in engine.commit(plan, [execute(spec, task, 2) for task in plan.decode]):
+            if isinstance(output, Text):
+                said[output.stream] += output.delta
+    for name in streams:
+        engine.finish(name)
+    while engine.has_work():
+        plan = engine.plan()
+        for output in engine.commit(plan, [execute(spec, task, 2) for task in plan.decode]):
+            if isinstance(output, Text):
+                said[output.stream] += output.delta
+    return list(said.values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([FRAMES, WINDOWS]),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.integers(12, 40),
+    st.integers(1, 40),
+    st.integers(1, 4),
+)
+def test_neighbours_chunks_and_budgets_do_not_change_the_text(
+    spec: ModelSpec, chunks: list[int], step_positions: int, step_embeds: int, streams: int
+) -> None:
+    spec = replace(spec, max_delay_positions=4)
+    alone = transcript(spec, ["x"], [1], 64, 64)
+    assert (
+        transcript(spec, [f"n{index}" for index in range(streams)], chunks, step_positions, step_embeds)
+        == alone * streams
+    )

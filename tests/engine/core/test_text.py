@@ -1,0 +1,71 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.text import MAX_WORD_CHARACTERS, Detokenizer, Vocabulary, WordBuilder
+from engine.messages import Word
+
+BYTES = Vocabulary([bytes([value]) for value in range(256)] + [b""])
+BLANK = 256
+
+
+@given(st.text(max_size=40), st.lists(st.integers(0, 40), max_size=5))
+def test_bytes_become_the_text_they_spell_whatever_lies_between(text: str, blanks: list[int]) -> None:
+    tokens = list(text.encode())
+    for place in blanks:
+        tokens.insert(min(place, len(tokens)), BLANK)
+    detokenizer = Detokenizer(BYTES)
+    assert "".join(map(detokenizer.push, tokens)) + detokenizer.flush() == text
+
+
+def test_invalid_bytes_become_replacement_characters_and_nothing_sticks() -> None:
+    detokenizer = Detokenizer(BYTES)
+    text = "".join(map(detokenizer.push, b"a\xff\xfeb\xc3"))
+    assert text == "a��b"
+    assert detokenizer.flush() == "�"
+    assert detokenizer.flush() == ""
+    assert detokenizer.push(ord("c")) == "c"
+
+
+def test_the_tail_is_bounded() -> None:
+    detokenizer = Detokenizer(BYTES)
+    for token in b"\xf0\x9f\x98\x80" * 1000 + b"\xf0\x9f\x98":
+        detokenizer.push(token)
+        assert len(detokenizer._tail) <= 3
+
+
+def test_words_begin_at_spaces() -> None:
+    builder = WordBuilder()
+    done = [builder.push(" he", 0, 80), builder.push("llo", 80, 160), builder.push(" world", 160, 320)]
+    assert [word for word in done if word] == [Word("hello", 0, 160)]
+    assert builder.flush() == Word("world", 160, 320)
+    assert builder.flush() is None
+
+
+def test_a_marker_gives_the_word_its_time() -> None:
+    builder = WordBuilder()
+    assert builder.mark(1000) is None
+    assert builder.push(" hi", 2000, 2080) is None
+    assert builder.mark(3000) == Word("hi", 1000, 2080)
+
+
+def test_punctuation_stays_with_its_word() -> None:
+    builder = WordBuilder()
+    builder.push(" yes", 0, 80)
+    assert builder.push(",", 80, 90) is None
+    assert builder.push(" but", 200, 280) == Word("yes,", 0, 90)
+
+
+def test_a_lone_space_is_not_a_word() -> None:
+    builder = WordBuilder()
+    assert builder.push(" ", 0, 80) is None
+    assert builder.push("a", 80, 160) is None
+    assert builder.flush() == Word("a", 80, 160)
+
+
+def test_text_without_spaces_is_cut_into_bounded_words() -> None:
+    builder = WordBuilder()
+    longest = 0
+    for _ in range(1_000):
+        word = builder.push("漢字", 0, 80)
+        longest = max(longest, len(word.text) if word else 0)
+    assert 0 < longest <= MAX_WORD_CHARACTERS + 2
