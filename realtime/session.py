@@ -392,6 +392,8 @@ class Session:
         if self.phase is Phase.FINISHING or self._engine_failures >= self.limits.max_engine_failures:
             self._close(CloseCode.INTERNAL, "transcription failed")
         else:
+            # The failed items have had their answer; the new stream hears what came after them.
+            self._stall.forget_before(self._boundary)
             self._reanchor(now)
 
     def _engine_dead(self, event: messages.Dead, now: float) -> None:

@@ -42,7 +42,7 @@ class StallGuard:
             self._kept_from = start
         self._kept.append(audio)
         self._kept_samples += _length(audio)
-        self._forget_before(start + _length(audio) - self._keep_samples)
+        self.forget_before(start + _length(audio) - self._keep_samples)
 
     def heard_speech(self, probability: float, samples: int, now: float) -> None:
         if probability >= SPEECH_PROBABILITY:
@@ -56,12 +56,12 @@ class StallGuard:
         self._last_sign = now
         self._patience = 1
         if text.words:
-            self._forget_before(base + text.words[-1].end_sample)
+            self.forget_before(base + text.words[-1].end_sample)
 
     def quiet(self, covered: int) -> None:
         """Nobody speaks at sample `covered`; if no text is owed either, older audio is of no use."""
         if self._speech_samples == 0:
-            self._forget_before(covered - self._margin_samples)
+            self.forget_before(covered - self._margin_samples)
 
     def stalled(self, now: float) -> bool:
         limit = self._stall_seconds * self._patience
@@ -77,14 +77,15 @@ class StallGuard:
         base = self._kept_from if self._kept else appended
         return Reanchor(base, tuple(self._kept))
 
-    def _forget_before(self, sample: int) -> None:
-        while self._kept:
-            length = _length(self._kept[0])
-            if self._kept_from + length > sample:
-                break
-            self._kept.popleft()
-            self._kept_from += length
-            self._kept_samples -= length
+    def forget_before(self, sample: int) -> None:
+        """Audio before this sample is dealt with, to the sample."""
+        while self._kept and self._kept_from < sample:
+            oldest = self._kept.popleft()
+            dropped = min(_length(oldest), sample - self._kept_from)
+            self._kept_from += dropped
+            self._kept_samples -= dropped
+            if dropped < _length(oldest):
+                self._kept.appendleft(oldest - dropped if isinstance(oldest, int) else oldest[dropped:])
 
 
 def _length(audio: Samples | int) -> int:

@@ -57,6 +57,7 @@ class FakeStream:
         self.finished = False
         self.aborted = False
         self._engine = engine
+        self._muted = len(engine.streams) < engine.mute_first
         self._outputs: asyncio.Queue[messages.Output] = asyncio.Queue()
         self._frame_rest = np.empty(0, np.float32)
         self._frames = 0
@@ -159,7 +160,7 @@ class FakeStream:
     def _say(self, until: int) -> None:
         while self._pending and self._pending[0].end_sample <= max(until, 0) + FRAME:
             word = self._pending.pop(0)
-            if not self._engine.mute_text:
+            if not self._muted:
                 self._put(messages.Text(self.id, f" {word.text}", [word], [self._words], word.end_sample))
 
 
@@ -177,7 +178,8 @@ class FakeEngine:
         self.feed_delay_s = 0.0
         self.output_delay_s = 0.0
         self.keep_audio = False
-        self.mute_text = False
+        # So many first streams hear but say nothing.
+        self.mute_first = 0
         self.mute_flush = False
         self.refuse_open: Exception | None = None
         self.known_options = {"language", "prompt"}
