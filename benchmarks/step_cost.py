@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.plan import DecodeResult, StepPlan
-from engine.core.scheduler import Limits, Scheduler
+from engine.core.limits import Limits
+from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
 from engine.loop import EngineLoop
 from engine.messages import Feed, Item, Open

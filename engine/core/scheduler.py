@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from engine.core.encoder_cache import EncoderCache
+from engine.core.limits import Limits, largest_item
 from engine.core.pages import PagePool
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan
 from engine.core.stream import PRUNE_EVERY_POSITIONS, Stream
@@ -37,17 +38,6 @@ _NO_PAGES: list[tuple[int, int, int]] = []
 _NO_ROWS: list[int] = []
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one engine has, and how much of it one step may use."""
-
-    max_streams: int
-    cache_embeds: int
-    group_pages: tuple[int, ...] = ()
-    step_positions: int = 1024
-    step_embeds: int = 1024
-
-
 @dataclass(slots=True)
 class _Budget:
     positions: int
@@ -56,7 +46,7 @@ class _Budget:
 
 class Scheduler:
     def __init__(self, spec: ModelSpec, limits: Limits, vocabulary: Vocabulary) -> None:
-        self._max_item_embeds = min(_largest_item(spec, limits), limits.step_embeds)
+        self._max_item_embeds = largest_item(spec, limits)
         self.spec = spec
         self.limits = limits
         self.cache = EncoderCache(limits.cache_embeds)
@@ -427,21 +417,3 @@ class Scheduler:
         # The runner never heard of a stream that closes before its first plan.
         if self._opened.pop(stream.slot, None) is None:
             self._closed_slots.append(stream.slot)
-
-
-def _largest_item(spec: ModelSpec, limits: Limits) -> int:
-    """Embeddings of the largest item that always fits into what is set aside for a stream; checks the limits."""
-    if len(limits.group_pages) != len(spec.kv_groups):
-        raise ValueError(f"{len(spec.kv_groups)} groups of pages are needed, {len(limits.group_pages)} were given")
-    needed = spec.window_positions if spec.rereads_window else 1
-    if limits.step_positions < needed:
-        raise ValueError(f"a step of this model reads {needed} positions; raise step_positions to at least that")
-    if limits.step_embeds < 1:
-        raise ValueError("a step must be able to encode something; raise step_embeds")
-    if not spec.rereads_window:
-        return spec.embeds_per_stream
-    slack = spec.embeds_per_stream - spec.window_positions
-    if slack < 0:
-        raise ValueError(f"embeds_per_stream must be at least the window of {spec.window_positions} positions")
-    # An item may stick out of the window at both ends.
-    return slack // 2 + 1

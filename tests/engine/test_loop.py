@@ -8,7 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from engine.core.plan import DecodeResult, StepPlan, TimedToken
-from engine.core.scheduler import Limits, Scheduler
+from engine.core.limits import Limits
+from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
 from engine.errors import EngineDead
 from engine.gate import GateSettings

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, StepPlan, TimedToken
-from engine.core.scheduler import Limits, Scheduler
+from engine.core.limits import Limits
+from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
 from engine.errors import (
     AtCapacity,

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.core.plan import DecodeResult, DecodeTask, TimedToken
-from engine.core.scheduler import Limits, Scheduler
+from engine.core.limits import Limits
+from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
 from engine.errors import AtCapacity
 from engine.messages import Closed, Failed, Flushed, Item, Open, Text
