@@ -128,6 +128,9 @@ class GatewaySocket:
         self._reading = False
         self._loop.add_reader(self._socket.fileno(), self._read)
         self._loop.add_reader(self._monitor.fileno(), self._watch)
+        # The descriptors signal a change, not a state: they stay quiet until what is there has been read.
+        self._read()
+        self._watch()
 
     def send(self, frames: list[Any]) -> None:
         if self._closed:

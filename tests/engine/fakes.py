@@ -231,3 +231,9 @@ async def running(*engines: Engine, **settings: Any) -> AsyncIterator[EngineClie
         yield client
     finally:
         await client.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Look now and then: what tests wait for has no event."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
