@@ -1,14 +1,18 @@
-# Everything a fresh machine needs is made by the targets themselves: `make test` on a fresh clone sets up, then passes.
+# Everything a fresh machine needs is made by the targets themselves: `make demo` and `make test` work on a fresh clone.
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
+APT := $(if $(shell command -v apt-get),$(if $(filter 0,$(shell id -u)),apt-get,$(if $(shell command -v sudo),sudo -n apt-get)))
 
-.PHONY: help setup test check bench clean
+.PHONY: help setup weights system demo serve test check bench soak clean
 
 help:
+	@echo "make demo    set up, fetch and verify the embedded model, show live captions from real speech"
+	@echo "make serve   start the server; the page is at http://127.0.0.1:8000"
 	@echo "make test    set up, then run the whole test suite"
 	@echo "make check   lint and type-check"
 	@echo "make bench   run the benchmarks that need no GPU"
+	@echo "make soak    hours of sessions in compressed time"
 
 # The stamp depends on pyproject.toml, so a changed dependency installs at the next target.
 setup: $(VENV)/.installed
@@ -18,7 +22,28 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
-test: setup
+# Weights and a recording of real speech, each checked against its digest; already there: nothing is fetched.
+weights: setup
+	$(BIN)/tickertape pull
+
+# The browser tests need a browser, the audio tests a voice. Where neither can be installed, those tests say so and skip.
+system:
+	@missing=""; \
+	command -v chromium >/dev/null || missing="$$missing chromium"; \
+	command -v espeak-ng >/dev/null || missing="$$missing espeak-ng"; \
+	if [ -n "$$missing" ] && [ -n "$(APT)" ]; then \
+		echo "installing$$missing"; \
+		{ $(APT) update -qq && $(APT) install -y -qq --no-install-recommends $$missing; } >/dev/null 2>&1 \
+			|| echo "could not install$$missing; the tests that need them will be skipped"; \
+	fi
+
+demo: weights
+	$(BIN)/tickertape demo
+
+serve: weights
+	$(BIN)/tickertape serve
+
+test: weights system
 	$(BIN)/python -m pytest
 
 check: setup
@@ -28,6 +53,11 @@ check: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.step_cost
+	$(BIN)/python -m benchmarks.gateway
+	$(BIN)/python -m benchmarks.boundary
+
+soak: weights
+	$(BIN)/python -m pytest -m soak --timeout 7200
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
