@@ -1,0 +1,305 @@
+"""Moonshine: an encoder over raw audio without 30-second padding, and a small decoder; rotary positions in both.
+
+The layout and the names follow the published checkpoints, except that the three projections of self-attention are one
+matrix, and that the cross-attention keys and values of all layers are made in one place, when a window is encoded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+
+from engine.models.seq2seq import (
+    DecoderState,
+    Encoded,
+    attend,
+    join_heads,
+    quantise_linears,
+    split_heads,
+    visible,
+    write_cache,
+)
+
+# Kernel and stride of the three convolutions that turn samples into frames.
+_CONVOLUTIONS = ((127, 64), (7, 3), (3, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class MoonshineConfig:
+    width: int
+    inner: int
+    encoder_layers: int
+    decoder_layers: int
+    heads: int
+    rotary_dim: int
+    rope_theta: float
+    vocabulary: int
+    start_token: int
+    end_token: int
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> MoonshineConfig:
+        """From a checkpoint's config.json, as transformers writes it."""
+        heads = config["decoder_num_attention_heads"]
+        if config["encoder_num_attention_heads"] != heads:
+            raise ValueError("a Moonshine checkpoint with different head counts in encoder and decoder")
+        if config.get("decoder_num_key_value_heads") not in (None, heads):
+            raise ValueError("a Moonshine checkpoint with grouped key heads")
+        rope = config.get("rope_parameters") or config
+        width = config["hidden_size"]
+        return cls(
+            width=width,
+            inner=config["intermediate_size"],
+            encoder_layers=config["encoder_num_hidden_layers"],
+            decoder_layers=config["decoder_num_hidden_layers"],
+            heads=heads,
+            rotary_dim=int(width // heads * rope.get("partial_rotary_factor", 0.9)),
+            rope_theta=rope.get("rope_theta", 10000.0),
+            vocabulary=config["vocab_size"],
+            start_token=config.get("decoder_start_token_id", 1),
+            end_token=config.get("eos_token_id", 2),
+        )
+
+
+class _Rotary:
+    """Turns pairs of neighbouring dimensions by an angle that grows with the position."""
+
+    def __init__(self, config: MoonshineConfig) -> None:
+        exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
+        self._frequencies = 1.0 / config.rope_theta**exponent
+        self._dim = config.rotary_dim
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[batch, count] -> two of [batch, 1, count, rotary_dim / 2]"""
+        angle = positions[:, None, :, None].float() * self._frequencies.to(positions.device)
+        return angle.cos(), angle.sin()
+
+    def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        cosine, sine = angles
+        even, odd = x[..., 0 : self._dim : 2], x[..., 1 : self._dim : 2]
+        turned = torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1).flatten(-2)
+        return torch.cat((turned, x[..., self._dim :]), dim=-1)
+
+
+class _SelfAttention(nn.Module):
+    def __init__(self, config: MoonshineConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv_proj = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.o_proj = nn.Linear(config.width, config.width, bias=False)
+
+    def project(self, x: Tensor, rotary: _Rotary, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = (split_heads(part, self.heads) for part in self.qkv_proj(x).chunk(3, dim=-1))
+        return rotary.turn(query, angles), rotary.turn(key, angles), value
+
+
+class _EncoderMlp(nn.Module):
+    def __init__(self, config: MoonshineConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.width, config.inner)
+        self.fc2 = nn.Linear(config.inner, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc2(gelu(self.fc1(x)))
+        return result
+
+
+class _EncoderLayer(nn.Module):
+    def __init__(self, config: MoonshineConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(config.width, bias=False)
+        self.self_attn = _SelfAttention(config)
+        self.post_attention_layernorm = nn.LayerNorm(config.width, bias=False)
+        self.mlp = _EncoderMlp(config)
+
+    def forward(self, x: Tensor, rotary: _Rotary, angles: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        query, key, value = self.self_attn.project(self.input_layernorm(x), rotary, angles)
+        mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        x = x + self.self_attn.o_proj(join_heads(mixed))
+        result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return result
+
+
+class MoonshineEncoder(nn.Module):
+    def __init__(self, config: MoonshineConfig) -> None:
+        super().__init__()
+        width = config.width
+        (k1, s1), (k2, s2), (k3, s3) = _CONVOLUTIONS
+        self.conv1 = nn.Conv1d(1, width, k1, s1, bias=False)
+        self.groupnorm = nn.GroupNorm(1, width, eps=1e-5)
+        self.conv2 = nn.Conv1d(width, 2 * width, k2, s2)
+        self.conv3 = nn.Conv1d(2 * width, width, k3, s3)
+        self.layers = nn.ModuleList(_EncoderLayer(config) for _ in range(config.encoder_layers))
+        self.layer_norm = nn.LayerNorm(width, bias=False)
+        self._rotary = _Rotary(config)
+
+    def forward(self, audio: Tensor, lengths: list[int]) -> tuple[Tensor, list[int]]:
+        """[batch, samples] -> [batch, frames, width] and the frames that are real in each row."""
+        x = torch.tanh(self.conv1(audio[:, None]))
+        x = self._normalise(x, [_frames_after(length, 1) for length in lengths])
+        x = gelu(self.conv2(x))
+        x = gelu(self.conv3(x)).transpose(1, 2)  # [batch, frames, width]
+        frames = [_frames_after(length, 3) for length in lengths]
+        mask = None
+        if min(frames) < x.shape[1]:
+            mask = torch.arange(x.shape[1], device=x.device) < torch.tensor(frames, device=x.device)[:, None]
+            mask = mask[:, None, None, :]
+        angles = self._rotary.angles(torch.arange(x.shape[1], device=x.device)[None])
+        for layer in self.layers:
+            x = layer(x, self._rotary, angles, mask)
+        return self.layer_norm(x), frames
+
+    def _normalise(self, x: Tensor, frames: list[int]) -> Tensor:
+        """The group norm takes its mean over a whole row, so padding must stay out of it: rows are normalised alone."""
+        if min(frames) == x.shape[2]:
+            result: Tensor = self.groupnorm(x)
+            return result
+        rows = [self.groupnorm(row[None, :, :count]) for row, count in zip(x, frames, strict=True)]
+        return torch.cat([nn.functional.pad(row, (0, x.shape[2] - row.shape[2])) for row in rows])
+
+
+def _frames_after(samples: int, convolutions: int) -> int:
+    for kernel, stride in _CONVOLUTIONS[:convolutions]:
+        samples = (samples - kernel) // stride + 1
+    return samples
+
+
+class _CrossAttention(nn.Module):
+    def __init__(self, config: MoonshineConfig) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(config.width, config.width, bias=False)
+        self.o_proj = nn.Linear(config.width, config.width, bias=False)
+
+
+class _DecoderMlp(nn.Module):
+    def __init__(self, config: MoonshineConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.width, 2 * config.inner)
+        self.fc2 = nn.Linear(config.inner, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.fc1(x).chunk(2, dim=-1)
+        result: Tensor = self.fc2(silu(gate) * value)
+        return result
+
+
+class _DecoderLayer(nn.Module):
+    def __init__(self, config: MoonshineConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(config.width, bias=False)
+        self.self_attn = _SelfAttention(config)
+        self.post_attention_layernorm = nn.LayerNorm(config.width, bias=False)
+        self.encoder_attn = _CrossAttention(config)
+        self.final_layernorm = nn.LayerNorm(config.width, bias=False)
+        self.mlp = _DecoderMlp(config)
+
+
+class MoonshineDecoder(nn.Module):
+    def __init__(self, config: MoonshineConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.width)
+        self.layers = nn.ModuleList(_DecoderLayer(config) for _ in range(config.decoder_layers))
+        self.norm = nn.LayerNorm(config.width, bias=False)
+
+
+class Moonshine(nn.Module):
+    """See `seq2seq.SpeechModel`."""
+
+    samples_per_frame = 384
+    # One frame of the last convolution.
+    min_samples = 64 * (3 * (3 - 1) + 7 - 1) + 127
+    suppressed: list[int] = []
+
+    def __init__(self, config: MoonshineConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = MoonshineEncoder(config)
+        # Keys, then values, of every decoder layer's cross-attention.
+        self.cross_kv = nn.Linear(config.width, 2 * config.decoder_layers * config.width, bias=False)
+        self.decoder = MoonshineDecoder(config)
+        self._rotary = _Rotary(config)
+        self._scale = (config.width // config.heads) ** -0.5
+        self.max_tokens = 194
+        self.start_tokens = [config.start_token]
+        self.end_token = config.end_token
+        # [decoder layer, head] pairs whose attention follows the audio; all heads until someone knows better.
+        self.alignment_heads = [
+            (layer, head) for layer in range(config.decoder_layers) for head in range(config.heads)
+        ]
+
+    def encode(self, audio: Tensor, lengths: list[int]) -> Encoded:
+        hidden, frames = self.encoder(audio, lengths)
+        both = self.cross_kv(hidden).view(*hidden.shape[:2], 2, self.config.decoder_layers, self.config.heads, -1)
+        keys, values = both.permute(2, 3, 0, 4, 1, 5)  # each [layers, batch, heads, frames, dim]
+        return Encoded(keys, values, frames)
+
+    def new_state(self, batch: int, capacity: int) -> DecoderState:
+        config = self.config
+        return DecoderState(
+            config.decoder_layers,
+            batch,
+            config.heads,
+            capacity,
+            config.width // config.heads,
+            self.decoder.embed_tokens.weight,
+        )
+
+    def decode(
+        self, tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded
+    ) -> tuple[Tensor, Tensor]:
+        x = self.decoder.embed_tokens(tokens)
+        angles = self._rotary.angles(positions)
+        past = int(positions.max()) + 1
+        seen, heard = visible(positions, past), encoded.mask()
+        followed = []
+        for index, layer in enumerate(self.decoder.layers):
+            query, key, value = layer.self_attn.project(layer.input_layernorm(x), self._rotary, angles)
+            write_cache(state.keys[index], positions, key)
+            write_cache(state.values[index], positions, value)
+            mixed, _ = attend(query * self._scale, state.keys[index, :, :, :past], state.values[index, :, :, :past], seen)
+            x = x + layer.self_attn.o_proj(join_heads(mixed))
+            query = split_heads(layer.encoder_attn.q_proj(layer.post_attention_layernorm(x)), self.config.heads)
+            mixed, weights = attend(query * self._scale, encoded.keys[index], encoded.values[index], heard)
+            followed += [weights[:, head] for at, head in self.alignment_heads if at == index]
+            x = x + layer.encoder_attn.o_proj(join_heads(mixed))
+            x = x + layer.mlp(layer.final_layernorm(x))
+        return self.decoder.norm(x), torch.stack(followed).mean(dim=0)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.decoder.embed_tokens.weight.T
+
+    def quantise(self) -> None:
+        """8-bit weights where a whole window goes through at once: the encoder and the cross-attention inputs."""
+        quantise_linears(self.encoder)
+        holder = nn.ModuleDict({"cross_kv": self.cross_kv})
+        quantise_linears(holder)
+        self.cross_kv = holder["cross_kv"]  # type: ignore[assignment]
+
+    @classmethod
+    def load(cls, config: MoonshineConfig, tensors: dict[str, Tensor]) -> Moonshine:
+        """From a transformers state dict; every tensor is used once, or it is an error."""
+        model = cls(config)
+        model.load_state_dict(_fused(tensors, config), strict=True)
+        return model.eval()
+
+
+def _fused(tensors: dict[str, Tensor], config: MoonshineConfig) -> dict[str, Tensor]:
+    left = {name.removeprefix("model."): value.float() for name, value in tensors.items()}
+    left.pop("proj_out.weight", None)  # the same matrix as the embedding
+    stacks = [("encoder", layer) for layer in range(config.encoder_layers)]
+    stacks += [("decoder", layer) for layer in range(config.decoder_layers)]
+    for side, layer in stacks:
+        prefix = f"{side}.layers.{layer}.self_attn."
+        parts = [left.pop(f"{prefix}{part}_proj.weight") for part in "qkv"]
+        left[prefix + "qkv_proj.weight"] = torch.cat(parts)
+    cross = [
+        left.pop(f"decoder.layers.{layer}.encoder_attn.{part}_proj.weight")
+        for part in "kv"
+        for layer in range(config.decoder_layers)
+    ]
+    left["cross_kv.weight"] = torch.cat(cross)
+    return left

@@ -1,0 +1,156 @@
+"""What Whisper and Moonshine share: the shape of an encoder-decoder pass, its caches, and 8-bit linear layers.
+
+Weights are shared, state is passed: a pass owns an `Encoded` (what the decoder hears) and a `DecoderState` (what it has
+said so far), both batched over streams. Rows of a batch are ragged; masks make each row's result its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(slots=True)
+class Encoded:
+    """Cross-attention keys and values of every decoder layer, padded to the longest row.
+
+    keys, values: [layers, batch, heads, frames, dim]; lengths: frames that are real, per row.
+    """
+
+    keys: Tensor
+    values: Tensor
+    lengths: list[int]
+
+    @classmethod
+    def stack(cls, rows: list[Encoded]) -> Encoded:
+        """One batch out of passes that were encoded one by one."""
+        if len(rows) == 1:
+            return rows[0]
+        lengths = [length for row in rows for length in row.lengths]
+        return cls(_pad_stack([row.keys for row in rows]), _pad_stack([row.values for row in rows]), lengths)
+
+    def mask(self) -> Tensor | None:
+        """[batch, 1, 1, frames], True where the frame is real; None when all are."""
+        frames = self.keys.shape[3]
+        if all(length == frames for length in self.lengths):
+            return None
+        lengths = torch.tensor(self.lengths, device=self.keys.device)
+        return (torch.arange(frames, device=self.keys.device) < lengths[:, None])[:, None, None, :]
+
+
+def _pad_stack(parts: list[Tensor]) -> Tensor:
+    frames = max(part.shape[3] for part in parts)
+    return torch.cat([nn.functional.pad(part, (0, 0, 0, frames - part.shape[3])) for part in parts], dim=1)
+
+
+class DecoderState:
+    """Self-attention keys and values: [layers, batch, heads, capacity, dim], written at each row's own position."""
+
+    def __init__(self, layers: int, batch: int, heads: int, capacity: int, dim: int, like: Tensor) -> None:
+        shape = (layers, batch, heads, capacity, dim)
+        self.keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self.values = torch.zeros_like(self.keys)
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[3]
+
+
+class SpeechModel(Protocol):
+    """An encoder-decoder over audio windows."""
+
+    # Audio samples that one encoder frame stands for; word times are counted in frames.
+    samples_per_frame: int
+    # Fewest samples the front end can make a frame of.
+    min_samples: int
+    max_tokens: int
+    start_tokens: list[int]
+    end_token: int
+    # Tokens that are never text (markers, time stamps); greedy decoding leaves them out.
+    suppressed: list[int]
+
+    def encode(self, audio: Tensor, lengths: list[int]) -> Encoded:
+        """[batch, samples] of 16 kHz audio, zero behind each row's length -> what the decoder listens to."""
+
+    def new_state(self, batch: int, capacity: int) -> DecoderState: ...
+
+    def decode(
+        self, tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded
+    ) -> tuple[Tensor, Tensor]:
+        """tokens, positions: [batch, count] -> hidden [batch, count, width], attention [batch, count, frames].
+
+        A row may be padded by repeating positions beyond its own end: what is written there is overwritten before it
+        can be seen. Attention is averaged over the heads that follow the audio, and sums to one over frames.
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+def visible(positions: Tensor, keys: int) -> Tensor:
+    """[batch, count] positions -> [batch, 1, count, keys]: a token sees itself and what came before it."""
+    return torch.arange(keys, device=positions.device) <= positions[:, None, :, None]
+
+
+def write_cache(cache: Tensor, positions: Tensor, new: Tensor) -> None:
+    """Put new [batch, heads, count, dim] into cache [batch, heads, capacity, dim] at each row's positions."""
+    index = positions[:, None, :, None].expand(-1, cache.shape[1], -1, cache.shape[3])
+    cache.scatter_(2, index, new)
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention with its weights: [batch, heads, count, dim] and [batch, heads, count, keys]; query is scaled."""
+    scores = query @ keys.transpose(2, 3)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    weights = scores.softmax(dim=-1)
+    return weights @ values, weights
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[batch, count, width] -> [batch, heads, count, dim]"""
+    return x.view(x.shape[0], x.shape[1], heads, -1).transpose(1, 2)
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """[batch, heads, count, dim] -> [batch, count, width]"""
+    return x.transpose(1, 2).flatten(2)
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with 8-bit weights and 8-bit activations.
+
+    The fast kernels take one scale per matrix. Rows of weights and rows of input are therefore brought to the same range
+    first and scaled back behind the product, which is as exact as a scale per row.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach().float()
+        self.range = weight.abs().amax(dim=1).clamp(min=1e-12)
+        self.bias = None if linear.bias is None else linear.bias.detach().float()
+        quantised = torch.quantize_per_tensor(weight / self.range[:, None], 1.0 / 127.0, 0, torch.qint8)
+        self._packed = torch.ops.quantized.linear_prepack(quantised, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loudest = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12)
+        product: Tensor = torch.ops.quantized.linear_dynamic(x / loudest, self._packed)
+        product.mul_(loudest).mul_(self.range)
+        return product if self.bias is None else product.add_(self.bias)
+
+
+def int8_supported() -> bool:
+    """Whether this build of torch has fast 8-bit kernels for this processor."""
+    return any(engine in torch.backends.quantized.supported_engines for engine in ("onednn", "x86"))
+
+
+def quantise_linears(module: nn.Module) -> None:
+    """Replace every linear layer inside `module` by its 8-bit form."""
+    supported = torch.backends.quantized.supported_engines
+    torch.backends.quantized.engine = "x86" if "x86" in supported else "onednn"
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, Int8Linear(child))

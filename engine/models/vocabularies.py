@@ -1,0 +1,96 @@
+"""Token id -> the bytes it stands for, from the vocabulary files that checkpoints come with."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+# How sentencepiece writes a space.
+_SPACE = "\u2581"
+
+
+def load_pieces(folder: Path, size: int) -> list[bytes]:
+    """Bytes of every token, leading space included; empty for markers and for ids the file does not name."""
+    for name, read in (
+        ("tokenizer.json", _from_tokenizer_json),
+        ("tokenizer.bin", _from_tokenizer_bin),
+        ("vocabulary.tiktoken", _from_tiktoken),
+    ):
+        file = folder / name
+        if file.exists():
+            pieces = read(file)
+            if len(pieces) > size:
+                raise ValueError(f"{file} names {len(pieces)} tokens, the model has {size}: they do not belong together")
+            return pieces + [b""] * (size - len(pieces))
+    raise FileNotFoundError(
+        f"no vocabulary in {folder}: it needs tokenizer.json (transformers) or vocabulary.tiktoken (OpenAI Whisper)"
+    )
+
+
+def _from_tokenizer_bin(file: Path) -> list[bytes]:
+    """Each token is its length (low seven bits first, as many bytes as needed) and its bytes."""
+    data = file.read_bytes()
+    pieces: list[bytes] = []
+    at = 0
+    while at < len(data):
+        length, at = data[at], at + 1
+        if length >= 0x80:
+            length, at = (length & 0x7F) | data[at] << 7, at + 1
+        pieces.append(_sentencepiece_bytes(data[at : at + length]))
+        at += length
+    return pieces
+
+
+def _sentencepiece_bytes(piece: bytes) -> bytes:
+    if re.fullmatch(rb"<(unk|s|/s)>|<<ST_\d+>>", piece):
+        return b""
+    return piece.replace(_SPACE.encode(), b" ")
+
+
+def _from_tiktoken(file: Path) -> list[bytes]:
+    """Lines of base64 and rank."""
+    pieces: list[bytes] = []
+    for number, line in enumerate(file.read_bytes().splitlines()):
+        text, rank = line.split()
+        if int(rank) != number:
+            raise ValueError(f"{file}: line {number + 1} has rank {int(rank)}, expected {number}")
+        pieces.append(base64.b64decode(text))
+    return pieces
+
+
+def _from_tokenizer_json(file: Path) -> list[bytes]:
+    content: dict[str, Any] = json.loads(file.read_text())
+    vocabulary: dict[str, int] = content["model"]["vocab"]
+    byte_level = _byte_level(content)
+    specials = {token["id"] for token in content.get("added_tokens", ())}
+    size = 1 + max([*vocabulary.values(), *specials])
+    pieces = [b""] * size
+    letters = _byte_letters() if byte_level else {}
+    for token, number in vocabulary.items():
+        if number in specials:
+            continue
+        if byte_level:
+            pieces[number] = bytes(letters[letter] for letter in token)
+        elif match := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
+            pieces[number] = bytes([int(match[1], 16)])
+        else:
+            pieces[number] = token.replace(_SPACE, " ").encode()
+    return pieces
+
+
+def _byte_level(content: dict[str, Any]) -> bool:
+    steps = [content.get("pre_tokenizer"), content.get("decoder")]
+    steps += [part for step in steps if step for part in step.get("pretokenizers", []) + step.get("decoders", [])]
+    return any(step and step.get("type") == "ByteLevel" for step in steps)
+
+
+def _byte_letters() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others for letters from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    letters.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return letters

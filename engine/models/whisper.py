@@ -1,0 +1,344 @@
+"""Whisper of any size, from OpenAI's `.pt` files and from transformers checkpoints.
+
+Names follow OpenAI's files, except that the three projections of self-attention are one matrix and that the
+cross-attention keys and values of all layers are made when a window is encoded. Whisper was trained on windows padded
+to 30 seconds; `context_slack_seconds` trims that to the audio plus some silence, which is what makes it affordable live.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, pad, scaled_dot_product_attention
+
+from engine.models.mel import FRAME_SAMPLES, HOP_SAMPLES, SAMPLE_RATE, slaney_filters
+from engine.models.seq2seq import (
+    DecoderState,
+    Encoded,
+    attend,
+    join_heads,
+    quantise_linears,
+    split_heads,
+    visible,
+    write_cache,
+)
+
+_WINDOW_SAMPLES = 30 * SAMPLE_RATE
+# Text tokens of the two vocabularies; a multilingual one has one token more, so its size gives it away.
+_ENGLISH_TEXT_TOKENS = 50_256
+_ENGLISH_VOCABULARY = 51_864
+# Tokens that are neither text nor a language: start, translate, transcribe, ..., 1501 time stamps.
+_SPECIALS_WITHOUT_LANGUAGES = 1_509
+
+# (decoder layers, vocabulary) -> the heads that OpenAI found to follow the audio; [layer, head].
+_ALIGNMENT_HEADS: dict[tuple[int, int], list[tuple[int, int]]] = {
+    (4, 51864): [(1, 0), (2, 0), (2, 5), (3, 0), (3, 1), (3, 2), (3, 3), (3, 4)],
+    (4, 51865): [(2, 2), (3, 0), (3, 2), (3, 3), (3, 4), (3, 5)],
+    (4, 51866): [(2, 4), (2, 11), (3, 3), (3, 6), (3, 11), (3, 14)],
+    (6, 51864): [(3, 3), (4, 7), (5, 1), (5, 5), (5, 7)],
+    (6, 51865): [(3, 1), (4, 2), (4, 3), (4, 7), (5, 1), (5, 2), (5, 4), (5, 6)],
+    (12, 51865): [(5, 3), (5, 9), (8, 0), (8, 4), (8, 7), (8, 8), (9, 0), (9, 7), (9, 9), (10, 5)],
+    (24, 51865): [(13, 15), (15, 4), (15, 15), (16, 1), (20, 0), (23, 4)],
+    (32, 51866): [(7, 0), (10, 17), (12, 18), (13, 12), (16, 1), (17, 14), (19, 11), (21, 4), (24, 1), (25, 6)],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WhisperConfig:
+    mels: int
+    vocabulary: int
+    audio_frames: int
+    width: int
+    audio_heads: int
+    audio_layers: int
+    text_tokens: int
+    text_heads: int
+    text_layers: int
+
+    @classmethod
+    def from_dims(cls, dims: dict[str, int]) -> WhisperConfig:
+        """From the `dims` of an OpenAI file."""
+        return cls(
+            dims["n_mels"],
+            dims["n_vocab"],
+            dims["n_audio_ctx"],
+            dims["n_audio_state"],
+            dims["n_audio_head"],
+            dims["n_audio_layer"],
+            dims["n_text_ctx"],
+            dims["n_text_head"],
+            dims["n_text_layer"],
+        )
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> WhisperConfig:
+        """From a transformers config.json."""
+        return cls(
+            config["num_mel_bins"],
+            config["vocab_size"],
+            config["max_source_positions"],
+            config["d_model"],
+            config["encoder_attention_heads"],
+            config["encoder_layers"],
+            config["max_target_positions"],
+            config["decoder_attention_heads"],
+            config["decoder_layers"],
+        )
+
+    @property
+    def multilingual(self) -> bool:
+        return self.vocabulary > _ENGLISH_VOCABULARY
+
+    @property
+    def end_token(self) -> int:
+        return _ENGLISH_TEXT_TOKENS + int(self.multilingual)
+
+    @property
+    def languages(self) -> int:
+        """Languages it was trained on; each has a token right behind the start token, also in the English files."""
+        return self.vocabulary - self.end_token - _SPECIALS_WITHOUT_LANGUAGES
+
+    def start_tokens(self, language: int) -> list[int]:
+        """Transcribe, without time stamps."""
+        start = self.end_token + 1
+        transcribe = start + self.languages + 2
+        no_timestamps = transcribe + 4
+        if not self.multilingual:
+            return [start, no_timestamps]
+        return [start, start + 1 + language, transcribe, no_timestamps]
+
+
+class _Mlp(nn.Sequential):
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+class _SelfAttention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        return query, key, value
+
+
+class _EncoderBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attn_ln = nn.LayerNorm(width)
+        self.attn = _SelfAttention(width, heads)
+        self.mlp_ln = nn.LayerNorm(width)
+        self.mlp = _Mlp(width)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        query, key, value = self.attn.project(self.attn_ln(x))
+        x = x + self.attn.out(join_heads(scaled_dot_product_attention(query, key, value, attn_mask=mask)))
+        result: Tensor = x + self.mlp(self.mlp_ln(x))
+        return result
+
+
+class WhisperEncoder(nn.Module):
+    def __init__(self, config: WhisperConfig) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv1d(config.mels, config.width, 3, padding=1)
+        self.conv2 = nn.Conv1d(config.width, config.width, 3, stride=2, padding=1)
+        self.positional_embedding = nn.Parameter(torch.empty(config.audio_frames, config.width))
+        self.blocks = nn.ModuleList(_EncoderBlock(config.width, config.audio_heads) for _ in range(config.audio_layers))
+        self.ln_post = nn.LayerNorm(config.width)
+
+    def forward(self, mel: Tensor, frames: list[int]) -> Tensor:
+        """[batch, mels, 2 * frames] -> [batch, frames, width]; `frames` are the real ones of each row."""
+        mask = None
+        x = gelu(self.conv1(mel))
+        if min(frames) * 2 < mel.shape[2]:
+            lengths = torch.tensor(frames, device=mel.device)[:, None]
+            # What a row has behind its end must be the zeros that a lone row is padded with.
+            x = x * (torch.arange(mel.shape[2], device=mel.device) < 2 * lengths)[:, None, :]
+            mask = (torch.arange(mel.shape[2] // 2, device=mel.device) < lengths)[:, None, None, :]
+        x = gelu(self.conv2(x)).transpose(1, 2)
+        x = x + self.positional_embedding[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x, mask)
+        result: Tensor = self.ln_post(x)
+        return result
+
+
+class _CrossAttention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+
+class _DecoderBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attn_ln = nn.LayerNorm(width)
+        self.attn = _SelfAttention(width, heads)
+        self.cross_attn_ln = nn.LayerNorm(width)
+        self.cross_attn = _CrossAttention(width)
+        self.mlp_ln = nn.LayerNorm(width)
+        self.mlp = _Mlp(width)
+
+
+class WhisperDecoder(nn.Module):
+    def __init__(self, config: WhisperConfig) -> None:
+        super().__init__()
+        self.token_embedding = nn.Embedding(config.vocabulary, config.width)
+        self.positional_embedding = nn.Parameter(torch.empty(config.text_tokens, config.width))
+        self.blocks = nn.ModuleList(_DecoderBlock(config.width, config.text_heads) for _ in range(config.text_layers))
+        self.ln = nn.LayerNorm(config.width)
+
+
+class Whisper(nn.Module):
+    """See `seq2seq.SpeechModel`."""
+
+    samples_per_frame = 2 * HOP_SAMPLES
+    min_samples = FRAME_SAMPLES
+
+    def __init__(self, config: WhisperConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.context_slack_seconds: float | None = None
+        self.encoder = WhisperEncoder(config)
+        # Keys, then values, of every decoder layer's cross-attention.
+        self.cross_kv = nn.Linear(config.width, 2 * config.text_layers * config.width)
+        self.decoder = WhisperDecoder(config)
+        self.register_buffer("_filters", slaney_filters(config.mels).float(), persistent=False)
+        self.register_buffer("_hann", torch.hann_window(FRAME_SAMPLES), persistent=False)
+        self._scale = (config.width // config.text_heads) ** -0.5
+        self.start_tokens = config.start_tokens(language=0)
+        self.end_token = config.end_token
+        self.max_tokens = config.text_tokens
+        self.suppressed = list(range(config.end_token + 1, config.vocabulary))
+        upper = [(layer, head) for layer in range(config.text_layers // 2, config.text_layers) for head in range(config.text_heads)]
+        self.alignment_heads = _ALIGNMENT_HEADS.get((config.text_layers, config.vocabulary), upper)
+
+    def log_mel(self, audio: Tensor) -> Tensor:
+        """[batch, samples] -> [batch, mels, samples / 160]; each row's floor is 80 dB below its own peak."""
+        filters: Tensor = self.get_buffer("_filters")
+        spectrum = torch.stft(audio, FRAME_SAMPLES, HOP_SAMPLES, window=self.get_buffer("_hann"), return_complex=True)
+        power = spectrum[..., :-1].abs().square()
+        log_mel = (filters.T @ power).clamp(min=1e-10).log10()
+        floor = log_mel.amax(dim=(1, 2), keepdim=True) - 8.0
+        return (torch.maximum(log_mel, floor) + 4.0) / 4.0
+
+    def encode(self, audio: Tensor, lengths: list[int]) -> Encoded:
+        frames = [self._context_frames(length) for length in lengths]
+        samples = max(frames) * self.samples_per_frame
+        mel = self.log_mel(pad(audio[:, :samples], (0, max(0, samples - audio.shape[1]))))
+        if min(frames) < max(frames):
+            ends = 2 * torch.tensor(frames, device=mel.device)[:, None]
+            mel = mel * (torch.arange(mel.shape[2], device=mel.device) < ends)[:, None, :]
+        hidden = self.encoder(mel, frames)
+        config = self.config
+        both = self.cross_kv(hidden).view(*hidden.shape[:2], 2, config.text_layers, config.text_heads, -1)
+        keys, values = both.permute(2, 3, 0, 4, 1, 5)  # each [layers, batch, heads, frames, dim]
+        return Encoded(keys, values, frames)
+
+    def _context_frames(self, samples: int) -> int:
+        if self.context_slack_seconds is None:
+            return self.config.audio_frames
+        wanted = samples + round(self.context_slack_seconds * SAMPLE_RATE)
+        return min(-(-wanted // self.samples_per_frame), self.config.audio_frames)
+
+    def new_state(self, batch: int, capacity: int) -> DecoderState:
+        config = self.config
+        like = self.decoder.token_embedding.weight
+        return DecoderState(config.text_layers, batch, config.text_heads, capacity, config.width // config.text_heads, like)
+
+    def decode(
+        self, tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded
+    ) -> tuple[Tensor, Tensor]:
+        x = self.decoder.token_embedding(tokens) + self.decoder.positional_embedding[positions]
+        past = int(positions.max()) + 1
+        seen, heard = visible(positions, past), encoded.mask()
+        followed = []
+        for index, block in enumerate(self.decoder.blocks):
+            query, key, value = block.attn.project(block.attn_ln(x))
+            write_cache(state.keys[index], positions, key)
+            write_cache(state.values[index], positions, value)
+            mixed, _ = attend(query * self._scale, state.keys[index, :, :, :past], state.values[index, :, :, :past], seen)
+            x = x + block.attn.out(join_heads(mixed))
+            query = split_heads(block.cross_attn.query(block.cross_attn_ln(x)), self.config.text_heads)
+            mixed, weights = attend(query * self._scale, encoded.keys[index], encoded.values[index], heard)
+            followed += [weights[:, head] for at, head in self.alignment_heads if at == index]
+            x = x + block.cross_attn.out(join_heads(mixed))
+            x = x + block.mlp(block.mlp_ln(x))
+        return self.decoder.ln(x), torch.stack(followed).mean(dim=0)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.decoder.token_embedding.weight.T
+
+    def quantise(self) -> None:
+        """8-bit weights where a whole window goes through at once: the encoder and the cross-attention inputs."""
+        quantise_linears(self.encoder)
+        holder = nn.ModuleDict({"cross_kv": self.cross_kv})
+        quantise_linears(holder)
+        self.cross_kv = holder["cross_kv"]  # type: ignore[assignment]
+
+    @classmethod
+    def load(cls, config: WhisperConfig, tensors: dict[str, Tensor]) -> Whisper:
+        """From either kind of state dict; every tensor is used once, or it is an error."""
+        model = cls(config)
+        model.load_state_dict(_fused(tensors, config), strict=True)
+        return model.eval()
+
+
+# transformers' names, part by part; the order matters where one contains another.
+_RENAMES = [
+    (r"^model\.", ""),
+    (r"\.layers\.", ".blocks."),
+    (r"\.self_attn_layer_norm\.", ".attn_ln."),
+    (r"\.encoder_attn_layer_norm\.", ".cross_attn_ln."),
+    (r"\.final_layer_norm\.", ".mlp_ln."),
+    (r"^encoder\.layer_norm\.", "encoder.ln_post."),
+    (r"^decoder\.layer_norm\.", "decoder.ln."),
+    (r"\.self_attn\.", ".attn."),
+    (r"\.encoder_attn\.", ".cross_attn."),
+    (r"\.q_proj\.", ".query."),
+    (r"\.k_proj\.", ".key."),
+    (r"\.v_proj\.", ".value."),
+    (r"\.out_proj\.", ".out."),
+    (r"\.fc1\.", ".mlp.0."),
+    (r"\.fc2\.", ".mlp.2."),
+    (r"\.embed_positions\.weight$", ".positional_embedding"),
+    (r"\.embed_tokens\.", ".token_embedding."),
+]
+
+
+def _openai_name(name: str) -> str:
+    for pattern, replacement in _RENAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _fused(tensors: dict[str, Tensor], config: WhisperConfig) -> dict[str, Tensor]:
+    left = {_openai_name(name): value.float() for name, value in tensors.items() if name != "proj_out.weight"}
+
+    def take(prefix: str, parts: tuple[str, ...]) -> tuple[list[Tensor], list[Tensor]]:
+        weights = [left.pop(f"{prefix}{part}.weight") for part in parts]
+        # Keys have no bias in Whisper; a zero one lets the fused matrix have one.
+        biases = [left.pop(f"{prefix}{part}.bias", torch.zeros(config.width)) for part in parts]
+        return weights, biases
+
+    for side, layers in (("encoder", config.audio_layers), ("decoder", config.text_layers)):
+        for layer in range(layers):
+            prefix = f"{side}.blocks.{layer}.attn."
+            weights, biases = take(prefix, ("query", "key", "value"))
+            left[prefix + "qkv.weight"], left[prefix + "qkv.bias"] = torch.cat(weights), torch.cat(biases)
+    cross_weights, cross_biases = [], []
+    for part in ("key", "value"):
+        for layer in range(config.text_layers):
+            weights, biases = take(f"decoder.blocks.{layer}.cross_attn.", (part,))
+            cross_weights += weights
+            cross_biases += biases
+    left["cross_kv.weight"], left["cross_kv.bias"] = torch.cat(cross_weights), torch.cat(cross_biases)
+    return left
