@@ -1,6 +1,6 @@
 """Attention kernels alone: checked against the reference, then timed over block shapes, in bytes per second.
 
-    python -m benchmarks.gpu_kernels [--sweep]
+    python -m benchmarks.gpu_kernels [--shapes 64,4,2 128,4,2,4]
 
 Every figure reads each stream's whole window once from many layers in turn, so the cache does not help.
 """
@@ -131,18 +131,20 @@ def time_layers(query: Tensor, pages: KvPages, span: Span, heads: Heads, layers:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true", help="time several block shapes instead of the chosen one")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", default=[], metavar="BLOCK,WARPS,STAGES[,SPLITS]")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--stacks", nargs="+", default=["encoder", "decoder"])
+    parser.add_argument("--kv", nargs="+", choices=("bf16", "fp8"), default=["bf16", "fp8"])
     parser.add_argument("--window", type=int, default=1024)
     arguments = parser.parse_args()
     check_all(arguments.window)
-    shapes = [(64, 4, 3), (64, 4, 2), (64, 2, 3), (128, 4, 2), (128, 4, 3), (32, 2, 4)]
-    sweep = [{"block": block, "warps": warps, "stages": stages} for block, warps, stages in shapes]
-    for name, (heads, rows) in stacks(arguments.window).items():
-        for eight_bit, streams in itertools.product((False, True), arguments.streams):
-            print(f"{name} {'fp8' if eight_bit else 'bf16'} {streams} streams")
-            time_attention(heads, rows, streams, eight_bit, sweep if arguments.sweep else [{}])
+    fields = ("block", "warps", "stages", "splits")
+    tuning = [dict(zip(fields, map(int, shape.split(",")), strict=False)) for shape in arguments.shapes]
+    for name, kv, streams in itertools.product(arguments.stacks, arguments.kv, arguments.streams):
+        heads, rows = stacks(arguments.window)[name]
+        print(f"{name} {kv} {streams} streams")
+        time_attention(heads, rows, streams, kv == "fp8", tuning or [{}])
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from engine.runner.runner import RunnerSettings, VoxtralRunner
 
 POSITION_NS = 80_000_000
 MAX_LAG_MS = 80.0
+SETTLE_S = 2
 KV_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
@@ -66,24 +67,27 @@ class Probe:
         self._runner = runner
         self.spec, self.vocabulary, self.check_open = runner.spec, runner.vocabulary, runner.check_open
         self.tasks: list[DecodeTask] = []
-        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._passes: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         graphs = runner._graphs
         assert graphs is not None
         replay = graphs.run
 
         def timed(count: int) -> None:
-            self._begin.record()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
             replay(count)
-            self._end.record()
+            end.record()
+            self._passes.append((begin, end))
 
         graphs.run = timed  # type: ignore[method-assign]
 
     def execute(self, plan: StepPlan) -> list[DecodeResult]:
         self.tasks = plan.decode
+        self._passes = []
         return self._runner.execute(plan)
 
     def device_ms(self) -> float:
-        return float(self._begin.elapsed_time(self._end)) if self.tasks else 0.0
+        return sum(float(begin.elapsed_time(end)) for begin, end in self._passes)
 
 
 class Traffic:
@@ -153,7 +157,7 @@ class Bench:
         slots = {loop.scheduler.streams[name].slot: index for index, name in enumerate(traffic.names)}
         lags: list[int] = []
         steps: list[tuple[float, float, float, int]] = []  # whole step, device, plan + commit, streams
-        settle = 2 * POSITION_NS  # the first frames also copy the openings
+        settle = SETTLE_S * 10**9  # all streams join in one instant, and each first copies its opening
         began = time.perf_counter_ns()
         while (elapsed := time.perf_counter_ns() - began) < seconds * 1e9:
             feeds = traffic.due(elapsed)

@@ -41,7 +41,8 @@ class Heads:
 class KvPages:
     """Pages of one stack. With 8-bit storage every row of every head has its own scale.
 
-    data: [layers, pages, 2 (key, value), heads, page_rows, dim]; scales: [layers, pages, 2, heads, page_rows] or None.
+    data: [layers, pages, 2 (key, value), heads, page_rows, dim]; scales: [layers, pages, heads, page_rows, 2] or None,
+    so that both scales of a row are one 32-bit word.
     """
 
     data: Tensor
@@ -52,8 +53,9 @@ class KvPages:
         cls, layers: int, pages: int, page_rows: int, heads: Heads, dtype: torch.dtype, device: torch.device | str
     ) -> KvPages:
         shape = (layers, pages, 2, heads.keys, page_rows, heads.dim)
-        eight_bit = dtype == torch.float8_e4m3fn
-        scales = torch.zeros(shape[:-1], dtype=torch.bfloat16, device=device) if eight_bit else None
+        scales = None
+        if dtype == torch.float8_e4m3fn:
+            scales = torch.zeros(layers, pages, heads.keys, page_rows, 2, dtype=torch.bfloat16, device=device)
         return cls(torch.zeros(shape, dtype=dtype, device=device), scales)
 
     @property
@@ -138,7 +140,7 @@ def gather_ring(layer: int, pages: KvPages, span: Span, dtype: torch.dtype) -> t
     rows = (block[:, :, None] * page_rows + torch.arange(page_rows, device=tables.device)).flatten(1)
     rows = torch.where(rows < span.first[:, None], rows, -1)  # the rest of the block in use is from a lap ago
 
-    scales = None if pages.scales is None else pages.scales[layer][tables]
+    scales = None if pages.scales is None else pages.scales[layer][tables].movedim(-1, 2)
     held = unpack(pages.data[layer][tables], scales, dtype)  # [streams, ring_pages, 2, heads, page_rows, dim]
     held = held.permute(0, 1, 4, 2, 3, 5).flatten(1, 2)  # [streams, ring, 2, heads, dim]
     # A page may hold another stream's leftovers, even NaN, which a masked weight of zero would not keep out.
@@ -154,7 +156,7 @@ def store_rows(layer: int, pages: KvPages, span: Span, rows: Tensor, values: Ten
     offset = (rows % page_rows)[kept]
     pages.data[layer][page, :, :, offset] = values[kept.flatten()]
     if pages.scales is not None and scales is not None:
-        pages.scales[layer][page, :, :, offset] = scales[kept.flatten()]
+        pages.scales[layer][page, :, offset] = scales[kept.flatten()].transpose(1, 2)
 
 
 def pack(rows: Tensor, pages: KvPages) -> tuple[Tensor, Tensor | None]:

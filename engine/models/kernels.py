@@ -20,8 +20,13 @@ from torch import Tensor
 from engine.models.attention import FP8_MAX, SMALLEST_SCALE, Heads, KvPages, Span
 from engine.models.layers import RowScale
 
-# Programs that keep the memory system busy: a few per multiprocessor of the largest current parts.
-WANTED_PROGRAMS = 1056
+# Programs that keep the memory system busy: about four per multiprocessor of the largest current parts.
+WANTED_PROGRAMS = 512
+# A longer slice of a window leaves multiprocessors idle when the last programs run out.
+LONGEST_SLICE_ROWS = 1024
+# (head dim, 8-bit storage) -> rows per block, warps, pipeline stages; by benchmarks/gpu_kernels.py on an H200.
+SHAPES = {(64, False): (64, 2, 2), (128, False): (64, 4, 2), (64, True): (64, 1, 3), (128, True): (64, 2, 3)}
+DEFAULT_SHAPE = (64, 4, 2)
 # A tensor core multiplies 16 rows at least; a live step has 4 query rows per key head, the rest is padding.
 QUERY_TILE = 16
 HEADS_PER_STORE = 8
@@ -120,13 +125,14 @@ def _rotate_store_kernel(
         slot = tl.load(slots + row // ROWS)
         page = tl.load(table + slot * ring_pages + (number // PAGE) % ring_pages).to(tl.int64)
         # head counts on from keys to values, and so does the page's memory: [2, heads, page rows, dim]
-        line = (page * 2 * KEYS + head - QUERIES) * PAGE + number % PAGE
+        both = head - QUERIES
+        line = (page * 2 * KEYS + both) * PAGE + number % PAGE
         if EIGHT_BIT:
             low = low.to(fused.dtype.element_ty).to(tl.float32)
             high = high.to(fused.dtype.element_ty).to(tl.float32)
             largest = tl.maximum(tl.max(tl.abs(low), axis=1), tl.max(tl.abs(high), axis=1))
             scale = tl.maximum(largest / FORMAT_MAX, SMALLEST).to(tl.bfloat16)
-            tl.store(scales + line, scale)
+            tl.store(scales + ((page * KEYS + both % KEYS) * PAGE + number % PAGE) * 2 + both // KEYS, scale)
             wide = scale.to(tl.float32)[:, None]
             low = tl.clamp(low / wide, -FORMAT_MAX, FORMAT_MAX)
             high = tl.clamp(high / wide, -FORMAT_MAX, FORMAT_MAX)
@@ -185,8 +191,10 @@ def _paged_attention_kernel(  # noqa: PLR0915 - one loop; Triton inlines helpers
         k = tl.load(data + line[:, None] * DIM + d[None, :], mask=held[:, None], other=0.0)
         v = tl.load(data + (line[:, None] + KEYS * PAGE) * DIM + d[None, :], mask=held[:, None], other=0.0)
         if EIGHT_BIT:
+            # Two bfloat16 in one word: a bfloat16 is the upper half of a float32.
+            pair = tl.load(scales + (page * KEYS + key_head) * PAGE + row % PAGE, mask=held, other=0)
             scores = tl.dot(q, tl.trans(k.to(tl.float16)))
-            scores *= tl.load(scales + line, mask=held, other=0.0).to(tl.float32)[None, :]
+            scores *= (pair << 16).to(tl.float32, bitcast=True)[None, :]
         else:
             scores = tl.dot(q, tl.trans(k))
         scores *= softmax_scale  # in units of log 2, so that exp2 serves
@@ -199,7 +207,7 @@ def _paged_attention_kernel(  # noqa: PLR0915 - one loop; Triton inlines helpers
         running_sum = running_sum * decay + tl.sum(weight, axis=1)
         acc *= decay[:, None]
         if EIGHT_BIT:
-            value_scale = tl.load(scales + line + KEYS * PAGE, mask=held, other=0.0).to(tl.float32)
+            value_scale = (pair & -65536).to(tl.float32, bitcast=True)
             weight *= value_scale[None, :] * 64.0  # keeps small weights above float16's smallest
             acc = tl.dot(weight.to(tl.float16), v.to(tl.float16), acc)
         else:
@@ -237,7 +245,8 @@ def _combine_kernel(
 def split_count(streams: int, heads: Heads, block: int) -> int:
     """Slices of the window that give the GPU enough programs; a slice keeps at least two blocks."""
     most = max(1, heads.window // (2 * block))
-    return min(most, max(1, -(-WANTED_PROGRAMS // (streams * heads.keys))))
+    wanted = max(-(-WANTED_PROGRAMS // (streams * heads.keys)), -(-heads.window // LONGEST_SLICE_ROWS))
+    return min(most, wanted)
 
 
 def attend(fused: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads, **tuning: Any) -> Tensor:
@@ -260,21 +269,23 @@ def store(fused: Tensor, query: Tensor, layer: int, pages: KvPages, span: Span, 
 
 def attend_stored(
     query: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads,
-    block: int = 64, warps: int = 4, stages: int = 3, splits: int | None = None,
+    block: int | None = None, warps: int | None = None, stages: int | None = None, splits: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of rotated queries [streams * rows, queries * dim] over rows that are all stored."""
     group = heads.queries // heads.keys
     if span.rows * group > QUERY_TILE:
         raise ValueError(f"{span.rows} rows of {group} heads are more than one tile of {QUERY_TILE} query rows")
+    shape = SHAPES.get((heads.dim, pages.scales is not None), DEFAULT_SHAPE)
+    block, warps, stages = block or shape[0], warps or shape[1], stages or shape[2]
     streams = span.first.shape[0]
-    splits = split_count(streams, heads, block) if splits is None else splits
+    splits = splits or split_count(streams, heads, block)
     out = torch.empty_like(query)
     lines = query.shape[0] * heads.queries
     data, scales = _layer_of(pages, layer)
     partial = query.new_empty(lines * splits * (heads.dim if splits > 1 else 0), dtype=torch.float32)
     extremes = query.new_empty(2, lines * splits, dtype=torch.float32)
     _paged_attention_kernel[(heads.keys, streams, splits)](
-        query, data, scales, span.tables, span.slots, span.first, out, partial, extremes[0], extremes[1],
+        query, data, scales.view(torch.int32), span.tables, span.slots, span.first, out, partial, extremes[0], extremes[1],
         span.tables.shape[1], heads.window, heads.dim**-0.5 * 1.4426950408889634,
         GROUP=group, KEYS=heads.keys, DIM=heads.dim, ROWS=span.rows, PAGE=pages.page_rows,
         TILE=QUERY_TILE, BLOCK=block, SPLITS=splits, EIGHT_BIT=pages.scales is not None,

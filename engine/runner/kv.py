@@ -19,6 +19,8 @@ from engine.spec import KvGroup
 
 # Small pages waste little of a ring; 16 rows are still 2 KiB (encoder) or 4 KiB (decoder) of consecutive memory.
 PAGE_ROWS = 16
+# Openings copied at once; each takes some 35 MB of scratch memory at full dimensions.
+STREAMS_PER_COPY = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +105,33 @@ class StackCache:
         slots, indices, pages = torch.from_numpy(values.copy()).to(self.table.device)
         self.table[slots, indices] = pages.int()
 
-    def open_stream(self, opening: int, slot: int) -> None:
-        """Give a stream the keys and values of an opening: its pages are copied into the stream's own."""
+    def open_streams(self, openings: list[int], slots: list[int]) -> None:
+        """Give streams the keys and values of their openings: the pages are copied into the streams' own."""
         count = self._opening_pages
-        sources = torch.from_numpy(self.host_table[self.opening_slot + opening, :count].astype(np.int64))
-        targets = torch.from_numpy(self.host_table[slot, :count].astype(np.int64))
-        device = self.pages.data.device
-        self.pages.copy_pages(sources.to(device), targets.to(device))
+        sources = self.host_table[self.opening_slot + np.array(openings), :count]
+        targets = self.host_table[np.array(slots), :count]
+        pages = torch.from_numpy(np.stack([sources, targets]).astype(np.int64)).to(self.table.device)
+        for start in range(0, len(slots), STREAMS_PER_COPY):
+            part = pages[:, start : start + STREAMS_PER_COPY].flatten(1)
+            self.pages.copy_pages(part[0], part[1])
+
+    def opening_attention(self, openings: Tensor, count: int, frequencies: Tensor) -> PagedAttention:
+        """Attention for the first `count` positions of openings. Their tables hold these positions and no more."""
+        table = self.table[self.opening_slot :, : self._opening_pages]
+        return self._attention(table, openings, torch.zeros_like(openings), count, frequencies, use_kernels=False)
 
     def attention(
         self, slots: Tensor, positions: Tensor, count: int, frequencies: Tensor, use_kernels: bool
     ) -> PagedAttention:
         """Attention for `count` positions of each stream, from `positions` [streams] on."""
+        return self._attention(self.table, slots, positions, count, frequencies, use_kernels)
+
+    def _attention(
+        self, table: Tensor, slots: Tensor, positions: Tensor, count: int, frequencies: Tensor, use_kernels: bool
+    ) -> PagedAttention:
         rows = count * self.layout.rows_per_position
         first = positions * self.layout.rows_per_position
         numbers = (first[:, None] + torch.arange(rows, device=first.device)).flatten()
         cosine, sine = rotary_angles(numbers, frequencies)
-        span = Span(self.table, slots, first, rows, cosine, sine)
+        span = Span(table, slots, first, rows, cosine, sine)
         return PagedAttention(self.layout.heads, self.pages, span, use_kernels)

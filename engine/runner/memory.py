@@ -22,7 +22,7 @@ LOOK_AHEAD_SAMPLES = 40
 # Encoder-cache rows beyond what streams hold at once: room for shared and recently released audio.
 SPARE_EMBEDS = 1024
 # Libraries, kernels, recordings and fragmentation, measured with room to spare.
-FIXED_WORKSPACE_BYTES = GIB
+FIXED_WORKSPACE_BYTES = 2 * GIB
 
 
 class NotEnoughMemory(Exception):

@@ -61,23 +61,13 @@ class ModelPasses:
 
     def openings(self) -> None:
         """Keys and values of the silence before every stream, for each delay. The encoder does not know the delay."""
-        model, positions = self._model, self._prefix
-        start = torch.zeros(1, dtype=torch.int64, device=model.device)
-        attention = self._encoder.attention(
-            start + self._encoder.opening_slot, start, positions, model.audio_frequencies, use_kernels=False
-        )
+        model, positions, count = self._model, self._prefix, MAX_DELAY_POSITIONS
+        delays = torch.arange(1, count + 1, device=model.device)
+        attention = self._encoder.opening_attention(torch.zeros_like(delays[:1]), positions, model.audio_frequencies)
         audio = model.encode(model.opening_rows(positions), attention)
         tokens = torch.full((positions,), STREAMING_PAD, dtype=torch.int64, device=model.device)
         tokens[0] = BOS
-        delays = torch.arange(1, MAX_DELAY_POSITIONS + 1, device=model.device)
-        attention = self._decoder.attention(
-            self._decoder.opening_slot + delays - 1,
-            torch.zeros_like(delays),
-            positions,
-            model.text_frequencies,
-            use_kernels=False,
-        )
-        count = MAX_DELAY_POSITIONS
+        attention = self._decoder.opening_attention(delays - 1, positions, model.text_frequencies)
         model.decode(audio.repeat(count, 1), tokens.repeat(count), delays.repeat_interleave(positions), attention)
 
     def _forward(

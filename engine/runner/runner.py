@@ -8,7 +8,7 @@ as one chunk; everything else that has more than one position to do takes turns 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -78,12 +78,14 @@ class _Work:
     task: DecodeTask
     slot: _Slot
     done: int
-    tokens: list[int] = field(default_factory=list)
-    error: str | None = None
+    tokens: list[int]
+    error: str | None
 
 
 class VoxtralRunner:
     def __init__(self, model: VoxtralRealtime, vocabulary: Vocabulary, memory: MemoryPlan, settings: RunnerSettings):
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()  # fusing the weights left holes that the pages need
         layouts = stack_layouts(model.config, settings.decoder_window, settings.kv_dtype)
         self.spec = voxtral_spec(model.config, layouts, "voxtral-realtime")
         self.vocabulary = vocabulary
@@ -173,9 +175,7 @@ class VoxtralRunner:
         self._update_tables(plan.decode)
         payloads, broken = self._payloads(plan.encode)
         slots, prefix = self._slots, self.spec.prefix_positions
-        work = [_Work(task, slots[task.slot], task.start - prefix) for task in plan.decode]
-        for share in work:
-            share.error = broken.get(share.task.stream)
+        work = [_Work(task, slots[task.slot], task.start - prefix, [], broken.get(task.stream)) for task in plan.decode]
         due = [share for share in work if share.error is None]
         chunks = [share for share in due if share.task.end - share.task.start > 1]
         if chunks or len(payloads) > min(len(due), self._buffers.capacity):
@@ -183,7 +183,7 @@ class VoxtralRunner:
             payloads = []
         for share in chunks:
             self._replay(share)
-        while due := [share for share in due if share.error is None and prefix + share.done < share.task.end]:
+        while due := [share for share in due if prefix + share.done < share.task.end and share.error is None]:
             for start in range(0, len(due), self._buffers.capacity):
                 self._run_batch(due[start : start + self._buffers.capacity], payloads)
                 payloads = []
@@ -213,13 +213,13 @@ class VoxtralRunner:
                     if owner == group
                 ]
             )
-        encoder, decoder = self._caches
-        for task in changed:
-            slot = self._slots[task.slot]
-            if not slot.opened:
-                encoder.open_stream(0, task.slot)
-                decoder.open_stream(slot.delay - 1, task.slot)
-                slot.opened = True
+        fresh = [task.slot for task in changed if not self._slots[task.slot].opened]
+        if fresh:
+            encoder, decoder = self._caches
+            encoder.open_streams([0] * len(fresh), fresh)
+            decoder.open_streams([self._slots[slot].delay - 1 for slot in fresh], fresh)
+            for slot in fresh:
+                self._slots[slot].opened = True
 
     def _payloads(self, tasks: list[EncodeTask]) -> tuple[list[Payload], dict[str, str]]:
         """All there is to encode; and what is wrong with an item, by its stream."""

@@ -5,7 +5,7 @@ Row 0 is the model's silence. The row behind the last one takes what the empty r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,7 @@ from engine.spec import ModelSpec
 ENCODE_BATCH = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(NamedTuple):
     """Samples of one position, with the look-back and look-ahead its frames need, and the row they go to."""
 
     row: int
@@ -43,15 +42,18 @@ class EncoderSlab:
 
     def payloads(self, task: EncodeTask) -> list[Payload]:
         """An item, one position at a time. Raises ValueError if it is not what its mask and rows say."""
-        samples, length = task.payload, len(task.rows) if task.mask is None else len(task.mask)
+        samples, rows, mask = task.payload, task.rows, task.mask
+        length = len(rows) if mask is None else len(mask)
         expected = self.payload_samples + (length - 1) * self._step_samples
         if not isinstance(samples, np.ndarray) or samples.dtype != np.float32 or samples.shape != (expected,):
             raise ValueError(f"an item of {length} positions must have {expected} samples of float32")
-        positions = range(length) if task.mask is None else [i for i, heard in enumerate(task.mask) if heard]
-        starts = [position * self._step_samples for position in positions]
+        if length == 1:
+            return [Payload(rows[0], samples)]
+        heard = range(length) if mask is None else [position for position in range(length) if mask[position]]
+        step, size = self._step_samples, self.payload_samples
         return [
-            Payload(row, samples[start : start + self.payload_samples])
-            for row, start in zip(task.rows, starts, strict=True)
+            Payload(row, samples[position * step : position * step + size])
+            for row, position in zip(rows, heard, strict=True)
         ]
 
     def encode(self, payloads: list[Payload]) -> None:
