@@ -108,8 +108,10 @@ class EngineStream:
                 raise ItemRefused(f"the engine has never seen {item.key.hex()}; send the item's data with its hash")
         self._prepared_only = True
         if checked:
-            shift = self._kept.end - checked[0].offset
-            self._send_items([replace(item, offset=item.offset + shift) for item in checked])
+            shift, later = self._kept.end - checked[0].offset, self._kept.end_sample - checked[0].sample
+            self._send_items(
+                [replace(item, offset=item.offset + shift, sample=item.sample + later) for item in checked]
+            )
 
     async def flush(self) -> int:
         """Ask for the text of everything fed so far; the tag comes back in `Flushed`."""

@@ -236,6 +236,8 @@ class _Repetition:
         spoken = self._heard.split()
         repeated = repeated_words(self._said.split(), spoken)
         letters = sum(map(len, spoken[:repeated]))
+        if repeated == len(spoken):
+            return None
         return self._from(_skip_letters(self._heard, letters), min(repeated, len(self._words)))
 
     def _from(self, index: int, words: int) -> Text:
@@ -260,7 +262,13 @@ def repeated_words(said: list[str], heard: list[str]) -> int:
         for index, other in enumerate(heard, 1):
             best = min(diagonal + (_plain(word) != _plain(other)), row[index] + 1, row[index - 1] + 1)
             diagonal, row[index] = row[index], best
-    return min(range(len(row)), key=lambda index: (row[index], abs(index - len(said))))
+
+    def doubt(index: int) -> tuple[int, bool, int]:
+        # Of equally likely places, the one behind the word that was said last; else the one after as many words.
+        ends_alike = bool(index and said and _plain(heard[index - 1]) == _plain(said[-1]))
+        return row[index], not ends_alike, abs(index - len(said))
+
+    return min(range(len(row)), key=doubt)
 
 
 def _plain(word: str) -> str:

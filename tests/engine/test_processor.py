@@ -7,7 +7,6 @@ import logging
 from dataclasses import replace
 from hashlib import blake2b
 
-import fakes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,6 +25,7 @@ from engine.processor import (
     warm_up,
 )
 from engine.render import check_same_model, parse_items, render
+from tests.engine import fakes
 
 SPEC = fakes.FRAMES
 SAMPLES = SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look_ahead_samples

@@ -7,12 +7,12 @@ import random
 import signal
 from functools import partial
 
-import fakes
 import numpy as np
 import pytest
 
 from engine.messages import Closed, Dead, Failed
 from engine.process import EngineProcess, EngineThread
+from tests.engine import fakes
 
 SESSIONS = 4
 SECONDS = 20
