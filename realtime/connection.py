@@ -14,14 +14,13 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from realtime.dialects.base import AudioText, Dialect, GapRequest, Nothing, SessionFacts, event_id_of
+from realtime.dialects.base import AudioText, Dialect, GapRequest, Request, SessionFacts, event_id_of
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.vllm import VllmDialect
 from realtime.errors import ClientFault, CloseCode
 from realtime.events import Clear, Commit, Configure, Hangup, Problem
 from realtime.host import SessionHost
 from realtime.intake import Intake
-from realtime.metrics import Metrics
 from realtime.wire import Json, decode_base64, decode_json
 
 log = logging.getLogger("tickertape.connection")
@@ -40,12 +39,14 @@ CLOSE_GRACE_S = 5.0
 class Inbox:
     """Client messages -> core events. Knows the dialect and the audio format of the moment; survives a reconnect."""
 
-    def __init__(self, host: SessionHost, facts: SessionFacts, metrics: Metrics) -> None:
+    def __init__(self, host: SessionHost, facts: SessionFacts) -> None:
         self._host = host
         self._facts = facts
-        self._metrics = metrics
         self._intake = Intake(host.session.settings.format)
         self._dialect_fixed = False
+        # Audio of messages that came together; decoded together, because each call has its price.
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
 
     def close(self) -> None:
         self._intake.close()
@@ -56,34 +57,51 @@ class Inbox:
         self._intake.close()
         self._intake = Intake(self._host.session.settings.format)
 
-    async def take(self, text: str | None, data: bytes | None) -> None:
-        """Handle one message of the client; its mistakes are answered, never raised."""
+    def settle(self) -> None:
+        """Hand on the audio that was waiting for more of it."""
+        if self._pending:
+            audio = self._pending[0] if len(self._pending) == 1 else b"".join(self._pending)
+            self._pending, self._pending_bytes = [], 0
+            self._host.submit(self._intake.push(audio))
+
+    async def take(self, text: str | None, data: bytes | None, *, more: bool = False) -> None:
+        """Handle one message of the client; its mistakes are answered, never raised. `more`: others wait behind it."""
         event_id = None
         try:
             if data is not None and self._host.session.settings.format.binary:
                 await self._audio(data)
                 return
-            message = await self._parse(text if text is not None else data or b"")
+            raw = text if text is not None else data or b""
+            message = decode_json(raw) if len(raw) <= LARGE_MESSAGE else await asyncio.to_thread(decode_json, raw)
             event_id = event_id_of(message)
-            await self._handle(message)
+            if not self._dialect_fixed:
+                self._choose_dialect(message)
+            request = self._host.dialect.read(message, self._host.session.settings)
+            if isinstance(request, AudioText):
+                await self._audio_text(request.data, more)
+            else:
+                self.settle()
+                self._control(request)
         except ClientFault as fault:
             self._host.outbox.put(Problem(fault.code, fault.message, fault.param, fault.event_id or event_id))
 
-    async def _parse(self, raw: str | bytes) -> Json:
-        if len(raw) > LARGE_MESSAGE:
-            return await asyncio.to_thread(decode_json, raw)
-        return decode_json(raw)
+    async def _audio_text(self, text: str, more: bool) -> None:
+        if len(text) > LARGE_MESSAGE:
+            await self._audio(await asyncio.to_thread(decode_base64, text))
+        elif len(text) > PIECE_BYTES or not self._intake.takes_anything:
+            await self._audio(decode_base64(text))
+        else:
+            # The usual case, without a detour: a short piece of raw samples.
+            audio = decode_base64(text)
+            self._pending.append(audio)
+            self._pending_bytes += len(audio)
+            if not more or self._pending_bytes >= PIECE_BYTES:
+                self.settle()
 
-    async def _handle(self, message: Json) -> None:
-        session = self._host.session
-        self._choose_dialect(message)
-        request = self._host.dialect.read(message, session.settings)
+    def _control(self, request: Request) -> None:
         match request:
-            case AudioText(data):
-                large = len(data) > LARGE_MESSAGE
-                await self._audio(await asyncio.to_thread(decode_base64, data) if large else decode_base64(data))
             case Configure():
-                await self._configure(request)
+                self._configure(request)
             case GapRequest(samples):
                 self._host.submit(self._intake.flush())
                 self._host.submit(self._intake.gap(samples))
@@ -91,10 +109,8 @@ class Inbox:
                 # The resampler's last samples belong to what is committed or cleared.
                 self._host.submit(self._intake.flush())
                 self._host.submit(request)
-            case Nothing():
-                pass
 
-    async def _configure(self, request: Configure) -> None:
+    def _configure(self, request: Configure) -> None:
         if request.settings.format != self._intake.format:
             old, self._intake = self._intake, Intake(request.settings.format)
             self._host.submit(old.flush())
@@ -102,6 +118,7 @@ class Inbox:
         self._host.submit(request)
 
     async def _audio(self, data: bytes) -> None:
+        self.settle()
         view = memoryview(data)
         for start in range(0, len(data), PIECE_BYTES):
             piece = view[start : start + PIECE_BYTES]
@@ -109,7 +126,6 @@ class Inbox:
                 append = await asyncio.to_thread(self._intake.push, piece)
             else:
                 append = self._intake.push(piece)
-            self._metrics.audio_in.inc(append.source_ms / 1000)
             self._host.submit(append)
             await self._host.room()
             if start:
@@ -117,8 +133,6 @@ class Inbox:
 
     def _choose_dialect(self, message: Json) -> None:
         """Clients do not say which dialect they speak; their first telling message does."""
-        if self._dialect_fixed:
-            return
         kind = message.get("type")
         dialect: Dialect | None = None
         if (kind == "session.update" and "session" not in message) or (
@@ -142,14 +156,22 @@ class Connection:
     """Runs one socket until either side has had enough."""
 
     def __init__(
-        self, host: SessionHost, inbox: Inbox, receive: Receive, send: SendMessage, abort: Callable[[], None]
+        self,
+        host: SessionHost,
+        inbox: Inbox,
+        receive: Receive,
+        send: SendMessage,
+        abort: Callable[[], None],
+        nothing_waits: Callable[[], bool],
     ) -> None:
+        """`abort` cuts the socket; `nothing_waits` says that no further message has arrived yet."""
         self.host = host
         self.last_message_at = host.clock()
         self._inbox = inbox
         self._receive = receive
         self._send = send
         self._abort = abort
+        self._nothing_waits = nothing_waits
         self._writer: asyncio.Task[None] | None = None
         self._hangup: Hangup | None = None
         self._pace: Callable[[], Awaitable[None]] | None = None
@@ -170,7 +192,7 @@ class Connection:
         finally:
             self.host.outbox.on_overrun = None
         if self._hangup is not None and not left:
-            await self._close(self._hangup)
+            await self.close(self._hangup)
         return left
 
     def hang_up(self, hangup: Hangup) -> None:
@@ -184,10 +206,12 @@ class Connection:
         while True:
             message = await self._receive()
             if message["type"] != "websocket.receive":
+                self._inbox.settle()
                 return
             self.last_message_at = self.host.clock()
-            await self._inbox.take(message.get("text"), message.get("bytes"))
-            await self.host.room()
+            await self._inbox.take(message.get("text"), message.get("bytes"), more=not self._nothing_waits())
+            if self.host.full:
+                await self.host.room()
             if self._pace is not None:
                 await self._pace()
 
@@ -202,10 +226,14 @@ class Connection:
             for frame in frames:
                 await self._send({"type": "websocket.send", "text": frame})
 
-    async def _close(self, hangup: Hangup) -> None:
+    async def close(self, hangup: Hangup) -> None:
+        """Send the close frame, or cut the socket if its peer takes nothing."""
         log.info("session %s: closed by the server with %d: %s", self.host.id, hangup.code, hangup.reason)
         closing = self._send({"type": "websocket.close", "code": int(hangup.code), "reason": hangup.reason})
         try:
             await asyncio.wait_for(closing, CLOSE_GRACE_S)
         except TimeoutError:
             self._abort()
+        except Exception as error:
+            # The socket is gone already; servers have their own ways of saying so.
+            log.debug("session %s: not closed: %s", self.host.id, error)

@@ -95,6 +95,7 @@ class SessionHost:
         self._metrics = metrics
         self._commands: deque[EngineCommand] = deque()
         self._queued_samples = 0
+        self._max_queued_samples = int(limits.max_audio_in_flight_s * session.sample_rate)
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._stream: EngineStream | None = None
@@ -144,14 +145,14 @@ class SessionHost:
 
     async def room(self) -> None:
         """Wait until the engine has taken enough of the queue."""
-        while self._full():
+        while self.full:
             self._room.clear()
             await self._room.wait()
 
-    def _full(self) -> bool:
-        return (
-            self.queued_seconds > self._limits.max_audio_in_flight_s or len(self._commands) > self._limits.max_commands
-        ) and not self.session.closed
+    @property
+    def full(self) -> bool:
+        too_much = self._queued_samples > self._max_queued_samples or len(self._commands) > self._limits.max_commands
+        return too_much and not self.session.closed
 
     async def next_frames(self) -> list[str] | Hangup:
         """What the writer sends next."""
@@ -254,7 +255,7 @@ class SessionHost:
         while not self.session.closed:
             while self._commands and not self.session.closed:
                 await self._execute(self._commands.popleft(), group)
-                if not self._full():
+                if not self.full:
                     self._room.set()
             self._wake.clear()
             if not self._commands and not self.session.closed:

@@ -27,6 +27,8 @@ class Intake:
         self.format = audio_format
         # A container's decoder waits for its codec, so it must be called off the event loop.
         self.needs_thread = audio_format.container
+        # Any bytes at all are samples of this format, so pieces may be joined before they are decoded.
+        self.takes_anything = audio_format.type in ("audio/pcm", "audio/pcmu", "audio/pcma")
         self._reader: _RawReader | _ContainerReader
         self._reader = _ContainerReader() if audio_format.container else _RawReader(audio_format)
 

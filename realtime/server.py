@@ -24,10 +24,11 @@ from realtime.config import Config
 from realtime.connection import Connection
 from realtime.dialects.openai_settings import beta_session, ga_session, merge_beta, merge_ga
 from realtime.engine_face import EngineClient
-from realtime.errors import ClientFault, Refusal
+from realtime.errors import ClientFault, CloseCode, Refusal
+from realtime.events import Hangup
 from realtime.metrics import Metrics
 from realtime.pace import Pace
-from realtime.protocols import ABORT_EXTENSION
+from realtime.protocols import ABORT_EXTENSION, NOTHING_WAITS_EXTENSION
 from realtime.sessions import Entry, Sessions
 from realtime.settings import Settings
 from realtime.upload_routes import UploadRoutes
@@ -73,12 +74,18 @@ class Gateway:
             return
         await receive()
         await send({"type": "websocket.accept", "subprotocol": selected, "headers": []})
-        abort = scope.get("extensions", {}).get(ABORT_EXTENSION, _no_abort)
-        connection = Connection(entry.host, entry.inbox, receive, send, abort)
+        extensions = scope.get("extensions", {})
+        abort = extensions.get(ABORT_EXTENSION, _no_abort)
+        nothing_waits = extensions.get(NOTHING_WAITS_EXTENSION, _unknown)
+        connection = Connection(entry.host, entry.inbox, receive, send, abort, nothing_waits)
         self.sessions.attach(entry, connection)
         rate = self.config.limits.messages_per_second
         try:
             await connection.run(first, Pace(rate, time.monotonic).wait if rate else None)
+        except* Exception:
+            self.metrics.closed.labels("internal").inc()
+            log.exception("session %s failed", entry.host.id)
+            await connection.close(Hangup(CloseCode.INTERNAL, "internal error"))
         finally:
             await self.sessions.detach(entry, connection)
 
@@ -226,6 +233,11 @@ class _AsgiEndpoint:
 
 def _no_abort() -> None:
     """Under another server than ours there is no way to cut a socket."""
+
+
+def _unknown() -> bool:
+    """Under another server nothing is known of messages that wait."""
+    return True
 
 
 def _refused(refusal: Refusal) -> Response:

@@ -166,7 +166,7 @@ class Session:
         # Samples fed to the engine so far, and the client's own audio they came from.
         self.appended = 0
         self.source_samples = 0
-        self._source_ms = 0.0
+        self.source_ms = 0.0
         # Audio before the boundary is committed or cleared.
         self._boundary = 0
         self._boundary_ms = 0.0
@@ -256,7 +256,7 @@ class Session:
     def _advance(self, samples: int, source_samples: int, source_ms: float, now: float) -> None:
         self.appended += samples
         self.source_samples += source_samples
-        self._source_ms += source_ms
+        self.source_ms += source_ms
         self._open_without_detection()
         self._acknowledge(now)
 
@@ -266,7 +266,7 @@ class Session:
             self._items.open(self._boundary)
 
     def _commit(self, event: Commit, now: float) -> None:
-        buffered_ms = self._source_ms - self._boundary_ms
+        buffered_ms = self.source_ms - self._boundary_ms
         if buffered_ms < self.settings.minimum_commit_ms:
             self._refuse_commit(buffered_ms, event.event_id)
         elif self.settings.turn_detection is None or self._items.current is not None:
@@ -282,7 +282,7 @@ class Session:
         """Commit the open turn with all audio up to here."""
         turn = self._end_turn(self.appended, now, by_time=False)
         turn.flushed = True
-        self._set_boundary(self.appended, self._source_ms)
+        self._set_boundary(self.appended, self.source_ms)
         self._flush()
 
     def _clear(self, event: Clear, now: float) -> None:
@@ -290,11 +290,11 @@ class Session:
         if self.appended > self._boundary:
             self._items.clear(self._boundary, self.appended)
             self._flush()
-        self._set_boundary(self.appended, self._source_ms)
+        self._set_boundary(self.appended, self.source_ms)
         self._send(Cleared())
 
     def _defer(self, event: Commit | Clear, now: float) -> None:
-        self._waiting.append(_Waiting(event, self.appended, self._source_ms))
+        self._waiting.append(_Waiting(event, self.appended, self.source_ms))
         self._flush()
 
     def _end(self, event: End, now: float) -> None:

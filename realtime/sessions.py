@@ -43,6 +43,13 @@ class Entry:
     connection: Connection | None = None
     # When the socket went away; the session waits to be resumed.
     left_at: float | None = None
+    counted_ms: float = 0.0
+
+    def count_audio(self) -> float:
+        """Seconds of audio that came since the last call."""
+        total_ms = self.host.session.source_ms
+        new_ms, self.counted_ms = total_ms - self.counted_ms, total_ms
+        return new_ms / 1000
 
 
 class Sessions:
@@ -143,7 +150,7 @@ class Sessions:
             max_log_events=config.session.resume_events,
         )
         host = SessionHost(session_id, session, dialect, self.engine, limits, self._metrics, self._clock)
-        entry = Entry(host, Inbox(host, facts, self._metrics), caller.name, token, self._clock())
+        entry = Entry(host, Inbox(host, facts), caller.name, token, self._clock())
         self._entries[session_id] = entry
         self._per_caller[caller.name] += 1
         if token:
@@ -193,6 +200,7 @@ class Sessions:
     async def end(self, entry: Entry) -> None:
         if self._entries.pop(entry.host.id, None) is None:
             return
+        self._metrics.audio_in.inc(entry.count_audio())
         self._by_token.pop(entry.token, None)
         self._per_caller[entry.caller] -= 1
         if self._per_caller[entry.caller] <= 0:
@@ -236,6 +244,8 @@ class Sessions:
 
     def _update_gauges(self) -> None:
         entries = self._entries.values()
+        # Counted here and not with every message: a counter costs as much as the rest of a message's way.
+        self._metrics.audio_in.inc(sum(entry.count_audio() for entry in entries))
         self._metrics.sessions.set(len(entries))
         self._metrics.connected.set(self.connected)
         self._metrics.speaking.set(self.speaking)

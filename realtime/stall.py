@@ -42,7 +42,8 @@ class StallGuard:
             self._kept_from = start
         self._kept.append(audio)
         self._kept_samples += _length(audio)
-        self.forget_before(start + _length(audio) - self._keep_samples)
+        if self._kept_samples > self._keep_samples:
+            self.forget_before(self._kept_from + self._kept_samples - self._keep_samples)
 
     def heard_speech(self, probability: float, samples: int, now: float) -> None:
         if probability >= SPEECH_PROBABILITY:

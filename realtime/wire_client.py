@@ -1,0 +1,143 @@
+"""A small client of the OpenAI realtime wire, for commands that talk to a running server."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlencode, urlsplit, urlunsplit
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidHandshake, InvalidStatus, InvalidURI
+
+TRANSCRIPTION = "conversation.item.input_audio_transcription"
+DELTA = f"{TRANSCRIPTION}.delta"
+COMPLETED = f"{TRANSCRIPTION}.completed"
+FAILED = f"{TRANSCRIPTION}.failed"
+INCLUDE_WORDS = "item.input_audio_transcription.words"
+LAST_COMMIT = "last-commit"
+OPEN_TIMEOUT_S = 10.0
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+PLAIN_SCHEMES = {"http": "ws", "ws": "ws", "https": "wss", "wss": "wss"}
+
+
+class CannotConnect(Exception):
+    """There is no session to be had; the text says why and what to do."""
+
+
+def realtime_url(text: str, model: str | None = None) -> str:
+    """The socket of a server given as people write it: `host:port`, its page, its `/v1`, or the socket itself."""
+    split = urlsplit(text if "://" in text else f"http://{text}")
+    scheme = PLAIN_SCHEMES.get(split.scheme)
+    if scheme is None or not split.netloc:
+        raise CannotConnect(f"{text!r} is not the address of a server; write http://HOST:PORT")
+    path = split.path.rstrip("/")
+    if not path.endswith("/realtime"):
+        path = f"{path or '/v1'}/realtime"
+    query = {"intent": "transcription"} | ({"model": model} if model else {})
+    return urlunsplit((scheme, split.netloc, path, split.query or urlencode(query), ""))
+
+
+class WireSession:
+    """One open session. After `finish`, it `is_over` once every turn has got its text."""
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self._socket = socket
+        self._unanswered: set[str] = set()
+        self._cleared = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._cleared and not self._unanswered
+
+    async def send(self, kind: str, **fields: Any) -> None:
+        await self._socket.send(json.dumps({"type": kind, **fields}))
+
+    async def configure(
+        self, rate: int, turn_detection: dict[str, Any] | None, language: str | None = None, model: str | None = None
+    ) -> None:
+        """PCM16 at `rate`, word times if the server has them."""
+        transcription = {"language": language, "model": model}
+        audio_input: dict[str, Any] = {
+            "format": {"type": "audio/pcm", "rate": rate},
+            "turn_detection": turn_detection,
+            "transcription": {name: value for name, value in transcription.items() if value},
+        }
+        session = {"type": "transcription", "audio": {"input": audio_input}, "include": [INCLUDE_WORDS]}
+        await self.send("session.update", session=session)
+
+    async def append(self, pcm16: bytes) -> None:
+        await self.send("input_audio_buffer.append", audio=base64.b64encode(pcm16).decode())
+
+    async def finish(self) -> None:
+        """End the last turn. Answers come in order, so the answer to `clear` says that the commit was answered too."""
+        await self.send("input_audio_buffer.commit", event_id=LAST_COMMIT)
+        await self.send("input_audio_buffer.clear")
+
+    def is_expected(self, error: dict[str, Any]) -> bool:
+        """Nothing was left to commit at the end: no error, only an answer."""
+        return bool(error["error"].get("event_id") == LAST_COMMIT)
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Until the socket is closed. Raises ConnectionClosedError if it was not closed properly."""
+        async for frame in self._socket:
+            event: dict[str, Any] = json.loads(frame)
+            self._note(event)
+            yield event
+
+    def _note(self, event: dict[str, Any]) -> None:
+        kind = event.get("type")
+        if kind == "input_audio_buffer.committed":
+            self._unanswered.add(event["item_id"])
+        elif kind in (COMPLETED, FAILED):
+            self._unanswered.discard(event["item_id"])
+        elif kind == "input_audio_buffer.cleared":
+            self._cleared = True
+
+    async def close(self) -> None:
+        await self._socket.close()
+
+
+@asynccontextmanager
+async def open_session(url: str, key: str | None = None) -> AsyncIterator[WireSession]:
+    """Raises CannotConnect. `url` is what `realtime_url` returns."""
+    headers = {"Authorization": f"Bearer {key}"} if key else None
+    try:
+        socket = await connect(
+            url,
+            additional_headers=headers,
+            compression=None,
+            max_size=MAX_MESSAGE_BYTES,
+            open_timeout=OPEN_TIMEOUT_S,
+            ping_timeout=None,
+            # A load test must not depend on whether a proxy is configured; servers here are named directly.
+            proxy=None,
+        )
+    except InvalidStatus as error:
+        raise CannotConnect(_refusal(url, error)) from error
+    except (InvalidHandshake, InvalidURI) as error:
+        raise CannotConnect(f"{_shown(url)} does not speak WebSocket: {error}") from error
+    except TimeoutError as error:
+        raise CannotConnect(f"{_shown(url)} did not answer within {OPEN_TIMEOUT_S:g} s") from error
+    except OSError as error:
+        text = f"no server answers at {_shown(url)} ({error.strerror or error}); start one with `tickertape serve`"
+        raise CannotConnect(text) from error
+    async with socket:
+        yield WireSession(socket)
+
+
+def _refusal(url: str, error: InvalidStatus) -> str:
+    """What the server says in the body of its refusal, if it says something."""
+    response = error.response
+    try:
+        message = json.loads(response.body or b"")["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = "it gives no reason"
+    return f"{_shown(url)} refused with {response.status_code}: {message}"
+
+
+def _shown(url: str) -> str:
+    split = urlsplit(url)
+    return f"{split.scheme}://{split.netloc}"
