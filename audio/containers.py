@@ -221,10 +221,10 @@ def _frames(packets: Iterator[av.Packet[AudioStream]], head: bytes) -> Iterator[
             for frame in decoder.decode(packet):
                 seconds += frame.samples / frame.sample_rate
                 yield frame
-        if decoder is not None:
-            for frame in decoder.decode(None):
-                seconds += frame.samples / frame.sample_rate
-                yield frame
+        assert decoder is not None, "libav ends with an empty packet"
+        for frame in decoder.decode(None):
+            seconds += frame.samples / frame.sample_rate
+            yield frame
     except av.error.FFmpegError as error:
         raise CorruptAudio(f"the audio is damaged after {seconds:.2f} s; send it again from there") from error
     missing = declared - seconds if declared is not None else 0.0

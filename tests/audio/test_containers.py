@@ -34,7 +34,12 @@ KINDS: dict[str, tuple[str, str, int, dict[str, str]]] = {
     "wav": ("wav", "pcm_s16le", 24000, {}),
     "fragmented mp4": ("mp4", "aac", 48000, FRAGMENTED),
 }
-FILES = KINDS | {"mp4": ("mp4", "aac", 44100, {}), "webm file": ("webm", "libopus", 48000, {})}
+FILES = KINDS | {
+    "mp4": ("mp4", "aac", 44100, {}),
+    "webm file": ("webm", "libopus", 48000, {}),
+    # Its decoder holds a frame back until the end.
+    "wma": ("asf", "wmav2", 44100, {}),
+}
 
 
 def tone(rate: int, seconds: float = SECONDS) -> NDArray[np.float32]:
@@ -50,6 +55,7 @@ def write(
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=container, options=options) as output:
         track = output.add_stream(codec, rate=rate, layout=layout)
+        track.bit_rate = 64_000
         convert = av.AudioResampler(format=track.codec_context.format, layout=layout, rate=rate)
         for start in range(0, sound.shape[1], 960):
             piece = np.ascontiguousarray(sound[:, start : start + 960])
@@ -267,6 +273,16 @@ def test_a_rate_that_cannot_be_resampled_is_refused() -> None:
     assert isinstance(error, UnsupportedRate)
 
 
+def test_a_fault_of_ours_is_not_blamed_on_the_audio(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(frame: av.AudioFrame) -> NDArray[np.float32]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("audio.containers._mix_down", broken)
+    decoder = ContainerDecoder()
+    with pytest.raises(ZeroDivisionError):
+        decoder.push(files["webm"])
+
+
 def test_a_stream_that_ended_takes_nothing_more(files: dict[str, bytes]) -> None:
     decoder = ContainerDecoder()
     decoder.push(files["wav"])
@@ -353,6 +369,13 @@ def test_planar_surround_is_mixed_down(tmp_path: Path) -> None:
     path = tmp_path / "surround.wav"
     path.write_bytes(write("wav", "pcm_f32le", 16000, {}, channels))
     assert np.abs(joined(list(read_file(path))) - channels[2] / 6).max() < 1e-6
+
+
+def test_a_rate_that_changes_is_followed(files: dict[str, bytes]) -> None:
+    data = files["mp3"] + write("mp3", "libmp3lame", 48000, {"write_xing": "0", "id3v2_version": "0"})
+    samples = decode(data, [0, len(data)])
+    assert_is_the_tone(samples[: len(samples) // 2], SECONDS)
+    assert_is_the_tone(samples[len(samples) // 2 :], SECONDS)
 
 
 @pytest.mark.parametrize("length", [0, 0xFFFFFFFF, 0x7FFFF000])
