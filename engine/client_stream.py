@@ -55,7 +55,9 @@ class EngineStream:
         self._cutter = make_cutter(spec)
         self._kept = KeptAudio(spec)
         self._memory = memory_for(spec, limits.keep_positions)
-        self._shift = 0
+        # What the engine that carries the stream now counts less than the stream itself.
+        self._positions_before = 0
+        self._samples_before = 0
         self._computed = spec.prefix_positions
         self._tags = 0
         self._unanswered: set[int] = set()
@@ -63,8 +65,6 @@ class EngineStream:
         self._ended = False
         self._prepared_only = False
         self._heard_until = 0
-        self._speech_from: int | None = None
-        self._speech_shift = 0
         self._queue: deque[messages.Output] = deque()
         self._news = asyncio.Event()
         self._room = asyncio.Event()
@@ -161,10 +161,9 @@ class EngineStream:
         self.link = link
         self._opened = opened = asyncio.get_running_loop().create_future()
         replay = self._kept.replay(self._memory.forced_tokens())
-        self._shift = replay.shift
+        self._positions_before, self._samples_before = replay.positions, replay.samples
         if replay.entries:
             self._memory.replayed()
-            self._speech_from = replay.first_sample
         link.send(replace(self._opening, forced_tokens=replay.forced_tokens))
         run: list[Item] = []
         for entry in [*replay.entries, None]:
@@ -208,6 +207,8 @@ class EngineStream:
 
     def take(self, output: messages.Output) -> None:
         """An output of the engine that carries the stream now."""
+        if self._samples_before:
+            _count_from(output, self._samples_before)
         match output:
             case messages.Opened():
                 self._answer_open(None)
@@ -232,8 +233,8 @@ class EngineStream:
                 logger.debug("stream %s: %s", self.id, output.message)
 
     def progress(self, progress: codec.Progress) -> None:
-        self._computed = max(self._computed, progress.computed + self._shift)
-        base = progress.base + self._shift
+        self._computed = max(self._computed, progress.computed + self._positions_before)
+        base = progress.base + self._positions_before
         first = self._kept.drop_before(self._memory.keep_from(self._kept, self._computed, base))
         start = self._kept.end if first is None else first.offset
         self._memory.trimmed(start, self._kept.sample_at(start))
@@ -282,8 +283,9 @@ class EngineStream:
             return
         self._kept.add(items)
         if self.link is not None:
-            if self._shift:
-                items = [replace(item, offset=item.offset - self._shift) for item in items]
+            positions, samples = self._positions_before, self._samples_before
+            if positions:
+                items = [replace(item, offset=item.offset - positions, sample=item.sample - samples) for item in items]
             self.link.send(messages.Feed(self.id, []), items)
 
     def _send(self, command: messages.Command) -> None:
@@ -307,18 +309,28 @@ class EngineStream:
             self._news.set()
 
     def _new_speech(self, speech: messages.Speech) -> messages.Speech | None:
-        """Without what was heard before; a replayed stream counts its audio from the first sample it was given."""
-        if self._speech_from is not None:
-            self._speech_shift = self._speech_from if speech.sample < self._speech_from else 0
-            self._speech_from = None
-        sample = speech.sample + self._speech_shift
-        known = max(0, -(-(self._heard_until - sample) // speech.frame_samples))
+        """Without what was heard before, if the audio is a replay."""
+        known = max(0, -(-(self._heard_until - speech.sample) // speech.frame_samples))
         probabilities = speech.probabilities[known:]
         if not probabilities:
             return None
-        sample += known * speech.frame_samples
+        sample = speech.sample + known * speech.frame_samples
         self._heard_until = sample + len(probabilities) * speech.frame_samples
         return messages.Speech(self.id, sample, speech.frame_samples, probabilities)
+
+
+def _count_from(output: messages.Output, samples: int) -> None:
+    """Turn the engine's count of samples into the stream's."""
+    match output:
+        case messages.Text():
+            output.sample += samples
+            for word in output.words:
+                word.start_sample += samples
+                word.end_sample += samples
+        case messages.Speech() | messages.Flushed() | messages.Closed():
+            output.sample += samples
+        case _:
+            pass
 
 
 def _as_error(failed: messages.Failed) -> EngineError | ValueError:

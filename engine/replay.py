@@ -25,10 +25,10 @@ class FlushMark:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """All that a new engine needs. Its positions are the old ones minus `shift`."""
+    """All that a new engine needs. It counts positions and samples anew: the old ones minus these."""
 
-    shift: int
-    first_sample: int
+    positions: int
+    samples: int
     forced_tokens: list[int]
     entries: list[Item | FlushMark]
 
@@ -101,17 +101,15 @@ class KeptAudio:
     def replay(self, forced_tokens: list[int]) -> Replay:
         """A copy on a clock that starts at the beginning."""
         first = self.first()
-        start = self.end if first is None else first.offset
-        shift = start - self._spec.prefix_positions
-        return Replay(
-            shift=shift,
-            first_sample=self.end_sample if first is None else first.sample,
-            forced_tokens=forced_tokens,
-            entries=[
-                replace(entry, offset=entry.offset - shift) if isinstance(entry, Item) else entry
-                for entry in self._entries
-            ],
-        )
+        positions = (self.end if first is None else first.offset) - self._spec.prefix_positions
+        samples = self.end_sample if first is None else first.sample
+        entries = [
+            replace(entry, offset=entry.offset - positions, sample=entry.sample - samples)
+            if isinstance(entry, Item)
+            else entry
+            for entry in self._entries
+        ]
+        return Replay(positions, samples, forced_tokens, entries)
 
 
 class TokenMemory:

@@ -21,12 +21,13 @@ from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, StepPlan, Ti
 from engine.core.scheduler import Limits, Scheduler
 from engine.core.text import Vocabulary
 from engine.loop import EngineLoop
-from engine.messages import Flushed, Open, Output, Text, Word
+from engine.messages import Flushed, Open, Output, Speech, Text, Word
 from engine.process import Engine
 from engine.spec import ModelSpec
 
 RATE = 1600
 POSITION = 128
+FRAME = 64
 # A sample no other audio has: whoever computes it dies.
 POISON = np.float32(77.0)
 
@@ -144,6 +145,32 @@ class FakeWindowed(FakeFrames):
         return DecodeResult(timed=timed, keep_from=max(task.base, stop - self.overlap))
 
 
+@dataclass
+class FakeDetector:
+    """The probability of speech in a frame is a function of the frame."""
+
+    frame: int = FRAME
+    ears: dict[str, tuple[int, NDArray[np.float32]]] = field(default_factory=dict)
+
+    def open(self, stream: str, sample: int = 0) -> None:
+        self.ears[stream] = (sample, np.zeros(0, np.float32))
+
+    def close(self, stream: str) -> None:
+        self.ears.pop(stream, None)
+
+    def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
+        found = []
+        for stream, samples in batch:
+            start, rest = self.ears[stream]
+            rest = np.concatenate([rest, samples])
+            frames = len(rest) // self.frame
+            self.ears[stream] = (start + frames * self.frame, rest[frames * self.frame :])
+            if frames:
+                loud = np.abs(rest[: frames * self.frame]).reshape(frames, self.frame).mean(axis=1)
+                found.append(Speech(stream, start, self.frame, [float(value) for value in np.minimum(loud, 1)]))
+        return found
+
+
 def build(
     windowed: bool = False,
     max_streams: int = 32,
@@ -151,13 +178,14 @@ def build(
     step_seconds: float = 0.0,
     warm_up_seconds: float = 0.0,
     name: str | None = None,
+    detects: bool = False,
 ) -> EngineLoop:
     kind = FakeWindowed if windowed else FakeFrames
     runner = kind(die_with=die_with, step_seconds=step_seconds, warm_up_seconds=warm_up_seconds)
     if name is not None:
         runner.spec = replace(runner.spec, name=name)
     limits = Limits(max_streams=max_streams, cache_embeds=max_streams * 100 + 100)
-    return EngineLoop(Scheduler(runner.spec, limits, VOCABULARY), runner)
+    return EngineLoop(Scheduler(runner.spec, limits, VOCABULARY), runner, FakeDetector() if detects else None)
 
 
 def speech(seconds: float, seed: int) -> NDArray[np.float32]:
@@ -187,6 +215,16 @@ class Transcript:
     @property
     def tags(self) -> list[int]:
         return [output.tag for output in self.outputs if isinstance(output, Flushed)]
+
+    @property
+    def speech(self) -> list[tuple[int, float]]:
+        """Each frame's first sample and probability."""
+        return [
+            (output.sample + i * output.frame_samples, round(probability, 5))
+            for output in self.outputs
+            if isinstance(output, Speech)
+            for i, probability in enumerate(output.probabilities)
+        ]
 
     @property
     def last(self) -> Output:

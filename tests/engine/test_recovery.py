@@ -6,6 +6,7 @@ import asyncio
 import random
 import signal
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -23,14 +24,14 @@ async def brief(piece: int) -> None:
 
 
 async def undisturbed(windowed: bool, audio: list[np.ndarray]) -> list[fakes.Transcript]:
-    async with fakes.running(EngineThread(partial(fakes.build, windowed=windowed))) as client:
+    async with fakes.running(EngineThread(partial(fakes.build, windowed=windowed, detects=True))) as client:
         return [await fakes.transcribe(client, f"s{i}", samples) for i, samples in enumerate(audio)]
 
 
 async def killed(windowed: bool, audio: list[np.ndarray], kills: int, seconds: float, **settings: object) -> None:
     """Feed all sessions side by side while the engine is killed at random moments; compare with a run without kills."""
     expected = await undisturbed(windowed, audio)
-    engine = EngineProcess(partial(fakes.build, windowed=windowed))
+    engine = EngineProcess(partial(fakes.build, windowed=windowed, detects=True))
     chance = random.Random(kills)
     kill_at = set(chance.sample(range(5, 170), kills))
     async with fakes.running(engine, **settings) as client:
@@ -54,6 +55,10 @@ async def killed(windowed: bool, audio: list[np.ndarray], kills: int, seconds: f
         assert transcript.text == wanted.text
         assert transcript.words == wanted.words
         assert transcript.tags == wanted.tags
+        # The detector starts anew within a frame of where it was; nothing is reported twice or left out.
+        starts = [sample for sample, _ in transcript.speech]
+        assert all(fakes.FRAME <= after - before < 2 * fakes.FRAME for before, after in pairwise(starts))
+        assert wanted.speech[-1][0] - starts[-1] < 2 * fakes.FRAME
         assert transcript.last == wanted.last
 
 

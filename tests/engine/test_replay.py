@@ -39,8 +39,9 @@ def test_kept_audio_is_replayed_on_a_clock_that_starts_at_the_beginning() -> Non
     kept.add(items(10, 2))
     assert kept.drop_before(FIRST + 4) == items(4, 1)[0]
     replay = kept.replay([7, 8])
-    assert replay.shift == 4 and replay.first_sample == 4 * fakes.POSITION and replay.forced_tokens == [7, 8]
-    assert [entry.offset for entry in replay.entries if isinstance(entry, Item)] == list(range(FIRST, FIRST + 8))
+    assert (replay.positions, replay.samples, replay.forced_tokens) == (4, 4 * fakes.POSITION, [7, 8])
+    replayed = [entry for entry in replay.entries if isinstance(entry, Item)]
+    assert [(entry.offset, entry.sample) for entry in replayed] == [(e.offset, e.sample) for e in items(0, 8)]
     assert replay.entries[6] == FlushMark(1)
     # What is kept itself stays on the stream's own clock.
     assert kept.first() == items(4, 1)[0]
@@ -51,7 +52,7 @@ def test_a_replay_of_nothing_starts_where_the_stream_is() -> None:
     kept.add(items(0, 3))
     assert kept.drop_before(kept.end) is None
     replay = kept.replay([])
-    assert (replay.shift, replay.first_sample, replay.entries) == (3, 3 * fakes.POSITION, [])
+    assert (replay.positions, replay.samples, replay.entries) == (3, 3 * fakes.POSITION, [])
 
 
 def test_flushes_without_audio_do_not_pile_up() -> None:
