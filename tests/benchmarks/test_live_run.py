@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from benchmarks import live_run
 from benchmarks.live_run import LiveRun, RunFailed, SessionRun, VirtualClock, WallClock
 from benchmarks.recordings import Clip, Part, Session
+from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
-from engine.core.scheduler import Limits, Scheduler
+from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
 from engine.loop import EngineLoop
 from engine.messages import Open, Speech
