@@ -216,15 +216,16 @@ class Connection:
                 await self._pace()
 
     async def _write(self, first_frames: list[str]) -> None:
-        for frame in first_frames:
-            await self._send({"type": "websocket.send", "text": frame})
-        while True:
-            frames = await self.host.next_frames()
-            if isinstance(frames, Hangup):
-                self._hangup = frames
-                return
-            for frame in frames:
-                await self._send({"type": "websocket.send", "text": frame})
+        frames: list[str] | Hangup = first_frames
+        try:
+            while not isinstance(frames, Hangup):
+                for frame in frames:
+                    await self._send({"type": "websocket.send", "text": frame})
+                frames = await self.host.next_frames()
+        except OSError:
+            # The client is gone; the reader will see that too.
+            return
+        self._hangup = frames
 
     async def close(self, hangup: Hangup) -> None:
         """Send the close frame, or cut the socket if its peer takes nothing."""

@@ -84,7 +84,6 @@ class FakeStream:
         self.flushes.append(self.samples)
         if self._engine.mute_flush:
             return len(self.flushes)
-        self._speech(np.pad(self._frame_rest, (0, -len(self._frame_rest) % FRAME)), final=True)
         self._say(self.samples)
         self._put(messages.Flushed(self.id, len(self.flushes), self.samples))
         return len(self.flushes)
@@ -136,9 +135,7 @@ class FakeStream:
         self._speech(joined[:whole])
         self._say(self.samples - DELAY_SAMPLES)
 
-    def _speech(self, samples: NDArray[np.float32], final: bool = False) -> None:
-        if final:
-            self._frame_rest = np.empty(0, np.float32)
+    def _speech(self, samples: NDArray[np.float32]) -> None:
         if not len(samples):
             return
         frames = samples.reshape(-1, FRAME)
