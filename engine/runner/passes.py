@@ -43,7 +43,7 @@ class ModelPasses:
         slots, positions, inputs, forced, targets = self._buffers.numbers(size)
         self._slab.rows.index_copy_(0, targets, model.stem_rows(self._buffers.samples[:size]))
         delays = state.delays[slots]
-        audio, hidden = self._forward(slots, positions, 1, inputs, state.tokens[slots], delays, self._kernels)
+        hidden = self._forward(slots, positions, 1, inputs, state.tokens[slots], delays, self._kernels)
         choice = choose(model.logits(hidden), state.blank_runs[slots], self._guard)
         tokens = torch.where(forced == NOT_FORCED, choice.tokens, forced)
         chosen = positions >= self._prefix + delays
@@ -52,12 +52,15 @@ class ModelPasses:
         guarded = choice.guarded & (forced == NOT_FORCED)
         self._buffers.results[:, :size] = torch.stack([tokens, choice.failed.long(), guarded.long()])
 
-    def chunk(self, slot: int, position: int, inputs: list[int], tokens: list[int], delay: int) -> None:
-        """Positions of one stream whose tokens are known: `tokens[i]` is what position `position + i` is fed."""
+    def chunk(self, slot: int, position: int, inputs: list[int], tokens: list[int], delay: int) -> Tensor:
+        """Positions of one stream whose tokens are known: `tokens[i]` is what position `position + i` is fed.
+
+        Returns the last hidden rows, [positions, width].
+        """
         numbers = torch.tensor([inputs, tokens], dtype=torch.int64).to(self._model.device)
         where = torch.tensor([slot, position], dtype=torch.int64).to(self._model.device)
         delays = torch.full_like(numbers[0], delay)
-        self._forward(where[:1], where[1:], len(inputs), numbers[0], numbers[1], delays, use_kernels=False)
+        return self._forward(where[:1], where[1:], len(inputs), numbers[0], numbers[1], delays, use_kernels=False)
 
     def openings(self) -> None:
         """Keys and values of the silence before every stream, for each delay. The encoder does not know the delay."""
@@ -79,10 +82,10 @@ class ModelPasses:
         tokens: Tensor,
         delays: Tensor,
         use_kernels: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """`count` positions of each stream: audio embeddings and the decoder's last hidden rows."""
+    ) -> Tensor:
+        """`count` positions of each stream -> the decoder's last hidden rows, [streams * count, width]."""
         model = self._model
         attention = self._encoder.attention(slots, positions, count, model.audio_frequencies, use_kernels)
         audio = model.encode(self._slab.rows[inputs], attention)
         attention = self._decoder.attention(slots, positions, count, model.text_frequencies, use_kernels)
-        return audio, model.decode(audio, tokens, delays, attention)
+        return model.decode(audio, tokens, delays, attention)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from engine.models.attention import Heads
 from engine.models.voxtral_realtime import STREAMING_WORD, Stack, VoxtralConfig, VoxtralRealtime, tensor_shapes
 from engine.runner.memory import plan_memory
 from engine.runner.runner import RunnerSettings, VoxtralRunner
+
+# Tiny matrices: a second thread costs more than it helps.
+torch.set_num_threads(1)
 
 SMALL = VoxtralConfig(
     # Windows of 11 positions (45 rows) and 24 tokens wrap many times in any test.
@@ -52,11 +55,14 @@ def small_runner(
     guard: bool = False,
     config: VoxtralConfig = SMALL,
     seed: int = 0,
+    embeds: int | None = None,
 ) -> VoxtralRunner:
     settings = RunnerSettings("cpu", torch.float32, kv_dtype, window, streams, blank_guard=guard)
     memory = plan_memory(
         config, 8 << 30, decoder_window=window, dtype=torch.float32, kv_dtype=kv_dtype, max_streams=streams
     )
+    if embeds is not None:
+        memory = replace(memory, cache_embeds=embeds)
     vocabulary = Vocabulary([b""] * config.vocabulary, STREAMING_WORD)
     return VoxtralRunner(VoxtralRealtime(config, random_tensors(config, seed)), vocabulary, memory, settings)
 
