@@ -19,6 +19,9 @@ MAX_OVERSHOOT = 4.0
 
 PCM16_SCALE = np.float32(1 / 32768)
 
+# Made once: numpy takes longer to read a type's name than to convert a short piece of audio.
+_INT16, _FLOAT32, _BYTE = np.dtype("<i2"), np.dtype("<f4"), np.dtype(np.uint8)
+
 
 class Encoding(StrEnum):
     """How raw samples are written; all little-endian and mono."""
@@ -87,6 +90,7 @@ class Decoder:
 
     def __init__(self, encoding: Encoding) -> None:
         self.encoding = Encoding(encoding)
+        self._sample_bytes = self.encoding.sample_bytes
         self._carry = b""
 
     def push(self, data: bytes | memoryview) -> NDArray[np.float32]:
@@ -96,8 +100,8 @@ class Decoder:
         """
         if self._carry:
             data = self._carry + data
-        extra = len(data) % self.encoding.sample_bytes
-        samples = self._decode(data, len(data) // self.encoding.sample_bytes)
+        count, extra = divmod(len(data), self._sample_bytes)
+        samples = self._decode(data, count)
         self._carry = bytes(data[len(data) - extra :]) if extra else b""
         return samples
 
@@ -109,8 +113,8 @@ class Decoder:
 
     def _decode(self, data: bytes | memoryview, count: int) -> NDArray[np.float32]:
         if self.encoding is Encoding.PCM16:
-            scaled: NDArray[np.float32] = np.multiply(np.frombuffer(data, "<i2", count), PCM16_SCALE, dtype=np.float32)
+            scaled: NDArray[np.float32] = np.multiply(np.frombuffer(data, _INT16, count), PCM16_SCALE, dtype=_FLOAT32)
             return scaled
         if self.encoding is Encoding.FLOAT32:
-            return checked_samples(np.frombuffer(data, "<f4", count))
-        return _G711_TABLES[self.encoding][np.frombuffer(data, np.uint8, count)]
+            return checked_samples(np.frombuffer(data, _FLOAT32, count))
+        return _G711_TABLES[self.encoding][np.frombuffer(data, _BYTE, count)]

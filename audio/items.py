@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+_FLOAT32 = np.dtype(np.float32)
+
 # A gap becomes a mask with one entry per position; masks stay small.
 MAX_GAP_POSITIONS = 64
 
@@ -70,7 +72,7 @@ class ItemCutter:
 
     def push(self, samples: NDArray[np.float32]) -> list[AudioItem]:
         """Take samples that follow those before them; the items they complete."""
-        if samples.dtype != np.float32 or samples.ndim != 1:
+        if samples.dtype != _FLOAT32 or samples.ndim != 1:
             raise ValueError("samples must be a one-dimensional float32 array")
         items: list[AudioItem] = []
         self.samples_in += len(samples)

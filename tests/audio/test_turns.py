@@ -201,3 +201,10 @@ def test_turns_alternate_and_never_overlap(settings: TurnSettings, frames: list[
     for event in events:
         if isinstance(event, SpeechStopped):
             assert event.sample - event.speech_end_sample == settings.silence_samples
+
+
+def test_a_border_ahead_is_not_taken_back_by_a_reset() -> None:
+    detector = speaking()
+    detector.force_stop(9 * FRAME)
+    detector.reset()
+    assert run(detector, *[LOUD] * 4) == [SpeechStarted(9 * FRAME)]
