@@ -98,6 +98,15 @@ class KeptAudio:
                 return entry.sample + (inside if entry.samples is None else min(inside, entry.samples))
         return self.end_sample
 
+    def position_at(self, sample: int) -> int:
+        """The kept position that hears an audio sample; the end if none does."""
+        for entry in self._entries:
+            if isinstance(entry, Item):
+                inside = (sample - entry.sample) // self._spec.samples_per_position
+                if inside < entry.length:
+                    return entry.offset + max(0, inside)
+        return self.end
+
     def replay(self, forced_tokens: list[int]) -> Replay:
         """A copy on a clock that starts at the beginning."""
         first = self.first()
@@ -154,23 +163,29 @@ class TokenMemory:
 class WindowMemory:
     """For models that reread their window: the text since the window's first position."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
+        self._window_positions = spec.window_positions
         self._said = ""
         self._words: list[Word] = []
+        self._complete_until = 0
         self._again: _Repetition | None = None
 
     def keep_from(self, kept: KeptAudio, computed: int, base: int) -> int:
         # Until a repetition is over, the engine may die again and must then repeat the same audio.
-        return base if self._again is None else 0
+        if self._again is not None:
+            return 0
+        if _letters(self._said) == sum(len(word.text) for word in self._words):
+            return base
+        # A word has begun and its time is not known yet: it can only be recognised if its audio is there.
+        return max(base - self._window_positions, min(base, kept.position_at(self._complete_until)))
 
     def trimmed(self, position: int, sample: int) -> None:
-        """Words that ended before the window are beyond repetition."""
+        """Words that ended before the kept audio are beyond repetition."""
         if self._again is not None:
             return
         while self._words and self._words[0].end_sample <= sample:
             word = self._words.pop(0)
-            at = self._said.find(word.text)
-            self._said = self._said[max(0, at) + len(word.text) :]
+            self._said = self._said[_skip_letters(self._said, len(word.text)) :]
 
     def forced_tokens(self) -> list[int]:
         return []
@@ -196,6 +211,8 @@ class WindowMemory:
     def _remember(self, text: Text) -> Text:
         self._said += text.delta
         self._words += text.words
+        if text.words:
+            self._complete_until = text.words[-1].end_sample
         return text
 
 
@@ -252,6 +269,10 @@ def _skip_letters(text: str, letters: int) -> int:
     return len(text)
 
 
+def _letters(text: str) -> int:
+    return sum(map(len, text.split()))
+
+
 def repeated_words(said: list[str], heard: list[str]) -> int:
     """How many of the heard words stand for what was said: the prefix with the smallest edit distance."""
     row = list(range(len(heard) + 1))
@@ -274,4 +295,4 @@ def _plain(word: str) -> str:
 
 
 def memory_for(spec: ModelSpec, keep_positions: int) -> Memory:
-    return WindowMemory() if spec.rereads_window else TokenMemory(spec, keep_positions)
+    return WindowMemory(spec) if spec.rereads_window else TokenMemory(spec, keep_positions)

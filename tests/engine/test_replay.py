@@ -111,7 +111,7 @@ def test_a_word_that_a_replayed_flush_completes_again_is_dropped() -> None:
 @settings(max_examples=200)
 def test_a_faithful_repetition_is_dropped_however_it_is_cut(words: list[str], known: int, cuts: list[int]) -> None:
     known = min(known, len(words))
-    memory = WindowMemory()
+    memory = WindowMemory(fakes.WINDOWED)
     said = memory.hear(spoken(words[:known])) if known else None
     heard = [] if said is None else [said]
     memory.replayed()
@@ -128,7 +128,7 @@ def test_a_faithful_repetition_is_dropped_however_it_is_cut(words: list[str], kn
 
 
 def test_half_a_word_is_continued() -> None:
-    memory = WindowMemory()
+    memory = WindowMemory(fakes.WINDOWED)
     memory.hear(Text("s", " the ca", [Word("the", 0, 100)], []))
     memory.replayed()
     news = memory.hear(Text("s", "the cat sat", [Word("the", 0, 100), Word("cat", 100, 200)], []))
@@ -137,7 +137,7 @@ def test_half_a_word_is_continued() -> None:
 
 
 def test_what_is_heard_differently_the_second_time_is_not_said_twice() -> None:
-    memory = WindowMemory()
+    memory = WindowMemory(fakes.WINDOWED)
     memory.hear(spoken(["the", "cat", "sat"]))
     memory.replayed()
     assert memory.hear(spoken(["the", "cap", "sat"])) is None
@@ -147,7 +147,7 @@ def test_what_is_heard_differently_the_second_time_is_not_said_twice() -> None:
 
 
 def test_a_doubt_is_settled_when_the_segment_ends() -> None:
-    memory = WindowMemory()
+    memory = WindowMemory(fakes.WINDOWED)
     memory.hear(spoken(["the", "cat", "sat"]))
     memory.replayed()
     assert memory.hear(spoken(["the", "cap"])) is None
@@ -156,7 +156,7 @@ def test_a_doubt_is_settled_when_the_segment_ends() -> None:
 
 
 def test_a_second_death_during_the_repetition_repeats_the_same_audio() -> None:
-    memory, kept = WindowMemory(), KeptAudio(fakes.WINDOWED)
+    memory, kept = WindowMemory(fakes.WINDOWED), KeptAudio(fakes.WINDOWED)
     memory.hear(spoken(["the", "cat", "sat"]))
     memory.replayed()
     assert memory.hear(spoken(["the"])) is None
@@ -167,8 +167,18 @@ def test_a_second_death_during_the_repetition_repeats_the_same_audio() -> None:
     assert memory.keep_from(kept, computed=20, base=10) == 10
 
 
+def test_the_audio_of_a_word_that_has_only_begun_is_kept() -> None:
+    memory, kept = WindowMemory(fakes.WINDOWED), KeptAudio(fakes.WINDOWED)
+    kept.add([Item(i, 1, i * fakes.POSITION) for i in range(100)])
+    memory.hear(Text("s", " the ca", [Word("the", 0, 5 * fakes.POSITION)], []))
+    assert memory.keep_from(kept, computed=30, base=20) == 5
+    assert memory.keep_from(kept, computed=99, base=90) == 50, "but no more than a window before the window"
+    memory.hear(Text("s", "t", [Word("cat", 5 * fakes.POSITION, 8 * fakes.POSITION)], []))
+    assert memory.keep_from(kept, computed=30, base=20) == 20
+
+
 def test_words_before_the_window_are_beyond_repetition() -> None:
-    memory = WindowMemory()
+    memory = WindowMemory(fakes.WINDOWED)
     memory.hear(spoken(["the", "cat", "sat"]))
     memory.trimmed(position=5, sample=200)
     memory.replayed()
