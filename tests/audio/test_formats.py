@@ -128,7 +128,7 @@ def test_g711_values_of_the_standard(encoding: Encoding, code: int, value: int) 
 
 
 @pytest.mark.parametrize("encoding", list(Encoding))
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_split_of_the_bytes_gives_the_same_samples(encoding: Encoding, data: st.DataObject) -> None:
     count = data.draw(st.integers(0, 64))

@@ -65,7 +65,7 @@ def test_one_sample_at_a_time_gives_the_same_bits(rate: int) -> None:
 
 
 @pytest.mark.parametrize("rate", RATES)
-@settings(max_examples=15)
+@settings(max_examples=15, deadline=None)
 @given(count=st.integers(0, 20_000), cuts=st.lists(st.integers(0, 20_000), max_size=12))
 def test_any_split_gives_the_same_bits(rate: int, count: int, cuts: list[int]) -> None:
     samples = noise(count)
@@ -73,7 +73,7 @@ def test_any_split_gives_the_same_bits(rate: int, count: int, cuts: list[int]) -
     assert resample(Resampler(rate), samples, edges).tobytes() == whole(rate, samples).tobytes()
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(rate=st.sampled_from([*RATES, 32000, 96000]) | st.integers(8000, 48000), count=st.integers(0, 20_000))
 def test_the_length_is_exact(rate: int, count: int) -> None:
     rounded_half_up = (2 * count * MODEL_RATE + rate) // (2 * rate)

@@ -44,7 +44,7 @@ def test_one_byte_at_a_time_gives_identical_items(encoding: Encoding, rate: int)
     assert sum(item.length for item in whole) == positions + DELAY_POSITIONS
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     encoding=st.sampled_from(Encoding),
     rate=st.sampled_from([8000, 16000, 22050, 24000, 44100, 48000]),

@@ -177,7 +177,7 @@ PROBABILITIES = st.lists(st.tuples(st.sampled_from([LOUD, BAND, QUIET]), st.inte
 ANY_SETTINGS = st.builds(TurnSettings, st.just(0.5), st.integers(0, 50), st.integers(0, 50), st.integers(0, 100))
 
 
-@example_settings(max_examples=150)
+@example_settings(max_examples=150, deadline=None)
 @given(settings=ANY_SETTINGS, frames=PROBABILITIES)
 def test_events_do_not_depend_on_the_frames(settings: TurnSettings, frames: list[tuple[float, int]]) -> None:
     coarse, fine = TurnDetector(settings), TurnDetector(settings)
@@ -187,7 +187,7 @@ def test_events_do_not_depend_on_the_frames(settings: TurnSettings, frames: list
         assert [piece for piece in pieces if piece is not None] == ([] if event is None else [event])
 
 
-@example_settings(max_examples=150)
+@example_settings(max_examples=150, deadline=None)
 @given(settings=ANY_SETTINGS, frames=PROBABILITIES)
 def test_turns_alternate_and_never_overlap(settings: TurnSettings, frames: list[tuple[float, int]]) -> None:
     detector = TurnDetector(settings)
