@@ -1,0 +1,168 @@
+// Turns on the page. However long the session, only a window of them is in the document; the rest is a button away.
+
+import { clock, exactClock } from "./format.js";
+import { alignWords } from "./transcript.js";
+
+const MOST_SHOWN = 80;
+const STEP = 40;
+// Nearer to the end than this, the page follows new text.
+const FOLLOW_PIXELS = 160;
+
+export class Captions {
+  constructor(transcript, { list, earlier, later, live }) {
+    Object.assign(this, { transcript, list, earlier, later, live });
+    this.items = new Map();
+    this.first = this.last = 0;
+    this.following = true;
+    transcript.addEventListener("reset", () => this.#rebuild(0, 0));
+    transcript.addEventListener("added", () => this.#added());
+    transcript.addEventListener("grown", ({ turn, delta }) => this.#grown(turn, delta));
+    transcript.addEventListener("changed", ({ turn }) => this.#changed(turn));
+    transcript.addEventListener("removed", ({ turn }) => this.#removed(turn));
+    earlier.addEventListener("click", () => this.#move(-STEP));
+    later.addEventListener("click", () => this.#move(STEP));
+    live.addEventListener("click", () => this.toLive());
+    addEventListener("scroll", () => this.#scrolled(), { passive: true });
+  }
+
+  toLive() {
+    const { length } = this.transcript.entries;
+    this.#rebuild(length - STEP, length);
+    this.following = true;
+    this.#follow();
+  }
+
+  get #atEnd() {
+    return this.last === this.transcript.entries.length;
+  }
+
+  #added() {
+    const { length } = this.transcript.entries;
+    if (this.last !== length - 1) {
+      this.#controls();
+      return;
+    }
+    this.last = length;
+    this.#append(this.transcript.entries[length - 1]);
+    if (this.following) {
+      while (this.last - this.first > MOST_SHOWN) this.#dropFirst();
+    } else if (this.last - this.first > 2 * MOST_SHOWN) {
+      // Somebody reads further up: what is being read stays, the newest waits behind a button.
+      this.#rebuild(this.first, this.first + MOST_SHOWN);
+    }
+    this.#controls();
+    this.#follow();
+  }
+
+  #grown(turn, delta) {
+    const item = this.items.get(turn);
+    if (!item) return;
+    item.classList.remove("listening");
+    const text = item.querySelector(".text");
+    if (text.firstChild) text.firstChild.appendData(delta);
+    else text.append(delta);
+    this.#follow();
+  }
+
+  #changed(turn) {
+    const item = this.items.get(turn);
+    if (!item) return;
+    fill(item, turn);
+    this.#follow();
+  }
+
+  #removed(turn) {
+    const item = this.items.get(turn);
+    if (item) {
+      item.remove();
+      this.items.delete(turn);
+    }
+    // Only the newest few are ever removed, and those lie in the window or behind it.
+    if (item) this.last -= 1;
+    this.#controls();
+  }
+
+  #move(step) {
+    const { length } = this.transcript.entries;
+    const anchor = this.items.get(this.transcript.entries[step < 0 ? this.first : this.last - 1]);
+    const before = anchor?.getBoundingClientRect().top;
+    const first = Math.max(0, Math.min(this.first + step, length - STEP));
+    this.following = false;
+    this.#rebuild(first, Math.min(length, Math.max(first + MOST_SHOWN, step < 0 ? 0 : this.last)));
+    // What was read stays where it was on the screen.
+    const after = this.items.get(anchor?.turn)?.getBoundingClientRect().top;
+    if (after !== undefined) scrollBy({ top: after - before, behavior: "instant" });
+  }
+
+  #rebuild(first, last) {
+    this.items.clear();
+    this.list.replaceChildren();
+    this.first = Math.max(0, first);
+    this.last = Math.max(0, last);
+    for (const turn of this.transcript.entries.slice(this.first, this.last)) this.#append(turn);
+    this.#controls();
+  }
+
+  #append(turn) {
+    const item = document.createElement("li");
+    item.turn = turn;
+    const mark = document.createElement("time");
+    const text = document.createElement("p");
+    text.className = "text";
+    item.append(mark, text);
+    fill(item, turn);
+    this.items.set(turn, item);
+    this.list.append(item);
+  }
+
+  #dropFirst() {
+    const turn = this.list.firstElementChild.turn;
+    this.items.get(turn).remove();
+    this.items.delete(turn);
+    this.first += 1;
+  }
+
+  #controls() {
+    const hiddenLater = this.transcript.entries.length - this.last;
+    this.earlier.hidden = this.first === 0;
+    this.earlier.textContent = `Earlier captions (${this.first.toLocaleString()})`;
+    this.later.hidden = hiddenLater === 0;
+    this.later.textContent = `Later captions (${hiddenLater.toLocaleString()})`;
+    this.live.hidden = this.following && this.#atEnd;
+  }
+
+  #scrolled() {
+    const root = document.documentElement;
+    const near = root.scrollHeight - root.clientHeight - root.scrollTop < FOLLOW_PIXELS;
+    this.following = near && this.#atEnd;
+    this.#controls();
+  }
+
+  #follow() {
+    if (!this.following || this.followFrame) return;
+    this.followFrame = requestAnimationFrame(() => {
+      this.followFrame = 0;
+      scrollTo({ top: document.documentElement.scrollHeight, behavior: "instant" });
+    });
+  }
+}
+
+function fill(item, turn) {
+  item.dataset.state = turn.state;
+  item.classList.toggle("listening", turn.state === "open" && !turn.text);
+  const [mark, text] = item.children;
+  mark.textContent = clock(turn.start);
+  mark.dateTime = `PT${turn.start.toFixed(2)}S`;
+  mark.title = turn.end === null ? `from ${exactClock(turn.start)}` : `${exactClock(turn.start)} to ${exactClock(turn.end)}`;
+  const shown = turn.state === "done" || turn.state === "cut" ? alignWords(turn.text, turn.words).map(piece) : [turn.text];
+  text.replaceChildren(...shown);
+}
+
+function piece({ text, word }) {
+  if (!word) return text;
+  const span = document.createElement("span");
+  span.className = "word";
+  span.textContent = text;
+  span.dataset.time = `${exactClock(word.start)} – ${exactClock(word.end)}`;
+  return span;
+}

@@ -1,0 +1,94 @@
+// Finished turns as files. Captions are cut as the server cuts them for uploaded files.
+
+const MAX_CAPTION_CHARACTERS = 84;
+const MAX_CAPTION_SECONDS = 6;
+const SENTENCE_END = /[.?!…。？！]$/u;
+
+export const FORMATS = {
+  txt: { type: "text/plain", write: toText },
+  srt: { type: "application/x-subrip", write: toSrt },
+  vtt: { type: "text/vtt", write: toVtt },
+  json: { type: "application/json", write: toJson },
+};
+
+export function toText(transcript) {
+  return transcript.finished.map((turn) => `${turn.text.trim()}\n`).join("");
+}
+
+export function toSrt(transcript) {
+  const blocks = captions(transcript).map(
+    ({ start, end, text }, index) => `${index + 1}\n${stamp(start, ",")} --> ${stamp(end, ",")}\n${text}\n`,
+  );
+  return blocks.join("\n");
+}
+
+export function toVtt(transcript) {
+  const blocks = captions(transcript).map(
+    ({ start, end, text }) => `${stamp(start, ".")} --> ${stamp(end, ".")}\n${escapeCue(text)}\n`,
+  );
+  return `WEBVTT\n\n${blocks.join("\n")}`;
+}
+
+export function toJson(transcript) {
+  const turns = transcript.finished.map(({ start, end, text, words, state }) => ({
+    start: round(start),
+    end: round(end),
+    text: text.trim(),
+    complete: state === "done",
+    words: words.map((word) => ({ word: word.word, start: round(word.start), end: round(word.end) })),
+  }));
+  const notes = transcript.entries.filter((entry) => entry.state === "note");
+  return `${JSON.stringify({ turns, notes: notes.map(({ start, text }) => ({ at: round(start), text })) }, null, 2)}\n`;
+}
+
+function captions(transcript) {
+  return transcript.finished.flatMap((turn) =>
+    turn.words.length ? cutTurn(turn.words) : [{ start: turn.start, end: turn.end, text: turn.text.trim() }],
+  );
+}
+
+function cutTurn(words) {
+  const lines = [];
+  let line = [];
+  let length = 0;
+  const finish = () => {
+    if (line.length) {
+      lines.push({ start: line[0].start, end: line.at(-1).end, text: line.map(({ word }) => word).join(" ") });
+    }
+    line = [];
+    length = 0;
+  };
+  for (const word of words) {
+    const tooLong = length + word.word.length + 1 > MAX_CAPTION_CHARACTERS;
+    if (line.length && (tooLong || word.end - line[0].start > MAX_CAPTION_SECONDS)) finish();
+    line.push(word);
+    length += word.word.length + 1;
+    if (SENTENCE_END.test(word.word)) finish();
+  }
+  finish();
+  return lines;
+}
+
+function stamp(seconds, separator) {
+  const total = Math.round(seconds * 1000);
+  const pad = (number, width) => String(number).padStart(width, "0");
+  const [hours, minutes, whole] = [Math.floor(total / 3.6e6), Math.floor(total / 6e4) % 60, Math.floor(total / 1e3) % 60];
+  return `${pad(hours, 2)}:${pad(minutes, 2)}:${pad(whole, 2)}${separator}${pad(total % 1000, 3)}`;
+}
+
+function escapeCue(text) {
+  return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+}
+
+function round(seconds) {
+  return Math.round(seconds * 1000) / 1000;
+}
+
+export function download(name, type, text) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type }));
+  link.download = name;
+  link.click();
+  // The download has its own hold on the data once it has begun.
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}

@@ -1,0 +1,313 @@
+// One recording's way to the server: sends sound, receives events, and comes back after a broken connection.
+//
+// Positions count samples of this recording. A server session begins at `base`; the server's own counts start there.
+// After a break the server is asked to go on with the same session. If it has forgotten it, a new one begins where the
+// oldest unfinished turn began, so that no word is lost.
+
+import { Backlog } from "./backlog.js";
+import { lostBecause, whyRefused } from "./reasons.js";
+
+const INCLUDE = ["item.input_audio_transcription.words", "input_audio_buffer.acks", "session.resume"];
+const BACKLOG_SECONDS = 120;
+const RETRY_SECONDS = [1, 2, 4, 8, 15];
+const TICK_MS = 250;
+// No more than this waits inside the browser's socket; the rest stays in the backlog, where it is counted.
+const SOCKET_BYTES = 64 * 1024;
+const LARGEST_MESSAGE_SECONDS = 1;
+// Sound the server has acknowledged but may not have understood yet when it dies.
+const LIVE_GRACE_SECONDS = 3;
+const FILE_GRACE_SECONDS = 70;
+// How far a file may run ahead of the server.
+const ROOM_SECONDS = 8;
+const SILENT_SECONDS = 15;
+const FINISH_SECONDS = 30;
+const TAKEN_OVER = 4409;
+const POLICY = 1008;
+
+export class Link extends EventTarget {
+  // `offset` is where this recording begins on the transcript's clock, in seconds.
+  constructor({ key, rate, live, offset, transcript }) {
+    super();
+    Object.assign(this, { key, rate, live, offset, transcript });
+    this.backlog = new Backlog(BACKLOG_SECONDS * rate);
+    this.state = "idle";
+    this.base = this.cursor = this.acked = this.sequence = this.tries = this.sessions = 0;
+    this.token = null;
+    this.greeted = this.ready = false;
+    this.finishing = this.commitSent = this.cleared = false;
+  }
+
+  start() {
+    this.heardAt = Date.now();
+    this.timer = setInterval(() => this.#tick(), TICK_MS);
+    this.#connect();
+  }
+
+  push(samples) {
+    this.backlog.push(samples);
+    this.#pump();
+  }
+
+  // Resolves when the server has taken enough for more to be sent.
+  async room() {
+    while (!this.over && this.waitingSeconds > ROOM_SECONDS) {
+      await new Promise((done) => this.addEventListener("tick", done, { once: true }));
+    }
+  }
+
+  // No more sound will come: get the last words, then leave.
+  finish() {
+    this.finishing = true;
+    this.heardAt = Date.now();
+    if (this.ready) this.#set("finishing");
+    this.#pump();
+  }
+
+  // Leave now, with what there is.
+  stop(problem = "") {
+    if (this.over) return;
+    this.transcript.abandonOpen({ again: false });
+    this.#leave(problem);
+  }
+
+  retryNow() {
+    if (this.state === "lost") this.#connect();
+  }
+
+  get over() {
+    return this.state === "closed";
+  }
+
+  // Where the sound stands on the transcript's clock.
+  get edge() {
+    return this.#seconds(this.backlog.end);
+  }
+
+  get ackedEdge() {
+    return this.#seconds(this.acked);
+  }
+
+  get waitingSeconds() {
+    return (this.backlog.end - this.acked) / this.rate;
+  }
+
+  #seconds(position) {
+    return this.offset + position / this.rate;
+  }
+
+  #position(seconds) {
+    return Math.max(0, Math.round((seconds - this.offset) * this.rate));
+  }
+
+  // The connection
+
+  #connect() {
+    clearTimeout(this.retry);
+    this.#set("connecting");
+    this.greeted = this.ready = this.commitSent = false;
+    const query = this.token
+      ? `resume=${encodeURIComponent(this.token)}&after=${this.sequence}`
+      : "intent=transcription";
+    const url = new URL(`v1/realtime?${query}`, document.baseURI);
+    url.protocol = url.protocol.replace("http", "ws");
+    let socket;
+    try {
+      socket = new WebSocket(url, this.key ? ["realtime", `openai-insecure-api-key.${this.key}`] : ["realtime"]);
+    } catch {
+      this.stop("The access key has characters that no key can have. Check it in the settings.");
+      return;
+    }
+    this.socket = socket;
+    socket.onmessage = ({ data }) => socket === this.socket && this.#receive(JSON.parse(data));
+    socket.onclose = (event) => socket === this.socket && this.#closed(event);
+  }
+
+  async #closed({ code, reason }) {
+    this.socket = null;
+    this.ready = false;
+    if (this.over) return;
+    if (code === TAKEN_OVER) {
+      this.stop("This session goes on in another window.");
+    } else if (this.greeted) {
+      if (code === POLICY) this.token = null;
+      this.tries = 0;
+      this.#lost(lostBecause(code, reason));
+    } else {
+      await this.#refused();
+    }
+  }
+
+  async #refused() {
+    const why = await whyRefused(this.key);
+    if (this.over || this.socket) return;
+    if (why.final) {
+      this.stop(why.text);
+      if (why.key) this.dispatchEvent(new Event("key"));
+    } else if (why.refused && this.token) {
+      // The server is well but does not know this session any more.
+      this.token = null;
+      this.#connect();
+    } else {
+      this.#lost(why.text);
+    }
+  }
+
+  #lost(reason) {
+    const seconds = RETRY_SECONDS[Math.min(this.tries, RETRY_SECONDS.length - 1)];
+    this.tries += 1;
+    this.retryAt = Date.now() + seconds * 1000;
+    this.retry = setTimeout(() => this.#connect(), seconds * 1000);
+    this.#set("lost", reason);
+  }
+
+  #leave(problem) {
+    clearInterval(this.timer);
+    clearTimeout(this.retry);
+    if (this.socket?.readyState === WebSocket.OPEN) {
+      // Otherwise the server would keep the session's place for a client that might come back.
+      this.#send({ type: "session.update", session: { type: "transcription", include: [] } });
+      this.socket.close(1000);
+    } else {
+      this.socket?.close();
+    }
+    this.socket = null;
+    this.#set("closed", problem);
+    this.dispatchEvent(new Event("tick"));
+  }
+
+  #set(state, detail = "") {
+    this.state = state;
+    this.dispatchEvent(Object.assign(new Event("state"), { state, detail }));
+  }
+
+  // Events
+
+  #receive(event) {
+    this.heardAt = Date.now();
+    if (event.seq) this.sequence = event.seq;
+    switch (event.type) {
+      case "session.created":
+        this.#begin();
+        break;
+      case "session.updated":
+        this.token = event.session.resume?.token ?? null;
+        if (!this.ready) this.#go(this.sessions > 1 ? "restarted" : "");
+        break;
+      case "session.resumed":
+        this.#resume(event.received_samples);
+        break;
+      case "input_audio_buffer.acknowledged":
+        this.acked = Math.max(this.acked, this.base + event.samples);
+        break;
+      case "input_audio_buffer.cleared":
+        this.cleared = true;
+        break;
+      case "error":
+        this.#problem(event.error);
+        break;
+      default:
+        this.transcript.apply(event, this.#seconds(this.base));
+    }
+    this.backlog.dropBefore(Math.min(this.acked, this.#replayPoint()));
+    this.#pump();
+    if (this.finishing && this.cleared && !this.transcript.openTurns.length) this.#leave("");
+  }
+
+  #begin() {
+    this.greeted = true;
+    this.sessions += 1;
+    if (this.sessions > 1) this.#rewind();
+    this.base = this.acked = this.cursor;
+    this.sequence = 0;
+    const format = { type: "audio/pcm", rate: this.rate, transport: "binary" };
+    this.#send({
+      type: "session.update",
+      session: { type: "transcription", audio: { input: { format } }, include: INCLUDE },
+    });
+  }
+
+  // Go back to the oldest sound that has not become a finished turn, as far as it is still there.
+  #rewind() {
+    const wanted = this.#replayPoint();
+    const again = wanted >= this.backlog.start;
+    this.transcript.abandonOpen({ again });
+    this.#noteLost(this.backlog.start - this.acked);
+    this.cursor = again ? wanted : Math.max(this.backlog.start, this.acked - this.#grace());
+  }
+
+  #replayPoint() {
+    const open = this.transcript.openSince;
+    if (open !== null) return this.#position(open);
+    return Math.max(this.#position(this.transcript.settledUntil), this.acked - this.#grace());
+  }
+
+  #grace() {
+    return (this.live ? LIVE_GRACE_SECONDS : FILE_GRACE_SECONDS) * this.rate;
+  }
+
+  #resume(received) {
+    this.greeted = true;
+    this.cursor = this.acked = this.base + received;
+    this.#go("resumed");
+  }
+
+  #noteLost(samples) {
+    if (samples <= 0) return;
+    const seconds = Math.ceil(samples / this.rate);
+    this.transcript.note(`${seconds} s of sound could not be sent in time and are missing`, this.#seconds(this.backlog.start));
+  }
+
+  #go(how) {
+    this.ready = true;
+    this.tries = 0;
+    this.#set(this.finishing ? "finishing" : "listening", how);
+  }
+
+  #problem(error) {
+    // The last commit may find nothing to commit; that is no problem.
+    if (error.code === "input_audio_buffer_commit_empty") return;
+    this.dispatchEvent(Object.assign(new Event("problem"), { text: error.message }));
+  }
+
+  // Sending
+
+  #send(message) {
+    this.socket.send(JSON.stringify(message));
+  }
+
+  #pump() {
+    if (!this.ready) return;
+    const lost = this.backlog.start - this.cursor;
+    if (lost > 0) {
+      // Silence in place of what is gone keeps both clocks together.
+      this.#noteLost(lost);
+      this.#send({ type: "input_audio_buffer.gap", samples: lost });
+      this.cursor = this.backlog.start;
+    }
+    while (this.cursor < this.backlog.end && this.socket.bufferedAmount < SOCKET_BYTES) {
+      const samples = this.backlog.read(this.cursor, LARGEST_MESSAGE_SECONDS * this.rate);
+      this.socket.send(samples);
+      this.cursor += samples.length;
+    }
+    if (this.finishing && !this.commitSent && this.cursor >= this.backlog.end) {
+      this.commitSent = true;
+      this.#send({ type: "input_audio_buffer.commit" });
+      // The answer to this comes after the answer to the commit, whatever that is.
+      this.#send({ type: "input_audio_buffer.clear" });
+    }
+  }
+
+  #tick() {
+    this.#pump();
+    const silent = (Date.now() - this.heardAt) / 1000;
+    if (this.ready && this.finishing && silent > FINISH_SECONDS) {
+      this.stop("The server did not send the last words in time.");
+    } else if (this.ready && this.waitingSeconds > 1 && silent > SILENT_SECONDS) {
+      // A dead line says nothing; a new socket tells.
+      const { socket } = this;
+      this.#closed({ code: 1006, reason: "" });
+      socket.close();
+    }
+    this.dispatchEvent(new Event("tick"));
+  }
+}

@@ -1,0 +1,46 @@
+// When was this word said? Shown for the word under the pointer, or the one reached with the arrow keys.
+
+export class WordTimes {
+  constructor(captions, tip, announce) {
+    Object.assign(this, { captions, tip, announce });
+    this.current = null;
+    captions.addEventListener("pointerover", ({ target }) => this.#show(target.closest(".word")));
+    captions.addEventListener("pointerleave", () => this.#show(null));
+    captions.addEventListener("keydown", (event) => this.#key(event));
+    captions.addEventListener("blur", () => this.#show(null));
+    addEventListener("scroll", () => this.#show(null), { passive: true });
+  }
+
+  #show(word) {
+    this.current?.classList.remove("current");
+    this.current = word;
+    this.tip.hidden = !word;
+    if (!word) return;
+    word.classList.add("current");
+    this.tip.textContent = word.dataset.time;
+    const box = word.getBoundingClientRect();
+    const left = box.left + box.width / 2 - this.tip.offsetWidth / 2;
+    this.tip.style.left = `${Math.max(8, Math.min(left, innerWidth - this.tip.offsetWidth - 8))}px`;
+    this.tip.style.top = `${box.top - this.tip.offsetHeight - 6}px`;
+  }
+
+  #key(event) {
+    if (event.target !== this.captions) return;
+    const words = [...this.captions.querySelectorAll(".word")];
+    const at = words.indexOf(this.current);
+    const target = {
+      ArrowRight: at + 1,
+      ArrowLeft: at < 0 ? words.length - 1 : at - 1,
+      Home: 0,
+      End: words.length - 1,
+    }[event.key];
+    if (event.key === "Escape") this.#show(null);
+    const word = words[target];
+    if (!word) return;
+    event.preventDefault();
+    word.scrollIntoView({ block: "nearest" });
+    // The scroll this may cause would hide the time again.
+    requestAnimationFrame(() => requestAnimationFrame(() => this.#show(word)));
+    this.announce(`${word.textContent}, ${word.dataset.time}`);
+  }
+}

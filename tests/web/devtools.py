@@ -1,0 +1,214 @@
+"""Chromium without a window, driven over the DevTools protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from websockets.asyncio.client import ClientConnection, connect
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--use-fake-device-for-media-stream",
+    "--remote-debugging-port=0",
+)
+KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39, " ": 32}
+CTRL, SHIFT = 2, 8
+
+
+def find_browser() -> str | None:
+    return next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+class PageError(AssertionError):
+    """A script in the page failed."""
+
+
+class Page:
+    """One tab. Remembers every request it made and every error it reported."""
+
+    def __init__(self, socket: ClientConnection, downloads: Path) -> None:
+        self.downloads = downloads
+        self.requests: list[str] = []
+        self.errors: list[str] = []
+        self._socket = socket
+        self._session: str | None = None
+        self._number = 0
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._reader = asyncio.create_task(self._read(), name="devtools reader")
+
+    async def call(self, method: str, **params: Any) -> dict[str, Any]:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        answer = self._answers[self._number] = asyncio.get_running_loop().create_future()
+        await self._socket.send(json.dumps(message))
+        return await asyncio.wait_for(answer, 20)
+
+    async def attach(self) -> None:
+        target = (await self.call("Target.createTarget", url="about:blank"))["targetId"]
+        behaviour = {"behavior": "allow", "downloadPath": str(self.downloads), "eventsEnabled": True}
+        await self.call("Browser.setDownloadBehavior", **behaviour)
+        self._session = (await self.call("Target.attachToTarget", targetId=target, flatten=True))["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            await self.call(f"{domain}.enable")
+
+    async def close(self) -> None:
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _read(self) -> None:
+        async for frame in self._socket:
+            message = json.loads(frame)
+            if "id" in message:
+                answer = self._answers.pop(message["id"])
+                if "error" in message:
+                    answer.set_exception(PageError(str(message["error"])))
+                else:
+                    answer.set_result(message["result"])
+            else:
+                self._note(message["method"], message["params"])
+
+    def _note(self, method: str, params: dict[str, Any]) -> None:
+        if method == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
+        elif method == "Network.webSocketCreated":
+            self.requests.append(params["url"])
+        elif method == "Runtime.exceptionThrown":
+            self.errors.append(str(params["exceptionDetails"]))
+        elif method == "Log.entryAdded" and params["entry"]["source"] == "security":
+            self.errors.append(params["entry"]["text"])
+
+    # What tests do with it
+
+    async def open(self, url: str) -> None:
+        await self.call("Page.navigate", url=url)
+        await self.until("document.readyState === 'complete' && document.querySelector('#listen') !== null")
+
+    async def evaluate(self, expression: str) -> Any:
+        answer = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in answer:
+            raise PageError(str(answer["exceptionDetails"]))
+        return answer["result"].get("value")
+
+    async def until(self, expression: str, seconds: float = 15) -> Any:
+        """Wait until an expression is true; says what it last was, and what the page showed, when it never is."""
+        value = None
+        try:
+            async with asyncio.timeout(seconds):
+                while not (value := await self.evaluate(f"(() => {{ const v = {expression}; return v || null; }})()")):
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            shown = await self.evaluate("document.body.innerText")
+            raise PageError(f"never true: {expression}\nerrors: {self.errors}\npage:\n{shown}") from None
+        return value
+
+    async def click(self, selector: str) -> None:
+        """A real click in the middle of an element, which must be visible there."""
+        box = await self.evaluate(
+            f"(() => {{ const r = document.querySelector({selector!r}).getBoundingClientRect();"
+            " return [r.x + r.width / 2, r.y + r.height / 2]; })()"
+        )
+        await self.point(*box)
+        for kind in ("mousePressed", "mouseReleased"):
+            await self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+
+    async def point(self, x: float, y: float) -> None:
+        await self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    async def press(self, key: str, modifiers: int = 0) -> None:
+        common = {"key": key, "code": "Space" if key == " " else key, "windowsVirtualKeyCode": KEYS[key]}
+        text = {"Enter": "\r", " ": " "}.get(key)
+        await self.call(
+            "Input.dispatchKeyEvent", type="keyDown", modifiers=modifiers, **common, **({"text": text} if text else {})
+        )
+        await self.call("Input.dispatchKeyEvent", type="keyUp", modifiers=modifiers, **common)
+
+    async def type(self, text: str) -> None:
+        await self.call("Input.insertText", text=text)
+
+    async def choose_file(self, selector: str, path: Path) -> None:
+        root = (await self.call("DOM.getDocument"))["root"]["nodeId"]
+        node = (await self.call("DOM.querySelector", nodeId=root, selector=selector))["nodeId"]
+        await self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
+
+    async def media(self, **features: str) -> None:
+        """Pretend to prefer something, for example prefers_color_scheme="dark"."""
+        shown = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
+        await self.call("Emulation.setEmulatedMedia", features=shown)
+
+    async def size(self, width: int, height: int, scale: float = 1, *, mobile: bool = False) -> None:
+        await self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=mobile
+        )
+
+    async def screenshot(self, path: Path) -> None:
+        answer = await self.call("Page.captureScreenshot", format="png")
+        path.write_bytes(base64.b64decode(answer["data"]))
+
+    async def downloaded(self, suffix: str) -> str:
+        """The text of the next finished download with this ending."""
+        async with asyncio.timeout(10):
+            while not (found := sorted(self.downloads.glob(f"*.{suffix}"))):
+                await asyncio.sleep(0.05)
+        text = found[0].read_text(encoding="utf-8")
+        found[0].unlink()
+        return text
+
+
+@asynccontextmanager
+async def browser_page(browser: str, sound: Path | None = None, *, allow_microphone: bool = True) -> AsyncIterator[Page]:
+    """A fresh browser with a microphone that plays `sound` once."""
+    with tempfile.TemporaryDirectory(prefix="tickertape-browser-", ignore_cleanup_errors=True) as folder:
+        profile, downloads = Path(folder, "profile"), Path(folder, "downloads")
+        downloads.mkdir()
+        flags = [*FLAGS, f"--user-data-dir={profile}"]
+        flags.append("--use-fake-ui-for-media-stream" if allow_microphone else "--deny-permission-prompts")
+        if sound is not None:
+            flags.append(f"--use-file-for-fake-audio-capture={sound}%noloop")
+        process = await asyncio.create_subprocess_exec(
+            browser, *flags, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            address = await _address(profile / "DevToolsActivePort", process)
+            async with connect(address, max_size=None, compression=None) as socket:
+                page = Page(socket, downloads)
+                await page.attach()
+                try:
+                    yield page
+                finally:
+                    await page.close()
+        finally:
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), 10)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+async def _address(file: Path, process: asyncio.subprocess.Process) -> str:
+    """Where the browser listens: it writes the port and the path to a file in its profile."""
+    async with asyncio.timeout(60):
+        while not (file.exists() and len(lines := file.read_text().split()) == 2):
+            if process.returncode is not None:
+                raise RuntimeError(f"the browser ended with status {process.returncode}")
+            await asyncio.sleep(0.05)
+    return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
