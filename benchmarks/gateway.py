@@ -55,8 +55,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any] | None]] = {
 
 @dataclass
 class NullCapacity:
-    slots_used: int = 0
-    slots_total: int = 1_000_000
+    used: int = 0
+    total: int = 1_000_000
     speaking: int = 0
     load: float = 0.0
     retry_after_s: float = 1.0

@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import uvicorn
 
-from realtime.config import Config
+from engine.build import DEFAULT_MODEL, EngineConfig
+from engine.client import ClientSettings
+from engine.client import EngineClient as BuiltClient
+from engine.process import Engine, EngineProcess, EngineThread, RemoteEngine
+from realtime.config import Config, ModelConfig
 from realtime.engine_face import EngineClient
+from realtime.engine_metrics import engine_collector
 from realtime.metrics import Metrics
 from realtime.protocols import RealtimeWebSocket, patient_http
 from realtime.server import Gateway, build_app
@@ -22,13 +30,43 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
-        self._gateway = gateway
+        self.gateway = gateway
+        self._listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._listening.set()
+
+    async def wait_until_listening(self, task: asyncio.Task[None]) -> None:
+        """`task` runs the server; what it raises instead of listening is raised here."""
+        listening = asyncio.create_task(self._listening.wait())
+        await asyncio.wait((listening, task), return_when=asyncio.FIRST_COMPLETED)
+        listening.cancel()
+        if task.done():
+            task.result()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
             server.close()
-        await self._gateway.sessions.drain(self._gateway.config.server.drain_s)
+        await self.gateway.sessions.drain(self.gateway.config.server.drain_s)
         await super().shutdown(sockets)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server that listens."""
+
+    server: Server
+    task: asyncio.Task[None]
+    url: str
+
+    @property
+    def port(self) -> int:
+        return int(self.server.servers[0].sockets[0].getsockname()[1])
+
+    async def wait(self) -> None:
+        """Until somebody stops it."""
+        await self.task
 
 
 def build_server(engine: EngineClient, config: Config, metrics: Metrics | None = None) -> Server:
@@ -51,6 +89,7 @@ def build_server(engine: EngineClient, config: Config, metrics: Metrics | None =
         ssl_keyfile=settings.tls_key,
         # Request lines may carry tokens; the gateway logs what matters without them.
         access_log=False,
+        log_config=None,
         log_level="warning",
         server_header=False,
         timeout_graceful_shutdown=5,
@@ -58,10 +97,70 @@ def build_server(engine: EngineClient, config: Config, metrics: Metrics | None =
     return Server(uvicorn_config, app.state.gateway)
 
 
-async def serve(engine: EngineClient, config: Config, metrics: Metrics | None = None) -> None:
-    """Serve until the process is told to stop."""
+@asynccontextmanager
+async def listening(
+    engine: EngineClient, config: Config, metrics: Metrics | None = None
+) -> AsyncIterator[RunningServer]:
+    """A gateway over a running engine, listening; stopped at the end. Raises OSError if it cannot listen."""
     server = build_server(engine, config, metrics)
-    scheme = "https" if config.server.tls_cert else "http"
-    log.info("listening on %s://%s:%d", scheme, config.server.host, config.server.port)
-    await server.serve()
-    await asyncio.sleep(0)
+    task = asyncio.create_task(_serve(server), name="server")
+    try:
+        await server.wait_until_listening(task)
+        host, port = server.servers[0].sockets[0].getsockname()[:2]
+        scheme = "https" if config.server.tls_cert else "http"
+        shown = f"[{host}]" if ":" in host else host
+        yield RunningServer(server, task, f"{scheme}://{shown}:{port}")
+    finally:
+        server.should_exit = True
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _serve(server: Server) -> None:
+    try:
+        await server.serve()
+    except SystemExit as error:
+        settings = server.config
+        raise OSError(f"cannot listen on {settings.host} port {settings.port}: is it in use?") from error
+
+
+@asynccontextmanager
+async def running_server(config: Config) -> AsyncIterator[RunningServer]:
+    """Everything: the engine (ours or others'), its client, and the gateway, listening."""
+    metrics = Metrics()
+    model = config.model
+    engines: list[Engine] = [RemoteEngine(address) for address in model.engines]
+    client = BuiltClient(
+        engines or [EngineProcess(_engine_config(model))], ClientSettings(cache_bytes=model.input_cache_bytes)
+    )
+    await client.start()
+    try:
+        metrics.add_collector(engine_collector(client.metrics, client.capacity))
+        async with listening(client, config, metrics) as server:
+            log.info("listening on %s", server.url)
+            yield server
+    finally:
+        await client.close()
+
+
+@asynccontextmanager
+async def engine_in_thread(model: str, device: str = "auto", max_streams: int = 0) -> AsyncIterator[BuiltClient]:
+    """An engine inside this process, for commands that need no server."""
+    config = EngineConfig(model=model, device=device, max_streams=max_streams)
+    client = BuiltClient([EngineThread(config)])
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def _engine_config(model: ModelConfig) -> EngineConfig:
+    return EngineConfig(
+        model=DEFAULT_MODEL if model.name == "default" else model.name,
+        device=model.device,
+        max_streams=model.max_streams,
+        threads=model.threads,
+        decoder_window=model.decoder_window,
+        kv_8bit=model.kv_8bit,
+        blank_guard=model.blank_guard,
+    )

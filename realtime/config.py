@@ -92,14 +92,25 @@ class SessionConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    # The model to serve.
+    # The model to serve: a name from `tickertape models` or the path of a checkpoint; `default` is the embedded one.
     name: str = "default"
     # Further names under which clients may ask for it. OpenAI clients may use any name at all.
     aliases: tuple[str, ...] = ("mistralai/Voxtral-Mini-4B-Realtime-2602",)
     # Where it runs: auto, cpu or cuda.
     device: str = "auto"
-    # Addresses of engines in other processes; empty starts one of our own.
+    # Addresses of engines that run elsewhere; empty starts one of our own.
     engines: tuple[str, ...] = ()
+    # Streams at once; 0 takes what the device's memory allows.
+    max_streams: int = 0
+    # CPU threads of the model; 0 leaves it to the model.
+    threads: int = 0
+    # Frame-synchronous models: positions of history the decoder attends to, 8-bit keys and values, and the guard that
+    # gets a stream out of a run of blanks while somebody speaks.
+    decoder_window: int = 1024
+    kv_8bit: bool = False
+    blank_guard: bool = True
+    # Bytes of prepared audio that gateway and engine both remember, so that the same audio does not cross twice.
+    input_cache_bytes: int = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ class Sessions:
         capacity = self.engine.capacity()
         # Sessions without a stream have yet to send audio; their places are taken all the same.
         waiting = sum(not entry.host.has_stream for entry in self._entries.values())
-        full = capacity.slots_used + waiting >= capacity.slots_total
+        full = capacity.used + waiting >= capacity.total
         if full or (limits.max_sessions and len(self._entries) >= limits.max_sessions):
             retry_s = max(1, round(capacity.retry_after_s))
             raise self._refusal("capacity", 503, "server_busy", "The server is at capacity; try again.", retry_s)

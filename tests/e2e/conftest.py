@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import platform
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
-from realtime.app import Server, build_server
+from realtime.app import Server, listening
 from realtime.config import Config, ServerConfig
 from tests.realtime.gateway_doubles import FakeEngine
 
@@ -56,7 +55,7 @@ class Running:
 
     @property
     def gateway(self) -> Any:
-        return self.server._gateway
+        return self.server.gateway
 
     def metric(self, name: str, **labels: str) -> float:
         return self.gateway.metrics.registry.get_sample_value(f"tickertape_{name}", labels) or 0.0
@@ -72,18 +71,8 @@ async def running_server(engine: FakeEngine | None = None, **sections: dict[str,
     for name, changes in sections.items():
         config = replace(config, **{name: replace(getattr(config, name), **changes)})
     engine = engine or FakeEngine()
-    server = build_server(engine, config)
-    task = asyncio.create_task(server.serve(), name="server")
-    while not server.started:
-        if task.done():
-            task.result()
-        await asyncio.sleep(0.005)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        yield Running(server, engine, port)
-    finally:
-        server.should_exit = True
-        await asyncio.wait_for(task, 10)
+    async with listening(engine, config) as running:
+        yield Running(running.server, engine, running.port)
 
 
 @pytest.fixture

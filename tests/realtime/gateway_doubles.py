@@ -39,8 +39,8 @@ def silence(seconds: float, rate: int = 24_000) -> bytes:
 
 @dataclass
 class FakeCapacity:
-    slots_used: int
-    slots_total: int
+    used: int
+    total: int
     speaking: int = 0
     load: float = 0.1
     retry_after_s: float = 7.0

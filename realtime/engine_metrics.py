@@ -1,0 +1,41 @@
+"""The engine client's counters as Prometheus metrics, read when somebody asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from engine.client import Capacity
+from engine.supervisor import EngineMetrics
+
+
+def engine_collector(
+    metrics: Callable[[], EngineMetrics], capacity: Callable[[], Capacity]
+) -> Callable[[], Iterable[Metric]]:
+    """What `Metrics.add_collector` takes."""
+
+    def collect() -> Iterable[Metric]:
+        seen, room = metrics(), capacity()
+        cache = seen.input_cache
+        for name, text, count in (
+            ("mm_cache_queries", "Items looked up in the input cache", cache.queries),
+            ("mm_cache_hits", "Items that did not have to cross to the engine", cache.hits),
+            ("encoder_cache_queries", "Items looked up in the encoder cache", seen.encoder_queries),
+            ("encoder_cache_hits", "Items whose encoder output was there already", seen.encoder_hits),
+            ("engine_restarts", "Engines that were lost and came back", seen.restarts),
+            ("engine_streams_recovered", "Streams carried over to a new engine", seen.streams_recovered),
+            ("engine_streams_given_up", "Streams that could not be carried over", seen.streams_given_up),
+            ("engine_poisonous_streams", "Streams ended because they killed the engine", seen.poisonous_streams),
+            ("engine_recovery_seconds", "Time streams waited to be carried over", seen.recovery_seconds_sum),
+        ):
+            yield CounterMetricFamily(f"tickertape_{name}", text, value=count)
+        for name, text, value in (
+            ("engine_streams", "Streams open on the engines", room.used),
+            ("engine_streams_max", "Streams the engines have room for", room.total),
+            ("engine_speaking", "Engine streams that hear speech now", room.speaking),
+            ("engine_load", "Share of time the least busy engine spends in steps", room.load),
+        ):
+            yield GaugeMetricFamily(f"tickertape_{name}", text, value=value)
+
+    return collect
