@@ -1,0 +1,96 @@
+"""Which runner a checkpoint needs, on which device, and how many streams it can take there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.core.limits import Limits
+from engine.core.text import Vocabulary
+from engine.errors import EngineError
+from engine.models.pretrained import BadCheckpoint, load_speech_model
+from engine.models.silero import load_silero
+from engine.runner.runner import RunnerSettings, VoxtralRunner
+from engine.runner.speech import SpeechDetector
+from engine.runner.stability import Policy
+from engine.runner.windowed import WindowedRunner, windowed_spec
+
+if TYPE_CHECKING:
+    from engine.build import EngineConfig
+    from engine.loop import Runner
+
+# A windowed stream needs a few megabytes; a CPU runs out of time long before that matters.
+WINDOWED_STREAMS = 64
+WINDOW_POSITIONS = 192
+STRIDE_POSITIONS = 8
+# Encoder-cache rows beyond what streams hold: room for audio that comes again.
+SPARE_EMBEDS = 512
+# One step of a windowed model reads at most so many whole windows, so that live streams do not wait for backlog.
+WINDOWS_PER_STEP = 8
+
+
+class BadDevice(EngineError):
+    """The model cannot run on the device that was asked for."""
+
+
+def load_runner(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
+    """The runner of a checkpoint, and the limits to schedule it by."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    if _family(path) == "voxtral_realtime":
+        return _load_voxtral(path, config)
+    return _load_windowed(path, config)
+
+
+def load_detector(max_streams: int) -> SpeechDetector:
+    return SpeechDetector(load_silero(), max_streams)
+
+
+def _family(path: Path) -> str:
+    """What a checkpoint says it is; one without a configuration is a windowed model's."""
+    file = path / "config.json"
+    if not file.is_file():
+        return ""
+    try:
+        return str(json.loads(file.read_text())["model_type"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadCheckpoint(f"{file} does not say which model it belongs to: {error}") from error
+
+
+def _load_voxtral(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
+    settings = RunnerSettings(
+        device="cuda" if config.device == "auto" else config.device,
+        kv_dtype=torch.float8_e4m3fn if config.kv_8bit else torch.bfloat16,
+        decoder_window=config.decoder_window,
+        max_streams=config.max_streams or None,
+        blank_guard=config.blank_guard,
+    )
+    runner = VoxtralRunner.from_checkpoint(path, settings)
+    memory = runner.memory
+    limits = Limits(
+        max_streams=memory.streams,
+        cache_embeds=memory.cache_embeds,
+        group_pages=memory.group_pages,
+        step_positions=memory.streams,
+        step_embeds=memory.streams,
+    )
+    return runner, limits
+
+
+def _load_windowed(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
+    if config.device not in ("auto", "cpu"):
+        raise BadDevice(f"this model runs on the CPU, not on {config.device!r}; leave the device out")
+    model, pieces = load_speech_model(path)
+    model.quantise()
+    spec = windowed_spec(path.name, WINDOW_POSITIONS, STRIDE_POSITIONS)
+    streams = config.max_streams or WINDOWED_STREAMS
+    limits = Limits(
+        max_streams=streams,
+        cache_embeds=streams * spec.embeds_per_stream + SPARE_EMBEDS,
+        step_positions=WINDOWS_PER_STEP * spec.window_positions,
+        step_embeds=WINDOWS_PER_STEP * spec.window_positions,
+    )
+    return WindowedRunner(model, Vocabulary(pieces), spec, limits.cache_embeds, Policy()), limits
