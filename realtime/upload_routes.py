@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import FormData, UploadFile
-from starlette.formparsers import MultiPartException
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -34,10 +34,18 @@ class UploadRoutes:
         try:
             async with asyncio.timeout(self._limits.upload_s):
                 form = await request.form(max_files=1, max_fields=MAX_FIELDS)
-        except MultiPartException as error:
-            raise Refusal(400, "invalid_form", f"The form cannot be read: {error.message}.") from error
+        except HTTPException as error:
+            raise Refusal(400, "invalid_form", f"The form cannot be read: {error.detail}") from error
         except TimeoutError as error:
             raise Refusal(408, "upload_too_slow", "The file took too long to arrive.") from error
+        try:
+            return await self._answer(form)
+        except Refusal as refusal:
+            self._count(refusal.code)
+            await form.close()
+            raise
+
+    async def _answer(self, form: FormData) -> Response:
         wanted, file = self._read(form)
         if wanted.stream:
             return await self._stream(file, wanted, form)
@@ -45,14 +53,9 @@ class UploadRoutes:
             async with asyncio.timeout(self._limits.upload_s):
                 transcript = await self._transcriber.transcribe(file.file, wanted)
         except TimeoutError as error:
-            self._count("timeout")
             text = "The transcription took too long; send a shorter file."
             raise Refusal(504, "timeout", text, kind="server_error") from error
-        except Refusal as refusal:
-            self._count(refusal.code)
-            raise
-        finally:
-            await form.close()
+        await form.close()
         self._count("ok")
         body, media_type = render(transcript, wanted)
         return Response(body, media_type=media_type)
@@ -85,12 +88,7 @@ class UploadRoutes:
         """Begin the answer only when the first text or the end is there: until then a refusal has its own status."""
         transcript = Transcript(self._gateway.engine.spec.sample_rate)
         deltas = self._transcriber.deltas(file.file, wanted, transcript)
-        try:
-            first = await anext(deltas, None)
-        except Refusal as refusal:
-            self._count(refusal.code)
-            await form.close()
-            raise
+        first = await anext(deltas, None)
 
         async def body() -> AsyncIterator[str]:
             try:

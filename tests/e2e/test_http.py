@@ -1,0 +1,215 @@
+"""The HTTP side: files, models, secrets, health, CORS, TLS; and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from tests.e2e.conftest import Serve
+from tests.e2e.raw_client import COMPLETED, greeted_client
+from tests.e2e.test_openai_client import send_audio, wav
+from tests.realtime.gateway_doubles import FakeEngine, silence, tone
+
+
+def error_code(response: httpx.Response) -> Any:
+    body = response.json()["error"]
+    assert set(body) == {"message", "type", "param", "code"} and body["message"]
+    return body["code"]
+
+
+@pytest.mark.parametrize(
+    ("files", "data", "status", "code"),
+    [
+        ({"file": ("a.wav", b"this is not audio at all", "audio/wav")}, {}, 400, "not_audio"),
+        ({"file": ("a.wav", b"", "audio/wav")}, {}, 400, "empty_audio"),
+        ({"file": ("a.wav", wav(1.0)[:20], "audio/wav")}, {}, 400, "corrupt_audio"),
+        ({"other": ("a.wav", wav(0.2), "audio/wav")}, {}, 400, "missing_file"),
+        ({"file": ("a.wav", wav(0.2), "audio/wav")}, {"response_format": "docx"}, 400, "invalid_value"),
+        ({"file": ("a.wav", b"not audio either" * 100, "audio/wav")}, {"stream": "true"}, 400, "not_audio"),
+    ],
+)
+async def test_bad_upload_is_refused_with_its_reason(
+    serve: Serve, files: Any, data: Any, status: int, code: str
+) -> None:
+    engine = FakeEngine()
+    async with serve(engine) as running, httpx.AsyncClient() as http:
+        response = await http.post(f"{running.base_url}/audio/transcriptions", files=files, data={"model": "m", **data})
+        assert (response.status_code, error_code(response)) == (status, code)
+        assert not engine.active
+
+
+async def test_upload_that_is_no_form_or_too_large_is_refused(serve: Serve) -> None:
+    async with serve(limits={"upload_bytes": 1000}) as running, httpx.AsyncClient() as http:
+        url = f"{running.base_url}/audio/transcriptions"
+        response = await http.post(url, json={"file": "x"})
+        assert (response.status_code, error_code(response)) == (400, "invalid_form")
+        response = await http.post(url, content=b"garbage", headers={"content-type": "multipart/form-data; boundary=x"})
+        assert (response.status_code, error_code(response)) == (400, "invalid_form")
+        response = await http.post(url, files={"file": ("a.wav", wav(1.0), "audio/wav")})
+        assert (response.status_code, error_code(response)) == (413, "file_too_large")
+
+
+async def test_upload_that_finds_no_place_is_told_when_to_come_back(serve: Serve) -> None:
+    async with serve(FakeEngine(slots=0)) as running, httpx.AsyncClient() as http:
+        response = await http.post(
+            f"{running.base_url}/audio/transcriptions", files={"file": ("a.wav", wav(0.2), "audio/wav")}
+        )
+        assert (response.status_code, response.headers["retry-after"]) == (503, "7")
+
+
+async def test_failing_engine_fails_the_upload_and_the_stream_of_events(serve: Serve) -> None:
+    engine = FakeEngine()
+    engine.feed_delay_s = 0.01
+    async with serve(engine) as running, httpx.AsyncClient(timeout=10) as http:
+
+        async def fail_soon() -> None:
+            while not engine.streams:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            await asyncio.sleep(0.02)
+            engine.streams[-1].fail("numbers went wrong")
+
+        task = asyncio.create_task(fail_soon())
+        url = f"{running.base_url}/audio/transcriptions"
+        response = await http.post(url, files={"file": ("a.wav", wav(30.0), "audio/wav")})
+        await task
+        assert (response.status_code, error_code(response)) == (500, "transcription_failed")
+
+
+async def test_every_form_field_clients_send_is_accepted(serve: Serve) -> None:
+    fields = {
+        "model": "gpt-4o-transcribe",
+        "language": "en",
+        "prompt": "names",
+        "temperature": "0",
+        "response_format": "json",
+        "chunking_strategy": "auto",
+        "timestamp_granularities[]": ["word", "segment"],
+        "include[]": "logprobs",
+        "languages[]": ["en", "de"],
+        "keywords[]": ["Tickertape"],
+        "known_speaker_names[]": ["A", "B"],
+    }
+    async with serve() as running, httpx.AsyncClient() as http:
+        response = await http.post(
+            f"{running.base_url}/audio/transcriptions", data=fields, files={"file": ("a.wav", wav(0.9), "audio/wav")}
+        )
+        assert response.json()["text"] == "w1 w2"
+
+
+async def test_unknown_paths_and_methods_answer_in_the_error_shape(serve: Serve) -> None:
+    async with serve() as running, httpx.AsyncClient() as http:
+        for method, path, status in (
+            ("POST", "/v1/realtime/calls", 404),
+            ("GET", "/v1/nothing", 404),
+            ("GET", "/v1/models/no-such-model", 404),
+            ("GET", "/v1/audio/transcriptions", 405),
+            ("DELETE", "/v1/models", 405),
+        ):
+            response = await http.request(method, running.http + path)
+            assert response.status_code == status, path
+            error_code(response)
+
+
+async def test_client_secrets_check_their_body(serve: Serve) -> None:
+    async with serve() as running, httpx.AsyncClient() as http:
+        url = f"{running.base_url}/realtime/client_secrets"
+        for body in (
+            {"expires_after": {"seconds": 5}},
+            {"expires_after": {"seconds": 10_000}},
+            {"expires_after": {"seconds": True}},
+            {"expires_after": 60},
+            {"session": {"audio": {"input": {"format": {"type": "audio/mp3"}}}}},
+        ):
+            assert (await http.post(url, json=body)).status_code == 400, body
+        assert (await http.post(url, content=b"{nonsense")).status_code == 400
+        assert (await http.post(url, content=b"x" * 2_000_000)).status_code == 413
+        made = (await http.post(url)).json()
+        assert made["value"].startswith("ek_") and made["session"]["object"] == "realtime.transcription_session"
+
+
+async def test_beta_sessions_endpoint_mints_a_secret(serve: Serve) -> None:
+    async with serve(auth={"keys": ("the-real-key",)}) as running, httpx.AsyncClient() as http:
+        headers = {"Authorization": "Bearer the-real-key"}
+        url = f"{running.base_url}/realtime/transcription_sessions"
+        assert (await http.post(url, json={})).status_code == 401
+        made = (await http.post(url, json={"turn_detection": None}, headers=headers)).json()
+        assert made["turn_detection"] is None and made["client_secret"]["value"].startswith("ek_")
+        secret = {"Authorization": f"Bearer {made['client_secret']['value']}", "OpenAI-Beta": "realtime=v1"}
+        from tests.e2e.raw_client import raw_client
+
+        async with raw_client(running.ws, additional_headers=secret) as client:
+            created = await client.receive()
+            assert created["type"] == "transcription_session.created" and created["session"]["turn_detection"] is None
+
+
+async def test_browsers_may_ask_from_anywhere(serve: Serve) -> None:
+    async with serve() as running, httpx.AsyncClient() as http:
+        headers = {
+            "Origin": "https://example.org",
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization, content-type",
+        }
+        response = await http.options(f"{running.base_url}/audio/transcriptions", headers=headers)
+        assert response.status_code == 200 and response.headers["access-control-allow-origin"] == "*"
+        response = await http.get(f"{running.base_url}/models", headers={"Origin": "https://example.org"})
+        assert response.headers["access-control-allow-origin"] == "*"
+        async with greeted_client(running.ws, origin="https://example.org"):
+            pass
+
+
+async def test_paths_without_v1_are_served_too(serve: Serve) -> None:
+    async with serve() as running, httpx.AsyncClient() as http:
+        assert (await http.get(f"{running.http}/models")).status_code == 200
+        async with greeted_client(running.ws.replace("/v1", "")):
+            pass
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    extra = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*command, *extra], check=True, capture_output=True)
+    return cert, key
+
+
+async def test_tls_serves_https_and_wss(serve: Serve, certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    context = ssl.create_default_context(cafile=str(cert))
+    async with serve(server={"tls_cert": str(cert), "tls_key": str(key)}) as running:
+        http = httpx.AsyncClient(verify=context)
+        base_url = f"https://127.0.0.1:{running.port}/v1"
+        async with AsyncOpenAI(base_url=base_url, api_key="x", http_client=http) as client:
+            assert [model.id async for model in client.models.list()][0] == "fake-model"
+            connecting = client.realtime.connect(
+                extra_query={"intent": "transcription"}, websocket_connection_options={"ssl": context}
+            )
+            async with connecting as connection:
+                await send_audio(connection, tone(1.0) + silence(0.8))
+                async with asyncio.timeout(10):
+                    while (event := await connection.recv()).type != COMPLETED:
+                        pass
+                assert event.transcript == "w1 w2"
+
+
+async def test_body_of_a_refused_upgrade_is_json(serve: Serve) -> None:
+    async with serve(auth={"keys": ("the-real-key",)}) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(
+            b"GET /v1/realtime HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+        )
+        answer = await asyncio.wait_for(reader.read(), 5)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"401" in head.splitlines()[0] and b"application/json" in head
+        assert json.loads(body)["error"]["code"] == "invalid_api_key"
+        writer.close()

@@ -1,0 +1,87 @@
+"""The configuration: wrong keys and values are named, and the sources win in their order."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realtime.config import Config, ConfigError, load_config
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"server.prot": 1}, "did you mean 'server.port'"),
+        ({"nothing.like.it": 1}, "unknown key 'nothing.like.it'"),
+        ({"server.port": "many"}, "server.port must be a whole number"),
+        ({"server.port": 1.5}, "server.port must be a whole number"),
+        ({"server.port": 70_000}, "between 0 and 65535"),
+        ({"server.host": 5}, "server.host must be text"),
+        ({"server.drain_s": "nan"}, "server.drain_s must be a finite number"),
+        ({"limits.idle_s": -1}, "limits.idle_s cannot be negative"),
+        ({"auth.no_auth": "perhaps"}, "auth.no_auth must be true or false"),
+        ({"auth.keys": [1]}, "auth.keys must be a list of texts"),
+        ({"auth.keys": "short"}, "at least 8 characters"),
+        ({"auth.keys": "long-enough", "auth.no_auth": True}, "contradicts"),
+        ({"server.host": "0.0.0.0"}, "can be reached by others"),
+        ({"server.host": "example.org"}, "can be reached by others"),
+        ({"server.tls_cert": "x.pem"}, "belong together"),
+        ({"server.tls_cert": "x.pem", "server.tls_key": "y.pem"}, "there is no file 'x.pem'"),
+    ],
+)
+def test_wrong_flag_names_the_key_and_the_fix(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match="(?s).*" + said.replace("(", r"\(")):
+        load_config(environment={}, flags=flags)
+
+
+def test_wrong_environment_variable_names_the_closest_one() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'TICKERTAPE_SERVER_PORT'"):
+        load_config(environment={"TICKERTAPE_SERVR_PORT": "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[server]\nprot = 1", "unknown key 'server.prot'; did you mean 'server.port'"),
+        ("[sever]\nport = 1", "unknown key 'sever'; did you mean 'server'"),
+        ("server = 1", "server must be a section"),
+        ("[server", "is not valid TOML"),
+        ("[limits]\nmax_sessions = true", "limits.max_sessions must be a whole number"),
+    ],
+)
+def test_wrong_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "tickertape.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load_config(file, environment={})
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the configuration file"):
+        load_config(tmp_path / "none.toml", environment={})
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    file = tmp_path / "tickertape.toml"
+    file.write_text('[server]\nport = 1\ndrain_s = 1\nhost = "::1"\n[model]\naliases = ["a", "b"]\n')
+    environment = {"TICKERTAPE_SERVER_PORT": "2", "TICKERTAPE_SERVER_DRAIN_S": "2", "HOME": "/"}
+    config = load_config(file, environment, {"server.port": 3})
+    assert (config.server.port, config.server.drain_s, config.server.host) == (3, 2.0, "::1")
+    assert config.model.aliases == ("a", "b")
+
+
+def test_keys_make_other_addresses_possible_and_so_does_saying_so() -> None:
+    with_keys = load_config(
+        environment={"TICKERTAPE_AUTH_KEYS": "first-key, second-key"}, flags={"server.host": "0.0.0.0"}
+    )
+    assert with_keys.auth.keys == ("first-key", "second-key")
+    assert load_config(environment={}, flags={"server.host": "0.0.0.0", "auth.no_auth": "yes"}).auth.no_auth
+    assert load_config(environment={}, flags={"server.host": "localhost"}).server.host == "localhost"
+
+
+def test_configuration_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Config().server.port = 1  # type: ignore[misc]
