@@ -1,4 +1,4 @@
-"""Live captions in a terminal: finished lines scroll by, the line being spoken grows, and a status line shows the delay.
+"""Live captions in a terminal: finished lines scroll by, the line being spoken grows, a status line shows the delay.
 
 Where there is no terminal (a pipe, a log) only finished lines are written.
 """

@@ -1,0 +1,234 @@
+"""A whole measurement: search for the largest load, hold it, repeat some clients alone, and report all of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from realtime.bench.clients import ClientPlan, Target, play_all
+from realtime.bench.plot import draw
+from realtime.bench.record import RunRecord, read_run
+from realtime.bench.search import Objective, largest
+from realtime.bench.sounds import Bank, playlist
+from realtime.bench.words import error_rate
+
+# Clients start within this time of each other, each at a moment of its own, so that they are not in step.
+PHASES_S = 2.0
+PAUSE_S = 1.0
+
+
+class Campaign:
+    """`options` are those of `tickertape bench`; `report` is told what is going on."""
+
+    def __init__(
+        self,
+        target: Target,
+        bank: Bank,
+        objective: Objective,
+        options: argparse.Namespace,
+        processes: int,
+        report: Callable[[str], None],
+    ) -> None:
+        self._target = target
+        self._bank = bank
+        self._objective = objective
+        self._options = options
+        self._processes = processes
+        self._report = report
+        self._runs: list[RunRecord] = []
+
+    def measure(self) -> Result:
+        options = self._options
+        self._play(1, options.seconds, "warm-up")
+        self._runs.clear()
+        if options.streams:
+            streams = options.streams
+        else:
+            streams = largest(self._meets, options.most)
+        if streams == 0:
+            held = self._runs[-1]
+        else:
+            held = self._hold(streams)
+        words = self._compare(held) if not held.failures else None
+        return Result(self._target, self._objective, self._runs, held, words, self._settings())
+
+    def _meets(self, streams: int) -> bool:
+        run = self._play(streams, self._options.seconds, f"search-{streams}")
+        return not self._objective.missed(run)
+
+    def _hold(self, streams: int) -> RunRecord:
+        """Hold the load; if it turns out to be too much in the long run, hold a little less."""
+        while True:
+            held = self._play(streams, self._options.hold, f"hold-{streams}")
+            if self._options.streams or streams == 1 or not self._objective.missed(held):
+                return held
+            streams -= max(1, streams // 10)
+
+    def _play(self, streams: int, seconds: float, name: str) -> RunRecord:
+        phases = random.Random(name)
+        plans = [
+            ClientPlan(client, phases.uniform(0, PHASES_S), playlist(self._bank, client, seconds, PAUSE_S))
+            for client in range(streams)
+        ]
+        return self._run(plans, name, self._options.warm_up)
+
+    def _run(self, plans: list[ClientPlan], name: str, warm_up_s: float) -> RunRecord:
+        longest = max(plan.playlist.samples for plan in plans) / self._bank.rate
+        self._report(f"{name}: {len(plans)} streams for {longest:.0f} s")
+        paths = play_all(self._target, self._bank, plans, self._processes, self._options.output, name)
+        run = read_run(paths, [plan.client for plan in plans], self._target.silence_ms / 1000, warm_up_s)
+        self._runs.append(run)
+        missed = self._objective.missed(run)
+        self._report(f"  {summary(run)}: {'; '.join(missed) if missed else 'objective met'}")
+        return run
+
+    def _compare(self, held: RunRecord) -> Words:
+        """Play some of the held clients again, one at a time: load must not change a word."""
+        count = min(self._options.alone, held.streams)
+        alone: list[str] = []
+        for client in range(count):
+            plan = ClientPlan(client, 0.0, playlist(self._bank, client, self._options.hold, PAUSE_S))
+            run = self._run([plan], f"alone-{client}", self._options.warm_up)
+            alone.append(run.clients[0].text)
+        loaded = [client.text for client in held.clients]
+        references = [playlist(self._bank, client, self._options.hold, PAUSE_S).text for client in range(held.streams)]
+        changed = error_rate(list(zip(alone, loaded[:count], strict=True)))
+        if any(text is None for text in references):
+            return Words(count, None, None, None, changed)
+        known = [text or "" for text in references]
+        return Words(
+            count,
+            error_rate(list(zip(known[:count], alone, strict=True))),
+            error_rate(list(zip(known[:count], loaded[:count], strict=True))),
+            error_rate(list(zip(known, loaded, strict=True))),
+            changed,
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        options = self._options
+        return {
+            "seconds": options.seconds,
+            "hold": options.hold,
+            "warm_up": options.warm_up,
+            "chunk_ms": options.chunk_ms,
+            "silence_ms": options.silence_ms,
+            "rate": self._bank.rate,
+            "recordings": len(self._bank.clips),
+            "manifest": options.manifest.name if options.manifest else None,
+            "generator_processes": self._processes,
+            "generator_machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Word error rates of the clients that were repeated alone; `all_loaded` is that of every client under load.
+
+    `changed` is the share of words that differ between alone and under load.
+    """
+
+    clients: int
+    alone: float | None
+    loaded: float | None
+    all_loaded: float | None
+    changed: float | None
+
+    @property
+    def equal(self) -> bool:
+        return not self.changed
+
+
+@dataclass(slots=True)
+class Result:
+    target: Target
+    objective: Objective
+    runs: list[RunRecord]
+    held: RunRecord
+    words: Words | None
+    settings: dict[str, Any]
+    missed: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.missed = self.objective.missed(self.held)
+
+    @property
+    def good(self) -> bool:
+        return not self.missed and self.words is not None and self.words.equal
+
+    def text(self) -> str:
+        """The triple, and what belongs to it."""
+        figures = self.held.figures()
+        final, lag, late = figures["time_to_final_s"], figures["lag_s"], figures["generator_late_ms"]
+        slope = figures["lag_slope_ms_per_minute"]
+        lines = [
+            f"streams           {self.held.streams}" + ("" if not self.missed else f"   NOT MET: {self.missed[0]}"),
+            f"time to final     {_row(final)} s   ({figures['finals']} finals)",
+            f"word error rate   {self._words_text()}",
+            f"lag               {_row(lag)} s",
+            "lag slope         "
+            + (
+                "too few points"
+                if slope is None
+                else f"{slope['slope']:+.1f} ms a minute (95 %: {slope['low']:+.1f} to {slope['high']:+.1f})"
+            ),
+            f"failures          {figures['failures']}",
+            f"generator late    {_row(late, 1)} ms, at most {_number(late['max'], 1)} ms",
+        ]
+        return "\n".join(lines)
+
+    def _words_text(self) -> str:
+        words = self.words
+        if words is None:
+            return "not compared: the run had failures"
+        same = "the same words" if words.equal else f"{words.changed:.2%} of the words differ"
+        clients = f"{words.clients} client{'s' if words.clients > 1 else ''}"
+        if words.alone is None or words.loaded is None:
+            return f"no reference text; {clients} alone and under load: {same}"
+        return (
+            f"{words.alone:.2%} alone, {words.loaded:.2%} at {self.held.streams} streams ({clients}: {same}); "
+            f"all clients {words.all_loaded:.2%}"
+        )
+
+    def write(self, folder: Path) -> None:
+        words = self.words
+        body = {
+            "streams": self.held.streams,
+            "good": self.good,
+            "missed": self.missed,
+            "held": self.held.figures(),
+            "words": None
+            if words is None
+            else {
+                "clients": words.clients,
+                "wer_alone": words.alone,
+                "wer_loaded": words.loaded,
+                "wer_all_loaded": words.all_loaded,
+                "changed": words.changed,
+                "equal": words.equal,
+            },
+            "objective": {"final_p95_s": self.objective.final_p95_s, "lag_p95_s": self.objective.lag_p95_s},
+            "runs": [run.figures() for run in self.runs],
+            "settings": self.settings,
+        }
+        (folder / "results.json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        (folder / "plot.svg").write_text(draw(self.runs, self.held, self.objective), encoding="utf-8")
+
+
+def summary(run: RunRecord) -> str:
+    figures = run.figures()
+    return f"time to final {_row(figures['time_to_final_s'])} s, lag {_row(figures['lag_s'])} s"
+
+
+def _row(values: dict[str, float | None], digits: int = 2) -> str:
+    return ", ".join(f"{name} {_number(values[name], digits)}" for name in ("p50", "p95", "p99"))
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,147 @@
+"""From the record of a run to its figures. Pure: reads lines, knows no clock.
+
+- Time to final: from the end of speech to the final transcript. The end of speech is where the server heard the turn
+  stop, less the silence it waited for, so that wait is part of the time, as it is for a user.
+- Lag: from the end of the last word in a piece of text to its arrival, where the server gives word times; elsewhere
+  from the end of a turn to the news of it.
+- A failure is anything a user would notice: no connection, an error, a turn without a final, a session cut short.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from realtime.bench.trend import Trend, percentile, trend
+from realtime.wire_client import COMPLETED, DELTA, FAILED, LAST_COMMIT
+
+SPEECH_STOPPED = "input_audio_buffer.speech_stopped"
+COMMITTED = "input_audio_buffer.committed"
+
+
+@dataclass(slots=True)
+class ClientRecord:
+    """What one client saw. Points are (moment, value) in seconds."""
+
+    client: int
+    finals: list[tuple[float, float]] = field(default_factory=list)
+    word_lags: list[tuple[float, float]] = field(default_factory=list)
+    turn_lags: list[tuple[float, float]] = field(default_factory=list)
+    transcripts: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    late_ms: list[float] = field(default_factory=list)
+    ended: bool = False
+    _speech_ends: dict[str, float] = field(default_factory=dict)
+    _waiting: set[str] = field(default_factory=set)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.transcripts)
+
+    def take(self, entry: dict[str, Any], silence_s: float) -> None:
+        if "event" in entry:
+            self._take_event(entry["t"], entry["event"], silence_s)
+        elif "failure" in entry:
+            self.failures.append(entry["failure"])
+        elif "late_ms" in entry:
+            self.late_ms = entry["late_ms"]
+        elif "end" in entry:
+            self.ended = True
+
+    def close(self) -> None:
+        """No more entries: what is still open is missing."""
+        self.failures += [f"no final for the turn {item}" for item in sorted(self._waiting)]
+        if not self.ended:
+            self.failures.append("the generator stopped before the client was done")
+
+    def _take_event(self, t: float, event: dict[str, Any], silence_s: float) -> None:
+        kind = event.get("type")
+        if kind == DELTA and event.get("words"):
+            self.word_lags.append((t, t - event["words"][-1]["end"]))
+        elif kind == SPEECH_STOPPED:
+            end = event["audio_end_ms"] / 1000
+            self.turn_lags.append((t, t - end))
+            self._speech_ends[event["item_id"]] = end - silence_s
+        elif kind == COMMITTED:
+            self._waiting.add(event["item_id"])
+        elif kind == COMPLETED:
+            item = event["item_id"]
+            self._waiting.discard(item)
+            speech_end = self._speech_ends.pop(item, None)
+            # A turn that turned out to be noise has nothing to wait for.
+            if speech_end is not None and event["transcript"]:
+                self.finals.append((t, t - speech_end))
+            if event["transcript"]:
+                self.transcripts.append(event["transcript"])
+        elif kind == FAILED:
+            self._waiting.discard(event["item_id"])
+            self.failures.append(f"a turn failed: {event['error'].get('message')}")
+        elif kind == "error" and event["error"].get("event_id") != LAST_COMMIT:
+            self.failures.append(f"an error: {event['error'].get('message')}")
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """One run: so many clients at once."""
+
+    streams: int
+    clients: list[ClientRecord]
+    warm_up_s: float
+
+    @property
+    def finals(self) -> list[float]:
+        return [value for client in self.clients for t, value in client.finals if t >= self.warm_up_s]
+
+    @property
+    def lags(self) -> list[tuple[float, float]]:
+        """(moment, lag), from word times if the server gives any."""
+        words = [point for client in self.clients for point in client.word_lags]
+        points = words or [point for client in self.clients for point in client.turn_lags]
+        return [point for point in points if point[0] >= self.warm_up_s]
+
+    @property
+    def failures(self) -> list[str]:
+        return [f"client {client.client}: {reason}" for client in self.clients for reason in client.failures]
+
+    @property
+    def lag_trend(self) -> Trend | None:
+        """In milliseconds a minute."""
+        points = self.lags
+        return trend([t / 60 for t, _ in points], [1000 * lag for _, lag in points])
+
+    def figures(self) -> dict[str, Any]:
+        lags = [lag for _, lag in self.lags]
+        late = [value for client in self.clients for value in client.late_ms]
+        growth = self.lag_trend
+        return {
+            "streams": self.streams,
+            "finals": len(self.finals),
+            "time_to_final_s": _percentiles(self.finals),
+            "lag_s": _percentiles(lags),
+            "lag_slope_ms_per_minute": None
+            if growth is None
+            else {"slope": growth.slope, "low": growth.low, "high": growth.high},
+            "failures": len(self.failures),
+            "first_failures": self.failures[:5],
+            "generator_late_ms": {**_percentiles(late), "max": max(late, default=None)},
+        }
+
+
+def _percentiles(values: list[float]) -> dict[str, float | None]:
+    return {f"p{share}": percentile(values, share) for share in (50, 95, 99)}
+
+
+def read_run(paths: Iterable[Path], clients: Sequence[int], silence_s: float, warm_up_s: float) -> RunRecord:
+    """Read a run's files. A client that left no trace is a failure too."""
+    records = {client: ClientRecord(client) for client in clients}
+    for path in paths:
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                entry = json.loads(line)
+                records[entry["client"]].take(entry, silence_s)
+    for record in records.values():
+        record.close()
+    return RunRecord(len(records), list(records.values()), warm_up_s)

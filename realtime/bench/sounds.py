@@ -1,0 +1,161 @@
+"""What the clients say: recordings in one file of raw samples, and a different selection of them for each client."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import soxr
+
+from audio.containers import read_file
+from audio.errors import AudioError
+from audio.resample import MODEL_RATE
+
+SAMPLE_BYTES = 2
+
+
+class BadManifest(Exception):
+    """The recordings cannot be used; the text names the line or the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """A recording in the bank, in samples; without a text it cannot be scored."""
+
+    start: int
+    samples: int
+    text: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Bank:
+    """All recordings, one after the other, as PCM16 mono at `rate` in the file `path`."""
+
+    path: Path
+    rate: int
+    clips: tuple[Clip, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a client's audio: samples of the bank, or silence where `start` is None."""
+
+    start: int | None
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Playlist:
+    pieces: tuple[Piece, ...]
+    # What is said in it; None if nobody knows.
+    text: str | None
+
+    @property
+    def samples(self) -> int:
+        return sum(piece.samples for piece in self.pieces)
+
+
+def build_bank(files: list[tuple[Path, str | None]], rate: int, path: Path) -> Bank:
+    """Decode the recordings into `path`. Raises BadManifest."""
+    clips, start = [], 0
+    with path.open("wb") as bank:
+        for file, text in files:
+            try:
+                audio = np.concatenate(list(read_file(file)))
+            except (AudioError, OSError) as error:
+                raise BadManifest(f"{file} cannot be used: {error}") from error
+            resampled = soxr.resample(audio, MODEL_RATE, rate) if rate != MODEL_RATE else audio
+            bank.write((np.clip(resampled, -1, 1) * 32767).astype("<i2").tobytes())
+            clips.append(Clip(start, len(resampled), text))
+            start += len(resampled)
+    return Bank(path, rate, tuple(clips))
+
+
+def read_manifest(path: Path, longest_s: float) -> list[tuple[Path, str | None]]:
+    """Recordings with speech, JSON lines of path, text and seconds; longer ones would not fit into a run."""
+    files: list[tuple[Path, str | None]] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadManifest(f"cannot read the manifest {path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            file, text, seconds = path.parent / entry["path"], str(entry["text"]).strip(), float(entry["seconds"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadManifest(
+                f"{path}, line {number}: wanted a JSON object with path, text and seconds ({error!r})"
+            ) from error
+        if text and seconds <= longest_s:
+            files.append((file, text))
+    if not files:
+        raise BadManifest(f"{path} has no recording with speech of at most {longest_s:g} s; play longer with --seconds")
+    return files
+
+
+def playlist(bank: Bank, client: int, seconds: float, pause_s: float) -> Playlist:
+    """Audio for one client: whole recordings in an order of its own, with pauses between them.
+
+    The same client of the same bank always says the same. A bank of one recording is cut at a different place for each
+    client, and then nobody knows its text.
+    """
+    order = random.Random(f"client {client}")
+    pause = Piece(None, round(pause_s * bank.rate))
+    wanted = round(seconds * bank.rate)
+    if len(bank.clips) == 1:
+        return _rotated(bank, order, wanted, pause)
+    clips = list(bank.clips)
+    order.shuffle(clips)
+    pieces: list[Piece] = []
+    texts: list[str] = []
+    total = 0
+    while total < wanted or not texts:
+        clip = clips[len(texts) % len(clips)]
+        if texts and total + clip.samples > wanted:
+            break
+        pieces += [Piece(clip.start, clip.samples), pause]
+        texts.append(clip.text or "")
+        total += clip.samples + pause.samples
+    known = all(clip.text is not None for clip in clips)
+    return Playlist(tuple(pieces), " ".join(texts) if known else None)
+
+
+def _rotated(bank: Bank, order: random.Random, wanted: int, pause: Piece) -> Playlist:
+    (clip,) = bank.clips
+    cut = order.randrange(clip.samples)
+    pieces: list[Piece] = []
+    total = 0
+    while total < wanted:
+        for piece in (Piece(clip.start + cut, clip.samples - cut), pause, Piece(clip.start, cut), pause):
+            room = wanted - total
+            if room > 0 and piece.samples:
+                pieces.append(Piece(piece.start, min(piece.samples, room)))
+                total += pieces[-1].samples
+    return Playlist((*pieces, pause), None)
+
+
+def chunks(bank_bytes: memoryview, parts: Playlist, chunk_samples: int) -> Iterator[bytes]:
+    """The playlist's bytes in equal chunks (the last may be shorter), without holding more than one of them."""
+    waiting = bytearray()
+    size = chunk_samples * SAMPLE_BYTES
+    for piece in parts.pieces:
+        done = 0
+        while done < piece.samples:
+            count = min(chunk_samples - len(waiting) // SAMPLE_BYTES, piece.samples - done)
+            if piece.start is None:
+                waiting += bytes(count * SAMPLE_BYTES)
+            else:
+                first = (piece.start + done) * SAMPLE_BYTES
+                waiting += bank_bytes[first : first + count * SAMPLE_BYTES]
+            done += count
+            if len(waiting) == size:
+                yield bytes(waiting)
+                waiting.clear()
+    if waiting:
+        yield bytes(waiting)

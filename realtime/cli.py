@@ -1,0 +1,92 @@
+"""`tickertape`: the command line. Commands live in `realtime/commands`, one module each."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from engine.errors import EngineError
+from realtime.commands import bench, check_config, completion, demo, doctor, engine, mic, pull, serve, transcribe
+from realtime.commands.terminal import (
+    DEBUG_VARIABLE,
+    FAILED,
+    INTERRUPTED,
+    USAGE,
+    CommandFailed,
+    UsageError,
+    is_debugging,
+    note,
+)
+from realtime.config import ConfigError
+
+DESCRIPTION = "A self-hosted realtime transcription server, for sessions that never end."
+EPILOG = """\
+A first try:
+  tickertape serve                          start the server; its page is at http://127.0.0.1:8000
+  tickertape transcribe talk.mp3            print what is said in a file
+  tickertape mic                            live captions of your microphone
+
+Exit codes: 0 done, 1 something failed, 2 the command line or the configuration is wrong, 130 interrupted.
+TICKERTAPE_DEBUG=1 shows a stack trace with every error; TICKERTAPE_CACHE says where models are kept.
+"""
+
+_COMMANDS = (serve, engine, transcribe, mic, bench, demo, pull, doctor, check_config, completion)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tickertape",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for module in _COMMANDS:
+        module.add(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if options.version:
+        return _print_version()
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return USAGE
+    try:
+        code: int = options.run(options)
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has enough. Closing here keeps Python from complaining at exit.
+        sys.stderr.close()
+        return FAILED
+    except Exception as error:
+        if is_debugging():
+            raise
+        note(f"error: {_one_line(error)}")
+        return USAGE if isinstance(error, ConfigError | UsageError) else FAILED
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, CommandFailed | UsageError | ConfigError | EngineError | OSError):
+        return text
+    return f"unexpected {type(error).__name__}: {text} (set {DEBUG_VARIABLE}=1 for the stack trace)"
+
+
+def _print_version() -> int:
+    from importlib.metadata import version
+
+    sys.stdout.write(f"tickertape {version('tickertape')}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""`tickertape bench`: how many streams a server carries, how soon finals come, and whether the words stay the same."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from realtime.commands.terminal import FAILED, KEY_VARIABLE, OK, CommandFailed, UsageError, note, out
+
+EPILOG = """\
+Examples:
+  tickertape bench                                              the server on this machine, the sample recording
+  tickertape bench http://gpu-box:8000 --manifest speech.jsonl
+  tickertape bench --streams 4 --hold 300                       no search: hold four streams for five minutes
+  tickertape bench --slo-final 1.0 --slo-lag 1.5 --most 64
+
+Clients play speech at the pace it was spoken, from processes of their own. The number of streams is doubled, then
+bisected, to the largest that meets the objective; that many are then held. The result is three figures that belong
+together: streams, time to final, and word error rate alone and under load, which must be equal.
+
+A manifest has JSON lines with `path`, `text` and `seconds`. Without one, the sample recording is cut at a different
+place for each client; it has no text to be scored against, so what is heard under load is compared with what is heard
+alone. Run it on another machine than the server if you can: on the same one, both share the cores.
+
+Written to --output: results.json, plot.svg, and the record of every event (*.jsonl).
+Exit code 1 if not even one stream meets the objective, or words differ under load.
+"""
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def add(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "bench",
+        help="load-test a server: streams, time to final, word error rate",
+        description="Load-test any server that speaks the OpenAI realtime wire.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"the server (default {DEFAULT_URL})")
+    parser.add_argument("--manifest", type=Path, help="recordings with their words, as JSON lines")
+    parser.add_argument("--streams", type=_positive, help="hold this many streams, without a search")
+    parser.add_argument("--most", type=_positive, default=1024, help="search no further than this")
+    parser.add_argument("--seconds", type=_seconds, default=30.0, help="audio of each client in a search run")
+    parser.add_argument("--hold", type=_seconds, default=120.0, help="audio of each client in the final run")
+    parser.add_argument("--warm-up", type=float, default=5.0, help="seconds at the start of a run that do not count")
+    parser.add_argument("--slo-final", type=float, default=1.5, help="time to final p95, in seconds")
+    parser.add_argument("--slo-lag", type=float, default=2.5, help="lag p95, in seconds")
+    parser.add_argument("--alone", type=_positive, default=2, help="clients to repeat alone, for the words")
+    parser.add_argument("--chunk-ms", type=_positive, default=100, help="audio in one message")
+    parser.add_argument("--silence-ms", type=_positive, default=500, help="silence that ends a turn")
+    parser.add_argument("--rate", type=_positive, default=24_000, help="samples a second on the wire")
+    parser.add_argument("--model", help="the model to ask the server for")
+    parser.add_argument("--processes", type=_positive, help="generator processes (default: half of the cores)")
+    parser.add_argument("--output", type=Path, default=Path("bench-results"), metavar="DIR")
+    parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 5 <= value <= 86_400:
+        raise argparse.ArgumentTypeError("must lie between 5 and 86400 seconds")
+    return value
+
+
+def run(options: argparse.Namespace) -> int:
+    from realtime.bench.campaign import Campaign
+    from realtime.bench.clients import Target
+    from realtime.bench.search import Objective
+    from realtime.bench.sounds import BadManifest, build_bank
+    from realtime.wire_client import CannotConnect, realtime_url
+
+    if options.warm_up >= min(options.seconds, options.hold):
+        raise UsageError("--warm-up must be shorter than --seconds and --hold")
+    try:
+        url = realtime_url(options.url, options.model)
+        files = _recordings(options)
+        options.output.mkdir(parents=True, exist_ok=True)
+        note(f"reading {len(files)} recordings")
+        bank = build_bank(files, options.rate, options.output / "audio.raw")
+    except (CannotConnect, BadManifest) as error:
+        raise CommandFailed(str(error)) from error
+    target = Target(url, os.environ.get(KEY_VARIABLE), options.model, options.chunk_ms, options.silence_ms)
+    objective = Objective(options.slo_final, options.slo_lag)
+    processes = options.processes or max(1, (os.cpu_count() or 2) // 2)
+    campaign = Campaign(target, bank, objective, options, processes, note)
+    try:
+        result = campaign.measure()
+    finally:
+        bank.path.unlink()
+    result.write(options.output)
+    out(result.text())
+    note(f"written to {options.output}: results.json, plot.svg and every event")
+    return OK if result.good else FAILED
+
+
+def _recordings(options: argparse.Namespace) -> list[tuple[Path, str | None]]:
+    """Those of the manifest, with their words, or the sample."""
+    if options.manifest:
+        from realtime.bench.sounds import read_manifest
+
+        return read_manifest(options.manifest, options.seconds)
+    from realtime.commands.pull import SAMPLE, fetch
+
+    return [(fetch(SAMPLE), None)]

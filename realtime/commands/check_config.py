@@ -1,0 +1,67 @@
+"""`tickertape check-config`: would the server start with this configuration, and what would be in force?"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from realtime.commands.terminal import note, out, read_config
+from realtime.config import Config
+
+EPILOG = """\
+Examples:
+  tickertape check-config tickertape.toml
+  TICKERTAPE_SERVER_PORT=9000 tickertape check-config      the environment and the defaults alone
+
+Prints every key with its value in force, as a file that could be used again (keys of clients are left out), and exits
+with 2 and one line about the first thing that is wrong otherwise. docs/tickertape.toml explains every key.
+"""
+
+
+def add(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "check-config",
+        help="check a configuration file and show what is in force",
+        description="Check the configuration: file, then environment, as `tickertape serve` reads them.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", nargs="?", help="a TOML file; without one, the environment and the defaults")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    config = read_config(options.file, {})
+    out(as_toml(config))
+    note("the configuration is good")
+    return 0
+
+
+def as_toml(config: Config) -> str:
+    """Every key and its value; secrets are only counted."""
+    lines: list[str] = []
+    for section in fields(config):
+        values = getattr(config, section.name)
+        lines.append(f"[{section.name}]")
+        for key in fields(values):
+            value = getattr(values, key.name)
+            if (section.name, key.name) == ("auth", "keys"):
+                lines.append(f"# keys = {len(value)} of them, not shown")
+            elif value is None:
+                lines.append(f"# {key.name} is not set")
+            else:
+                lines.append(f"{key.name} = {_toml(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return repr(value)

@@ -1,0 +1,66 @@
+"""`tickertape demo`: the whole thing at once. A server, real speech streamed to it, live captions, and the page."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+from realtime.commands.terminal import note, out
+from realtime.commands.transcribe import add_model_options
+
+EPILOG = """\
+Examples:
+  tickertape demo                    stays up afterwards, so that you can open the page; Ctrl-C stops
+  tickertape demo --once             ends when the recording does
+  tickertape demo talk.mp3           your own recording
+"""
+
+
+def add(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "demo",
+        help="see it work: a server, a recording, live captions",
+        description="Start a server, stream a recording of real speech to it as if spoken now, and show the captions.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", nargs="?", type=Path, help="a recording; without one, a sample is fetched")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--once", action="store_true", help="end when the recording does")
+    parser.add_argument("--words", action="store_true", help="also show the times of every word")
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from realtime.commands.pull import SAMPLE, fetch, model_name
+    from realtime.commands.terminal import read_config
+
+    flags = {"model.name": options.model, "model.device": options.device, "server.port": options.port}
+    config = read_config(None, flags)
+    fetch(model_name(options.model))
+    recording = options.file or fetch(SAMPLE)
+    try:
+        asyncio.run(_demo(config, recording, options))
+    except KeyboardInterrupt:
+        note("stopped")
+    return 0
+
+
+async def _demo(config: Any, recording: Path, options: argparse.Namespace) -> None:
+    from realtime.app import running_server
+    from realtime.commands.live_player import play_file
+
+    note("starting the server; the model is loaded and warmed up")
+    async with running_server(config) as server:
+        out(f"The page is at {server.url}/")
+        out(f"Now streaming {recording.name} at the pace it was spoken:\n")
+        options.server = server.url
+        await play_file(recording, options)
+        if options.once or not sys.stdin.isatty():
+            return
+        out(f"\nThe server is still there: open {server.url}/ and speak. Ctrl-C stops it.")
+        await server.wait()

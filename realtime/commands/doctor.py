@@ -1,0 +1,158 @@
+"""`tickertape doctor`: what is installed, will the model fit, and how many streams can this machine carry?"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from realtime.commands.terminal import FAILED, OK, out
+from realtime.commands.transcribe import add_model_options
+
+EPILOG = """\
+Examples:
+  tickertape doctor
+  tickertape doctor --model whisper-base.en
+  tickertape doctor --no-measure      do not load the model
+
+The number of streams comes from a measurement: speech is played into the engine at its own pace for a few seconds.
+Exit code 1 if something is missing that the server needs.
+"""
+PACKAGES = (
+    "torch",
+    "torchaudio",
+    "transformers",
+    "numpy",
+    "av",
+    "soxr",
+    "silero-vad",
+    "websockets",
+    "uvicorn",
+    "pyzmq",
+)
+# Weights in memory, and what is computed with them, against their size on disk.
+MEMORY_FACTOR = 3.0
+MEMORY_BASE_BYTES = 600 * 2**20
+
+
+def add(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "doctor",
+        help="check this machine: what is installed, what fits, how many streams",
+        description="Check this machine: what is installed, will the model fit, how many streams to expect.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--no-measure", action="store_true", help="do not load the model to see how fast it is")
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from engine.weights import available_models, cache_folder
+    from realtime.commands.pull import SAMPLE, model_name
+
+    report = Report()
+    _look_at_machine(report)
+    _look_at_packages(report)
+    name = model_name(options.model)
+    here = Path(name) if name not in available_models() else cache_folder() / name
+    if not here.exists():
+        fix = f"run `tickertape pull {name}`" if name in available_models() else "see `tickertape models` for names"
+        report.bad("weights", f"{name} is not here; {fix}")
+        return report.code
+    size = sum(file.stat().st_size for file in ([here] if here.is_file() else here.iterdir()) if file.is_file())
+    report.good("weights", f"{name}, {size / 1e6:.0f} MB, in {here}")
+    _look_at_memory(report, size)
+    if options.no_measure:
+        return report.code
+    recording = cache_folder() / SAMPLE
+    if not recording.exists():
+        report.bad("streams", f"not measured: there is no recording to play; run `tickertape pull {SAMPLE}`")
+        return report.code
+    sound = next(file for file in recording.iterdir() if file.suffix == ".wav")
+    asyncio.run(_measure(report, options, sound))
+    return report.code
+
+
+class Report:
+    """Prints each finding as it is made."""
+
+    def __init__(self) -> None:
+        self.code = OK
+
+    def good(self, what: str, text: str) -> None:
+        out(f"  ok   {what:10} {text}")
+
+    def bad(self, what: str, text: str) -> None:
+        self.code = FAILED
+        out(f"  !!   {what:10} {text}")
+
+
+def _look_at_machine(report: Report) -> None:
+    report.good("python", platform.python_version())
+    report.good("machine", f"{platform.system()} {platform.machine()}, {usable_cores()} cores for this process")
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _look_at_packages(report: Report) -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            report.bad("packages", f"{package} is not installed; install tickertape again")
+    report.good("packages", ", ".join(found))
+
+
+def _look_at_memory(report: Report, weight_bytes: int) -> None:
+    available = available_memory()
+    if available is None:
+        report.good("memory", "this system does not say how much is free")
+        return
+    needed = MEMORY_BASE_BYTES + MEMORY_FACTOR * weight_bytes
+    text = f"{available / 2**30:.1f} GiB free, about {needed / 2**30:.1f} GiB needed on the CPU"
+    if needed <= available:
+        report.good("memory", text)
+    else:
+        report.bad("memory", f"{text}; choose a smaller model")
+
+
+def available_memory() -> int | None:
+    """Bytes that a new process could have."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+async def _measure(report: Report, options: argparse.Namespace, sound: Path) -> None:
+    from engine.errors import EngineError
+    from realtime.commands.local_engine import local_engine
+    from realtime.commands.quick_measure import measure_load
+
+    out("  ..   streams    playing speech into the engine for a few seconds")
+    try:
+        async with local_engine(options.model, options.device) as client:
+            measured = await measure_load(client, sound)
+    except EngineError as error:
+        report.bad("engine", " ".join(str(error).split()))
+        return
+    report.good("engine", f"{client.spec.name} is loaded and heard: {measured.text[:60]!r}")
+    per_stream = f"{measured.load:.0%} of the engine's time for {measured.streams} streams of continuous speech"
+    if measured.expected < 1:
+        report.bad("streams", f"{per_stream}: too slow for live captions here; choose a smaller model")
+    else:
+        report.good("streams", f"about {measured.expected} at once ({per_stream}); `tickertape bench` measures it")

@@ -1,0 +1,149 @@
+"""A file through an engine: read piece by piece, as fast as the engine takes it, with a progress bar."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import av
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from audio.containers import OPEN_OPTIONS, read_file
+from audio.errors import AudioError
+from audio.resample import MODEL_RATE
+from engine import messages
+from engine.errors import EngineError
+from realtime.captions import clock
+from realtime.commands.terminal import CommandFailed
+from realtime.commands.transcripts import FileTranscript
+from realtime.engine_face import EngineClient, EngineStream
+from realtime.events import Samples, TimedWord
+
+# Decoded audio is handed over in pieces of about this length.
+PIECE_SAMPLES = MODEL_RATE
+
+
+class FileFailed(Exception):
+    """One file failed; others go on. `transcript` is what was heard before, if anything was."""
+
+    def __init__(self, message: str, transcript: FileTranscript | None = None) -> None:
+        super().__init__(message)
+        self.transcript = transcript
+
+
+class FileTranscriber:
+    def __init__(self, engine: EngineClient, language: str | None) -> None:
+        if engine.spec.sample_rate != MODEL_RATE:
+            raise CommandFailed(f"the model wants {engine.spec.sample_rate} Hz; files are read at {MODEL_RATE} Hz only")
+        self._engine = engine
+        self._options = {"language": language} if language else {}
+        self._count = 0
+
+    async def transcribe(self, path: Path) -> FileTranscript:
+        """Raises FileFailed."""
+        stream = await open_stream(self._engine, f"file-{self._count}", self._options, live=False)
+        self._count += 1
+        transcript = FileTranscript(path, self._engine.spec.name, self._engine.spec.sample_rate)
+        console = Console(file=sys.stderr)
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[clock]} {task.fields[speed]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        with bar:
+            row = bar.add_task(path.name, total=await asyncio.to_thread(duration_of, path), clock="", speed="")
+            feeding = asyncio.create_task(_feed(path, stream, transcript), name=f"feed {path.name}")
+            try:
+                await self._listen(stream, feeding, transcript, bar, row)
+                await feeding
+            except (AudioError, EngineError, OSError) as error:
+                raise FileFailed(str(error), transcript) from error
+            finally:
+                feeding.cancel()
+                await asyncio.gather(feeding, return_exceptions=True)
+                await stream.abort()
+        return transcript
+
+    async def _listen(
+        self,
+        stream: EngineStream,
+        feeding: asyncio.Task[None],
+        transcript: FileTranscript,
+        bar: Progress,
+        row: TaskID,
+    ) -> None:
+        began = asyncio.get_running_loop().time()
+        async for output in stream:
+            if isinstance(output, messages.Text):
+                delta = output.delta if transcript.text else output.delta.lstrip()
+                transcript.text += delta
+                transcript.words += [TimedWord(w.text, w.start_sample, w.end_sample) for w in output.words]
+                heard = output.sample / MODEL_RATE
+                elapsed = asyncio.get_running_loop().time() - began
+                bar.update(row, completed=heard, clock=clock(heard), speed=f"{heard / max(elapsed, 0.01):.1f}x")
+            elif isinstance(output, messages.Closed):
+                return
+            elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
+                raise EngineError(output.message)
+
+
+async def open_stream(engine: EngineClient, name: str, options: dict[str, str], *, live: bool) -> EngineStream:
+    try:
+        return await engine.open(name, live=live, options=options)
+    except ValueError as error:
+        raise CommandFailed(f"{engine.spec.name} does not take this: {error}") from error
+
+
+async def _feed(path: Path, stream: EngineStream, transcript: FileTranscript) -> None:
+    """Everything that can be decoded goes in; a fault in the file is raised once its good part has been finished."""
+    pieces = pieces_of(path)
+    try:
+        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            transcript.samples += len(piece)
+            await stream.feed(piece)
+    finally:
+        # Whatever happened, the listener must come to an end.
+        with contextlib.suppress(EngineError):
+            await stream.finish()
+
+
+def pieces_of(path: Path, samples: int = PIECE_SAMPLES) -> Iterator[Samples]:
+    """The audio of a file in pieces of at least so many samples, the last one excepted.
+
+    A fault in the file is raised after everything before it has been handed out.
+    """
+    blocks: list[NDArray[np.float32]] = []
+    count = 0
+    fault: AudioError | OSError | None = None
+    try:
+        for block in read_file(path):
+            blocks.append(block)
+            count += len(block)
+            if count >= samples:
+                yield np.concatenate(blocks)
+                blocks, count = [], 0
+    except (AudioError, OSError) as error:
+        fault = error
+    if blocks:
+        yield np.concatenate(blocks)
+    if fault is not None:
+        raise fault
+
+
+def duration_of(path: Path) -> float | None:
+    """What the container says, for the progress bar; None if it does not say."""
+    try:
+        with path.open("rb") as file, av.open(file, mode="r", options=OPEN_OPTIONS) as container:
+            return container.duration / av.time_base if container.duration else None
+    except (av.error.FFmpegError, OSError):
+        return None

@@ -1,0 +1,127 @@
+"""Sound from a microphone, by whatever this machine has for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from audio.formats import PCM16_SCALE
+from audio.resample import MODEL_RATE
+from realtime.commands.terminal import CommandFailed
+from realtime.events import Samples
+
+CHUNK_SAMPLES = MODEL_RATE * 80 // 1000
+CHUNK_BYTES = 2 * CHUNK_SAMPLES
+# Chunks that may wait for a busy reader (a minute of sound) before the oldest is lost.
+MAX_WAITING = 750
+
+
+class Recorder(Protocol):
+    name: str
+
+    def devices(self) -> str:
+        """What can be recorded from, for people to read."""
+
+    def record(self, device: str | None) -> AsyncIterator[Samples]:
+        """Chunks of 16 kHz mono. Raises CommandFailed."""
+
+
+def find_recorder() -> Recorder:
+    if importlib.util.find_spec("sounddevice") is not None:
+        with contextlib.suppress(OSError):  # the package is there, PortAudio is not
+            return SoundDevice()
+    if shutil.which("arecord"):
+        rate = str(MODEL_RATE)
+        listen = ["arecord", "--quiet", "--file-type", "raw", "--format", "S16_LE", "--channels", "1", "--rate", rate]
+        return Program(listen, "--device", ["arecord", "--list-pcms"])
+    if shutil.which("parec"):
+        listen = ["parec", "--raw", "--format=s16le", "--channels=1", f"--rate={MODEL_RATE}", "--latency-msec=80"]
+        return Program(listen, "--device", ["pactl", "list", "short", "sources"])
+    raise CommandFailed(
+        "there is nothing to record with: install the Python package sounddevice (pip install sounddevice), or "
+        "arecord (in alsa-utils), or parec (in pulseaudio-utils)"
+    )
+
+
+class Program:
+    """A program that writes raw samples to its standard output."""
+
+    def __init__(self, listen: list[str], device_option: str, list_devices: list[str]) -> None:
+        self.name = listen[0]
+        self._listen = listen
+        self._device_option = device_option
+        self._list_devices = list_devices
+
+    def devices(self) -> str:
+        try:
+            done = subprocess.run(self._list_devices, capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CommandFailed(f"{self._list_devices[0]} does not list the microphones: {error}") from error
+        return done.stdout.strip() or f"{self.name} knows no microphone"
+
+    async def record(self, device: str | None) -> AsyncIterator[Samples]:
+        chosen = [] if device is None else [f"{self._device_option}={device}"]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*self._listen, *chosen, stdout=pipe, stderr=pipe)
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            while True:
+                try:
+                    data = await process.stdout.readexactly(CHUNK_BYTES)
+                except asyncio.IncompleteReadError:
+                    said = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+                    reason = said[-1] if said else "it ended without a word"
+                    raise CommandFailed(f"no sound from the microphone: {self.name} says: {reason}") from None
+                yield np.frombuffer(data, "<i2") * PCM16_SCALE
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
+
+
+class SoundDevice:
+    """The `sounddevice` package, which brings PortAudio."""
+
+    name = "sounddevice"
+
+    def __init__(self) -> None:
+        self._package: Any = importlib.import_module("sounddevice")
+
+    def devices(self) -> str:
+        return str(self._package.query_devices())
+
+    async def record(self, device: str | None) -> AsyncIterator[Samples]:
+        loop = asyncio.get_running_loop()
+        chunks: asyncio.Queue[Samples] = asyncio.Queue(MAX_WAITING)
+
+        def put(chunk: Samples) -> None:
+            if chunks.full():
+                chunks.get_nowait()
+            chunks.put_nowait(chunk)
+
+        def on_sound(samples: Any, frames: int, times: Any, status: Any) -> None:
+            loop.call_soon_threadsafe(put, samples[:, 0].copy())
+
+        chosen: int | str | None = int(device) if device is not None and device.isdigit() else device
+        try:
+            stream = self._package.InputStream(
+                samplerate=MODEL_RATE,
+                channels=1,
+                dtype="float32",
+                blocksize=CHUNK_SAMPLES,
+                device=chosen,
+                callback=on_sound,
+            )
+        except (self._package.PortAudioError, ValueError) as error:
+            raise CommandFailed(f"the microphone cannot be opened: {error}; see `tickertape mic --list`") from error
+        with stream:
+            while True:
+                yield await chunks.get()

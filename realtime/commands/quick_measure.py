@@ -1,0 +1,76 @@
+"""How busy a few live streams keep an engine: a few seconds of speech, played at its own pace."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from audio.resample import MODEL_RATE
+from engine import messages
+from engine.client import EngineClient
+from engine.client_stream import EngineStream
+from realtime.commands.file_reader import pieces_of
+from realtime.commands.live_player import CHUNK_SAMPLES
+from realtime.events import Samples
+
+STREAMS = 2
+# The first seconds are left out: they hold less than a whole window of audio.
+WARM_UP_S = 4.0
+MEASURED_S = 8.0
+# What the engine may be kept busy with before streams wait for each other.
+USABLE_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    streams: int
+    load: float
+    text: str
+
+    @property
+    def expected(self) -> int:
+        """Streams that fit. Streams share steps, so this is rather too few than too many."""
+        return int(USABLE_SHARE * self.streams / max(self.load, 1e-3))
+
+
+async def measure_load(client: EngineClient, sound: Path) -> Measured:
+    audio = np.concatenate(list(pieces_of(sound)))
+    texts = [""] * STREAMS
+    streams = [await client.open(f"measure-{number}") for number in range(STREAMS)]
+    # Different audio for each, so that nothing is computed once for all.
+    tasks = [
+        asyncio.create_task(_play(stream, np.roll(audio, -number * len(audio) // STREAMS)))
+        for number, stream in enumerate(streams)
+    ]
+    tasks += [asyncio.create_task(_listen(stream, texts, number)) for number, stream in enumerate(streams)]
+    try:
+        await asyncio.sleep(WARM_UP_S)
+        loads = []
+        for _ in range(round(MEASURED_S)):
+            await asyncio.sleep(1.0)
+            loads.append(client.capacity().load)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams:
+            await stream.abort()
+    return Measured(STREAMS, sum(loads) / len(loads), texts[0].strip())
+
+
+async def _play(stream: EngineStream, audio: Samples) -> None:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    for start in range(0, len(audio), CHUNK_SAMPLES):
+        chunk = audio[start : start + CHUNK_SAMPLES]
+        await asyncio.sleep(max(0.0, began + (start + len(chunk)) / MODEL_RATE - loop.time()))
+        await stream.feed(chunk)
+
+
+async def _listen(stream: EngineStream, texts: list[str], number: int) -> None:
+    async for output in stream:
+        if isinstance(output, messages.Text):
+            texts[number] += output.delta

@@ -1,0 +1,114 @@
+"""`tickertape serve`: the gateway, and an engine process of its own unless engines run elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from typing import Any
+
+from realtime.commands.pull import fetch, model_name
+from realtime.commands.terminal import is_debugging, note, out, read_config
+from realtime.config import Config, known_keys
+
+EPILOG = """\
+Examples:
+  tickertape serve                                     for this machine alone, at http://127.0.0.1:8000
+  tickertape serve --model whisper-base.en --port 9000
+  tickertape serve --config tickertape.toml            every key is explained in docs/tickertape.toml
+  TICKERTAPE_AUTH_KEYS=a-long-secret tickertape serve --host 0.0.0.0
+  tickertape serve --engine tcp://gpu1:5555,tcp://gpu2:5555    engines started with `tickertape engine`
+
+Every key of the configuration is also a flag (--limits.max-sessions 100) and an environment variable
+(TICKERTAPE_LIMITS_MAX_SESSIONS=100). Flags win over the environment, which wins over the file.
+The first start fetches the model. Ctrl-C lets running turns finish, then stops; twice stops at once.
+"""
+
+# Short names for the keys people change most.
+SHORT = {
+    "--host": ("server.host", "address to listen on; others than this machine need keys, or --no-auth"),
+    "--port": ("server.port", "port to listen on"),
+    "--model": ("model.name", "a name from `tickertape models`, or a path to a checkpoint"),
+    "--device": ("model.device", "auto, cpu or cuda"),
+    "--max-streams": ("model.max_streams", "sessions at once; what the machine can do if not given"),
+    "--engine": ("model.engines", "addresses of engines that run elsewhere, separated by commas"),
+}
+
+
+def add(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "serve",
+        help="start the server",
+        description="Start the server: sockets, uploads, metrics and the page on one port.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_config_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_config_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with the configuration")
+    for flag, (key, about) in SHORT.items():
+        parser.add_argument(flag, dest=f"flag:{key}", metavar=flag.removeprefix("--").upper(), help=about)
+    parser.add_argument(
+        "--no-auth",
+        dest="flag:auth.no_auth",
+        action="store_const",
+        const=True,
+        help="serve without keys on an address others can reach",
+    )
+    for key in known_keys():
+        flag = f"--{key.replace('_', '-')}"
+        parser.add_argument(flag, dest=f"flag:{key}", help=argparse.SUPPRESS)
+
+
+def config_of(options: argparse.Namespace) -> Config:
+    given = {
+        name.removeprefix("flag:"): value
+        for name, value in vars(options).items()
+        if name.startswith("flag:") and value is not None
+    }
+    return read_config(options.config, given)
+
+
+def run(options: argparse.Namespace) -> int:
+    config = config_of(options)
+    if not config.model.engines:
+        fetch(model_name(config.model.name))
+    import asyncio
+
+    import uvloop
+
+    set_up_logging()
+    stop_by_terminate()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config))
+    except KeyboardInterrupt:
+        note("stopped")
+    return 0
+
+
+def set_up_logging() -> None:
+    import logging
+
+    level = logging.DEBUG if is_debugging() else logging.INFO
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # It says what it was told about every frame.
+    logging.getLogger("websockets").setLevel(logging.WARNING)
+
+
+async def _serve(config: Config) -> None:
+    from realtime.app import running_server
+
+    note("starting the engine" if not config.model.engines else "connecting to the engines")
+    async with running_server(config) as server:
+        out(f"the page:    {server.url}/")
+        out(f"the socket:  {server.url.replace('http', 'ws', 1)}/v1/realtime")
+        out("Ctrl-C stops the server.")
+        await server.wait()
+
+
+def stop_by_terminate() -> None:
+    """SIGTERM works like Ctrl-C: the server first lets turns finish, then the engine is stopped too."""
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))

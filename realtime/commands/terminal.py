@@ -1,0 +1,54 @@
+"""What the commands share: where words go, and how a command fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Protocol
+
+from realtime.config import Config, load_config
+
+# Environment variables that are not keys of the configuration.
+CACHE_VARIABLE = "TICKERTAPE_CACHE"
+DEBUG_VARIABLE = "TICKERTAPE_DEBUG"
+KEY_VARIABLE = "TICKERTAPE_API_KEY"
+_NOT_CONFIGURATION = frozenset({CACHE_VARIABLE, DEBUG_VARIABLE, KEY_VARIABLE})
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+class CommandFailed(Exception):
+    """The command could not do its work; exit code 1. The text says what to do about it."""
+
+
+class UsageError(Exception):
+    """The command line asks for something that cannot be; exit code 2."""
+
+
+class Options(Protocol):
+    """What argparse made of the command line."""
+
+    def __getattr__(self, name: str) -> object: ...
+
+
+def out(text: str) -> None:
+    """Results: to standard output."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Everything that is not a result: to standard error."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def is_debugging() -> bool:
+    return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
+
+
+def read_config(path: str | None, flags: Mapping[str, object]) -> Config:
+    """The configuration from file, environment and flags. Raises ConfigError."""
+    environment = {name: value for name, value in os.environ.items() if name not in _NOT_CONFIGURATION}
+    return load_config(path, environment, flags)
