@@ -275,7 +275,7 @@ class Scheduler:
 
     def _plan_stream(self, stream: Stream, budget: _Budget, plan: StepPlan) -> bool:
         """Add the stream's share of the step to the plan. False: it must wait for the next step."""
-        start = stream.computed
+        start = base = stream.computed
         if self.spec.rereads_window:
             if not self._is_due(stream):
                 stream.queued = False  # a skip or a hold took its work away
@@ -284,22 +284,20 @@ class Scheduler:
             if end - base > budget.positions:
                 return False
         else:
-            base, end = start, self._frames_end(stream, budget.positions)
+            end = self._frames_end(stream, budget.positions)
             if end == start:
                 return False
-        lo, hi = stream.timeline.window(base, end)
-        if hi > stream.encoded:
-            end = self._encode_items(stream, lo, hi, end, budget, plan)
+        rows = self._read(stream, base, end, budget, plan)
+        if len(rows) < end - base:
+            end = base + len(rows)
             if end <= start:
                 return False
         if end > stream.covered:
             stream.cover(end)
+        pages = _NO_PAGES
         if stream.new_pages:
-            pages, stream.new_pages = stream.new_pages, []
-        else:
-            pages = _NO_PAGES
-        final = self.spec.rereads_window and bool(stream.flushes) and end == stream.flushes[0][0]
-        rows = self._gather(stream, base, end, lo, hi)
+            pages, stream.new_pages = stream.new_pages, _NO_PAGES
+        final = bool(stream.flushes) and self.spec.rereads_window and end == stream.flushes[0][0]
         plan.decode.append(DecodeTask(stream.slot, stream.id, base, start, end, rows, pages, final))
         budget.positions -= end - base
         return True
@@ -319,43 +317,48 @@ class Scheduler:
             step = budget_positions
         return start + step if start + step < stop else stop
 
-    def _encode_items(self, stream: Stream, lo: int, hi: int, end: int, budget: _Budget, plan: StepPlan) -> int:
-        """Have the items below index `hi` encoded by this step; returns how far the step can then read."""
-        cache, held = self.cache, stream.held
-        first = max(lo, stream.encoded)
-        for index, item in enumerate(stream.timeline.items(first, hi), first):
-            embeds = item.embeds
-            if stream.held_embeds + embeds > self.spec.embeds_per_stream:
-                return min(end, item.offset)
-            if embeds and cache.lookup(held, index, item.key) is None:
-                entry = cache.reserve(held, index, item.key, embeds) if embeds <= budget.embeds else None
-                if entry is None:
-                    return min(end, item.offset)
-                budget.embeds -= embeds
-                plan.encode.append(EncodeTask(stream.id, item.payload, item.mask, entry))
-            stream.held_embeds += embeds
-            item.payload = None  # the encoder cache has it now, for as long as this stream needs it
-            stream.encoded = index + 1
-        return end
-
-    def _gather(self, stream: Stream, base: int, end: int, lo: int, hi: int) -> list[int]:
-        """The cache row of every position in [base, end); the silence row where there is no embedding."""
+    def _read(self, stream: Stream, base: int, end: int, budget: _Budget, plan: StepPlan) -> list[int]:
+        """The cache row of each position in [base, end), the silence row where there is no embedding; items that are
+        not in the cache get into the plan. Fewer rows than positions: the budgets reach no further."""
         timeline, held = stream.timeline, stream.held
-        if hi == lo + 1 and end == base + 1 and timeline.item(lo).length == 1 and lo in held:
-            return held[lo]  # a live frame
+        lo, hi = timeline.window(base, end)
         rows: list[int] = []
         position = base
-        for index in range(lo, hi):
+        for index, item in enumerate(timeline.items(lo, hi), lo):
+            if index >= stream.encoded and not self._encode(stream, index, item, budget, plan):
+                return rows + [SILENCE_ROW] * (item.offset - position)
+            if item.offset > position:
+                rows += [SILENCE_ROW] * (item.offset - position)
+                position = item.offset
+            if item.length == 1:
+                rows.append(held[index][0] if item.embeds else SILENCE_ROW)
+                position += 1
+                continue
             span = timeline.range(index)
-            if span.offset >= end:
-                break
-            rows += [SILENCE_ROW] * (span.offset - position)
-            position = max(position, span.offset)
             stop = min(span.end, end)
             rows += span.rows(held.get(index, _NO_ROWS), position - span.offset, stop - span.offset, SILENCE_ROW)
             position = stop
-        rows += [SILENCE_ROW] * (end - position)
+        if position < end:
+            rows += [SILENCE_ROW] * (end - position)
         return rows
+
+    def _encode(self, stream: Stream, index: int, item: Item, budget: _Budget, plan: StepPlan) -> bool:
+        """Have an item in the cache for this step; False if that is too much for a budget."""
+        embeds = item.embeds
+        if embeds:
+            if stream.held_embeds + embeds > self.spec.embeds_per_stream:
+                return False
+            cache = self.cache
+            if cache.lookup(stream.held, index, item.key) is None:
+                entry = cache.reserve(stream.held, index, item.key, embeds) if embeds <= budget.embeds else None
+                if entry is None:
+                    return False
+                budget.embeds -= embeds
+                plan.encode.append(EncodeTask(stream.id, item.payload, item.mask, entry))
+            stream.held_embeds += embeds
+        item.payload = None  # the cache has it now, for as long as this stream needs it
+        stream.encoded = index + 1
+        return True
 
     def _leave_behind(self, stream: Stream, keep: int) -> None:
         """The stream's next step needs nothing below `keep`: let its cache rows and old items go."""

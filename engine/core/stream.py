@@ -94,7 +94,7 @@ class Stream:
         if end <= self.covered:
             return
         for group, ring in enumerate(self.rings):
-            self.new_pages += [(group, index, page) for index, page in ring.extend(end)]
+            self.new_pages = self.new_pages + [(group, index, page) for index, page in ring.extend(end)]
         self.covered = min(ring.covered for ring in self.rings)
 
     def lag_positions(self) -> int:
