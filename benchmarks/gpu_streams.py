@@ -25,7 +25,7 @@ from engine.core.plan import DecodeResult, DecodeTask, StepPlan
 from engine.core.scheduler import Limits, Scheduler
 from engine.loop import EngineLoop
 from engine.messages import Abort, Feed, Item, Open
-from engine.models.voxtral_realtime import voxtral_mini_4b
+from engine.models.voxtral_realtime import STREAMING_PAD, voxtral_mini_4b
 from engine.runner.batch import StepRows
 from engine.runner.device import free_memory, require_device
 from engine.runner.memory import GIB, plan_memory
@@ -253,6 +253,31 @@ def batch_one(probe_runner: VoxtralRunner, sizes: list[int]) -> list[tuple[int, 
     return rows
 
 
+class NullRunner:
+    """Answers at once, so that what is left of a step is the scheduler."""
+
+    def __init__(self, runner: VoxtralRunner) -> None:
+        self.spec, self.vocabulary, self.check_open = runner.spec, runner.vocabulary, runner.check_open
+
+    def execute(self, plan: StepPlan) -> list[DecodeResult]:
+        return [DecodeResult([STREAMING_PAD]) for _ in plan.decode]
+
+
+def plan_commit_ms(runner: VoxtralRunner, streams: int, steps: int = 50) -> float:
+    """Median milliseconds of plan and commit when that many streams have a frame in one step."""
+    pages = tuple(streams * group.ring_pages for group in runner.spec.kv_groups)
+    limits = Limits(streams, streams * runner.spec.embeds_per_stream, pages)
+    loop = EngineLoop(Scheduler(runner.spec, limits, runner.vocabulary), NullRunner(runner))  # type: ignore[arg-type]
+    traffic = Traffic(streams, runner.spec.prefix_positions, seed=3)
+    loop.submit([Open(name) for name in traffic.names], 0)
+    times = []
+    for step in range(steps):
+        loop.submit(traffic.due((step + 2) * POSITION_NS), step)
+        loop.step()
+        times.append((loop.times.plan_ns + loop.times.commit_ns) / 1e6)
+    return float(np.median(times))
+
+
 def bisect(bench: Bench, low: int, high: int, seconds: float) -> list[Point]:
     """Points of a search for the largest N that holds, to within 2 %."""
     points = []
@@ -308,6 +333,8 @@ def main() -> None:
     results["steps"] = batch_one(runner, [size for size in arguments.sizes if size <= runner.memory.streams])
     for size, milliseconds in results["steps"]:
         print(f"step of {size:3d} streams: {milliseconds:6.2f} ms on the device", flush=True)
+    results["plan_commit_512_ms"] = plan_commit_ms(runner, 512)
+    print(f"plan and commit for 512 streams at once: {results['plan_commit_512_ms']:.2f} ms", flush=True)
     bench = Bench(runner)
     points = []
     for streams in arguments.streams:
