@@ -54,20 +54,23 @@ export class Tape {
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.clearRect(0, 0, width, height);
     const speech = this.#speech();
-    const middle = (height - 6) / 2;
+    const middle = (height - 8) / 2;
     let x = width - PITCH;
     for (let i = this.bars.length - 1; i >= 0 && x > -PITCH; i -= 1, x -= PITCH) {
       const { level, end } = this.bars[i];
-      const size = Math.max(2, level * (height - 8));
+      const size = Math.max(2, level * (height - 10));
       context.fillStyle = colour(end <= this.acked ? "--tape-heard" : "--tape-waiting");
       context.beginPath();
       context.roundRect(x, middle - size / 2, BAR, size, BAR / 2);
       context.fill();
-      if (speech.some((turn) => end > turn.start && end <= (turn.end ?? Infinity))) {
+      // The first bar of a turn stays bare, so that turns can be told apart.
+      if (speech.some((turn) => end > turn.start + BAR_SECONDS && end <= (turn.end ?? Infinity))) {
         context.fillStyle = colour("--tape-speech");
-        context.fillRect(x - 1, height - 2, PITCH, 2);
+        context.fillRect(x - 1, height - 5, PITCH, 2);
       }
     }
+    context.fillStyle = colour("--tape-blank");
+    for (; x > -PITCH; x -= PITCH) context.fillRect(x, middle - 1, BAR, 2);
   }
 
   #speech() {

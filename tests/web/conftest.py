@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import socket
+import subprocess
 import sys
+import time
 import wave
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.realtime.gateway_doubles import silence, tone
-from tests.web.devtools import browser_page, find_browser
+from tests.web.devtools import Page, find_browser, open_page, running_browser
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,60 +30,37 @@ class PageServer:
             self.port: int = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/"
         self._flags = flags
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
-    async def start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.web.page_server", str(self.port), *self._flags, cwd=ROOT
-        )
-        async with asyncio.timeout(60), httpx.AsyncClient(trust_env=False) as client:
-            while True:
-                try:
-                    await client.get(self.url + "health")
-                    return
-                except httpx.TransportError:
-                    assert self._process.returncode is None, "the server did not start"
-                    await asyncio.sleep(0.1)
+    def start(self) -> None:
+        command = [sys.executable, "-m", "tests.web.page_server", str(self.port), *self._flags]
+        self._process = subprocess.Popen(command, cwd=ROOT)
+        for _ in range(600):
+            assert self._process.poll() is None, "the server did not start"
+            try:
+                httpx.get(self.url + "health", trust_env=False)
+                return
+            except httpx.TransportError:
+                time.sleep(0.1)
+        raise TimeoutError("the server did not answer within a minute")
 
-    async def stop(self, with_signal: int = signal.SIGKILL) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(with_signal)
-            await self._process.wait()
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
-    async def capacity(self) -> dict[str, Any]:
-        async with httpx.AsyncClient(trust_env=False) as client:
-            return (await client.get(self.url + "capacity")).json()
+    def capacity(self) -> dict[str, Any]:
+        return httpx.get(self.url + "capacity", trust_env=False).json()
 
 
-@asynccontextmanager
-async def page_server(*flags: str) -> AsyncIterator[PageServer]:
+@contextmanager
+def page_server(*flags: str) -> Iterator[PageServer]:
     server = PageServer(*flags)
-    await server.start()
+    server.start()
     try:
         yield server
     finally:
-        await server.stop()
-
-
-@pytest.fixture
-def serve_page() -> Callable[..., Any]:
-    return page_server
-
-
-@pytest.fixture(scope="session")
-def browser() -> str:
-    path = find_browser()
-    if path is None:
-        pytest.skip("no Chromium here: install the Debian package 'chromium' to test the page")
-    return path
-
-
-@pytest.fixture
-def open_browser(browser: str) -> Callable[..., Any]:
-    def opened(sound: Path | None = None, **options: Any) -> Any:
-        return browser_page(browser, sound, **options)
-
-    return opened
+        server.kill()
 
 
 def write_wav(path: Path, pcm: bytes, rate: int = 48_000) -> Path:
@@ -97,7 +74,37 @@ def write_wav(path: Path, pcm: bytes, rate: int = 48_000) -> Path:
 
 @pytest.fixture(scope="session")
 def speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three stretches of sound that the deterministic engine takes for speech, with pauses between them."""
+    """Three stretches of sound that the deterministic engine takes for 8, 14 and 8 words, with pauses between them."""
     rate = 48_000
-    turns = (silence(0.7, rate) + tone(seconds, rate) for seconds in (3.6, 6.0, 3.6))
-    return write_wav(tmp_path_factory.mktemp("sound") / "speech.wav", b"".join(turns) + silence(60, rate))
+    turns = (silence(0.8, rate) + tone(seconds, rate) for seconds in (3.25, 5.65, 3.25))
+    return write_wav(tmp_path_factory.mktemp("sound") / "speech.wav", b"".join(turns) + silence(60, rate), rate)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    path = find_browser()
+    if path is None:
+        pytest.skip("no Chromium here: install the Debian package 'chromium' to test the page")
+    return path
+
+
+@pytest.fixture(scope="session")
+def browser(chromium: str, speech: Path) -> Iterator[str]:
+    with running_browser(chromium, speech) as address:
+        yield address
+
+
+@pytest.fixture
+async def page(browser: str, tmp_path: Path) -> AsyncIterator[Page]:
+    """A tab of 1200 x 800 that must not have reported an error by the end of the test."""
+    async with open_page(browser, tmp_path) as opened:
+        await opened.size(1200, 800)
+        yield opened
+        assert not opened.errors
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[PageServer]:
+    """For tests that leave it as it was."""
+    with page_server() as running:
+        yield running

@@ -6,9 +6,11 @@ import asyncio
 import base64
 import json
 import shutil
+import subprocess
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +65,13 @@ class Page:
         return await asyncio.wait_for(answer, 20)
 
     async def attach(self) -> None:
-        target = (await self.call("Target.createTarget", url="about:blank"))["targetId"]
-        behaviour = {"behavior": "allow", "downloadPath": str(self.downloads), "eventsEnabled": True}
-        await self.call("Browser.setDownloadBehavior", **behaviour)
-        self._session = (await self.call("Target.attachToTarget", targetId=target, flatten=True))["sessionId"]
+        """Open a tab of its own, with nothing kept from others."""
+        context = (await self.call("Target.createBrowserContext", disposeOnDetach=True))["browserContextId"]
+        where = {"behavior": "allow", "downloadPath": str(self.downloads), "browserContextId": context}
+        await self.call("Browser.setDownloadBehavior", **where)
+        target = await self.call("Target.createTarget", url="about:blank", browserContextId=context)
+        attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             await self.call(f"{domain}.enable")
 
@@ -173,42 +178,46 @@ class Page:
         return text
 
 
-@asynccontextmanager
-async def browser_page(browser: str, sound: Path | None = None, *, allow_microphone: bool = True) -> AsyncIterator[Page]:
-    """A fresh browser with a microphone that plays `sound` once."""
-    with tempfile.TemporaryDirectory(prefix="tickertape-browser-", ignore_cleanup_errors=True) as folder:
-        profile, downloads = Path(folder, "profile"), Path(folder, "downloads")
-        downloads.mkdir()
+@contextmanager
+def running_browser(browser: str, sound: Path | None = None, *, microphone: bool = True) -> Iterator[str]:
+    """A browser whose microphone plays `sound` once; gives the address of its DevTools socket."""
+    with tempfile.TemporaryDirectory(prefix="tickertape-browser-", ignore_cleanup_errors=True) as profile:
         flags = [*FLAGS, f"--user-data-dir={profile}"]
-        flags.append("--use-fake-ui-for-media-stream" if allow_microphone else "--deny-permission-prompts")
+        flags.append("--use-fake-ui-for-media-stream" if microphone else "--deny-permission-prompts")
         if sound is not None:
             flags.append(f"--use-file-for-fake-audio-capture={sound}%noloop")
-        process = await asyncio.create_subprocess_exec(
-            browser, *flags, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, start_new_session=True
-        )
+        quiet = subprocess.DEVNULL
+        process = subprocess.Popen([browser, *flags], stdin=quiet, stdout=quiet, stderr=quiet)
         try:
-            address = await _address(profile / "DevToolsActivePort", process)
-            async with connect(address, max_size=None, compression=None) as socket:
-                page = Page(socket, downloads)
-                await page.attach()
-                try:
-                    yield page
-                finally:
-                    await page.close()
+            yield _address(Path(profile, "DevToolsActivePort"), process)
         finally:
             process.terminate()
             try:
-                await asyncio.wait_for(process.wait(), 10)
-            except TimeoutError:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
                 process.kill()
-                await process.wait()
+                process.wait()
 
 
-async def _address(file: Path, process: asyncio.subprocess.Process) -> str:
+def _address(file: Path, process: subprocess.Popen[bytes]) -> str:
     """Where the browser listens: it writes the port and the path to a file in its profile."""
-    async with asyncio.timeout(60):
-        while not (file.exists() and len(lines := file.read_text().split()) == 2):
-            if process.returncode is not None:
-                raise RuntimeError(f"the browser ended with status {process.returncode}")
-            await asyncio.sleep(0.05)
-    return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the browser ended with status {process.returncode}")
+        if file.exists() and len(lines := file.read_text().split()) == 2:
+            return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
+        time.sleep(0.05)
+    raise TimeoutError("the browser did not start within a minute")
+
+
+@asynccontextmanager
+async def open_page(address: str, downloads: Path) -> AsyncIterator[Page]:
+    """A fresh tab of a running browser."""
+    async with connect(address, max_size=None, compression=None) as socket:
+        page = Page(socket, downloads)
+        await page.attach()
+        try:
+            yield page
+        finally:
+            await page.close()

@@ -1,0 +1,152 @@
+"""The page's modules on their own, run inside the browser: files, filters, memory, and pages of captions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from realtime.events import TimedWord
+from realtime.transcript import captions, to_srt, to_vtt
+from tests.web.conftest import PageServer
+from tests.web.devtools import Page
+
+TURN = """
+const started = (id, at) => ({ type: "input_audio_buffer.speech_started", item_id: id, audio_start_ms: at });
+const completed = (id, start, end, transcript, words) => ({
+  type: "conversation.item.input_audio_transcription.completed", item_id: id, transcript, words,
+  audio_start_ms: start, audio_end_ms: end,
+});
+"""
+
+
+async def run(page: Page, server: PageServer, body: str) -> Any:
+    """Run a script with every module's exports in scope."""
+    if not page.requests:
+        await page.open(server.url)
+    names = ("backlog", "captions", "decimator", "export", "format", "tape", "transcript")
+    imports = "".join(f"Object.assign(all, await import('{server.url}{name}.js'));" for name in names)
+    return await page.evaluate(f"(async () => {{ const all = {{}}; {imports} {TURN} {body} }})()")
+
+
+async def test_captions_are_cut_as_the_server_cuts_them(page: Page, server: PageServer) -> None:
+    spoken = "A short one. Then comes a sentence that is so long that nobody could ever read it in one go on a screen, <so> it is cut"
+    words = [{"word": word, "start": 0.5 * n, "end": 0.5 * n + 0.4} for n, word in enumerate(spoken.split())]
+    timed = [TimedWord(word["word"], round(word["start"] * 16_000), round(word["end"] * 16_000)) for word in words]
+    lines = captions(timed, 16_000)
+    files = await run(
+        page,
+        server,
+        f"""const t = new all.Transcript();
+        t.apply(completed("a", 0, 20000, {json.dumps(spoken)}, {json.dumps(words)}), 0);
+        t.apply(started("b", 21000), 0);
+        return [all.toSrt(t), all.toVtt(t), all.toText(t), all.toJson(t)];""",
+    )
+    assert files[0] == to_srt(lines)
+    assert files[1].replace("&lt;", "<").replace("&gt;", ">") == to_vtt(lines) and "&lt;so&gt;" in files[1]
+    assert files[2] == spoken + "\n"
+    assert json.loads(files[3])["turns"][0]["words"] == words
+
+
+async def test_times_of_a_new_session_continue_the_old_clock(page: Page, server: PageServer) -> None:
+    turns = await run(
+        page,
+        server,
+        """const t = new all.Transcript();
+        t.apply(started("a", 500), 0);
+        t.apply({ type: "conversation.item.input_audio_transcription.delta", item_id: "a", delta: "half a" }, 0);
+        const open = t.openSince;
+        t.abandonOpen({ again: true });
+        t.apply(completed("b", 0, 900, "half a word", [{ word: "half", start: 0.1, end: 0.3 }]), 60.5);
+        t.apply(completed("c", 1000, 1200, "  ", []), 60.5);
+        t.apply(started("d", 2000), 60.5);
+        t.apply({ type: "conversation.item.input_audio_transcription.delta", item_id: "d", delta: "lost" }, 60.5);
+        t.abandonOpen({ again: false });
+        return [open, t.openSince, ...t.entries];""",
+    )
+    assert turns[:2] == [0.5, None]
+    assert [(turn["text"], turn["state"]) for turn in turns[2:]] == [("half a word", "done"), ("lost", "cut")]
+    assert turns[2]["start"] == 60.5 and turns[2]["words"][0]["start"] == pytest.approx(60.6)
+
+
+async def test_aligning_words_loses_no_character(page: Page, server: PageServer) -> None:
+    pieces = await run(
+        page,
+        server,
+        """const word = (word) => ({ word, start: 0, end: 1 });
+        return all.alignWords("Oh, “well”, the the end…", ["Oh,", "well", "missing", "the", "the", "end"].map(word))
+          .map(({ text, word }) => [text, word?.word ?? null]);""",
+    )
+    assert "".join(text for text, _ in pieces) == "Oh, “well”, the the end…"
+    assert [word for _, word in pieces if word] == ["Oh,", "well", "the", "the", "end"]
+
+
+async def test_step_leaves_a_whole_rate_that_speech_needs(page: Page, server: PageServer) -> None:
+    rates = (8_000, 16_000, 22_050, 44_100, 48_000, 88_200, 96_000, 176_400, 192_000)
+    steps = await run(page, server, f"return {list(rates)}.map(all.stepFor);")
+    left = [rate / step for rate, step in zip(rates, steps, strict=True)]
+    assert all(rate == int(rate) and 8_000 <= rate < 32_000 for rate in left)
+    assert left[3:5] == [22_050, 16_000]
+
+
+@pytest.mark.parametrize("rate", [48_000, 44_100, 96_000])
+async def test_decimator_keeps_speech_drops_the_rest_however_cut(page: Page, server: PageServer, rate: int) -> None:
+    speech, above, same = await run(
+        page,
+        server,
+        f"""const rate = {rate};
+        const sine = (hertz) => Float32Array.from({{ length: rate }}, (_, n) => Math.sin(2 * Math.PI * hertz * n / rate));
+        const level = (hertz) => {{
+          const out = new all.Decimator(rate).push(sine(hertz)).slice(200);
+          return Math.sqrt(2 * out.reduce((sum, x) => sum + x * x, 0) / out.length);
+        }};
+        const sound = sine(440), whole = new all.Decimator(rate).push(sound);
+        const cut = new all.Decimator(rate), parts = [];
+        for (let at = 0; at < rate; at += 128) parts.push(...cut.push(sound.subarray(at, at + 128)));
+        const same = parts.length === whole.length && parts.every((x, n) => Math.abs(x - whole[n]) < 1e-6);
+        return [level(1000), level(rate * 0.47), same];""",
+    )
+    assert same and speech == pytest.approx(1, abs=0.02) and above < 0.01
+
+
+async def test_backlog_is_bounded_and_reads_back_exactly(page: Page, server: PageServer) -> None:
+    result = await run(
+        page,
+        server,
+        """const b = new all.Backlog(1000);
+        for (let n = 0; n < 50; n += 1) b.push(Int16Array.from({ length: 60 }, (_, i) => n * 60 + i));
+        const bounds = [b.start, b.end, b.end - b.start <= 1000 + 60];
+        b.dropBefore(2500);
+        return [...bounds, b.start, [...b.read(2530, 200)], b.read(2990, 100).length, b.read(3000, 10).length];""",
+    )
+    assert result[1:3] == [3000, True] and 2400 <= result[3] <= 2500
+    assert result[4] == list(range(2530, 2730)) and result[5:] == [10, 0]
+
+
+async def test_hours_of_captions_keep_the_document_small(page: Page, server: PageServer) -> None:
+    shown = await run(
+        page,
+        server,
+        """const t = new all.Transcript();
+        const make = (name) => document.body.appendChild(document.createElement(name));
+        const parts = { list: make("ol"), earlier: make("button"), later: make("button"), live: make("button") };
+        new all.Captions(t, parts);
+        let most = 0;
+        const words = Array.from({ length: 10 }, (_, n) => ({ word: `w${n}`, start: n, end: n + 1 }));
+        const text = words.map(({ word }) => word).join(" ");
+        for (let n = 0; n < 5000; n += 1) {
+          t.apply(started(`i${n}`, n * 3000), 0);
+          t.apply(completed(`i${n}`, n * 3000, n * 3000 + 2500, text, words), 0);
+          most = Math.max(most, parts.list.children.length);
+        }
+        const first = () => parts.list.firstElementChild.turn.id;
+        const live = first();
+        for (let n = 0; n < 10; n += 1) parts.earlier.click();
+        const back = [first(), parts.list.children.length, parts.later.hidden, parts.live.hidden];
+        parts.live.click();
+        return [most, live, back, parts.list.lastElementChild.turn.id, all.toText(t).split("\\n").length - 1];""",
+    )
+    assert shown[0] <= 81 and shown[1] == "i4920"
+    assert shown[2] == ["i4520", 80, False, False]
+    assert shown[3:] == ["i4999", 5000]
