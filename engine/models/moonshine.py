@@ -11,21 +11,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, layer_norm, pad, scaled_dot_product_attention, silu
 
 from engine.models.seq2seq import (
+    DecoderPass,
     DecoderState,
     Encoded,
-    attend,
+    FrameConv,
+    cross_keys_values,
     join_heads,
     quantise_linears,
     split_heads,
-    visible,
-    write_cache,
 )
 
 # Kernel and stride of the three convolutions that turn samples into frames.
 _CONVOLUTIONS = ((127, 64), (7, 3), (3, 2))
+
+# Width of a published size -> the heads, [layer, head], whose peaks were measured to move through the audio in step.
+_ALIGNMENT_HEADS = {
+    288: [(3, 0), (3, 2), (3, 5), (4, 2), (4, 3), (4, 7)],
+    416: [(4, 2), (4, 6), (5, 3), (5, 5), (5, 6), (6, 1)],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,20 +135,19 @@ class MoonshineEncoder(nn.Module):
         super().__init__()
         width = config.width
         (k1, s1), (k2, s2), (k3, s3) = _CONVOLUTIONS
-        self.conv1 = nn.Conv1d(1, width, k1, s1, bias=False)
+        self.conv1 = FrameConv(1, width, k1, s1, bias=False)
         self.groupnorm = nn.GroupNorm(1, width, eps=1e-5)
-        self.conv2 = nn.Conv1d(width, 2 * width, k2, s2)
-        self.conv3 = nn.Conv1d(2 * width, width, k3, s3)
+        self.conv2 = FrameConv(width, 2 * width, k2, s2)
+        self.conv3 = FrameConv(2 * width, width, k3, s3)
         self.layers = nn.ModuleList(_EncoderLayer(config) for _ in range(config.encoder_layers))
         self.layer_norm = nn.LayerNorm(width, bias=False)
         self._rotary = _Rotary(config)
 
     def forward(self, audio: Tensor, lengths: list[int]) -> tuple[Tensor, list[int]]:
         """[batch, samples] -> [batch, frames, width] and the frames that are real in each row."""
-        x = torch.tanh(self.conv1(audio[:, None]))
+        x = torch.tanh(self.conv1(audio[:, :, None]))
         x = self._normalise(x, [_frames_after(length, 1) for length in lengths])
-        x = gelu(self.conv2(x))
-        x = gelu(self.conv3(x)).transpose(1, 2)  # [batch, frames, width]
+        x = gelu(self.conv3(gelu(self.conv2(x))))  # [batch, frames, width]
         frames = [_frames_after(length, 3) for length in lengths]
         mask = None
         if min(frames) < x.shape[1]:
@@ -155,11 +160,14 @@ class MoonshineEncoder(nn.Module):
 
     def _normalise(self, x: Tensor, frames: list[int]) -> Tensor:
         """The group norm takes its mean over a whole row, so padding must stay out of it: rows are normalised alone."""
-        if min(frames) == x.shape[2]:
-            result: Tensor = self.groupnorm(x)
-            return result
-        rows = [self.groupnorm(row[None, :, :count]) for row, count in zip(x, frames, strict=True)]
-        return torch.cat([nn.functional.pad(row, (0, x.shape[2] - row.shape[2])) for row in rows])
+        if min(frames) == x.shape[1]:
+            alone = layer_norm(x, x.shape[1:], eps=self.groupnorm.eps)
+        else:
+            rows = [
+                layer_norm(row[:n], (n, x.shape[2]), eps=self.groupnorm.eps) for row, n in zip(x, frames, strict=True)
+            ]
+            alone = torch.stack([pad(row, (0, 0, 0, x.shape[1] - len(row))) for row in rows])
+        return alone * self.groupnorm.weight + self.groupnorm.bias
 
 
 def _frames_after(samples: int, convolutions: int) -> int:
@@ -196,6 +204,17 @@ class _DecoderLayer(nn.Module):
         self.encoder_attn = _CrossAttention(config)
         self.final_layernorm = nn.LayerNorm(config.width, bias=False)
         self.mlp = _DecoderMlp(config)
+        self._scale = (config.width // config.heads) ** -0.5
+
+    def forward(
+        self, x: Tensor, layer: int, run: DecoderPass, rotary: _Rotary, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        query, key, value = self.self_attn.project(self.input_layernorm(x), rotary, angles)
+        x = x + self.self_attn.o_proj(run.speak(layer, query * self._scale, key, value))
+        query = split_heads(self.encoder_attn.q_proj(self.post_attention_layernorm(x)), self.self_attn.heads)
+        mixed, weights = run.listen(layer, query * self._scale)
+        x = x + self.encoder_attn.o_proj(mixed)
+        return x + self.mlp(self.final_layernorm(x)), weights
 
 
 class MoonshineDecoder(nn.Module):
@@ -222,19 +241,17 @@ class Moonshine(nn.Module):
         self.cross_kv = nn.Linear(config.width, 2 * config.decoder_layers * config.width, bias=False)
         self.decoder = MoonshineDecoder(config)
         self._rotary = _Rotary(config)
-        self._scale = (config.width // config.heads) ** -0.5
         self.max_tokens = 194
         self.start_tokens = [config.start_token]
         self.end_token = config.end_token
-        # [decoder layer, head] pairs whose attention follows the audio; all heads until someone knows better.
-        self.alignment_heads = [
+        # [decoder layer, head] pairs whose attention follows the audio; all heads of a size nobody has measured.
+        self.alignment_heads = _ALIGNMENT_HEADS.get(config.width) or [
             (layer, head) for layer in range(config.decoder_layers) for head in range(config.heads)
         ]
 
     def encode(self, audio: Tensor, lengths: list[int]) -> Encoded:
         hidden, frames = self.encoder(audio, lengths)
-        both = self.cross_kv(hidden).view(*hidden.shape[:2], 2, self.config.decoder_layers, self.config.heads, -1)
-        keys, values = both.permute(2, 3, 0, 4, 1, 5)  # each [layers, batch, heads, frames, dim]
+        keys, values = cross_keys_values(self.cross_kv(hidden), self.config.decoder_layers, self.config.heads)
         return Encoded(keys, values, frames)
 
     def new_state(self, batch: int, capacity: int) -> DecoderState:
@@ -248,25 +265,14 @@ class Moonshine(nn.Module):
             self.decoder.embed_tokens.weight,
         )
 
-    def decode(
-        self, tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded
-    ) -> tuple[Tensor, Tensor]:
+    def decode(self, tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
         x = self.decoder.embed_tokens(tokens)
         angles = self._rotary.angles(positions)
-        past = int(positions.max()) + 1
-        seen, heard = visible(positions, past), encoded.mask()
+        run = DecoderPass.start(positions, state, encoded)
         followed = []
         for index, layer in enumerate(self.decoder.layers):
-            query, key, value = layer.self_attn.project(layer.input_layernorm(x), self._rotary, angles)
-            write_cache(state.keys[index], positions, key)
-            write_cache(state.values[index], positions, value)
-            mixed, _ = attend(query * self._scale, state.keys[index, :, :, :past], state.values[index, :, :, :past], seen)
-            x = x + layer.self_attn.o_proj(join_heads(mixed))
-            query = split_heads(layer.encoder_attn.q_proj(layer.post_attention_layernorm(x)), self.config.heads)
-            mixed, weights = attend(query * self._scale, encoded.keys[index], encoded.values[index], heard)
+            x, weights = layer(x, index, run, self._rotary, angles)
             followed += [weights[:, head] for at, head in self.alignment_heads if at == index]
-            x = x + layer.encoder_attn.o_proj(join_heads(mixed))
-            x = x + layer.mlp(layer.final_layernorm(x))
         return self.decoder.norm(x), torch.stack(followed).mean(dim=0)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -274,7 +280,8 @@ class Moonshine(nn.Module):
 
     def quantise(self) -> None:
         """8-bit weights where a whole window goes through at once: the encoder and the cross-attention inputs."""
-        quantise_linears(self.encoder)
+        quantise_linears(self.encoder.layers)
+        quantise_linears(self.encoder.conv2)
         holder = nn.ModuleDict({"cross_kv": self.cross_kv})
         quantise_linears(holder)
         self.cross_kv = holder["cross_kv"]  # type: ignore[assignment]
@@ -290,6 +297,10 @@ class Moonshine(nn.Module):
 def _fused(tensors: dict[str, Tensor], config: MoonshineConfig) -> dict[str, Tensor]:
     left = {name.removeprefix("model."): value.float() for name, value in tensors.items()}
     left.pop("proj_out.weight", None)  # the same matrix as the embedding
+    for name in ("conv1.weight", "conv2.weight", "conv3.weight", "conv2.bias", "conv3.bias"):
+        convolution, part = name.split(".")
+        value = left.pop(f"encoder.{name}")
+        left[f"encoder.{convolution}.linear.{part}"] = FrameConv.matrix(value) if part == "weight" else value
     stacks = [("encoder", layer) for layer in range(config.encoder_layers)]
     stacks += [("decoder", layer) for layer in range(config.decoder_layers)]
     for side, layer in stacks:

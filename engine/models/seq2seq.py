@@ -11,13 +11,15 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 
 @dataclass(slots=True)
 class Encoded:
     """Cross-attention keys and values of every decoder layer, padded to the longest row.
 
-    keys, values: [layers, batch, heads, frames, dim]; lengths: frames that are real, per row.
+    keys: [layers, batch, heads, dim, frames], the layout in which a product with them is fast; values: [layers, batch,
+    heads, frames, dim]; lengths: frames that are real, per row.
     """
 
     keys: Tensor
@@ -30,33 +32,62 @@ class Encoded:
         if len(rows) == 1:
             return rows[0]
         lengths = [length for row in rows for length in row.lengths]
-        return cls(_pad_stack([row.keys for row in rows]), _pad_stack([row.values for row in rows]), lengths)
+        frames = max(row.values.shape[3] for row in rows)
+        keys = [pad(row.keys, (0, frames - row.keys.shape[4])) for row in rows]
+        values = [pad(row.values, (0, 0, 0, frames - row.values.shape[3])) for row in rows]
+        return cls(torch.cat(keys, dim=1), torch.cat(values, dim=1), lengths)
 
     def mask(self) -> Tensor | None:
         """[batch, 1, 1, frames], True where the frame is real; None when all are."""
-        frames = self.keys.shape[3]
+        frames = self.keys.shape[4]
         if all(length == frames for length in self.lengths):
             return None
         lengths = torch.tensor(self.lengths, device=self.keys.device)
         return (torch.arange(frames, device=self.keys.device) < lengths[:, None])[:, None, None, :]
 
 
-def _pad_stack(parts: list[Tensor]) -> Tensor:
-    frames = max(part.shape[3] for part in parts)
-    return torch.cat([nn.functional.pad(part, (0, 0, 0, frames - part.shape[3])) for part in parts], dim=1)
-
-
 class DecoderState:
-    """Self-attention keys and values: [layers, batch, heads, capacity, dim], written at each row's own position."""
+    """Self-attention keys [layers, batch, heads, dim, capacity] and values [layers, batch, heads, capacity, dim]."""
 
     def __init__(self, layers: int, batch: int, heads: int, capacity: int, dim: int, like: Tensor) -> None:
-        shape = (layers, batch, heads, capacity, dim)
-        self.keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        self.values = torch.zeros_like(self.keys)
+        self.keys = torch.zeros(layers, batch, heads, dim, capacity, dtype=like.dtype, device=like.device)
+        self.values = torch.zeros(layers, batch, heads, capacity, dim, dtype=like.dtype, device=like.device)
 
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[3]
+    def extend(self, layer: int, positions: Tensor, key: Tensor, value: Tensor, past: int) -> tuple[Tensor, Tensor]:
+        """Write [batch, heads, count, dim] at each row's positions; returns all of the first `past` positions."""
+        index = positions[:, None, :, None].expand_as(value)
+        self.values[layer].scatter_(2, index, value)
+        self.keys[layer].scatter_(3, index.transpose(2, 3), key.transpose(2, 3))
+        return self.keys[layer, ..., :past], self.values[layer, :, :, :past]
+
+
+@dataclass(slots=True)
+class DecoderPass:
+    """What every layer of one decoding call needs: where its tokens are, what they may see, and what they hear."""
+
+    positions: Tensor
+    state: DecoderState
+    encoded: Encoded
+    past: int
+    seen: Tensor
+    heard: Tensor | None
+
+    @classmethod
+    def start(cls, positions: Tensor, state: DecoderState, encoded: Encoded) -> DecoderPass:
+        past = int(positions.max()) + 1
+        # A token sees itself and what came before it: [batch, 1, count, past].
+        seen = torch.arange(past, device=positions.device) <= positions[:, None, :, None]
+        return cls(positions, state, encoded, past, seen, encoded.mask())
+
+    def speak(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Self-attention over the text so far; query is scaled."""
+        keys, values = self.state.extend(layer, self.positions, key, value, self.past)
+        return join_heads(attend(query, keys, values, self.seen)[0])
+
+    def listen(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross-attention over the audio, with its weights [batch, heads, count, frames]; query is scaled."""
+        mixed, weights = attend(query, self.encoded.keys[layer], self.encoded.values[layer], self.heard)
+        return join_heads(mixed), weights
 
 
 class SpeechModel(Protocol):
@@ -77,9 +108,7 @@ class SpeechModel(Protocol):
 
     def new_state(self, batch: int, capacity: int) -> DecoderState: ...
 
-    def decode(
-        self, tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded
-    ) -> tuple[Tensor, Tensor]:
+    def decode(self, tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """tokens, positions: [batch, count] -> hidden [batch, count, width], attention [batch, count, frames].
 
         A row may be padded by repeating positions beyond its own end: what is written there is overwritten before it
@@ -89,24 +118,21 @@ class SpeechModel(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-def visible(positions: Tensor, keys: int) -> Tensor:
-    """[batch, count] positions -> [batch, 1, count, keys]: a token sees itself and what came before it."""
-    return torch.arange(keys, device=positions.device) <= positions[:, None, :, None]
-
-
-def write_cache(cache: Tensor, positions: Tensor, new: Tensor) -> None:
-    """Put new [batch, heads, count, dim] into cache [batch, heads, capacity, dim] at each row's positions."""
-    index = positions[:, None, :, None].expand(-1, cache.shape[1], -1, cache.shape[3])
-    cache.scatter_(2, index, new)
-
-
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention with its weights: [batch, heads, count, dim] and [batch, heads, count, keys]; query is scaled."""
-    scores = query @ keys.transpose(2, 3)
+    scores = query @ keys
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     weights = scores.softmax(dim=-1)
     return weights @ values, weights
+
+
+def cross_keys_values(both: Tensor, layers: int, heads: int) -> tuple[Tensor, Tensor]:
+    """[batch, frames, 2 * layers * width] -> keys [layers, batch, heads, dim, frames], values [.., frames, dim]"""
+    parts = both.view(both.shape[0], both.shape[1], 2, layers, heads, -1)
+    keys = parts[:, :, 0].permute(2, 0, 3, 4, 1).contiguous()
+    values = parts[:, :, 1].permute(2, 0, 3, 1, 4).contiguous()
+    return keys, values
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -119,11 +145,30 @@ def join_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
+class FrameConv(nn.Module):
+    """A convolution over [batch, frames, channels] as one matrix product: faster here, and it can be 8-bit."""
+
+    def __init__(self, channels: int, width: int, kernel: int, stride: int, bias: bool = True) -> None:
+        super().__init__()
+        self.kernel, self.stride = kernel, stride
+        self.linear = nn.Linear(kernel * channels, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns = x.unfold(1, self.kernel, self.stride)  # [batch, frames, channels, kernel]
+        result: Tensor = self.linear(columns.transpose(2, 3).flatten(2))
+        return result
+
+    @staticmethod
+    def matrix(weight: Tensor) -> Tensor:
+        """[width, channels, kernel] of a Conv1d -> [width, kernel * channels]"""
+        return weight.transpose(1, 2).flatten(1)
+
+
 class Int8Linear(nn.Module):
     """A linear layer with 8-bit weights and 8-bit activations.
 
-    The fast kernels take one scale per matrix. Rows of weights and rows of input are therefore brought to the same range
-    first and scaled back behind the product, which is as exact as a scale per row.
+    The fast kernels take one scale per matrix. Rows of weights and rows of input are therefore brought to the same
+    range first and scaled back behind the product, which is as exact as a scale per row.
     """
 
     def __init__(self, linear: nn.Linear) -> None:

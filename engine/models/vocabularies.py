@@ -23,7 +23,9 @@ def load_pieces(folder: Path, size: int) -> list[bytes]:
         if file.exists():
             pieces = read(file)
             if len(pieces) > size:
-                raise ValueError(f"{file} names {len(pieces)} tokens, the model has {size}: they do not belong together")
+                raise ValueError(
+                    f"{file} names {len(pieces)} tokens, the model has {size}: they do not belong together"
+                )
             return pieces + [b""] * (size - len(pieces))
     raise FileNotFoundError(
         f"no vocabulary in {folder}: it needs tokenizer.json (transformers) or vocabulary.tiktoken (OpenAI Whisper)"

@@ -2,7 +2,7 @@
 
 Names follow OpenAI's files, except that the three projections of self-attention are one matrix and that the
 cross-attention keys and values of all layers are made when a window is encoded. Whisper was trained on windows padded
-to 30 seconds; `context_slack_seconds` trims that to the audio plus some silence, which is what makes it affordable live.
+to 30 seconds; `context_slack_seconds` trims that to the audio plus some silence, which makes it affordable live.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from torch.nn.functional import gelu, pad, scaled_dot_product_attention
 
 from engine.models.mel import FRAME_SAMPLES, HOP_SAMPLES, SAMPLE_RATE, slaney_filters
 from engine.models.seq2seq import (
+    DecoderPass,
     DecoderState,
     Encoded,
-    attend,
+    cross_keys_values,
     join_heads,
     quantise_linears,
     split_heads,
-    visible,
-    write_cache,
 )
 
 _WINDOW_SAMPLES = 30 * SAMPLE_RATE
@@ -186,6 +185,15 @@ class _DecoderBlock(nn.Module):
         self.cross_attn = _CrossAttention(width)
         self.mlp_ln = nn.LayerNorm(width)
         self.mlp = _Mlp(width)
+        self._scale = (width // heads) ** -0.5
+
+    def forward(self, x: Tensor, layer: int, run: DecoderPass) -> tuple[Tensor, Tensor]:
+        query, key, value = self.attn.project(self.attn_ln(x))
+        x = x + self.attn.out(run.speak(layer, query * self._scale, key, value))
+        query = split_heads(self.cross_attn.query(self.cross_attn_ln(x)), self.attn.heads)
+        mixed, weights = run.listen(layer, query * self._scale)
+        x = x + self.cross_attn.out(mixed)
+        return x + self.mlp(self.mlp_ln(x)), weights
 
 
 class WhisperDecoder(nn.Module):
@@ -213,12 +221,15 @@ class Whisper(nn.Module):
         self.decoder = WhisperDecoder(config)
         self.register_buffer("_filters", slaney_filters(config.mels).float(), persistent=False)
         self.register_buffer("_hann", torch.hann_window(FRAME_SAMPLES), persistent=False)
-        self._scale = (config.width // config.text_heads) ** -0.5
         self.start_tokens = config.start_tokens(language=0)
         self.end_token = config.end_token
         self.max_tokens = config.text_tokens
         self.suppressed = list(range(config.end_token + 1, config.vocabulary))
-        upper = [(layer, head) for layer in range(config.text_layers // 2, config.text_layers) for head in range(config.text_heads)]
+        upper = [
+            (layer, head)
+            for layer in range(config.text_layers // 2, config.text_layers)
+            for head in range(config.text_heads)
+        ]
         self.alignment_heads = _ALIGNMENT_HEADS.get((config.text_layers, config.vocabulary), upper)
 
     def log_mel(self, audio: Tensor) -> Tensor:
@@ -239,8 +250,7 @@ class Whisper(nn.Module):
             mel = mel * (torch.arange(mel.shape[2], device=mel.device) < ends)[:, None, :]
         hidden = self.encoder(mel, frames)
         config = self.config
-        both = self.cross_kv(hidden).view(*hidden.shape[:2], 2, config.text_layers, config.text_heads, -1)
-        keys, values = both.permute(2, 3, 0, 4, 1, 5)  # each [layers, batch, heads, frames, dim]
+        keys, values = cross_keys_values(self.cross_kv(hidden), config.text_layers, config.text_heads)
         return Encoded(keys, values, frames)
 
     def _context_frames(self, samples: int) -> int:
@@ -252,26 +262,17 @@ class Whisper(nn.Module):
     def new_state(self, batch: int, capacity: int) -> DecoderState:
         config = self.config
         like = self.decoder.token_embedding.weight
-        return DecoderState(config.text_layers, batch, config.text_heads, capacity, config.width // config.text_heads, like)
+        return DecoderState(
+            config.text_layers, batch, config.text_heads, capacity, config.width // config.text_heads, like
+        )
 
-    def decode(
-        self, tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded
-    ) -> tuple[Tensor, Tensor]:
+    def decode(self, tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
         x = self.decoder.token_embedding(tokens) + self.decoder.positional_embedding[positions]
-        past = int(positions.max()) + 1
-        seen, heard = visible(positions, past), encoded.mask()
+        run = DecoderPass.start(positions, state, encoded)
         followed = []
         for index, block in enumerate(self.decoder.blocks):
-            query, key, value = block.attn.project(block.attn_ln(x))
-            write_cache(state.keys[index], positions, key)
-            write_cache(state.values[index], positions, value)
-            mixed, _ = attend(query * self._scale, state.keys[index, :, :, :past], state.values[index, :, :, :past], seen)
-            x = x + block.attn.out(join_heads(mixed))
-            query = split_heads(block.cross_attn.query(block.cross_attn_ln(x)), self.config.text_heads)
-            mixed, weights = attend(query * self._scale, encoded.keys[index], encoded.values[index], heard)
+            x, weights = block(x, index, run)
             followed += [weights[:, head] for at, head in self.alignment_heads if at == index]
-            x = x + block.cross_attn.out(join_heads(mixed))
-            x = x + block.mlp(block.mlp_ln(x))
         return self.decoder.ln(x), torch.stack(followed).mean(dim=0)
 
     def logits(self, hidden: Tensor) -> Tensor:

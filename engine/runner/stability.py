@@ -1,0 +1,136 @@
+"""What of a hypothesis may be said for good, where its words are, and where a window can be cut. Pure.
+
+A windowed model hears the same audio again and again while a sentence grows. Text near the live edge still changes: the
+word may go on, and the model guesses how. What is committed is never taken back, so only the part that attends to
+audio safely behind the edge is committed, whole words at a time.
+
+Times are positions, as floats, absolute on the stream's clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+POSITIONS_PER_SECOND = 12.5
+
+# Marks that belong to the word before them and may follow it later.
+_MARKS = frozenset(b".,?!;:")
+_SENTENCE_ENDS = frozenset(b".?!")
+# A word is heard within this much of the place where attention to it peaks.
+_REACH = 0.35 * POSITIONS_PER_SECOND
+# Longest phrase looked for by the loop check, and how often it may be said in a row.
+_LOOP_TOKENS = 12
+_LOOP_REPEATS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How careful to be. Seconds become positions here, once."""
+
+    # Distance from the live edge at which a token may be committed: if two passes agree on it, and if not.
+    agreed_margin: float = 0.3 * POSITIONS_PER_SECOND
+    lone_margin: float = 0.8 * POSITIONS_PER_SECOND
+    # A window longer than this is cut at its best pause or sentence end.
+    cut_beyond: float = 9.0 * POSITIONS_PER_SECOND
+    # Speech never has more tokens than this; a hypothesis that does is a loop.
+    tokens_per_second: float = 6.5
+
+
+@dataclass(slots=True)
+class Heard:
+    """A token of the current window, and the position where attention to it peaks."""
+
+    token: int
+    peak: float
+
+
+def starts_word(piece: bytes) -> bool:
+    return piece[:1] == b" "
+
+
+def is_mark(piece: bytes) -> bool:
+    return bool(piece) and all(byte in _MARKS for byte in piece)
+
+
+def rising(peaks: list[float], floor: float) -> list[float]:
+    """Peaks that never run backwards: speech does not, attention now and then does."""
+    result = []
+    for peak in peaks:
+        floor = max(floor, peak)
+        result.append(floor)
+    return result
+
+
+def committable(
+    new: list[Heard], ended: bool, previous: list[int], edge: float, pieces: list[bytes], policy: Policy
+) -> int:
+    """How many leading tokens of the uncommitted hypothesis are safe to commit.
+
+    `previous` is what the last pass said in the same place; `ended` says that the model finished its sentence behind
+    the last token, rather than being stopped there.
+    """
+    agreed = 0
+    while agreed < min(len(new), len(previous)) and new[agreed].token == previous[agreed]:
+        agreed += 1
+    count = 0
+    for index, heard in enumerate(new):
+        margin = policy.agreed_margin if index < agreed else policy.lone_margin
+        if heard.peak > edge - margin:
+            break
+        count += 1
+    while count and not _complete(count, new, ended, pieces):
+        count -= 1
+    return count
+
+
+def _complete(count: int, new: list[Heard], ended: bool, pieces: list[bytes]) -> bool:
+    """Whether a word ends behind the first `count` tokens: the next one starts a word, or is a mark."""
+    if count == len(new):
+        return ended
+    following = pieces[new[count].token]
+    return starts_word(following) or is_mark(following)
+
+
+def spans(tokens: list[Heard], before: float, after: float) -> list[tuple[float, float]]:
+    """Where each token is heard: around its peak, up to halfway to its neighbours, never far from it."""
+    peaks = [before, *(heard.peak for heard in tokens), after]
+    borders = [(left + right) / 2 for left, right in pairwise(peaks)]
+    return [
+        (max(start, heard.peak - _REACH), min(max(end, heard.peak), heard.peak + _REACH))
+        for heard, start, end in zip(tokens, borders[:-1], borders[1:], strict=True)
+    ]
+
+
+def loop_start(tokens: list[int]) -> int | None:
+    """Where a phrase starts to be said over and over at the end of a hypothesis: the end of its first saying."""
+    for length in range(1, min(_LOOP_TOKENS, len(tokens) // _LOOP_REPEATS) + 1):
+        phrase = tokens[-length:]
+        repeats, at = 1, len(tokens) - 2 * length
+        while at >= 0 and tokens[at : at + length] == phrase:
+            repeats, at = repeats + 1, at - length
+        if repeats >= _LOOP_REPEATS:
+            return at + 2 * length
+    return None
+
+
+def best_cut(committed: list[Heard], upcoming: float, base: float, pieces: list[bytes]) -> tuple[int, float] | None:
+    """Where to cut a window that has grown too long: how many committed tokens stay behind, and the position.
+
+    A long pause is best, the end of a sentence nearly as good, and of two equal places the later one.
+    """
+    best: tuple[float, int, float] | None = None
+    peaks = [*(heard.peak for heard in committed), upcoming]
+    for index in range(1, len(committed) + 1):
+        if index < len(committed) and not starts_word(pieces[committed[index].token]):
+            continue
+        pause = peaks[index] - peaks[index - 1]
+        ending = pieces[committed[index - 1].token][-1:]
+        bonus = 0.0
+        if ending and ending[0] in _MARKS:
+            bonus = 8.0 if ending[0] in _SENTENCE_ENDS else 3.0
+        progress = (peaks[index] - base) / max(1.0, upcoming - base)
+        score = min(pause, 12.0) + bonus + 12.0 * progress
+        if best is None or score >= best[0]:
+            best = (score, index, peaks[index - 1] + min(pause / 2, _REACH))
+    return None if best is None else (best[1], best[2])

@@ -1,0 +1,169 @@
+"""The runner of windowed models: rereads each stream's window, decodes on from committed text, commits what is stable.
+
+All streams of a plan are decoded as one batch. Encoding is done stream by stream on a CPU: a window fills the machine
+by itself, needs no padding then, and a stream's text cannot depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, StepPlan, TimedToken
+from engine.core.text import Vocabulary
+from engine.messages import Open
+from engine.models.seq2seq import Encoded, SpeechModel
+from engine.runner.greedy import GreedyDecoder, Row
+from engine.runner.stability import Heard, Policy, best_cut, committable, loop_start, rising, spans
+from engine.spec import ModelSpec
+
+SAMPLE_RATE = 16_000
+SAMPLES_PER_POSITION = 1_280
+
+
+def windowed_spec(name: str, window_positions: int, stride_positions: int) -> ModelSpec:
+    return ModelSpec(
+        name=name,
+        sample_rate=SAMPLE_RATE,
+        samples_per_position=SAMPLES_PER_POSITION,
+        stride_positions=stride_positions,
+        rereads_window=True,
+        window_positions=window_positions,
+        history_positions=window_positions,
+        # An item may stick out of the window at both ends.
+        embeds_per_stream=window_positions + 64,
+    )
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What a stream's window holds: text that was committed from it, and what the last pass said after that."""
+
+    committed: list[Heard] = field(default_factory=list)
+    hypothesis: list[int] = field(default_factory=list)
+
+    def restart(self) -> None:
+        self.committed.clear()
+        self.hypothesis.clear()
+
+
+class WindowedRunner:
+    def __init__(
+        self, model: SpeechModel, vocabulary: Vocabulary, spec: ModelSpec, cache_embeds: int, policy: Policy
+    ) -> None:
+        self.spec = spec
+        self.vocabulary = vocabulary
+        self._model = model
+        self._policy = policy
+        self._decoder = GreedyDecoder(model)
+        # The samples of each position; row 0 is silence.
+        self._slab = torch.zeros(cache_embeds + 1, spec.samples_per_position)
+        self._slots: dict[int, _Slot] = {}
+
+    def check_open(self, message: Open) -> None:
+        if message.delay_positions is not None:
+            raise ValueError("this model has no delay to choose; leave delay out")
+        if message.options:
+            raise ValueError(f"this model takes no option {next(iter(message.options))!r}")
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> list[DecodeResult]:
+        for slot in plan.closed:
+            self._slots.pop(slot, None)
+        for task in plan.opened:
+            self._slots[task.slot] = _Slot()
+        for item in plan.encode:
+            self._write(item)
+        if not plan.decode:
+            return []
+        rows = [self._row(task) for task in plan.decode]
+        encoded = [self._encode(task) for task in plan.decode]
+        self._decoder.run(rows, Encoded.stack(encoded))
+        return [self._result(task, row) for task, row in zip(plan.decode, rows, strict=True)]
+
+    def warm_up(self) -> None:
+        """Run a window of noise through everything once, so that the first utterance finds kernels and memory ready."""
+        noise = torch.randn(self.spec.stride_positions * 4, SAMPLES_PER_POSITION) * 0.01
+        with torch.inference_mode():
+            encoded = self._model.encode(noise.view(1, -1), [noise.numel()])
+            self._decoder.run([Row([], [], 8, None, encoded.lengths[0])], encoded)
+
+    def close(self) -> None:
+        self._slots.clear()
+
+    def _write(self, task: EncodeTask) -> None:
+        samples = torch.from_numpy(np.ascontiguousarray(task.payload)).view(-1, SAMPLES_PER_POSITION)
+        if task.mask is not None:
+            samples = samples[torch.tensor(task.mask)]
+        self._slab[torch.tensor(task.rows)] = samples
+
+    def _audio(self, task: DecodeTask) -> Tensor:
+        audio = self._slab[torch.tensor(task.rows)].view(1, -1)
+        missing = self._model.min_samples - audio.shape[1]
+        return torch.nn.functional.pad(audio, (0, missing)) if missing > 0 else audio
+
+    def _encode(self, task: DecodeTask) -> Encoded:
+        audio = self._audio(task)
+        return self._model.encode(audio, [audio.shape[1]])
+
+    def _row(self, task: DecodeTask) -> Row:
+        slot, model, policy = self._slots[task.slot], self._model, self._policy
+        frames_per_position = SAMPLES_PER_POSITION / model.samples_per_frame
+        frames = round((task.end - task.base) * frames_per_position)
+        seconds = (task.end - task.base) * SAMPLES_PER_POSITION / SAMPLE_RATE
+        room = model.max_tokens - len(model.start_tokens) - len(slot.committed) - 1
+        most = max(1, min(room, round(seconds * policy.tokens_per_second) + 4 - len(slot.committed)))
+        return Row(
+            committed=[heard.token for heard in slot.committed],
+            draft=slot.hypothesis[:most],
+            most=most,
+            stop_frame=None if task.final else frames - policy.agreed_margin * frames_per_position,
+            frames=frames,
+        )
+
+    def _result(self, task: DecodeTask, row: Row) -> DecodeResult:
+        slot = self._slots[task.slot]
+        floor = slot.committed[-1].peak if slot.committed else float(task.base)
+        scale = self._model.samples_per_frame / SAMPLES_PER_POSITION
+        peaks = rising([task.base + peak * scale for peak in row.peaks], floor)
+        new = [Heard(token, peak) for token, peak in zip(row.tokens, peaks, strict=True)]
+        loop = loop_start([heard.token for heard in slot.committed] + row.tokens)
+        if loop is not None:
+            new = new[: max(0, loop - len(slot.committed))]
+        if task.final:
+            timed = self._timed(new, floor, float(task.end))
+            slot.restart()
+            return DecodeResult(timed=timed, keep_from=task.end)
+        count = committable(new, row.ended, slot.hypothesis, task.end, self.vocabulary.pieces, self._policy)
+        upcoming = new[count].peak if count < len(new) else float(task.end)
+        timed = self._timed(new[:count], floor, upcoming)
+        slot.committed += new[:count]
+        slot.hypothesis = [heard.token for heard in new[count:]]
+        return DecodeResult(timed=timed, keep_from=self._cut(task, slot, upcoming))
+
+    def _timed(self, tokens: list[Heard], before: float, after: float) -> list[TimedToken]:
+        return [
+            TimedToken(heard.token, start, end)
+            for heard, (start, end) in zip(tokens, spans(tokens, before, after), strict=True)
+        ]
+
+    def _cut(self, task: DecodeTask, slot: _Slot, upcoming: float) -> int:
+        """First position the next window still needs; the slot forgets the text before it."""
+        length = task.end - task.base
+        if length < min(self._policy.cut_beyond, self.spec.window_positions):
+            return task.base
+        found = best_cut(slot.committed, upcoming, task.base, self.vocabulary.pieces)
+        if found is not None:
+            behind, place = found
+            cut = min(max(task.base, int(place)), task.end)
+            if cut > task.base:
+                del slot.committed[:behind]
+                return cut
+        if length < self.spec.window_positions:
+            return task.base
+        # Nothing could be committed in a whole window: nobody speaks there.
+        slot.restart()
+        return task.end - length // 2
