@@ -41,7 +41,8 @@ from realtime.events import (
 )
 from realtime.metrics import Metrics
 from realtime.outbox import Outbox
-from realtime.session import Phase, Session
+from realtime.phases import Phase
+from realtime.session import Session
 from realtime.settings import INCLUDE_RESUME, Settings
 from realtime.wire import encode_json
 

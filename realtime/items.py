@@ -19,8 +19,6 @@ from realtime.transcript import Cutter
 
 # Text heard outside any turn joins the next turn if it was spoken this shortly before; otherwise it was not speech.
 STRAY_SECONDS = 1.0
-# A word this far behind the end of a turn shows that the engine has nothing left to say about the turn.
-PAST_END_SECONDS = 0.5
 
 
 class TurnState(Enum):
@@ -82,7 +80,6 @@ class Items:
         # Where the loose end went; the rest of its word must follow it.
         self._loose_turn: Turn | None = None
         self._stray_samples = int(STRAY_SECONDS * sample_rate)
-        self._past_end_samples = int(PAST_END_SECONDS * sample_rate)
 
     def open(self, start: int) -> Turn:
         """Reserve an item for audio from `start` on."""
@@ -181,11 +178,7 @@ class Items:
         assert all(turn.state in (TurnState.COMMITTED, TurnState.CLEARED) for turn in self.ended)
 
     def _place(self, word: TimedWord) -> Turn | None:
-        middle = (word.start + word.end) // 2
-        for turn in self.ended:
-            if not turn.by_time or turn.end is None or middle < turn.end:
-                return turn
-        return self.current
+        return next((turn for turn in self.ended if not turn.by_time or _within(word, turn)), self.current)
 
     def _give(self, text: str, word: TimedWord, turn: Turn | None) -> None:
         if turn is None:
@@ -195,12 +188,12 @@ class Items:
             turn.words.append(word)
 
     def _complete_passed(self, word: TimedWord) -> list[ServerEvent]:
-        """Finish turns that no flush was asked for, once words come from well behind their end."""
+        """Finish turns that no flush was asked for, once a word comes from behind their end: text is in order.
+
+        The silence that ended the turn lies between its last word and its end, so that times need not be exact.
+        """
         out: list[ServerEvent] = []
-        while self.ended:
-            turn = self.ended[0]
-            if turn.flushed or turn.end is None or word.start < turn.end + self._past_end_samples:
-                break
+        while self.ended and not self.ended[0].flushed and not _within(word, self.ended[0]):
             out += self._complete(self.ended.popleft())
         return out
 
@@ -228,3 +221,7 @@ class Items:
         turn.sent.append(text)
         words, turn.words_sent = turn.words[turn.words_sent :], len(turn.words)
         return [Delta(turn.item_id, text, tuple(words))]
+
+
+def _within(word: TimedWord, turn: Turn) -> bool:
+    return turn.end is None or (word.start + word.end) // 2 < turn.end

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from engine import messages
 from realtime.errors import CloseCode, IllegalEvent
@@ -52,75 +51,10 @@ from realtime.events import (
     Tick,
 )
 from realtime.items import Items, Turn
+from realtime.phases import MOVES, TABLE, Phase
 from realtime.settings import INCLUDE_ACKS, Settings
 from realtime.stall import StallGuard
 from realtime.turns import Paused, Started, TurnWatch
-
-
-class Phase(Enum):
-    """Where a session stands."""
-
-    # Audio and control events are answered as they come.
-    ACTIVE = auto()
-    # A commit waits until speech detection has seen all audio before it; later commits and clears queue behind it.
-    COMMITTING = auto()
-    # No more audio; the engine runs out.
-    FINISHING = auto()
-    CLOSED = auto()
-
-
-MOVES: dict[Phase, frozenset[Phase]] = {
-    Phase.ACTIVE: frozenset({Phase.COMMITTING, Phase.FINISHING, Phase.CLOSED}),
-    Phase.COMMITTING: frozenset({Phase.ACTIVE, Phase.FINISHING, Phase.CLOSED}),
-    Phase.FINISHING: frozenset({Phase.CLOSED}),
-    Phase.CLOSED: frozenset(),
-}
-
-_ENGINE = {
-    messages.Opened: "_ignore",
-    messages.Text: "_text",
-    messages.Speech: "_speech",
-    messages.Flushed: "_flushed",
-    messages.Closed: "_engine_closed",
-    messages.Failed: "_engine_failed",
-    messages.Refused: "_engine_failed",
-    messages.Dead: "_engine_dead",
-    EngineSwitched: "_engine_switched",
-}
-
-# Which method answers an event in a phase. What is not in the table is illegal there.
-TABLE: dict[Phase, dict[type, str]] = {
-    Phase.ACTIVE: {
-        Configure: "_configure",
-        Append: "_append",
-        Gap: "_gap",
-        Commit: "_commit",
-        Clear: "_clear",
-        End: "_end",
-        Drain: "_drain",
-        Tick: "_tick",
-        **_ENGINE,
-    },
-    Phase.COMMITTING: {
-        Configure: "_configure",
-        Append: "_append",
-        Gap: "_gap",
-        Commit: "_defer",
-        Clear: "_defer",
-        End: "_end",
-        Drain: "_drain",
-        Tick: "_tick",
-        **_ENGINE,
-    },
-    # What a client still sends while its session runs out has no effect.
-    Phase.FINISHING: {
-        **dict.fromkeys((Configure, Append, Gap, Commit, Clear, End, Drain), "_ignore"),
-        Tick: "_tick",
-        **_ENGINE,
-        messages.Speech: "_ignore",
-    },
-    Phase.CLOSED: {},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +232,7 @@ class Session:
         self._flush()
 
     def _end(self, event: End, now: float) -> None:
-        if self._items.current is not None and self.appended > self._boundary:
-            self._commit_turn(now)
+        """Turns that are open, or that speech detection still finds, are committed when the engine has run out."""
         self._move(Phase.FINISHING)
         self._effects.append(FinishEngine())
 
@@ -371,16 +304,23 @@ class Session:
         self._send_all(self._items.complete_until(mark), now)
         if self.phase is Phase.COMMITTING and not self._waiting:
             self._move(Phase.ACTIVE)
+        self._recall_speech(now)
+        self._drain_if_idle()
+
+    def _recall_speech(self, now: float) -> None:
+        """Judge the speech that had to wait for a commit or clear before it."""
         held, self._held_speech = self._held_speech, []
         for speech in held:
             self._speech(speech, now)
-        self._drain_if_idle()
 
     def _engine_closed(self, event: messages.Closed, now: float) -> None:
         self._send_all(self._items.settle(), now)
         if self.phase is Phase.FINISHING:
             while self._waiting:
                 self._resolve(self._waiting.popleft(), now)
+            self._recall_speech(now)
+            if self._items.current is not None:
+                self._end_turn(self.appended, now, by_time=False)
             self._send_all(self._items.complete_until(self.appended), now)
             self._close(CloseCode.NORMAL if self._drain_deadline is None else CloseCode.RESTART, "finished")
 
@@ -408,6 +348,8 @@ class Session:
 
     def _start_turn(self, sample: int, now: float) -> None:
         turn = self._items.current or self._items.open(max(sample, self._boundary))
+        if turn.announced:
+            return
         turn.announced = True
         self._send(SpeechStarted(turn.item_id, turn.start))
         self._send_all(self._items.release(), now)
@@ -468,15 +410,22 @@ class Session:
 
     def _set_watch(self, start: int) -> None:
         detection = self.settings.turn_detection
-        self._watch = None
-        if detection is not None:
+        if detection is None:
+            self._watch = None
+        elif self._watch is not None:
+            self._watch.change(detection)
+        else:
             self._watch = TurnWatch(detection, self.sample_rate, start, first_frame=self._covered)
+            if self.speaking:
+                self._watch.resume_turn()
 
     # The engine and the way out
 
     def _flush(self) -> None:
-        self._marks.append(self.appended)
-        self._effects.append(FlushEngine())
+        # An engine that runs out says everything anyway.
+        if self.phase is not Phase.FINISHING:
+            self._marks.append(self.appended)
+            self._effects.append(FlushEngine())
 
     def _reanchor(self, now: float) -> None:
         """Go on with a new stream; what the old one still owed is asked of the new one."""

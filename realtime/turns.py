@@ -65,6 +65,15 @@ class TurnWatch:
             signs.append(Paused())
         return signs
 
+    def change(self, detection: TurnDetection) -> None:
+        """Judge by other settings from the next frame on; an open turn stays open."""
+        self._detection = detection
+        self._detector.settings = self._settings("")
+
+    def resume_turn(self) -> None:
+        """A turn is open that another watch heard begin."""
+        self._detector.state = TurnState.SPEAKING
+
     def restart(self, sample: int) -> None:
         """Forget an open turn; the next one begins at `sample` at the earliest."""
         self._detector.reset(max(sample - self._base, self._detector.sample))

@@ -1,0 +1,191 @@
+"""The command line itself: wrong use is refused in one line, help teaches and is quick, exit codes can be relied on."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from realtime import cli
+from realtime.commands import completion, pull
+from realtime.commands.terminal import CommandFailed, UsageError
+from realtime.config import Config, load_config
+
+ROOT = Path(__file__).parents[3]
+COMMANDS = [command.name for command in completion.commands_of(cli.build_parser())]
+
+
+def test_no_command_shows_the_help_and_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "tickertape serve" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["listen"],
+        ["transcribe"],
+        ["transcribe", "--jsn", "x.wav"],
+        ["serve", "--limits.max-session", "3"],
+        ["engine"],
+        ["bench", "--streams", "0"],
+        ["bench", "--hold", "1"],
+        ["completion", "powershell"],
+    ],
+)
+def test_wrong_arguments_exit_with_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["serve", "--port", "many"], 2, "server.port must be a whole number"),
+        (["serve", "--host", "0.0.0.0"], 2, "set auth.keys, or auth.no_auth"),
+        (["serve", "--config", "/no/such.toml"], 2, "cannot read the configuration file"),
+        (["check-config", "/no/such.toml"], 2, "cannot read the configuration file"),
+        (["engine", "--listen", "somewhere"], 2, "use ipc:///path/to/socket or tcp://host:port"),
+        (["bench", "ftp://host"], 1, "is not the address of a server"),
+        (["bench", "--manifest", "/no/such.jsonl"], 1, "cannot read the manifest"),
+        (["bench", "--warm-up", "60"], 2, "--warm-up must be shorter"),
+        (["pull", "no-such-model"], 1, "Known names: moonshine-tiny"),
+        (["transcribe", "/no/such.wav"], 1, "there is no such file"),
+        (["doctor", "--model", "no-such-model"], 1, ""),
+    ],
+)
+def test_errors_are_one_line_that_says_what_to_do(
+    arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == code
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") <= 1 and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (CommandFailed("nothing\n  works"), 1, "error: nothing works"),
+        (UsageError("not so"), 2, "error: not so"),
+        (FileNotFoundError(2, "No such file or directory", "x.wav"), 1, "error: x.wav: No such file or directory"),
+        (ZeroDivisionError("by zero"), 1, "unexpected ZeroDivisionError: by zero (set TICKERTAPE_DEBUG=1"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_a_command_raises_becomes_an_exit_code(
+    error: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(options: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(pull, "run_models", fail)
+    assert cli.main(["models"]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_debugging_shows_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TICKERTAPE_DEBUG", "1")
+    with pytest.raises(Exception, match="Known names"):
+        cli.main(["pull", "no-such-model"])
+
+
+def test_help_teaches_by_examples_and_loads_nothing_heavy() -> None:
+    """In a process of its own, where nobody else has loaded torch."""
+    script = f"""
+import contextlib, io, sys
+from realtime.cli import main
+for command in {COMMANDS!r}:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    assert "usage: tickertape " + command in text.getvalue()
+    assert command == "models" or "Examples:" in text.getvalue(), command
+assert main(["check-config"]) == 0
+assert main(["transcribe", "/no/such/file"]) == 1
+loaded = {{"torch", "numpy", "av", "zmq", "uvicorn", "websockets", "rich"}} & set(sys.modules)
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("tickertape ")
+
+
+# Configuration
+
+
+def test_check_config_prints_what_is_in_force_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tickertape.toml"
+    file.write_text('[server]\nport = 9000\n[auth]\nkeys = ["a-long-secret"]\n[model]\nname = "a \\"b\\" \\\\c"\n')
+    monkeypatch.setenv("TICKERTAPE_LIMITS_MAX_SESSIONS", "7")
+    assert cli.main(["check-config", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "a-long-secret" not in shown
+    tree = tomllib.loads(shown)
+    assert tree["server"]["port"] == 9000 and tree["limits"]["max_sessions"] == 7
+    assert tree["model"]["name"] == 'a "b" \\c'
+    assert load_config(environment={}, flags={}).server.port == 8000
+
+
+def test_the_documented_file_has_every_key_with_its_default() -> None:
+    path = ROOT / "docs" / "tickertape.toml"
+    assert load_config(path, environment={}) == Config()
+    text = path.read_text()
+    tree = tomllib.loads(text)
+    for key in (key.split(".") for key in _known_keys()):
+        assert key[1] in tree[key[0]] or f"# {key[1]} = " in text, key
+
+
+def _known_keys() -> list[str]:
+    from realtime.config import known_keys
+
+    return known_keys()
+
+
+def test_flags_of_serve_reach_the_configuration() -> None:
+    from realtime.commands.serve import config_of
+
+    arguments = ["--port", "9", "--engine", "tcp://a:1,tcp://b:2", "--max-streams", "3", "--limits.idle-s", "5"]
+    options = cli.build_parser().parse_args(["serve", "--host", "0.0.0.0", "--no-auth", *arguments])
+    config = config_of(options)
+    assert (config.server.host, config.server.port, config.auth.no_auth) == ("0.0.0.0", 9, True)
+    assert config.model.engines == ("tcp://a:1", "tcp://b:2") and config.model.max_streams == 3
+    assert config.limits.idle_s == 5
+
+
+# Completion
+
+
+def test_completion_knows_every_command_and_option(capsys: pytest.CaptureFixture[str]) -> None:
+    for shell in ("bash", "zsh", "fish"):
+        assert cli.main(["completion", shell]) == 0
+        script = capsys.readouterr().out
+        assert all(command in script for command in COMMANDS)
+        assert "output-dir" in script and "slo-final" in script
+        assert "limits.max-sessions" not in script, "flags for every key would drown the others"
+
+
+def test_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["completion", "bash"])
+    script = capsys.readouterr().out
+    ask = """
+COMP_WORDS=(tickertape tr); COMP_CWORD=1; _tickertape; echo "${COMPREPLY[@]}"
+COMP_WORDS=(tickertape transcribe --s); COMP_CWORD=2; _tickertape; echo "${COMPREPLY[@]}"
+COMP_WORDS=(tickertape completion z); COMP_CWORD=2; _tickertape; echo "${COMPREPLY[@]}"
+"""
+    done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, timeout=30)
+    assert done.stdout.splitlines() == ["transcribe", "--srt --server", "zsh"], done.stderr

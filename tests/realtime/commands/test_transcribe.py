@@ -1,0 +1,143 @@
+"""`tickertape transcribe`: bad files are named and the others done; what is written can be read by machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from realtime import cli
+from realtime.commands.file_reader import duration_of, pieces_of
+from tests.realtime.commands.conftest import sound, write_wav
+from tests.realtime.gateway_doubles import FakeEngine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--srt", "--vtt", "a.wav"], "cannot both go to standard output"),
+        (["--srt", "a.wav", "b.wav"], "several files cannot go to standard output"),
+        (["--server", "http://x", "a.wav"], "--server needs --live"),
+        (["--live", "--json", "a.wav"], "--live shows captions"),
+        (["--output-dir", "o", "x/a.wav", "y/a.mp3"], "would both be written to a.txt"),
+    ],
+)
+def test_what_cannot_be_is_a_usage_error(
+    arguments: list[str], said: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["transcribe", *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert not engine.opened
+
+
+def test_bad_files_are_named_and_the_others_are_done(
+    tmp_path: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = write_wav(tmp_path / "good.wav", sound(2.0))
+    (tmp_path / "empty.wav").write_bytes(b"")
+    (tmp_path / "text.wav").write_text("this is not audio at all, only words in a file")
+    (tmp_path / "folder").mkdir()
+    names = ["missing.wav", "empty.wav", "text.wav", "folder", "good.wav"]
+    assert cli.main(["transcribe", *(str(tmp_path / name) for name in names)]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == f"== {good}\nw1 w2 w3 w4\n"
+    for name, said in zip(names, ("no such file", "is empty", "not audio", "is a folder"), strict=False):
+        assert any(name in line and said in line for line in shown.err.splitlines()), name
+    assert not engine.active, "every stream must have ended"
+
+
+def test_damaged_file_gives_its_good_part_and_fails(
+    tmp_path: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = write_wav(tmp_path / "cut.wav", sound(4.0))
+    whole.write_bytes(whole.read_bytes()[:-64_000])
+    assert cli.main(["transcribe", str(whole)]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "w1 w2 w3 w4\n" and "cut short" in shown.err
+
+
+def test_engine_that_fails_ends_the_file_not_the_command(
+    tmp_path: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.realtime import gateway_doubles
+
+    feed = gateway_doubles.FakeStream.feed
+
+    async def failing(self: gateway_doubles.FakeStream, samples: object) -> None:
+        if self.id == "file-0":
+            self.fail("the model fell over")
+        else:
+            await feed(self, samples)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gateway_doubles.FakeStream, "feed", failing)
+    files = [str(write_wav(tmp_path / name, sound(1.0))) for name in ("a.wav", "b.wav")]
+    assert cli.main(["transcribe", *files]) == 1
+    shown = capsys.readouterr()
+    assert f"{files[0]}: the model fell over" in shown.err and shown.out == f"== {files[1]}\nw1 w2\n"
+
+
+def test_every_format_is_written_for_every_file(
+    tmp_path: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.words = ["One", "two", "three.", "Four", "five."]
+    files = [write_wav(tmp_path / f"{name}.wav", sound(2.0)) for name in ("a", "b")]
+    folder = tmp_path / "deep" / "out"
+    options = ["--json", "--srt", "--vtt", "--words", "--output-dir", str(folder)]
+    assert cli.main(["transcribe", *map(str, files), *options]) == 0
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["a.json", "a.srt", "a.vtt", "b.json", "b.srt", "b.vtt"]
+    body = json.loads((folder / "a.json").read_text())
+    assert body["text"] == "One two three. Four" and body["seconds"] == 2.0 and body["model"] == "fake-model"
+    assert [word["word"] for word in body["words"]] == ["One", "two", "three.", "Four"]
+    assert [segment["text"] for segment in body["segments"]] == ["One two three.", "Four"]
+    assert (folder / "a.srt").read_text().startswith("1\n00:00:00,")
+    assert (folder / "b.vtt").read_text().startswith("WEBVTT\n")
+    assert capsys.readouterr().out == ""
+
+
+def test_json_of_several_files_is_json_lines(
+    tmp_path: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [str(write_wav(tmp_path / f"{name}.wav", sound(1.0))) for name in ("a", "b")]
+    assert cli.main(["transcribe", "--json", *files]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["file"] for line in lines] == files and all("words" not in line for line in lines)
+
+
+def test_words_as_text_have_times(tmp_path: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["transcribe", "--words", str(write_wav(tmp_path / "a.wav", sound(1.0)))]) == 0
+    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [row[2] for row in rows] == ["w1", "w2"]
+    assert all(float(row[0]) < float(row[1]) for row in rows)
+
+
+def test_language_that_the_model_does_not_take_is_said(
+    tmp_path: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.known_options = set()
+    file = str(write_wav(tmp_path / "a.wav", sound(1.0)))
+    assert cli.main(["transcribe", "--language", "xx", file]) == 1
+    assert "does not take" in capsys.readouterr().err
+
+
+def test_live_takes_as_long_as_the_recording_and_shows_lines(
+    tmp_path: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import time
+
+    began = time.monotonic()
+    assert cli.main(["transcribe", "--live", str(write_wav(tmp_path / "a.wav", sound(1.4)))]) == 0
+    assert time.monotonic() - began >= 1.3, "audio must not arrive before it is spoken"
+    assert "w1 w2 w3" in capsys.readouterr().out
+    assert engine.opened[0]["live"] is True
+
+
+def test_long_file_is_never_held_whole(tmp_path: Path) -> None:
+    """Pieces are short however long the file is, and only the piece at hand is alive."""
+    path = write_wav(tmp_path / "long.wav", np.tile(sound(60.0), 10))
+    lengths = [len(piece) for piece in pieces_of(path)]
+    assert sum(lengths) == 600 * 16_000 and max(lengths) <= 2 * 16_000
+    assert duration_of(path) == pytest.approx(600, abs=0.1)
+    assert duration_of(tmp_path / "none.wav") is None
