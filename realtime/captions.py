@@ -20,8 +20,8 @@ from realtime.transcript import ends_sentence
 ENOUGH_CHARACTERS = 60
 MOST_CHARACTERS = 200
 REFRESH_PER_SECOND = 8
-# The status line shows the middle of so many delays.
-RECENT_WORDS = 50
+# Delays that are kept, for the middle of them to be shown.
+RECENT_WORDS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,13 @@ class Captions:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end_line()
-        self._note = ""
         if self._console.is_terminal:
             self._live.stop()
+        if self.typical_delay is not None:
+            said = (
+                f"words were shown {self.typical_delay:.2f} s after they were spoken (the middle of {len(self.delays)})"
+            )
+            self._print(Text(said, "dim"))
 
     def add(self, delta: str, words: Sequence[ShownWord], now: float) -> None:
         """Text that will not change any more, and the words it completed."""
@@ -78,7 +82,7 @@ class Captions:
     def note(self, text: str) -> None:
         """A state worth a word, such as a lost connection; an empty text takes it back."""
         if text and not self._console.is_terminal and text != self._note:
-            self._console.print(text, style="yellow", highlight=False, markup=False)
+            self._print(Text(text, "yellow"))
         self._note = text
 
     def end_line(self) -> None:
@@ -88,10 +92,14 @@ class Captions:
             return
         at = words[0].start if words else self._now
         shown = Text.assemble((f"{clock(at)}  ", "dim"), line)
-        self._console.print(shown)
+        self._print(shown)
         if self._show_words and words:
             times = "  ".join(f"{word.text.strip()} {word.start:.2f}-{word.end:.2f}" for word in words)
-            self._console.print(Text(times, "dim"))
+            self._print(Text(times, "dim"))
+
+    def _print(self, text: Text) -> None:
+        # In a pipe a line is a line, however long.
+        self._console.print(text, soft_wrap=not self._console.is_terminal)
 
     @property
     def typical_delay(self) -> float | None:

@@ -45,6 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for module in _COMMANDS:
         module.add(commands)
+    for command in commands.choices.values():
+        # A misspelt flag must not be taken for a longer one.
+        command.allow_abbrev = False
     return parser
 
 

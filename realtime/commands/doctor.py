@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,22 @@ class Report:
 def _look_at_machine(report: Report) -> None:
     report.good("python", platform.python_version())
     report.good("machine", f"{platform.system()} {platform.machine()}, {usable_cores()} cores for this process")
+    gpus = graphics_cards()
+    report.good("device", "; ".join(gpus) if gpus else "no NVIDIA GPU; models run on the CPU")
 
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def graphics_cards() -> list[str]:
+    """Name, memory and free memory of each, as the driver tells."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
 
 
 def _look_at_packages(report: Report) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from realtime.commands.pull import fetch, model_name
 from realtime.commands.serve import set_up_logging
+from realtime.commands.terminal import UsageError
 from realtime.config import ModelConfig
 
 EPILOG = """\
@@ -46,7 +47,10 @@ def run(options: argparse.Namespace) -> int:
     from engine.process import run_engine
     from engine.transport import check_address
 
-    check_address(options.listen)
+    try:
+        check_address(options.listen)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     name = model_name(options.model)
     fetch(name)
     set_up_logging()

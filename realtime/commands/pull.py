@@ -84,4 +84,4 @@ def fetch(name: str, *, fresh: bool = False) -> Path:
         return pull(name, note, fresh=True) if fresh else resolve(name)
     console = Console(file=sys.stderr)
     with console.status(f"fetching {name}"):
-        return pull(name, lambda line: console.print(line, highlight=False, markup=False), fresh=fresh)
+        return pull(name, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True), fresh=fresh)

@@ -62,7 +62,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     formats = [name for name in ("json", "srt", "vtt") if getattr(options, name)] or ["txt"]
     _check(options, formats)
-    failed = asyncio.run(_play_all(options) if options.live else _transcribe_all(options, formats))
+    files = _readable(options.files)
+    failed = len(options.files) - len(files)
+    if files:
+        failed += asyncio.run(_play_all(files, options) if options.live else _transcribe_all(files, options, formats))
     return FAILED if failed else OK
 
 
@@ -83,15 +86,12 @@ def _check(options: argparse.Namespace, formats: list[str]) -> None:
                 raise UsageError(f"{other} and {file} would both be written to {file.stem}.{formats[0]}; rename one")
 
 
-async def _transcribe_all(options: argparse.Namespace, formats: list[str]) -> int:
+async def _transcribe_all(files: list[Path], options: argparse.Namespace, formats: list[str]) -> int:
     """Returns how many files failed."""
     from realtime.commands import local_engine
     from realtime.commands.file_reader import FileFailed, FileTranscriber
 
-    files = _readable(options.files)
-    failed = len(options.files) - len(files)
-    if not files:
-        return failed
+    failed = 0
     if options.output_dir is not None:
         options.output_dir.mkdir(parents=True, exist_ok=True)
     async with local_engine.local_engine(options.model, options.device) as client:
@@ -109,12 +109,11 @@ async def _transcribe_all(options: argparse.Namespace, formats: list[str]) -> in
     return failed
 
 
-async def _play_all(options: argparse.Namespace) -> int:
+async def _play_all(files: list[Path], options: argparse.Namespace) -> int:
     from realtime.commands import live_player
     from realtime.commands.file_reader import FileFailed
 
-    files = _readable(options.files)
-    failed = len(options.files) - len(files)
+    failed = 0
     for file in files:
         try:
             await live_player.play_file(file, options)
