@@ -1,0 +1,47 @@
+"""The deployment files name things that exist: metrics on the dashboard, keys in the environment, pinned images."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import yaml
+
+from realtime.config import ENVIRONMENT_PREFIX, known_keys
+from realtime.engine_metrics import engine_collector
+from realtime.metrics import Metrics
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_every_metric_on_the_dashboard_exists(engine_figures: tuple[object, object]) -> None:
+    metrics = Metrics()
+    figures, capacity = engine_figures
+    metrics.add_collector(engine_collector(lambda: figures, lambda: capacity))  # type: ignore[arg-type,return-value]
+    exposed = set(re.findall(r"^# TYPE (\S+)", metrics.render().decode(), re.MULTILINE))
+    names = exposed | {f"{name}_bucket" for name in exposed}
+    dashboard = json.loads((ROOT / "deploy/grafana/dashboards/tickertape.json").read_text())
+    used = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"tickertape_\w+", target["expr"])
+    }
+    assert used and used <= names, used - names
+
+
+def test_compose_services_are_pinned_and_configured_with_real_keys() -> None:
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    variables = {ENVIRONMENT_PREFIX + key.replace(".", "_").upper() for key in known_keys()}
+    for name, service in compose["services"].items():
+        assert re.search(r":v?\d+\.\d+\.\d+$", service["image"]), f"{name}: pin the image"
+        for variable in service.get("environment", {}):
+            assert not variable.startswith(ENVIRONMENT_PREFIX) or variable in variables, variable
+
+
+def test_the_image_does_not_run_as_root_and_says_when_it_is_ready() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert re.search(r"^USER tickertape$", dockerfile, re.MULTILINE)
+    assert "HEALTHCHECK" in dockerfile and "/ready" in dockerfile
+    assert all(re.search(r":\d+\.\d+\.\d+", line) for line in dockerfile.splitlines() if line.startswith("FROM"))
