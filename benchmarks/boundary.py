@@ -15,7 +15,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,10 @@ class Noise:
 SILENCE = np.zeros(CHUNK, np.float32)
 
 
-async def start(build: Build, warm: bool = True, **settings: Any) -> tuple[EngineProcess, EngineClient]:
-    engine = EngineProcess(build, warm=warm)
+async def start(
+    build: Build, warm: bool = True, preload: Sequence[str] = (), **settings: Any
+) -> tuple[EngineProcess, EngineClient]:
+    engine = EngineProcess(build, warm=warm, preload=preload)
     client = EngineClient([engine], ClientSettings(**settings))
     await client.start()
     return engine, client

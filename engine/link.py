@@ -58,6 +58,8 @@ class EngineLink:
         self.status = codec.Status()
         self.cache = SenderCache(cache_bytes)
         self.lost: str | None = None
+        # The engine itself said that its runner failed.
+        self.engine_failed = False
         self._cache_bytes = cache_bytes
         self._events = events
         self._loop = asyncio.get_running_loop()
@@ -256,6 +258,7 @@ class EngineLink:
         self.status = update.status
         for output in update.outputs:
             if isinstance(output, codec.WireDead):
+                self.engine_failed = True
                 self._lose(output.message)
                 return
             self._events.on_output(codec.plain_output(output))

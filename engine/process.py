@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
-import os
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
@@ -33,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 # Builds the loop where it will run; must be picklable to run in another process.
 Build = Callable[[], EngineLoop]
+
+# What every model needs, torch first of all.
+MODEL_MODULES = ("engine.runner.load",)
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
@@ -117,15 +119,22 @@ class RemoteEngine:
 
 
 class EngineProcess:
-    """A child process, started anew when it has died."""
+    """A child process, started anew when it has died.
 
-    def __init__(self, build: Build, address: str | None = None, warm: bool = True) -> None:
+    It is forked from a process that has imported `preload` and this module, and nothing else: a new engine is there
+    sooner by the time those imports take. Preloaded modules must not touch an accelerator when they are imported.
+    """
+
+    def __init__(
+        self, build: Build, address: str | None = None, warm: bool = True, preload: Sequence[str] = MODEL_MODULES
+    ) -> None:
         self.start_timeout_s = START_TIMEOUT_S
         self._folder = None if address else tempfile.TemporaryDirectory(prefix="tickertape-")
         self.address = check_address(address or f"ipc://{Path(self._folder.name) / 'engine'}")  # type: ignore[union-attr]
         self._build = build
         self._warm = warm
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__, *preload])
         self._process: multiprocessing.process.BaseProcess | None = None
 
     @property
@@ -135,7 +144,7 @@ class EngineProcess:
     async def start(self) -> None:
         if self._process is not None and self._process.is_alive():
             return
-        arguments = (self.address, self._build, os.getpid(), self._warm)
+        arguments = (self.address, self._build, self._warm)
         process = self._context.Process(target=_child, args=arguments, name="tickertape-engine", daemon=True)
         await asyncio.to_thread(process.start)
         self._process = process
@@ -179,14 +188,22 @@ class EngineProcess:
             self._folder.cleanup()
 
 
-def _child(address: str, build: Build, parent: int, warm: bool) -> None:
+def _child(address: str, build: Build, warm: bool) -> None:
     """Main function of the engine process. Ends with the gateway that started it."""
     asked_to_stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
     # Ctrl-C reaches the whole group; the gateway decides when its engine stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    run_engine(address, build, lambda: asked_to_stop.is_set() or os.getppid() != parent, warm)
+    threading.Thread(target=_stop_with_parent, args=(asked_to_stop,), daemon=True).start()
+    run_engine(address, build, asked_to_stop.is_set, warm)
+
+
+def _stop_with_parent(asked_to_stop: threading.Event) -> None:
+    gateway = multiprocessing.parent_process()
+    assert gateway is not None
+    gateway.join()
+    asked_to_stop.set()
 
 
 def _exit_text(code: int | None) -> str:

@@ -31,8 +31,9 @@ MAX_BACKOFF_S = 5.0
 # A suspect that neither kills the engine nor gets on is waited for so long before the next one is tried.
 PROBATION_S = 10.0
 # Deaths in a row without getting any further that end a stream: by crashes, and if who ended the engine is not known.
+# An operator may well kill an engine several times just as it comes back; audio does not crash it by chance.
 STRIKES_IF_CRASHED = 2
-STRIKES_IF_UNKNOWN = 3
+STRIKES_IF_UNKNOWN = 5
 RECOVERIES_KEPT = 256
 
 
@@ -243,7 +244,7 @@ class Supervisor:
         now = self._clock()
         for stream in streams:
             stream.detach(why, now)
-        crashed = await seat.engine.crashed()
+        crashed = await seat.engine.crashed() or link.engine_failed
         poisonous = self._poisonous(streams, crashed)
         if self._probation is not None and self._probation[0] in streams:
             self._probation = None

@@ -22,7 +22,7 @@ from engine.core.scheduler import Limits, Scheduler
 from engine.core.text import Vocabulary
 from engine.loop import EngineLoop
 from engine.messages import Flushed, Open, Output, Speech, Text, Word
-from engine.process import Engine
+from engine.process import Build, Engine, EngineProcess
 from engine.spec import ModelSpec
 
 RATE = 1600
@@ -186,6 +186,11 @@ def build(
         runner.spec = replace(runner.spec, name=name)
     limits = Limits(max_streams=max_streams, cache_embeds=max_streams * 100 + 100)
     return EngineLoop(Scheduler(runner.spec, limits, VOCABULARY), runner, FakeDetector() if detects else None)
+
+
+def process(build: Build, address: str | None = None) -> EngineProcess:
+    """An engine process without the modules of real models."""
+    return EngineProcess(build, address, preload=())
 
 
 def speech(seconds: float, seed: int) -> NDArray[np.float32]:

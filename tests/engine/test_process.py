@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from engine.client import ClientSettings, EngineClient
 from engine.errors import EngineDead
 from engine.loop import EngineLoop
 from engine.messages import Closed
-from engine.process import EngineProcess, EngineThread, run_engine, warm_up
+from engine.process import Build, Engine, EngineThread, run_engine, warm_up
 from tests.engine import fakes
 
 
@@ -26,8 +27,8 @@ def no_weights() -> EngineLoop:
     raise FileNotFoundError("no weights here")
 
 
-@pytest.mark.parametrize("kind", [EngineThread, EngineProcess])
-async def test_an_engine_that_cannot_start_says_so_at_once(kind: type[EngineThread] | type[EngineProcess]) -> None:
+@pytest.mark.parametrize("kind", [EngineThread, fakes.process])
+async def test_an_engine_that_cannot_start_says_so_at_once(kind: Callable[[Build], Engine]) -> None:
     client = EngineClient([kind(no_weights)])
     with pytest.raises(EngineDead, match="before it was ready"):
         await asyncio.wait_for(client.start(), 30)
@@ -91,7 +92,7 @@ async def test_not_ready_before_it_is_started() -> None:
 
 
 async def test_a_process_over_tcp_serves_and_stops_when_asked() -> None:
-    engine = EngineProcess(fakes.build, address="tcp://127.0.0.1:45913")
+    engine = fakes.process(fakes.build, address="tcp://127.0.0.1:45913")
     async with fakes.running(engine) as client:
         pid = engine.pid
         assert pid is not None
@@ -103,7 +104,7 @@ async def test_a_process_over_tcp_serves_and_stops_when_asked() -> None:
 
 
 async def test_the_folder_of_the_socket_is_removed() -> None:
-    engine = EngineProcess(fakes.build)
+    engine = fakes.process(fakes.build)
     folder = Path(engine.address.removeprefix("ipc://")).parent
     async with fakes.running(engine):
         assert await asyncio.to_thread(folder.exists)
@@ -112,11 +113,11 @@ async def test_the_folder_of_the_socket_is_removed() -> None:
 
 GATEWAY = """
 import asyncio, sys
-from engine.process import EngineProcess
+
 from tests.engine import fakes
 
 async def main():
-    engine = EngineProcess(fakes.build)
+    engine = fakes.process(fakes.build)
     async with fakes.running(engine):
         print(engine.pid, flush=True)
         await asyncio.sleep(60)

@@ -1,0 +1,77 @@
+"""Prepare audio in one process, transcribe it in another, and see what crosses.
+
+    tickertape engine --listen ipc:///tmp/tickertape-engine
+    python examples/prepare_elsewhere.py recording.wav --engine ipc:///tmp/tickertape-engine
+
+A worker process (an edge device, a preprocessing tier) cuts and hashes the recording and answers with plain JSON. This
+process injects those items into the engine's cache, then transcribes by naming their hashes: no audio travels twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import numpy as np
+
+from audio.containers import read_file
+from engine.client import EngineClient
+from engine.input_cache import SenderCache
+from engine.messages import Failed, Text
+from engine.process import RemoteEngine
+from engine.processor import Processor
+from engine.render import check_same_model, parse_items, render
+from engine.spec import ModelSpec
+
+
+def prepare_in_worker(path: str, spec: ModelSpec) -> str:
+    """Runs in the worker: knows the model's clock, has neither the model nor a connection to the engine."""
+    samples = np.concatenate(list(read_file(path)))
+    rendered = render(Processor("read-only", spec, SenderCache(1 << 24)), samples, engine_holds=SenderCache(0))
+    return json.dumps(rendered.as_json())
+
+
+async def transcribe(path: str, address: str) -> None:
+    client = EngineClient([RemoteEngine(address)])
+    await client.start()
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as worker:
+        loop = asyncio.get_running_loop()
+        answer = json.loads(await loop.run_in_executor(worker, prepare_in_worker, path, client.spec))
+    check_same_model(answer["model"], client.spec)
+    print(f"prepared elsewhere: {len(answer['items'])} items, {answer['payload_bytes']:,} bytes of audio")
+
+    items = parse_items(answer["items"])
+    await client.inject(items)
+    stream = await client.open("prepared-elsewhere", live=False)
+    for item in items:
+        if item is not None:
+            item.payload = None
+    before = client.metrics().input_cache.bytes_sent
+    await stream.feed_items(items)
+    await stream.finish()
+    async for output in stream:
+        if isinstance(output, Text):
+            print(output.delta, end="", flush=True)
+        elif isinstance(output, Failed):
+            print(f"\n{output.message}")
+    stats = client.metrics().input_cache
+    print(
+        f"\ninjected: {before:,} bytes; transcribed by hash: {stats.bytes_sent - before:,} bytes more, "
+        f"{stats.hits} of {stats.queries} lookups were hits"
+    )
+    await client.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("recording", help="an audio file")
+    parser.add_argument("--engine", required=True, help="the address an engine listens on")
+    arguments = parser.parse_args()
+    asyncio.run(transcribe(arguments.recording, arguments.engine))
+
+
+if __name__ == "__main__":
+    main()
