@@ -1,6 +1,6 @@
-"""Attention kernels alone: checked against the reference, then timed over block shapes, in bytes per second.
+"""Attention kernels alone: checked against the reference, then timed over launch shapes, in bytes per second.
 
-    python -m benchmarks.gpu_kernels [--shapes 64,4,2 128,4,2,4]
+    python -m benchmarks.gpu_kernels [--shapes 2,2 1,3,4]
 
 Every figure reads each stream's whole window once from many layers in turn, so the cache does not help.
 """
@@ -17,8 +17,8 @@ from engine.models import kernels
 from engine.models.attention import Heads, KvPages, Span, attend_reference
 from engine.models.layers import RowScale, add_norm_reference, inverse_frequencies, rotary_angles, swiglu_reference
 from engine.models.voxtral_realtime import voxtral_mini_4b
+from engine.runner.kv import PAGE_ROWS
 
-PAGE_ROWS = 16
 DTYPE = torch.bfloat16
 
 
@@ -132,14 +132,14 @@ def time_layers(query: Tensor, pages: KvPages, span: Span, heads: Heads, layers:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="*", default=[], metavar="BLOCK,WARPS,STAGES[,SPLITS]")
+    parser.add_argument("--shapes", nargs="*", default=[], metavar="WARPS,STAGES[,SPLITS]")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--stacks", nargs="+", default=["encoder", "decoder"])
     parser.add_argument("--kv", nargs="+", choices=("bf16", "fp8"), default=["bf16", "fp8"])
     parser.add_argument("--window", type=int, default=1024)
     arguments = parser.parse_args()
     check_all(arguments.window)
-    fields = ("block", "warps", "stages", "splits")
+    fields = ("warps", "stages", "splits")
     tuning = [dict(zip(fields, map(int, shape.split(",")), strict=False)) for shape in arguments.shapes]
     for name, kv, streams in itertools.product(arguments.stacks, arguments.kv, arguments.streams):
         heads, rows = stacks(arguments.window)[name]

@@ -3,7 +3,8 @@
     python -m benchmarks.gpu_streams --window 1024 --kv bf16 --streams 100 200 400 --bisect --reference
 
 N streams with random phases feed distinct audio, one 80 ms frame at a time, in real time. Streams start as old as
-their windows are long, so every step reads full windows from the first second on. Lag is the time from the moment a
+their windows are long, so every step reads full windows from the first second on; they join 5 ms apart, and counting
+begins 2 s after the last has joined. Lag is the time from the moment a
 frame is complete to the moment its token is out; a point holds if the 99th percentile of the lag is at most 80 ms.
 Needs torch, numpy and (for --reference) transformers. Writes a table, and JSON with --json.
 """
@@ -34,6 +35,7 @@ from engine.runner.runner import RunnerSettings, VoxtralRunner
 POSITION_NS = 80_000_000
 MAX_LAG_MS = 80.0
 SETTLE_S = 2
+JOIN_EVERY_NS = 5_000_000
 KV_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
@@ -91,12 +93,15 @@ class Probe:
 
 
 class Traffic:
-    """N streams, each with its own phase and its own stretch of a long noise; frame k of stream i comes on its time."""
+    """N streams, each with its own phase and its own stretch of a long noise; they join one after the other."""
 
-    def __init__(self, streams: int, first_position: int, seed: int) -> None:
+    def __init__(self, streams: int, first_position: int, seed: int, join_every_ns: int = JOIN_EVERY_NS) -> None:
         random = np.random.default_rng(seed)
         self.names = [f"stream {index}" for index in range(streams)]
-        self.phases = np.sort(random.integers(0, POSITION_NS, streams)).tolist()
+        self._phases = np.sort(random.integers(0, POSITION_NS, streams)).tolist()
+        # Frames that a stream misses at the beginning because it has not joined yet.
+        self._missed = (random.permutation(streams) * join_every_ns // POSITION_NS).tolist()
+        self.joined_ns = (max(self._missed) + 1) * POSITION_NS
         self._noise = (random.standard_normal(1 << 24) * 0.1).astype(np.float32)
         self._starts = random.integers(0, (1 << 24) - 2000, streams).tolist()
         self._first = first_position
@@ -106,6 +111,10 @@ class Traffic:
         feeds = []
         while self.next_arrival() <= elapsed_ns:
             frame, index = divmod(self._next, len(self.names))
+            self._next += 1
+            frame -= self._missed[index]
+            if frame < 0:
+                continue
             start = (self._starts[index] + frame * 1280) % ((1 << 24) - 2000)
             item = Item(
                 offset=self._first + frame,
@@ -115,19 +124,14 @@ class Traffic:
                 payload=self._noise[start : start + 2000],
             )
             feeds.append(Feed(self.names[index], [item]))
-            self._next += 1
         return feeds
 
     def next_arrival(self) -> int:
         frame, index = divmod(self._next, len(self.names))
-        return int((frame + 1) * POSITION_NS + self.phases[index])
+        return int((frame + 1) * POSITION_NS + self._phases[index])
 
     def arrival(self, index: int, position: int) -> int:
-        return int((position - self._first + 1) * POSITION_NS + self.phases[index])
-
-    @property
-    def sent(self) -> int:
-        return self._next
+        return int((position - self._first + self._missed[index] + 1) * POSITION_NS + self._phases[index])
 
 
 class Bench:
@@ -157,9 +161,9 @@ class Bench:
         slots = {loop.scheduler.streams[name].slot: index for index, name in enumerate(traffic.names)}
         lags: list[int] = []
         steps: list[tuple[float, float, float, int]] = []  # whole step, device, plan + commit, streams
-        settle = SETTLE_S * 10**9  # all streams join in one instant, and each first copies its opening
+        settled = traffic.joined_ns + SETTLE_S * 10**9
         began = time.perf_counter_ns()
-        while (elapsed := time.perf_counter_ns() - began) < seconds * 1e9:
+        while (elapsed := time.perf_counter_ns() - began) < settled + seconds * 1e9:
             feeds = traffic.due(elapsed)
             if feeds:
                 loop.submit(feeds, elapsed)
@@ -169,7 +173,7 @@ class Bench:
             step_began = time.perf_counter_ns()
             loop.step()
             now = time.perf_counter_ns()
-            if elapsed < settle:
+            if elapsed < settled:
                 continue
             lags += [now - began - traffic.arrival(slots[task.slot], task.start) for task in self.probe.tasks]
             times = loop.times
@@ -240,7 +244,8 @@ def batch_one(probe_runner: VoxtralRunner, sizes: list[int]) -> list[tuple[int, 
     for size in sizes:
         position = 2 * max(group.window_positions for group in probe_runner.spec.kv_groups)
         step = StepRows(list(range(size)), [position] * size, [0] * size, [-1] * size)
-        buffers.upload(step, list(range(1, size + 1)))
+        noise = (np.random.default_rng(size).standard_normal((size, 2000)) * 0.1).astype(np.float32)
+        buffers.upload(step, list(range(1, size + 1)), list(noise))
         times = []
         for _ in range(20):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -268,7 +273,7 @@ def plan_commit_ms(runner: VoxtralRunner, streams: int, steps: int = 50) -> floa
     pages = tuple(streams * group.ring_pages for group in runner.spec.kv_groups)
     limits = Limits(streams, streams * runner.spec.embeds_per_stream, pages)
     loop = EngineLoop(Scheduler(runner.spec, limits, runner.vocabulary), NullRunner(runner))  # type: ignore[arg-type]
-    traffic = Traffic(streams, runner.spec.prefix_positions, seed=3)
+    traffic = Traffic(streams, runner.spec.prefix_positions, seed=3, join_every_ns=0)
     loop.submit([Open(name) for name in traffic.names], 0)
     times = []
     for step in range(steps):
@@ -307,7 +312,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=1024, help="decoder window in tokens")
     parser.add_argument("--max-streams", type=int, help="streams to make room for; default: all that fit")
     parser.add_argument("--streams", type=int, nargs="*", default=[100, 200, 400])
-    parser.add_argument("--seconds", type=float, default=62.0, help="per point, 2 s of which settle")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of steady state per point")
     parser.add_argument("--sizes", type=int, nargs="*", default=[1, 8, 32, 64, 128], help="batch sizes to time alone")
     parser.add_argument("--bisect", type=float, metavar="SECONDS", help="search the largest N, SECONDS per probe")
     parser.add_argument("--reference", action="store_true", help="time transformers on the same machine first")

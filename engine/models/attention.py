@@ -160,7 +160,12 @@ def store_rows(layer: int, pages: KvPages, span: Span, rows: Tensor, values: Ten
 
 
 def pack(rows: Tensor, pages: KvPages) -> tuple[Tensor, Tensor | None]:
-    """Rows [..., dim] as they are stored: 8-bit values with bfloat16 scales [...], or the pages' own type."""
+    """Rows [..., dim] as they are stored: 8-bit values with bfloat16 scales [...], or the pages' own type.
+
+    What is not finite becomes zero: it shows in the stream's logits in this very step, and must not stay behind in a
+    page, where the kernels read whole pages and rely on weight zero times anything being zero.
+    """
+    rows = torch.where(rows.isfinite(), rows, 0.0)
     if pages.scales is None:
         return rows.to(pages.data.dtype), None
     scales = (rows.float().abs().amax(-1) / FP8_MAX).clamp(min=SMALLEST_SCALE).bfloat16()

@@ -2,7 +2,8 @@
 
 Each function computes what its namesake in `layers.py` or `attention.py` computes. Keys and values are read once per
 step and stream, and that is most of a step's traffic, so the attention kernel is built to keep many loads in flight:
-one program per stream, key head and slice of the window, the page numbers looked up inside it.
+one program per stream, key head and slice of the window, one page per turn of its loop. A page is read whole, without
+masks, and the scores of rows that are not in the window are dropped; so pages hold finite numbers only, always.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -20,15 +21,16 @@ from torch import Tensor
 from engine.models.attention import FP8_MAX, SMALLEST_SCALE, Heads, KvPages, Span
 from engine.models.layers import RowScale
 
-# Programs that keep the memory system busy: about four per multiprocessor of the largest current parts.
-WANTED_PROGRAMS = 512
+# Warps that keep the memory system busy: about eight per multiprocessor of the largest current parts.
+WANTED_WARPS = 1024
 # A longer slice of a window leaves multiprocessors idle when the last programs run out.
 LONGEST_SLICE_ROWS = 1024
-# (head dim, 8-bit storage) -> rows per block, warps, pipeline stages; by benchmarks/gpu_kernels.py on an H200.
-SHAPES = {(64, False): (64, 2, 2), (128, False): (64, 4, 2), (64, True): (64, 1, 3), (128, True): (64, 2, 3)}
-DEFAULT_SHAPE = (64, 4, 2)
+# (head dim, 8-bit storage) -> warps, pipeline stages; by benchmarks/gpu_kernels.py on an H200.
+SHAPES = {(64, False): (2, 2), (128, False): (2, 2), (64, True): (1, 3), (128, True): (1, 3)}
+DEFAULT_SHAPE = (2, 2)
 # A tensor core multiplies 16 rows at least; a live step has 4 query rows per key head, the rest is padding.
 QUERY_TILE = 16
+LOG2_E = 1.4426950408889634
 HEADS_PER_STORE = 8
 
 
@@ -121,6 +123,9 @@ def _rotate_store_kernel(
         tl.store(target, low)
         tl.store(target + DIM // 2, high)
     else:
+        # What is not finite shows in the stream's logits in this very step; it must not stay behind in a page.
+        low = tl.where(tl.abs(low) < float("inf"), low, 0.0)
+        high = tl.where(tl.abs(high) < float("inf"), high, 0.0)
         number = tl.load(first + row // ROWS) + row % ROWS
         slot = tl.load(slots + row // ROWS)
         page = tl.load(table + slot * ring_pages + (number // PAGE) % ring_pages).to(tl.int64)
@@ -146,7 +151,7 @@ def _paged_attention_kernel(  # noqa: PLR0915 - one loop; Triton inlines helpers
     query, data, scales, table, slots, first, out, partial, partial_max, partial_sum,
     ring_pages, window, softmax_scale,
     GROUP: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, EIGHT_BIT: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, EIGHT_BIT: tl.constexpr,
 ):  # fmt: skip
     """Query rows of one stream and key head against one slice of the window.
 
@@ -161,12 +166,12 @@ def _paged_attention_kernel(  # noqa: PLR0915 - one loop; Triton inlines helpers
     aligned = lowest // PAGE * PAGE
     ring_start = ((aligned // PAGE) % ring_pages).to(tl.int32)
     # From here on rows are counted from `aligned`, in 32 bits.
-    begin = (lowest - aligned).to(tl.int32)
     query_start = (start - aligned).to(tl.int32)
     end = query_start + ROWS
 
     m = tl.arange(0, TILE)
     d = tl.arange(0, DIM)
+    r = tl.arange(0, PAGE)
     real = m < ROWS * GROUP
     query_row = query_start + m // GROUP
     query_line = (stream.to(tl.int64) * ROWS + m // GROUP) * KEYS * GROUP + key_head * GROUP + m % GROUP
@@ -178,28 +183,26 @@ def _paged_attention_kernel(  # noqa: PLR0915 - one loop; Triton inlines helpers
     running_max = tl.full([TILE], -float("inf"), tl.float32)
     running_sum = tl.zeros([TILE], tl.float32)
     acc = tl.zeros([TILE, DIM], tl.float32)
-    blocks = tl.cdiv(end, BLOCK)
+    blocks = tl.cdiv(end, PAGE)
     per_split = tl.cdiv(blocks, SPLITS)
     table_row = table + slot * ring_pages
     for block in range(split * per_split, tl.minimum((split + 1) * per_split, blocks)):
-        row = block * BLOCK + tl.arange(0, BLOCK)
-        held = (row >= begin) & (row < end)
-        ring_index = ring_start + row // PAGE
+        ring_index = ring_start + block
         ring_index = tl.where(ring_index >= ring_pages, ring_index - ring_pages, ring_index)
-        page = tl.load(table_row + ring_index, mask=held, other=0).to(tl.int64)
-        line = (page * 2 * KEYS + key_head) * PAGE + row % PAGE
-        k = tl.load(data + line[:, None] * DIM + d[None, :], mask=held[:, None], other=0.0)
-        v = tl.load(data + (line[:, None] + KEYS * PAGE) * DIM + d[None, :], mask=held[:, None], other=0.0)
+        page = tl.load(table_row + ring_index).to(tl.int64)
+        tile = data + (page * 2 * KEYS + key_head) * PAGE * DIM + r[:, None] * DIM + d[None, :]
+        k = tl.load(tile)
+        v = tl.load(tile + KEYS * PAGE * DIM)
         if EIGHT_BIT:
             # Two bfloat16 in one word: a bfloat16 is the upper half of a float32.
-            pair = tl.load(scales + (page * KEYS + key_head) * PAGE + row % PAGE, mask=held, other=0)
+            pair = tl.load(scales + (page * KEYS + key_head) * PAGE + r)
             scores = tl.dot(q, tl.trans(k.to(tl.float16)))
             scores *= (pair << 16).to(tl.float32, bitcast=True)[None, :]
         else:
             scores = tl.dot(q, tl.trans(k))
         scores *= softmax_scale  # in units of log 2, so that exp2 serves
-        age = query_row[:, None] - row[None, :]
-        scores = tl.where((age >= 0) & (age < window) & held[None, :], scores, -float("inf"))
+        age = query_row[:, None] - (block * PAGE + r)[None, :]
+        scores = tl.where((age >= 0) & (age < window), scores, -float("inf"))
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))
         safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
         weight = tl.exp2(scores - safe_max[:, None])
@@ -242,15 +245,15 @@ def _combine_kernel(
     tl.store(out + line * DIM + d, tl.sum(parts * weight[:, None], axis=0) / total)
 
 
-def split_count(streams: int, heads: Heads, block: int) -> int:
-    """Slices of the window that give the GPU enough programs; a slice keeps at least two blocks."""
-    most = max(1, heads.window // (2 * block))
-    wanted = max(-(-WANTED_PROGRAMS // (streams * heads.keys)), -(-heads.window // LONGEST_SLICE_ROWS))
+def split_count(streams: int, heads: Heads, page_rows: int, warps: int) -> int:
+    """Slices of the window that give the GPU enough to do; a slice keeps at least two pages."""
+    most = max(1, heads.window // (2 * page_rows))
+    wanted = max(-(-WANTED_WARPS // (warps * streams * heads.keys)), -(-heads.window // LONGEST_SLICE_ROWS))
     return min(most, wanted)
 
 
 def attend(fused: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads, **tuning: Any) -> Tensor:
-    """Live-step attention: at most 16 query rows per key head. `tuning` overrides the block shape, for benchmarks."""
+    """Live-step attention: at most 16 query rows per key head. `tuning` overrides the launch shape, for benchmarks."""
     query = fused.new_empty(fused.shape[0], heads.queries * heads.dim)
     store(fused, query, layer, pages, span, heads)
     return attend_stored(query, layer, pages, span, heads, **tuning)
@@ -269,26 +272,26 @@ def store(fused: Tensor, query: Tensor, layer: int, pages: KvPages, span: Span, 
 
 def attend_stored(
     query: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads,
-    block: int | None = None, warps: int | None = None, stages: int | None = None, splits: int | None = None,
+    warps: int | None = None, stages: int | None = None, splits: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of rotated queries [streams * rows, queries * dim] over rows that are all stored."""
     group = heads.queries // heads.keys
     if span.rows * group > QUERY_TILE:
         raise ValueError(f"{span.rows} rows of {group} heads are more than one tile of {QUERY_TILE} query rows")
     shape = SHAPES.get((heads.dim, pages.scales is not None), DEFAULT_SHAPE)
-    block, warps, stages = block or shape[0], warps or shape[1], stages or shape[2]
+    warps, stages = warps or shape[0], stages or shape[1]
     streams = span.first.shape[0]
-    splits = splits or split_count(streams, heads, block)
+    splits = splits or split_count(streams, heads, pages.page_rows, warps)
     out = torch.empty_like(query)
     lines = query.shape[0] * heads.queries
     data, scales = _layer_of(pages, layer)
     partial = query.new_empty(lines * splits * (heads.dim if splits > 1 else 0), dtype=torch.float32)
     extremes = query.new_empty(2, lines * splits, dtype=torch.float32)
     _paged_attention_kernel[(heads.keys, streams, splits)](
-        query, data, scales.view(torch.int32), span.tables, span.slots, span.first, out, partial, extremes[0], extremes[1],
-        span.tables.shape[1], heads.window, heads.dim**-0.5 * 1.4426950408889634,
+        query, data, scales.view(torch.int32), span.tables, span.slots, span.first,
+        out, partial, extremes[0], extremes[1], span.tables.shape[1], heads.window, heads.dim**-0.5 * LOG2_E,
         GROUP=group, KEYS=heads.keys, DIM=heads.dim, ROWS=span.rows, PAGE=pages.page_rows,
-        TILE=QUERY_TILE, BLOCK=block, SPLITS=splits, EIGHT_BIT=pages.scales is not None,
+        TILE=QUERY_TILE, SPLITS=splits, EIGHT_BIT=pages.scales is not None,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:

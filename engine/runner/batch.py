@@ -59,20 +59,22 @@ class StepBuffers:
         self._host_samples = torch.zeros(capacity, payload_samples, dtype=torch.float32, pin_memory=pinned)
         self._host_results = torch.empty(3, capacity, dtype=torch.int64, pin_memory=pinned)
         self._numbers_view: NDArray[np.int64] = self._host_numbers.numpy()
-        self.samples_view: NDArray[np.float32] = self._host_samples.numpy()
+        self._samples_view: NDArray[np.float32] = self._host_samples.numpy()
         self._numbers = torch.empty(5, capacity, dtype=torch.int64, device=device)
         self.samples = torch.zeros(capacity, payload_samples, dtype=torch.float32, device=device)
         self.results = torch.zeros(3, capacity, dtype=torch.int64, device=device)
 
-    def upload(self, rows: StepRows, encoded: Sequence[int]) -> None:
-        """Send a step's numbers, and the first len(encoded) payloads that were put into `samples_view`."""
+    def upload(self, rows: StepRows, targets: Sequence[int], payloads: Sequence[NDArray[np.float32]]) -> None:
+        """Send a step's numbers, and the samples of the items to encode with the slab rows they go to."""
         view = self._numbers_view
-        for line, values in enumerate((rows.slots, rows.positions, rows.inputs, rows.forced, encoded)):
+        for line, values in enumerate((rows.slots, rows.positions, rows.inputs, rows.forced, targets)):
             view[line, : len(values)] = values
             view[line, len(values) :] = self._padding[line]
         self._numbers.copy_(self._host_numbers, non_blocking=True)
-        if encoded:
-            self.samples[: len(encoded)].copy_(self._host_samples[: len(encoded)], non_blocking=True)
+        count = len(payloads)
+        if count:
+            np.concatenate(payloads, out=self._samples_view[:count].reshape(-1))
+            self.samples[:count].copy_(self._host_samples[:count], non_blocking=True)
 
     def numbers(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Slots, positions, input rows, forced tokens and encode targets of a batch padded to `size`."""

@@ -153,7 +153,7 @@ class VoxtralRunner:
         self._slab.write_silence()
         self._passes.openings()
         if self._graphs is not None:
-            self._buffers.upload(StepRows([], [], [], []), [])
+            self._buffers.upload(StepRows([], [], [], []), [], [])
             self._graphs.capture()
 
     def close(self) -> None:
@@ -255,9 +255,7 @@ class VoxtralRunner:
             inputs=[share.task.rows[prefix + share.done - share.task.start] for share in batch],
             forced=[share.slot.output_at(share.done) for share in batch],
         )
-        for place, payload in enumerate(payloads):
-            self._buffers.samples_view[place] = payload.samples
-        self._buffers.upload(rows, [payload.row for payload in payloads])
+        self._buffers.upload(rows, [row for row, _ in payloads], [samples for _, samples in payloads])
         if self._graphs is not None:
             self._graphs.run(len(batch))
         else:
