@@ -220,6 +220,8 @@ class SessionHost:
 
     async def close(self) -> None:
         """End the session now, without a word to the client. Harmless when done twice."""
+        # Nothing that still comes in, a tick for one, may start anything again.
+        self.session.abandon()
         task, self._task = self._task, None
         if task is not None:
             task.cancel()

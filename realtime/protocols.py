@@ -10,6 +10,7 @@ from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 # What a connection may ask of its socket, beyond ASGI.
@@ -104,6 +105,12 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
             self.schedule_ping()
             return
         super().keepalive_timeout()
+
+    async def send(self, message: Any) -> None:
+        # The transport knows of a lost peer before the protocol is told.
+        if self.handshake_complete and self.transport.is_closing() and not self.close_sent:
+            raise ClientDisconnected
+        await super().send(message)
 
     async def run_asgi(self) -> None:
         extensions: dict[str, Any] = self.scope["extensions"]

@@ -76,7 +76,7 @@ async def test_deltas_come_while_audio_still_arrives(serve: Serve) -> None:
         await client.send("session.update", model=MODEL)
         await client.until("session.updated")
         await client.send("input_audio_buffer.commit")
-        await client.append(tone(2.0, 16_000))
+        await client.append(tone(2.1, 16_000))
         assert (await client.receive())["type"] == "transcription.delta"
         # A second start while one runs changes nothing.
         await client.send("input_audio_buffer.commit")

@@ -12,16 +12,22 @@ from hypothesis import strategies as st
 
 from engine import messages
 from realtime.auth import Gatekeeper, offered_key, select_subprotocol
+from realtime.dialects.base import SessionFacts
+from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import ClientFault, Refusal
-from realtime.events import Acknowledged, Cleared, Delta, Hangup, TimedWord
+from realtime.events import Acknowledged, Append, Cleared, Delta, Hangup, TimedWord
+from realtime.host import HostLimits, SessionHost
 from realtime.intake import Intake
+from realtime.metrics import Metrics
 from realtime.outbox import Outbox
 from realtime.pace import Pace
+from realtime.session import Session
 from realtime.settings import AudioFormat, Settings, TurnDetection
 from realtime.stall import StallGuard
 from realtime.transcript import Cutter, captions, ends_sentence, to_srt, to_vtt
 from realtime.turns import Paused, Started, Stopped, TurnWatch
 from realtime.wire import decode_base64, decode_json, encode_json
+from tests.realtime.gateway_doubles import FakeEngine
 
 RATE = 16_000
 
@@ -272,3 +278,22 @@ def test_stall_needs_speech_and_time_and_can_be_switched_off() -> None:
     assert not guard.stalled(100.0)
     guard.heard_speech(0.3, 100 * RATE, 101.0)
     assert not guard.stalled(200.0)
+
+
+# Hosts.
+
+
+async def test_closed_host_starts_nothing_again() -> None:
+    """A tick that was on its way when the session ended must not open a new engine stream."""
+    engine = FakeEngine()
+    session = Session(Settings(turn_detection=None), RATE, lambda: "item")
+    dialect = OpenAIDialect(SessionFacts("sess", 0, RATE, "m", frozenset(), lambda: "event"))
+    host = SessionHost("sess", session, dialect, engine, HostLimits(), Metrics(), lambda: 0.0)
+    host.submit(Append(np.zeros(RATE, np.float32), RATE, 1000.0))
+    await asyncio.sleep(0.01)
+    await host.close()
+    await host.close()
+    host.submit(Append(np.zeros(RATE, np.float32), RATE, 1000.0))
+    host.tick()
+    await asyncio.sleep(0.01)
+    assert not engine.active and engine.streams[0].samples == RATE and not host.full
