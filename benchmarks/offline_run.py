@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from engine.core.text import Detokenizer, Vocabulary
 from engine.models.seq2seq import SpeechModel
+from engine.runner.greedy import GreedyDecoder, Row
 from engine.runner.speech import SpeechDetector
 
 # Windowed models are trained on at most half a minute. What is longer is cut where it is quietest, which no listener
@@ -23,6 +24,7 @@ Samples = NDArray[np.float32]
 class OfflineTranscriber:
     def __init__(self, model: SpeechModel, pieces: list[bytes], detector: SpeechDetector) -> None:
         self._model = model
+        self._decoder = GreedyDecoder(model)
         self._vocabulary = Vocabulary(pieces)
         self._detector = detector
 
@@ -32,25 +34,15 @@ class OfflineTranscriber:
     @torch.inference_mode()
     def _decode(self, samples: Samples) -> str:
         model = self._model
-        if len(samples) < model.min_samples:
-            samples = np.pad(samples, (0, model.min_samples - len(samples)))
+        samples = np.pad(samples, (0, max(0, model.min_samples - len(samples))))
         encoded = model.encode(torch.from_numpy(samples)[None], [len(samples)])
-        most = min(model.max_tokens - len(model.start_tokens), int(len(samples) / 16_000 * TOKENS_PER_SECOND) + 8)
-        state = model.new_state(1, len(model.start_tokens) + most)
-        text, detokenizer = "", Detokenizer(self._vocabulary)
-        fed, position = list(model.start_tokens), 0
-        for _ in range(most):
-            positions = torch.arange(position, position + len(fed))[None]
-            hidden, _ = model.decode(torch.tensor([fed]), positions, state, encoded)
-            position += len(fed)
-            scores = model.logits(hidden[:, -1])[0]
-            scores[model.suppressed] = float("-inf")
-            token = int(scores.argmax())
-            if token == model.end_token:
-                break
-            text += detokenizer.push(token)
-            fed = [token]
-        return (text + detokenizer.flush()).strip()
+        room = model.max_tokens - len(model.start_tokens) - 1
+        most = min(room, int(len(samples) / 16_000 * TOKENS_PER_SECOND) + 8)
+        row = Row(committed=[], draft=[], most=most, stop_frame=None, frames=encoded.lengths[0])
+        self._decoder.run([row], encoded)
+        detokenizer = Detokenizer(self._vocabulary)
+        text = "".join(detokenizer.push(token) for token in row.tokens) + detokenizer.flush()
+        return text.strip()
 
     def _cut(self, samples: Samples) -> list[Samples]:
         if len(samples) <= LONGEST_PIECE_SAMPLES:
