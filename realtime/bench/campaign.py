@@ -20,7 +20,7 @@ from realtime.bench.sounds import Bank, playlist
 from realtime.bench.words import error_rate
 
 # Clients start within this time of each other, each at a moment of its own, so that they are not in step.
-PHASES_S = 2.0
+PHASES_S = 1.0
 PAUSE_S = 1.0
 
 

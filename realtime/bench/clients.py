@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,7 +24,9 @@ from realtime.bench.sounds import Bank, Playlist, chunks
 from realtime.wire_client import CannotConnect, WireSession, open_session
 
 # Sessions open this long before their audio starts, so that nobody is measured while they connect.
-CONNECT_S = 2.0
+CONNECT_S = 1.0
+# How long a generator process may take until it is ready to play.
+READY_S = 120.0
 # How long a server may take for the last finals after the audio ends.
 LAST_FINALS_S = 20.0
 
@@ -55,11 +58,12 @@ def play_all(
     """Play all plans at once from `processes` processes; returns the files that hold the record."""
     shares = [plans[index::processes] for index in range(min(processes, len(plans)))]
     context = get_context("spawn")
-    # Room for the processes to start and the clients to connect.
-    start_at = time.time() + 1.0 + CONNECT_S + 0.5 * len(shares) + 0.01 * len(plans)
+    everybody_ready = context.Barrier(len(shares))
     paths = [folder / f"{name}-{index}.jsonl" for index in range(len(shares))]
     workers = [
-        context.Process(target=_work, args=(target, bank, share, start_at, path), name=f"bench-{index}", daemon=True)
+        context.Process(
+            target=_work, args=(target, bank, share, everybody_ready, path), name=f"bench-{index}", daemon=True
+        )
         for index, (share, path) in enumerate(zip(shares, paths, strict=True))
     ]
     for worker in workers:
@@ -75,12 +79,12 @@ def play_all(
     return paths
 
 
-def _work(target: Target, bank: Bank, plans: list[ClientPlan], start_at: float, path: Path) -> None:
+def _work(target: Target, bank: Bank, plans: list[ClientPlan], everybody_ready: Barrier, path: Path) -> None:
     """Main function of a generator process."""
     with path.open("w", encoding="utf-8") as file, bank.path.open("rb") as raw:
         with mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as samples:
-            # Wall-clock time is common to all processes; within one, only the steady clock is used.
-            start = time.perf_counter() + (start_at - time.time())
+            everybody_ready.wait(READY_S)
+            start = time.perf_counter() + CONNECT_S
             asyncio.run(_play_share(target, bank, samples, plans, start, file))
 
 

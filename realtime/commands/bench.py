@@ -66,8 +66,8 @@ def _positive(text: str) -> int:
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if not 5 <= value <= 86_400:
-        raise argparse.ArgumentTypeError("must lie between 5 and 86400 seconds")
+    if not 2 <= value <= 86_400:
+        raise argparse.ArgumentTypeError("must lie between 2 and 86400 seconds")
     return value
 
 
