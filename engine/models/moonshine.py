@@ -77,7 +77,7 @@ class _Rotary:
     def __init__(self, config: MoonshineConfig) -> None:
         exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
         self._frequencies = 1.0 / config.rope_theta**exponent
-        self._dim = config.rotary_dim
+        self._dim = 2 * len(self._frequencies)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[batch, count] -> two of [batch, 1, count, rotary_dim / 2]"""
