@@ -28,6 +28,7 @@ from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.events import Hangup
 from realtime.metrics import Metrics
 from realtime.pace import Pace
+from realtime.pages import page_routes
 from realtime.protocols import ABORT_EXTENSION, NOTHING_WAITS_EXTENSION
 from realtime.sessions import Entry, Sessions
 from realtime.settings import Settings
@@ -213,6 +214,7 @@ def build_app(engine: EngineClient, config: Config, metrics: Metrics | None = No
         Route("/ready", gateway.ready),
         Route("/capacity", gateway.capacity),
         Route("/metrics", gateway.prometheus),
+        *page_routes(),
     ]
     handlers: dict[Any, Any] = {Refusal: _on_refusal, ClientFault: _on_fault, 404: _on_not_found, 405: _on_wrong_method}
     cors = Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])

@@ -213,3 +213,13 @@ async def test_body_of_a_refused_upgrade_is_json(serve: Serve) -> None:
         assert b"401" in head.splitlines()[0] and b"application/json" in head
         assert json.loads(body)["error"]["code"] == "invalid_api_key"
         writer.close()
+
+
+async def test_page_and_its_files_are_served_and_nothing_else_of_the_folder(serve: Serve) -> None:
+    async with serve() as running, httpx.AsyncClient() as http:
+        page = await http.get(f"{running.http}/")
+        assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+        script = await http.get(f"{running.http}/app.js")
+        assert script.status_code == 200 and "javascript" in script.headers["content-type"]
+        for path in ("/../config.py", "/%2e%2e/config.py", "/web/app.js", "/app.js/x"):
+            assert (await http.get(running.http + path)).status_code == 404
