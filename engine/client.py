@@ -114,6 +114,7 @@ class EngineClient:
                     await self._running.open_on(seat, opened)
                     return opened
                 except (AtCapacity, EngineDead) as error:
+                    opened.forsake()
                     refusal = error
         except BaseException:
             self._names.discard(stream)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import codec, messages
-from engine.errors import AtCapacity, BadOption, EngineDead, EngineError, StreamFailed, StreamFinished
+from engine.errors import AtCapacity, BadOption, DuplicateStream, EngineDead, EngineError, StreamFailed, StreamFinished
 from engine.link import EngineLink
 from engine.messages import Item
 from engine.processor import ItemRefused, make_cutter, prepare
@@ -62,6 +62,7 @@ class EngineStream:
         self._tags = 0
         self._unanswered: set[int] = set()
         self._finished = False
+        self._aborted = False
         self._ended = False
         self._prepared_only = False
         self._heard_until = 0
@@ -135,10 +136,10 @@ class EngineStream:
         """Forget the stream now. Harmless when it has ended."""
         if self._ended:
             return
-        self._finished = True
+        self._finished = self._aborted = True
         self._send(messages.Abort(self.id))
         if self.link is None:
-            self.end(messages.Closed(self.id, self._cutter.samples_in))
+            self.end(messages.Closed(self.id, self._kept.end_sample))
 
     def __aiter__(self) -> AsyncIterator[messages.Output]:
         return self._outputs()
@@ -183,8 +184,8 @@ class EngineStream:
         """Whether more is to be said about it."""
         return not self._ended
 
-    def cancel_open(self) -> None:
-        """Whoever opened it does not want it any more."""
+    def forsake(self) -> None:
+        """Whoever wanted to open it does not any more; nobody reads its outputs."""
         self._send(messages.Abort(self.id))
         self._ended = True
 
@@ -199,6 +200,8 @@ class EngineStream:
         self.strikes = self.strikes + 1 if self._computed < self._proven_at else 1
         self._proven_at = self._kept.end - (self._spec.stride_positions - 1)
         self._room.set()
+        if self._aborted:
+            self.end(messages.Closed(self.id, self._kept.end_sample))
 
     @property
     def proven(self) -> bool:
@@ -219,17 +222,20 @@ class EngineStream:
             case messages.Flushed():
                 if output.tag in self._unanswered:
                     self._unanswered.discard(output.tag)
-                    self._put(self._memory.settle())
+                    self._put(self._memory.settle(self._kept, output.tag))
                     self._put(output)
             case messages.Failed() if self._opened is not None and not self._opened.done():
                 self._answer_open(_as_error(output))
             case messages.Closed():
-                self._put(self._memory.settle())
+                # What is in doubt must be decided now; a tag that no flush has stands for the end.
+                self._put(self._memory.settle(self._kept, self._tags + 1))
                 self.end(output)
             case messages.Failed() | messages.Dead():
                 self.end(output)
+            case messages.Refused() if output.code == DuplicateStream.__name__:
+                self._answer_open(DuplicateStream(self.id, "is open already; use another id"))
             case messages.Refused():
-                # It changed nothing; an answer to a command that crossed with the stream's end.
+                # It changed nothing: an answer to a command that crossed with the stream's end.
                 logger.debug("stream %s: %s", self.id, output.message)
 
     def progress(self, progress: codec.Progress) -> None:

@@ -144,6 +144,9 @@ class EngineProcess:
     async def start(self) -> None:
         if self._process is not None and self._process.is_alive():
             return
+        if self._process is not None:
+            self._process.close()
+            self._process = None
         arguments = (self.address, self._build, self._warm)
         process = self._context.Process(target=_child, args=arguments, name="tickertape-engine", daemon=True)
         await asyncio.to_thread(process.start)
@@ -250,7 +253,10 @@ class EngineThread:
         return f"the engine thread ended: {self._error or 'it was stopped'}"
 
     async def crashed(self) -> bool:
-        await asyncio.wait_for(self._ended.wait(), LAST_WORDS_S)
+        try:
+            await asyncio.wait_for(self._ended.wait(), LAST_WORDS_S)
+        except TimeoutError:
+            return False  # a thread cannot be ended from outside; it is connected to again
         return self._error is not None
 
     async def stop(self) -> None:

@@ -50,8 +50,8 @@ class Memory(Protocol):
     def hear(self, text: Text) -> Text | None:
         """Text from the engine; what of it is new."""
 
-    def settle(self) -> Text | None:
-        """The engine has said all there is for the audio so far; what was held back in doubt."""
+    def settle(self, kept: KeptAudio, tag: int) -> Text | None:
+        """A flush was answered: all is said about the audio before it. What was held back in doubt comes out."""
 
 
 class KeptAudio:
@@ -89,6 +89,12 @@ class KeptAudio:
             while self._entries.popleft() is not first:
                 pass
         return first
+
+    def drop_through_flush(self, tag: int) -> None:
+        """Let go of everything up to a flush, and of the flush."""
+        if FlushMark(tag) in self._entries:
+            while self._entries.popleft() != FlushMark(tag):
+                pass
 
     def sample_at(self, position: int) -> int:
         """The audio sample at which a kept position starts."""
@@ -156,8 +162,8 @@ class TokenMemory:
         self._words.extend(text.words)
         return text if text.delta or text.words or text.tokens else None
 
-    def settle(self) -> Text | None:
-        return None
+    def settle(self, kept: KeptAudio, tag: int) -> Text | None:
+        return None  # the flush stays: a replay must end words where they ended
 
 
 class WindowMemory:
@@ -202,8 +208,9 @@ class WindowMemory:
         self._again = None
         return self._remember(news)
 
-    def settle(self) -> Text | None:
-        """A segment is over: nothing of it can be repeated from here on."""
+    def settle(self, kept: KeptAudio, tag: int) -> Text | None:
+        """A segment is over: nothing of it needs to be repeated from here on, neither audio nor text."""
+        kept.drop_through_flush(tag)
         news = None if self._again is None else self._again.decide()
         self._again, self._said, self._words = None, "", []
         return news

@@ -128,7 +128,7 @@ class Supervisor:
         try:
             await stream.open_on(seat.link)
         except asyncio.CancelledError:
-            stream.cancel_open()
+            stream.forsake()
             seat.streams.pop(stream.id, None)
             raise
         except (EngineError, ValueError):
@@ -284,6 +284,9 @@ class Supervisor:
                 self._probation = None
         for stream in list(self._waiting):
             assert stream.lost_at is not None
+            if not stream.is_open:
+                self._waiting.remove(stream)
+                continue
             if now - stream.lost_at > self._timeout_s:
                 self._past.streams_given_up += 1
                 stream.end(messages.Dead(f"no engine came back within {self._timeout_s:g} s"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 from functools import partial
@@ -11,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from engine.errors import EngineDead
 from engine.messages import Closed, Dead, Failed
 from engine.process import EngineProcess, EngineThread
 from tests.engine import fakes
@@ -33,6 +35,7 @@ async def killed(windowed: bool, audio: list[np.ndarray], kills: int, seconds: f
     expected = await undisturbed(windowed, audio)
     engine = fakes.process(partial(fakes.build, windowed=windowed, detects=True))
     chance = random.Random(kills)
+    descriptors: list[int] = []
     kill_at = set(chance.sample(range(5, 170), kills))
     async with fakes.running(engine, **settings) as client:
 
@@ -42,6 +45,7 @@ async def killed(windowed: bool, audio: list[np.ndarray], kills: int, seconds: f
                 kill_at.discard(piece)
                 await fakes.until(lambda: client.ready)
                 await asyncio.sleep(chance.uniform(0, 0.1))
+                descriptors.append(len(os.listdir("/proc/self/fd")))
                 fakes.kill(engine.pid)
 
         transcripts = await asyncio.gather(
@@ -51,6 +55,7 @@ async def killed(windowed: bool, audio: list[np.ndarray], kills: int, seconds: f
     assert metrics.restarts == kills
     assert metrics.streams_given_up == metrics.poisonous_streams == 0
     assert metrics.streams_recovered >= len(audio)
+    assert descriptors[-1] <= descriptors[0] + 2, "each death leaves something open"
     for transcript, wanted in zip(transcripts, expected, strict=True):
         assert transcript.text == wanted.text
         assert transcript.words == wanted.words
@@ -115,7 +120,7 @@ async def test_a_poisonous_session_is_ended_alone(die_with: signal.Signals) -> N
         poison = await fakes.transcribe(client, "poison", poisoned)
         transcripts = await asyncio.gather(*others)
         metrics = client.metrics()
-        assert client.ready
+        await fakes.until(lambda: client.ready)
     assert isinstance(poison.last, Failed)
     assert "engine died each time" in poison.last.message
     assert [transcript.words for transcript in transcripts] == [wanted.words for wanted in expected]
@@ -177,6 +182,40 @@ async def test_audio_and_flushes_given_while_the_engine_is_away_are_not_lost() -
     assert transcript.text == expected.text
     assert transcript.tags == [1]
     assert isinstance(transcript.last, Closed)
+
+
+async def test_an_open_that_dies_with_the_engine_leaves_no_ghost() -> None:
+    engine = fakes.process(fakes.build)
+    async with fakes.running(engine) as client:
+        opening = asyncio.create_task(client.open("a"))
+        await asyncio.sleep(0)
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGSTOP)
+        await asyncio.sleep(0.05)
+        fakes.kill(engine.pid)
+        with pytest.raises(EngineDead):
+            await opening
+        await fakes.until(lambda: client.ready)
+        assert client.metrics().streams_recovered == 0
+        transcript = await fakes.transcribe(client, "a", fakes.speech(1, 1))
+        assert isinstance(transcript.last, Closed)
+
+
+async def test_a_stream_that_is_aborted_while_the_engine_is_away_ends_at_once() -> None:
+    engine = fakes.process(fakes.build)
+    async with fakes.running(engine) as client:
+        stream = await client.open("a")
+        await stream.feed(fakes.speech(1, 1))
+        fakes.kill(engine.pid)
+        await fakes.until(lambda: not client.ready)
+        await stream.abort()
+        transcript = fakes.Transcript()
+        await transcript.collect(stream)
+        assert isinstance(transcript.last, Closed)
+        with pytest.raises(EngineDead, match="no engine is running"):
+            await client.open("b")
+        await fakes.until(lambda: client.ready)
+        assert client.metrics().streams_recovered == 0
 
 
 async def test_what_is_kept_of_a_long_session_is_bounded() -> None:

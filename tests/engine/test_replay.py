@@ -121,7 +121,7 @@ def test_a_faithful_repetition_is_dropped_however_it_is_cut(words: list[str], kn
             news = memory.hear(spoken(words[start : start + size], start))
             heard += [] if news is None else [news]
             start += size
-    last = memory.settle()
+    last = memory.settle(KeptAudio(fakes.WINDOWED), 1)
     heard += [] if last is None else [last]
     assert "".join(text.delta for text in heard) == "".join(f" {word}" for word in words)
     assert [word.text for text in heard for word in text.words] == words
@@ -147,12 +147,29 @@ def test_what_is_heard_differently_the_second_time_is_not_said_twice() -> None:
 
 
 def test_a_doubt_is_settled_when_the_segment_ends() -> None:
-    memory = WindowMemory(fakes.WINDOWED)
+    memory, kept = WindowMemory(fakes.WINDOWED), KeptAudio(fakes.WINDOWED)
     memory.hear(spoken(["the", "cat", "sat"]))
     memory.replayed()
     assert memory.hear(spoken(["the", "cap"])) is None
-    assert memory.settle() is None
-    assert memory.hear(spoken(["on"], 3)) is not None
+    assert memory.settle(kept, 1) is None
+    memory.hear(spoken(["on", "a"], 3))
+    memory.replayed()
+    assert memory.hear(spoken(["under", "the"], 3)) is None
+    assert memory.hear(spoken(["mat"], 4)) is None
+    news = memory.settle(kept, 2)
+    assert news is not None and news.delta == " mat" and [word.text for word in news.words] == ["mat"]
+
+
+def test_an_answered_flush_takes_its_audio_with_it_if_the_model_rereads() -> None:
+    for spec in (fakes.WINDOWED, fakes.FRAMES):
+        memory, kept = memory_for(spec, 100), KeptAudio(spec)
+        kept.add(items(0, 3))
+        kept.mark_flush(1, {1})
+        kept.add(items(3, 2))
+        memory.settle(kept, 1)
+        assert len(kept) == (2 if spec.rereads_window else 6)
+        memory.settle(kept, 99)
+        assert len(kept) == (2 if spec.rereads_window else 6)
 
 
 def test_a_second_death_during_the_repetition_repeats_the_same_audio() -> None:
