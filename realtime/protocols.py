@@ -108,7 +108,7 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
 
     async def send(self, message: Any) -> None:
         # The transport knows of a lost peer before the protocol is told.
-        if self.handshake_complete and self.transport.is_closing() and not self.close_sent:
+        if self.transport.is_closing() and not self.close_sent:
             raise ClientDisconnected
         await super().send(message)
 

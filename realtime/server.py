@@ -73,8 +73,6 @@ class Gateway:
         except Refusal as refusal:
             await websocket.send_denial_response(_refused(refusal))
             return
-        await receive()
-        await send({"type": "websocket.accept", "subprotocol": selected, "headers": []})
         extensions = scope.get("extensions", {})
         abort = extensions.get(ABORT_EXTENSION, _no_abort)
         nothing_waits = extensions.get(NOTHING_WAITS_EXTENSION, _unknown)
@@ -82,7 +80,11 @@ class Gateway:
         self.sessions.attach(entry, connection)
         rate = self.config.limits.messages_per_second
         try:
+            await receive()
+            await send({"type": "websocket.accept", "subprotocol": selected, "headers": []})
             await connection.run(first, Pace(rate, time.monotonic).wait if rate else None)
+        except* OSError:
+            log.debug("session %s: the client left during the handshake", entry.host.id)
         except* Exception:
             self.metrics.closed.labels("internal").inc()
             log.exception("session %s failed", entry.host.id)

@@ -277,3 +277,23 @@ async def test_garbage_on_the_wire_ends_only_that_socket(serve: Serve) -> None:
         await asyncio.wait_for(reader.read(), 5)
         writer.close()
         await works(good)
+
+
+async def test_client_that_leaves_during_the_handshake_leaves_nothing_behind(serve: Serve) -> None:
+    async with serve() as running:
+        upgrade = (
+            b"GET /v1/realtime HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+        )
+        for _ in range(20):
+            _, writer = await asyncio.open_connection("127.0.0.1", running.port)
+            writer.write(upgrade)
+            await writer.drain()
+            writer.transport.abort()
+        for _ in range(100):
+            await asyncio.sleep(0.02)
+            if not len(running.gateway.sessions):
+                break
+        assert not len(running.gateway.sessions)
+        async with greeted_client(running.ws) as client:
+            await works(client)
