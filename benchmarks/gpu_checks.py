@@ -6,6 +6,7 @@ python -m benchmarks.gpu_checks [--kv fp8]
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -77,25 +78,37 @@ def tap(model: VoxtralRealtime) -> list[Tensor]:
     return rows
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Tokens of the recorded and the eager step by stream; relative errors of the logits, kernels to reference."""
+
+    recorded: dict[str, list[int]]
+    eager: dict[str, list[int]]
+    logit_errors: list[float]
+
+
+def compare_paths(kv_dtype: torch.dtype, positions: int) -> Outcome:
+    model, vocabulary = random_model(voxtral_mini_4b(), torch.bfloat16, torch.device("cuda"))
+    recorded = transcribe(make_runner(model, vocabulary, kv_dtype, graphs=True, kernels=True), positions, {})
+    found = tap(model)
+    eager = transcribe(make_runner(model, vocabulary, kv_dtype, graphs=False, kernels=True), positions, {})
+    wanted = tap(model)
+    transcribe(make_runner(model, vocabulary, kv_dtype, graphs=False, kernels=False), positions, eager)
+    errors = [float((mine - right).norm() / right.norm()) for mine, right in zip(found, wanted, strict=True)]
+    return Outcome(recorded, eager, errors)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--positions", type=int, default=100)
     arguments = parser.parse_args()
     kv_dtype = torch.bfloat16 if arguments.kv == "bf16" else torch.float8_e4m3fn
-    model, vocabulary = random_model(voxtral_mini_4b(), torch.bfloat16, torch.device("cuda"))
-    recorded = transcribe(make_runner(model, vocabulary, kv_dtype, graphs=True, kernels=True), arguments.positions, {})
-    kernel_logits = tap(model)
-    eager = transcribe(make_runner(model, vocabulary, kv_dtype, graphs=False, kernels=True), arguments.positions, {})
-    reference_logits = tap(model)
-    transcribe(make_runner(model, vocabulary, kv_dtype, graphs=False, kernels=False), arguments.positions, eager)
-    errors = [
-        float((mine - wanted).norm() / wanted.norm())
-        for mine, wanted in zip(kernel_logits, reference_logits, strict=True)
-    ]
-    distinct = {name: len(set(row)) for name, row in eager.items()}
+    outcome = compare_paths(kv_dtype, arguments.positions)
+    distinct = {name: len(set(row)) for name, row in outcome.eager.items()}
+    errors = outcome.logit_errors
     print(f"{arguments.kv}: distinct tokens {distinct}")
-    print(f"{arguments.kv}: recorded step equals eager step: {recorded == eager}")
+    print(f"{arguments.kv}: recorded step equals eager step: {outcome.recorded == outcome.eager}")
     print(f"{arguments.kv}: logits, kernels against reference: median {np.median(errors):.1e}, worst {max(errors):.1e}")
 
 

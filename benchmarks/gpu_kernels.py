@@ -67,8 +67,7 @@ def check_attention(name: str, heads: Heads, rows: int, eight_bit: bool, splits:
     query = torch.full((fused.shape[0], heads.queries * heads.dim), float("nan"), device="cuda", dtype=DTYPE)
     kernels.store(fused, query, 1, pages, span, heads)
     # Freed memory that is not a number: whatever the kernel does not write shows up in the result.
-    del_me = torch.full((64 << 20,), float("nan"), device="cuda")
-    del del_me
+    torch.full((64 << 20,), float("nan"), device="cuda")
     found = kernels.attend_stored(query, 1, pages, span, heads, splits=splits)
     stored = relative(pages.data[1].float(), twin.data[1].float())
     error = relative(found, wanted)
@@ -83,15 +82,24 @@ def check_all(decoder_window: int) -> None:
     ):
         error = check_attention(name, heads, rows, eight_bit, splits)
         print(f"check {name} {'fp8' if eight_bit else 'bf16'} splits={splits}: relative error {error:.1e}")
+    for name, error in small_kernel_errors().items():
+        print(f"check {name}: relative error {error:.1e}")
+
+
+def small_kernel_errors() -> dict[str, float]:
+    """Relative errors of the norm and gate kernels on fresh random rows."""
+    errors = {}
     for width in (1280, 3072):
         residual, delta = torch.randn(2, 37, width, device="cuda", dtype=DTYPE)
         weight = torch.randn(width, device="cuda", dtype=DTYPE)
         scale = RowScale(torch.randn(31, width, device="cuda"), torch.randint(0, 31, (37,), device="cuda"))
-        pair = kernels.add_norm(residual, delta, weight, 1e-5, scale)
-        total, normed = add_norm_reference(residual, delta, weight, 1e-5, scale)
-        print(f"check norm {width}: {relative(pair[0], total):.1e} {relative(pair[1], normed):.1e}")
+        total, normed = kernels.add_norm(residual, delta, weight, 1e-5, scale)
+        wanted = add_norm_reference(residual, delta, weight, 1e-5, scale)
+        errors[f"sum {width}"] = relative(total, wanted[0])
+        errors[f"norm {width}"] = relative(normed, wanted[1])
     gate_up = torch.randn(37, 2 * 9216, device="cuda", dtype=DTYPE)
-    print(f"check gate: {relative(kernels.swiglu(gate_up), swiglu_reference(gate_up.float())):.1e}")
+    errors["gate"] = relative(kernels.swiglu(gate_up), swiglu_reference(gate_up.float()))
+    return errors
 
 
 def time_attention(heads: Heads, rows: int, streams: int, eight_bit: bool, tuning: list[dict[str, int]]) -> None:
