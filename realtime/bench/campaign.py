@@ -53,10 +53,9 @@ class Campaign:
         else:
             streams = largest(self._meets, options.most)
         if streams == 0:
-            held = self._runs[-1]
-        else:
-            held = self._hold(streams)
-        words = self._compare(held) if not held.failures else None
+            return Result(self._target, self._objective, self._runs, self._runs[-1], None, self._settings())
+        held = self._hold(streams)
+        words = None if held.failures else self._compare(held)
         return Result(self._target, self._objective, self._runs, held, words, self._settings())
 
     def _meets(self, streams: int) -> bool:
@@ -186,7 +185,7 @@ class Result:
     def _words_text(self) -> str:
         words = self.words
         if words is None:
-            return "not compared: the run had failures"
+            return "not compared: there was no load without failures"
         same = "the same words" if words.equal else f"{words.changed:.2%} of the words differ"
         clients = f"{words.clients} client{'s' if words.clients > 1 else ''}"
         if words.alone is None or words.loaded is None:

@@ -115,13 +115,12 @@ def playlist(bank: Bank, client: int, seconds: float, pause_s: float) -> Playlis
     pieces: list[Piece] = []
     texts: list[str] = []
     total = 0
-    while total < wanted or not texts:
-        clip = clips[len(texts) % len(clips)]
-        if texts and total + clip.samples > wanted:
-            break
-        pieces += [Piece(clip.start, clip.samples), pause]
-        texts.append(clip.text or "")
-        total += clip.samples + pause.samples
+    while fitting := [clip for clip in clips if total + clip.samples <= wanted or not texts]:
+        for clip in fitting:
+            if not texts or total + clip.samples <= wanted:
+                pieces += [Piece(clip.start, clip.samples), pause]
+                texts.append(clip.text or "")
+                total += clip.samples + pause.samples
     known = all(clip.text is not None for clip in clips)
     return Playlist(tuple(pieces), " ".join(texts) if known else None)
 
