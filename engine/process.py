@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
@@ -135,7 +136,8 @@ class EngineProcess:
         self._warm = warm
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__, *preload])
-        self._process: multiprocessing.process.BaseProcess | None = None
+        self._process: BaseProcess | None = None
+        self._starting: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -149,46 +151,61 @@ class EngineProcess:
             self._process = None
         arguments = (self.address, self._build, self._warm)
         process = self._context.Process(target=_child, args=arguments, name="tickertape-engine", daemon=True)
-        await asyncio.to_thread(process.start)
+        # Whoever gives up waiting must still be able to stop what has been started.
         self._process = process
+        self._starting = asyncio.create_task(asyncio.to_thread(process.start))
+        await asyncio.shield(self._starting)
 
     async def exited(self) -> str:
         assert self._process is not None, "start it first"
         process = self._process
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(process.sentinel, lambda: None if ended.done() else ended.set_result(None))
-        try:
-            await ended
-        finally:
-            loop.remove_reader(process.sentinel)
-        await asyncio.to_thread(process.join)
+        await _end_of(process)
         return f"the engine process ended with {_exit_text(process.exitcode)}"
 
     async def crashed(self) -> bool:
         process = self._process
         if process is None:
             return False
-        await asyncio.to_thread(process.join, LAST_WORDS_S)
-        if process.exitcode is None:
+        if not await _ends_within(process, LAST_WORDS_S):
             process.kill()
-            await asyncio.to_thread(process.join)
+            await _end_of(process)
             return False
         # Whoever kills from outside says nothing about the streams; a crash does.
         return process.exitcode not in (0, -signal.SIGKILL, -signal.SIGTERM)
 
     async def stop(self) -> None:
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
         process, self._process = self._process, None
         if process is not None and process.is_alive():
             process.terminate()
-            await asyncio.to_thread(process.join, STOP_TIMEOUT_S)
-            if process.exitcode is None:
+            if not await _ends_within(process, STOP_TIMEOUT_S):
                 process.kill()
-                await asyncio.to_thread(process.join)
+                await _end_of(process)
         if process is not None:
             process.close()
         if self._folder is not None:
             self._folder.cleanup()
+
+
+async def _end_of(process: BaseProcess) -> None:
+    """Waits on the event loop, never in a thread: two threads that collect one exit status get it wrong."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(process.sentinel, lambda: None if ended.done() else ended.set_result(None))
+    try:
+        await ended
+    finally:
+        loop.remove_reader(process.sentinel)
+    process.join()
+
+
+async def _ends_within(process: BaseProcess, seconds: float) -> bool:
+    try:
+        await asyncio.wait_for(_end_of(process), seconds)
+    except TimeoutError:
+        return False
+    return True
 
 
 def _child(address: str, build: Build, warm: bool) -> None:
