@@ -14,11 +14,11 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from realtime.dialects.base import AudioText, Dialect, GapRequest, Request, SessionFacts, event_id_of
+from realtime.dialects.base import Answer, AudioText, Dialect, GapRequest, Request, SessionFacts, event_id_of
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.vllm import VllmDialect
 from realtime.errors import ClientFault, CloseCode
-from realtime.events import Clear, Commit, Configure, Hangup, Problem
+from realtime.events import Answered, Clear, Commit, Configure, End, Hangup, Problem
 from realtime.host import SessionHost
 from realtime.intake import Intake
 from realtime.wire import Json, decode_base64, decode_json
@@ -69,16 +69,20 @@ class Inbox:
         event_id = None
         try:
             if data is not None and self._host.session.settings.format.binary:
+                if not data and self._host.dialect.empty_frame_ends:
+                    await self._end()
                 await self._audio(data)
                 return
             raw = text if text is not None else data or b""
             message = decode_json(raw) if len(raw) <= LARGE_MESSAGE else await asyncio.to_thread(decode_json, raw)
             event_id = event_id_of(message)
-            if not self._dialect_fixed:
+            if not self._dialect_fixed and not self._host.dialect.fixed:
                 self._choose_dialect(message)
             request = self._host.dialect.read(message, self._host.session.settings)
             if isinstance(request, AudioText):
                 await self._audio_text(request.data, more)
+            elif isinstance(request, End):
+                await self._end()
             else:
                 self.settle()
                 self._control(request)
@@ -98,8 +102,18 @@ class Inbox:
             if not more or self._pending_bytes >= PIECE_BYTES:
                 self.settle()
 
+    async def _end(self) -> None:
+        self.settle()
+        if self._intake.needs_thread:
+            self._host.submit(await asyncio.to_thread(self._intake.finish))
+        else:
+            self._host.submit(self._intake.finish())
+        self._host.submit(End())
+
     def _control(self, request: Request) -> None:
         match request:
+            case Answer(body):
+                self._host.outbox.put(Answered(body))
             case Configure():
                 self._configure(request)
             case GapRequest(samples):

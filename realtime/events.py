@@ -6,7 +6,7 @@ counted at the rate of the client's own format.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -129,6 +129,8 @@ class SpeechStopped:
 class Committed:
     item_id: str
     previous_item_id: str | None
+    # The client event that asked for it; None where speech detection did.
+    event_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,20 @@ class Acknowledged:
 
 
 @dataclass(frozen=True, slots=True)
+class Answered:
+    """What a dialect answered by itself, in its place among the other events."""
+
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Everything is said; `sample` is where the audio ended."""
+
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
 class Closing:
     """The server will close this socket soon."""
 
@@ -197,6 +213,8 @@ ServerEvent = (
     | ItemFailed
     | Problem
     | Acknowledged
+    | Answered
+    | Ended
     | Closing
 )
 
@@ -266,11 +284,3 @@ class Measured:
 MEASURES = frozenset({"lag_seconds", "final_seconds", "stalls", "engine_failures"})
 
 Effect = Send | Feed | FeedGap | FlushEngine | FinishEngine | Reanchor | Reopen | Hangup | Measured
-
-
-@dataclass(slots=True)
-class Message:
-    """A client message as it came off the wire: a JSON object, or raw audio from a binary frame."""
-
-    body: dict[str, Any] = field(default_factory=dict)
-    audio: bytes | None = None

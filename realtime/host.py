@@ -180,7 +180,7 @@ class SessionHost:
     def greeting_again(self) -> str:
         """The first frame of a socket that goes on with this session: where it stands."""
         settings = self.session.settings
-        body = self.dialect.created(settings)
+        body = self.dialect.created(settings) or {}
         body["type"] = "session.resumed"
         body["received_samples"] = self.session.source_samples
         return encode_json(body)

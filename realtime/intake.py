@@ -46,6 +46,13 @@ class Intake:
         except AudioError as error:
             raise ClientFault("invalid_audio", f"{error}.", param="audio") from error
 
+    def finish(self) -> Append:
+        """The rest of the stream, which ends here."""
+        try:
+            return self._reader.finish()
+        except AudioError as error:
+            raise ClientFault("invalid_audio", f"{error}.", param="audio") from error
+
     def gap(self, source_samples: int) -> Gap:
         """Declared silence; rounded to the engine's rate."""
         rate = self.format.rate
@@ -73,6 +80,9 @@ class _RawReader:
         self._held_back = False
         return Append(self._resampler.flush(), 0, 0.0)
 
+    def finish(self) -> Append:
+        return self.flush()
+
     def close(self) -> None:
         self._decoder.flush()
 
@@ -89,6 +99,9 @@ class _ContainerReader:
     def flush(self) -> Append:
         # A codec cannot be flushed in the middle of its stream; what it holds comes with the next packet.
         return _nothing()
+
+    def finish(self) -> Append:
+        return _joined(self._decoder.flush())
 
     def close(self) -> None:
         self._decoder.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,12 +17,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from realtime.auth import BETA_PROTOCOL, Caller, Gatekeeper, offered_key, select_subprotocol
 from realtime.config import Config
 from realtime.connection import Connection
+from realtime.dialects.deepgram import DeepgramDialect, settings_from_query
+from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.openai_settings import beta_session, ga_session, merge_beta, merge_ga
 from realtime.engine_face import EngineClient
 from realtime.errors import ClientFault, CloseCode, Refusal
@@ -39,6 +42,16 @@ log = logging.getLogger("tickertape.server")
 
 MIN_SECRET_S, DEFAULT_SECRET_S, MAX_SECRET_S = 10, 600, 7200
 MAX_JSON_BODY = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Entrance:
+    """How a socket is let in: its session, and what it is told first."""
+
+    entry: Entry
+    first_frames: list[str]
+    subprotocol: str | None
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
 
 class Gateway:
@@ -67,12 +80,21 @@ class Gateway:
 
     async def realtime(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI endpoint: sockets are served without Starlette's wrapper, which costs time per message."""
+        await self._serve_socket(self._enter, scope, receive, send)
+
+    async def listen(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._serve_socket(self._enter_listen, scope, receive, send)
+
+    async def _serve_socket(
+        self, enter: Callable[[WebSocket], _Entrance], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         websocket = WebSocket(scope, receive, send)
         try:
-            entry, first, selected = self._enter(websocket)
+            entrance = enter(websocket)
         except Refusal as refusal:
             await websocket.send_denial_response(_refused(refusal))
             return
+        entry = entrance.entry
         extensions = scope.get("extensions", {})
         abort = extensions.get(ABORT_EXTENSION, _no_abort)
         nothing_waits = extensions.get(NOTHING_WAITS_EXTENSION, _unknown)
@@ -81,8 +103,9 @@ class Gateway:
         rate = self.config.limits.messages_per_second
         try:
             await receive()
-            await send({"type": "websocket.accept", "subprotocol": selected, "headers": []})
-            await connection.run(first, Pace(rate, time.monotonic).wait if rate else None)
+            accept = {"type": "websocket.accept", "subprotocol": entrance.subprotocol, "headers": entrance.headers}
+            await send(accept)
+            await connection.run(entrance.first_frames, Pace(rate, time.monotonic).wait if rate else None)
         except* OSError:
             log.debug("session %s: the client left during the handshake", entry.host.id)
         except* Exception:
@@ -92,7 +115,7 @@ class Gateway:
         finally:
             await self.sessions.detach(entry, connection)
 
-    def _enter(self, websocket: WebSocket) -> tuple[Entry, list[str], str | None]:
+    def _enter(self, websocket: WebSocket) -> _Entrance:
         """Find or make the session of a socket that asks to be opened; raises Refusal."""
         query = websocket.query_params
         offered: list[str] = websocket.scope.get("subprotocols", [])
@@ -102,14 +125,26 @@ class Gateway:
         caller = self.caller(websocket.headers, offered, address)
         selected = select_subprotocol(offered)
         if "resume" in query:
-            return *self._resume(query["resume"], query.get("after", "0"), caller), selected
+            return _Entrance(*self._resume(query["resume"], query.get("after", "0"), caller), selected)
         self.sessions.admit(caller)
         beta = websocket.headers.get("openai-beta") == "realtime=v1" or BETA_PROTOCOL in offered
         settings = caller.settings or Settings()
         if "model" in query:
             settings = merge_beta(settings, {"input_audio_transcription": {"model": query["model"]}})
-        entry = self.sessions.create(caller, settings, beta=beta)
-        return entry, [encode_json(entry.host.dialect.created(entry.host.session.settings))], selected
+        entry = self.sessions.create(caller, settings, BetaDialect if beta else OpenAIDialect)
+        greeting = entry.host.dialect.created(entry.host.session.settings)
+        return _Entrance(entry, [encode_json(greeting)] if greeting else [], selected)
+
+    def _enter_listen(self, websocket: WebSocket) -> _Entrance:
+        """The same for Deepgram's clients, who say everything in the query."""
+        offered: list[str] = websocket.scope.get("subprotocols", [])
+        query = websocket.query_params
+        caller = self.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
+        settings = settings_from_query(query)
+        self.sessions.admit(caller)
+        entry = self.sessions.create(caller, settings, lambda facts: DeepgramDialect(facts, query))
+        header = (b"dg-request-id", entry.host.id.encode())
+        return _Entrance(entry, [], select_subprotocol(offered), [header])
 
     def _resume(self, token: str, after: str, caller: Caller) -> tuple[Entry, list[str]]:
         entry = self.sessions.find(token, caller)
@@ -202,7 +237,8 @@ class Gateway:
 def build_app(engine: EngineClient, config: Config, metrics: Metrics | None = None) -> Starlette:
     """The whole gateway as an ASGI application over a running engine."""
     gateway = Gateway(engine, config, metrics)
-    routes: list[Any] = [WebSocketRoute(path, _AsgiEndpoint(gateway)) for path in ("/v1/realtime", "/realtime")]
+    sockets = {"/v1/realtime": gateway.realtime, "/realtime": gateway.realtime, "/v1/listen": gateway.listen}
+    routes: list[Any] = [WebSocketRoute(path, _AsgiEndpoint(serve)) for path, serve in sockets.items()]
     for prefix in ("/v1", ""):
         routes += [
             Route(f"{prefix}/models", gateway.models),
@@ -228,11 +264,11 @@ def build_app(engine: EngineClient, config: Config, metrics: Metrics | None = No
 class _AsgiEndpoint:
     """Starlette passes scope, receive and send to an object as they are."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._gateway.realtime(scope, receive, send)
+        await self._app(scope, receive, send)
 
 
 def _no_abort() -> None:

@@ -31,6 +31,7 @@ from realtime.events import (
     Drain,
     Effect,
     End,
+    Ended,
     EngineSwitched,
     Event,
     Feed,
@@ -206,15 +207,15 @@ class Session:
         elif self.settings.turn_detection is None or self._items.current is not None:
             if self._items.current is None:
                 self._items.open(self._boundary)
-            self._commit_turn(now)
+            self._commit_turn(event.event_id, now)
         else:
             # Speech detection has yet to see the end of the buffer; whether anybody spoke is known at the flush.
             self._defer(event, now)
             self._move(Phase.COMMITTING)
 
-    def _commit_turn(self, now: float) -> None:
+    def _commit_turn(self, event_id: str | None, now: float) -> None:
         """Commit the open turn with all audio up to here."""
-        turn = self._end_turn(self.appended, now, by_time=False)
+        turn = self._end_turn(self.appended, now, by_time=False, event_id=event_id)
         turn.flushed = True
         self._set_boundary(self.appended, self.source_ms)
         self._flush()
@@ -322,6 +323,7 @@ class Session:
             if self._items.current is not None:
                 self._end_turn(self.appended, now, by_time=False)
             self._send_all(self._items.complete_until(self.appended), now)
+            self._send(Ended(self.appended))
             self._close(CloseCode.NORMAL if self._drain_deadline is None else CloseCode.RESTART, "finished")
 
     def _engine_failed(self, event: messages.Failed | messages.Refused, now: float) -> None:
@@ -354,12 +356,12 @@ class Session:
         self._send(SpeechStarted(turn.item_id, turn.start))
         self._send_all(self._items.release(), now)
 
-    def _end_turn(self, end: int, now: float, *, by_time: bool) -> Turn:
+    def _end_turn(self, end: int, now: float, *, by_time: bool, event_id: str | None = None) -> Turn:
         """Close the open turn at `end` and announce its item."""
         self._stop_announced(end)
         previous = self._items.last_committed
         turn = self._items.end(end, now, by_time=by_time)
-        self._send(Committed(turn.item_id, previous))
+        self._send(Committed(turn.item_id, previous, event_id))
         return turn
 
     def _stop_announced(self, sample: int) -> None:
@@ -391,7 +393,8 @@ class Session:
         elif self._items.current is None:
             self._refuse_commit(0.0, waiting.event.event_id)
         else:
-            self._end_turn(waiting.sample, now, by_time=False).flushed = True
+            turn = self._end_turn(waiting.sample, now, by_time=False, event_id=waiting.event.event_id)
+            turn.flushed = True
         if waiting.sample > self._boundary:
             self._set_boundary(waiting.sample, waiting.source_ms)
 

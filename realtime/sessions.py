@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from realtime.auth import Caller
 from realtime.config import Config
 from realtime.connection import Connection, Inbox
-from realtime.dialects.base import SessionFacts
-from realtime.dialects.openai import BetaDialect, OpenAIDialect
+from realtime.dialects.base import Dialect, SessionFacts
 from realtime.engine_face import EngineClient
 from realtime.errors import CloseCode, Refusal
 from realtime.events import Hangup
@@ -131,12 +130,12 @@ class Sessions:
 
     # Life of a session
 
-    def create(self, caller: Caller, settings: Settings, *, beta: bool) -> Entry:
+    def create(self, caller: Caller, settings: Settings, make_dialect: Callable[[SessionFacts], Dialect]) -> Entry:
         """A new session, admitted before."""
         config = self._config
         facts = self.facts()
         session_id, token = facts.session_id, facts.resume_token
-        dialect = BetaDialect(facts) if beta else OpenAIDialect(facts)
+        dialect = make_dialect(facts)
         session = Session(
             dialect.start_settings(settings),
             self.engine.spec.sample_rate,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from realtime.errors import ClientFault
-from realtime.events import Clear, Commit, Configure, ServerEvent
+from realtime.events import Clear, Commit, Configure, End, ServerEvent
 from realtime.settings import Settings
 
 Json = dict[str, Any]
@@ -32,7 +32,14 @@ class Nothing:
     """A message that needs no answer."""
 
 
-Request = Configure | AudioText | GapRequest | Commit | Clear | Nothing
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A message that the dialect answers by itself."""
+
+    body: Json
+
+
+Request = Configure | AudioText | GapRequest | Commit | Clear | End | Answer | Nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +61,16 @@ class Dialect(Protocol):
     """One way of speaking to a client."""
 
     name: str
+    # What the first telling message is cannot change this dialect any more.
+    fixed: bool
+    # A binary frame without a byte in it means that no more audio will come.
+    empty_frame_ends: bool
 
     def start_settings(self, settings: Settings) -> Settings:
         """What this dialect's sessions begin with."""
 
-    def created(self, settings: Settings) -> Json:
-        """The event that greets the client."""
+    def created(self, settings: Settings) -> Json | None:
+        """The event that greets the client, where the dialect has one."""
 
     def read(self, message: Json, settings: Settings) -> Request:
         """Raises ClientFault for what the client may not send."""

@@ -39,6 +39,8 @@ class OpenAIDialect:
     """GA shapes. The beta dialect differs in how it names and shows the session and a new item."""
 
     name = "openai"
+    fixed = False
+    empty_frame_ends = False
 
     def __init__(self, facts: SessionFacts) -> None:
         self.facts = facts
@@ -132,6 +134,7 @@ class OpenAIDialect:
                 return [self._event("input_audio_buffer.acknowledged", samples=event.source_samples)]
             case Closing():
                 return [self._event("session.closing", reason=event.reason)]
+        return []
 
     def bad_message(self, fault: ClientFault) -> Json:
         return self._problem(fault.code, fault.message, fault.param, fault.event_id)

@@ -19,6 +19,8 @@ class VllmDialect:
     """See PROTOCOL: a non-final commit starts an utterance, a final one ends it and is answered with `done`."""
 
     name = "vllm"
+    fixed = True
+    empty_frame_ends = False
 
     def __init__(self, facts: SessionFacts) -> None:
         self.facts = facts

@@ -1,0 +1,149 @@
+"""The flow of Deepgram's live clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from tests.e2e.conftest import Serve
+from tests.e2e.raw_client import RawClient, raw_client
+from tests.e2e.test_extensions import opus
+from tests.realtime.gateway_doubles import FakeEngine, silence, tone
+
+QUERY = (
+    "model=nova-3&encoding=linear16&sample_rate=16000&channels=1&interim_results=true&endpointing=25&smart_format=true"
+)
+
+
+def listen(running: Any, query: str = QUERY) -> str:
+    return f"ws://127.0.0.1:{running.port}/v1/listen?{query}"
+
+
+async def rest(client: RawClient) -> tuple[list[dict[str, Any]], int]:
+    """Everything up to the close, and its code."""
+    events = []
+    with pytest.raises(ConnectionClosed) as closed:
+        while True:
+            events.append(await client.receive())
+    assert closed.value.rcvd is not None
+    return events, closed.value.rcvd.code
+
+
+def text_of(result: dict[str, Any]) -> str:
+    return str(result["channel"]["alternatives"][0]["transcript"])
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("encoding=linear16&sample_rate=1000", "sample_rate"),
+        ("encoding=linear16&sample_rate=x", "sample_rate"),
+        ("encoding=amr-nb&sample_rate=8000", "encoding"),
+        ("encoding=linear16&channels=2", "channels"),
+    ],
+)
+async def test_audio_we_cannot_read_is_refused_at_the_handshake(serve: Serve, query: str, param: str) -> None:
+    async with serve() as running:
+        with pytest.raises(InvalidStatus) as refused:
+            async with connect(listen(running, query)):
+                pass
+        assert refused.value.response.status_code == 400
+        assert json.loads(refused.value.response.body)["error"]["param"] == param
+
+
+async def test_unknown_message_is_an_error_and_the_socket_stays(serve: Serve) -> None:
+    async with serve() as running, raw_client(listen(running)) as client:
+        for frame in ("{nonsense", '{"type": "Dance"}', "[]"):
+            await client.socket.send(frame)
+            assert (await client.receive())["type"] == "Error"
+        await client.socket.send(tone(1.0, 16_000) + silence(0.6, 16_000))
+        assert (await client.receive())["type"] == "Results"
+
+
+async def test_turns_give_interims_and_finals_that_do_not_overlap(serve: Serve) -> None:
+    query = QUERY + "&vad_events=true&utterance_end_ms=1000"
+    async with serve() as running, raw_client(listen(running, query)) as client:
+        # LiveKit says this before any audio.
+        await client.send("KeepAlive")
+        for seconds in (1.3, 2.0):
+            audio = tone(seconds, 16_000) + silence(0.8, 16_000)
+            for start in range(0, len(audio), 1600):
+                await client.socket.send(audio[start : start + 1600])
+        await client.send("CloseStream")
+        events, code = await rest(client)
+    assert code == 1000 and events[-1]["type"] == "Metadata"
+    assert events[-1]["duration"] == pytest.approx(4.9, abs=0.01)
+    assert [event["type"] for event in events].count("SpeechStarted") == 2
+    assert [event["type"] for event in events].count("UtteranceEnd") == 2
+    results = [event for event in events if event["type"] == "Results"]
+    finals = [result for result in results if result["is_final"]]
+    assert " ".join(text_of(final) for final in finals) == "w1 w2 w3 w4 w5 w6 w7 w8"
+    assert all(final["speech_final"] for final in finals)
+    assert finals[1]["start"] >= finals[0]["start"] + finals[0]["duration"]
+    for interim in (result for result in results if not result["is_final"]):
+        final = next(final for final in finals if final["start"] >= interim["start"])
+        assert text_of(final).startswith(text_of(interim)) and not interim["speech_final"]
+    word = finals[0]["channel"]["alternatives"][0]["words"][0]
+    assert set(word) == {"word", "start", "end", "confidence", "punctuated_word"}
+    assert {result["metadata"]["request_id"] for result in results} == {events[-1]["request_id"]}
+
+
+async def test_finalize_answers_at_once_also_with_nothing(serve: Serve) -> None:
+    async with serve() as running, raw_client(listen(running)) as client:
+        await client.send("Finalize")
+        empty = await client.receive()
+        assert empty["is_final"] and empty["from_finalize"] and text_of(empty) == ""
+        await client.socket.send(tone(1.0, 16_000))
+        await client.send("Finalize", channel=0)
+        while not (result := await client.receive())["is_final"]:
+            pass
+        assert result["from_finalize"] and text_of(result) == "w1 w2"
+        await client.send("Configure", keyterms=["Tickertape"])
+        assert (await client.receive())["keyterms"] == ["Tickertape"]
+
+
+async def test_no_interims_unless_asked_for_and_an_empty_frame_closes(serve: Serve) -> None:
+    async with serve() as running, raw_client(listen(running, "encoding=mulaw&sample_rate=8000")) as client:
+        assert client.socket.response is not None and "dg-request-id" in client.socket.response.headers
+        await client.socket.send((b"\x90" * 8 + b"\x10" * 8) * 500)
+        await client.socket.send(b"")
+        events, code = await rest(client)
+    assert code == 1000 and [event["type"] for event in events] == ["Results", "Metadata"]
+    assert text_of(events[0]) == "w1 w2"
+
+
+async def test_container_without_encoding(serve: Serve) -> None:
+    async with serve() as running, raw_client(listen(running, "model=x")) as client:
+        data = opus("webm", 2.0)
+        for start in range(0, len(data), 500):
+            await client.socket.send(data[start : start + 500])
+        await client.send("CloseStream")
+        events, _ = await rest(client)
+    finals = [event for event in events if event["type"] == "Results" and event["is_final"]]
+    assert " ".join(text_of(final) for final in finals).startswith("w1 w2 w3 w4")
+    assert events[-1]["duration"] == pytest.approx(2.0, abs=0.05)
+
+
+@pytest.mark.parametrize("offer", [["token", "the-real-key"], ["bearer", "the-real-key"]])
+async def test_browsers_send_their_key_as_a_subprotocol(serve: Serve, offer: list[str]) -> None:
+    async with serve(auth={"keys": ("the-real-key",)}) as running:
+        async with raw_client(listen(running), subprotocols=offer) as client:
+            assert client.socket.subprotocol == offer[0]
+            await client.send("CloseStream")
+            events, code = await rest(client)
+            assert code == 1000 and [event["type"] for event in events] == ["Metadata"]
+
+
+async def test_client_that_waits_long_with_keepalives_is_kept(serve: Serve) -> None:
+    engine = FakeEngine()
+    async with serve(engine, limits={"idle_s": 0.5}) as running, raw_client(listen(running)) as client:
+        for _ in range(4):
+            await asyncio.sleep(0.25)
+            await client.send("KeepAlive")
+        await client.socket.send(tone(1.0, 16_000) + silence(0.6, 16_000))
+        assert (await client.receive())["type"] == "Results"
