@@ -44,10 +44,11 @@ class EngineStream:
     ) -> None:
         self.id = opening.stream
         self.link: EngineLink | None = None
-        # Set when the engine is lost: since when, and how far the next one must get to have outlived the reason.
+        # Since when it has no engine that goes on with it; deaths in a row without getting any further.
         self.lost_at: float | None = None
         self.strikes = 0
-        self._proven_at = 0
+        self._stuck_at = 0
+        self._all_by = 0
         self._opening = opening
         self._spec = spec
         self._limits = limits
@@ -196,17 +197,31 @@ class EngineStream:
             self.lost_at = now
         if self._opened is not None and not self._opened.done():
             self._opened.set_exception(EngineDead(why))
+        self.strikes = 1 if self.proven else self.strikes + 1
+        self._stuck_at = self._computed
         # A model that waits for a stride leaves less than one uncomputed.
-        self.strikes = self.strikes + 1 if self._computed < self._proven_at else 1
-        self._proven_at = self._kept.end - (self._spec.stride_positions - 1)
+        self._all_by = self._kept.end - (self._spec.stride_positions - 1)
         self._room.set()
         if self._aborted:
             self.end(messages.Closed(self.id, self._kept.end_sample))
 
     @property
     def proven(self) -> bool:
-        """Whether all audio that was there when the engine died has been computed since."""
-        return self._computed >= self._proven_at
+        """Whether it has come clearly past where the engine died, so that its audio cannot be the reason.
+
+        Engines report how far they are with some delay; a second of audio is more than that.
+        """
+        margin = self._spec.sample_rate // self._spec.samples_per_position
+        return self._computed >= min(self._all_by, self._stuck_at + margin)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the new engine has passed the point where the old one stopped."""
+        return self._computed >= min(self._all_by, self._stuck_at + 1)
+
+    def acquit(self) -> None:
+        """It had its chance to kill the engine again, and did not."""
+        self._all_by = self._computed
 
     def take(self, output: messages.Output) -> None:
         """An output of the engine that carries the stream now."""

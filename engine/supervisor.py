@@ -210,7 +210,7 @@ class Supervisor:
             stream = seat.streams.get(progress.stream)
             if stream is not None:
                 stream.progress(progress)
-                if stream.lost_at is not None and stream.proven:
+                if stream.lost_at is not None and stream.goes_on:
                     self._recovered(stream, stream.lost_at)
 
         def on_room() -> None:
@@ -281,6 +281,7 @@ class Supervisor:
         if self._probation is not None:
             suspect, since = self._probation
             if suspect.proven or not suspect.is_open or now - since > PROBATION_S:
+                suspect.acquit()
                 self._probation = None
         for stream in list(self._waiting):
             assert stream.lost_at is not None
@@ -313,7 +314,7 @@ class Supervisor:
             except (EngineError, ValueError) as error:
                 stream.end(messages.Failed(stream.id, type(error).__name__, str(error)))
                 return
-            if stream.lost_at is not None and stream.proven:
+            if stream.lost_at is not None and stream.goes_on:
                 self._recovered(stream, stream.lost_at)
             return
         stream.link = None
@@ -322,8 +323,8 @@ class Supervisor:
 
     def _recovered(self, stream: EngineStream, lost_at: float) -> None:
         stream.lost_at = None
+        self._wake.set()
         took = self._clock() - lost_at
         self._recoveries.append(took)
         self._past.recovery_seconds_sum += took
         self._past.streams_recovered += 1
-        self._wake.set()

@@ -138,6 +138,19 @@ async def test_a_lone_poisonous_session_kills_the_engine_twice_and_no_more() -> 
         assert client.metrics().restarts == 2
 
 
+async def test_only_deaths_without_progress_count_and_a_passed_probation_clears() -> None:
+    async with fakes.running(EngineThread(partial(fakes.build, step_seconds=0.05), warm=False)) as client:
+        stream = await client.open("a")
+        await stream.feed(fakes.speech(30, 1))
+        for strikes in (1, 2, 3):
+            stream.detach("the engine died", 0.0)
+            assert stream.strikes == strikes
+        stream.acquit()
+        stream.detach("the engine died", 0.0)
+        assert stream.strikes == 1
+        stream.end(Dead("over"))
+
+
 async def test_when_no_engine_comes_back_the_streams_end_with_a_clear_word() -> None:
     engine = fakes.process(fakes.build)
     async with fakes.running(engine, recovery_timeout_s=0.5) as client:
