@@ -33,9 +33,11 @@ let saved = true;
 
 // State and problems
 
-function showState(state, text) {
+// The countdown changes every second; a screen reader hears only the rest.
+function showState(state, text, countdown = "") {
   $("state").dataset.state = state;
-  if ($("state").textContent !== text) $("state").textContent = text;
+  if ($("state-text").textContent !== text) $("state-text").textContent = text;
+  $("countdown").textContent = countdown;
 }
 
 function showProblem(text) {
@@ -48,16 +50,13 @@ const CONTINUED = { resumed: "Resumed, nothing lost", restarted: "Back, in a new
 function describe({ link, notice, reason }) {
   switch (link.state) {
     case "connecting":
-      return link.sessions ? "Server lost: reconnecting…" : "Connecting…";
+      return link.sessions ? "Server lost, reconnecting…" : "Connecting…";
     case "listening":
       return notice || (link.live ? "Listening" : "Playing the file");
     case "finishing":
       return "Getting the last words…";
-    case "lost": {
-      const seconds = Math.max(0, Math.ceil((link.retryAt - Date.now()) / 1000));
-      const kept = link.sessions && link.live ? ". Still recording" : "";
-      return `${reason}: retrying in ${seconds} s${kept}`;
-    }
+    case "lost":
+      return link.sessions && link.live ? `${reason}, still recording` : reason;
     default:
       return "Ready";
   }
@@ -77,7 +76,8 @@ function refresh() {
 
 function showLink(link) {
   const lost = link.state === "lost" || (link.state === "connecting" && link.sessions);
-  showState(lost ? "lost" : link.state, describe(recording));
+  const seconds = Math.max(0, Math.ceil((link.retryAt - Date.now()) / 1000));
+  showState(lost ? "lost" : link.state, describe(recording), link.state === "lost" ? `: retrying in ${seconds} s` : "");
   $("waiting").textContent = shortSeconds(link.waitingSeconds);
   $("waiting-box").classList.toggle("warning", link.live && link.waitingSeconds > SLOW_SECONDS);
   $("elapsed").textContent = clock(link.edge);
@@ -156,6 +156,8 @@ function end(problem) {
   source.close();
   if (link) offset = link.edge;
   $("level").value = 0;
+  $("waiting").textContent = "–";
+  $("waiting-box").classList.remove("warning");
   showState("idle", "Ready");
   showProblem(problem);
   refresh();
@@ -240,7 +242,7 @@ function clear() {
   transcript.clear();
   tape.clear();
   enableExports(false);
-  $("lag").textContent = $("waiting").textContent = "–";
+  $("lag").textContent = "–";
   $("elapsed").textContent = "0:00";
   refresh();
 }

@@ -23,6 +23,7 @@ export class Captions {
     later.addEventListener("click", () => this.#move(STEP));
     live.addEventListener("click", () => this.toLive());
     addEventListener("scroll", () => this.#scrolled(), { passive: true });
+    addEventListener("resize", () => this.#follow());
   }
 
   toLive() {

@@ -67,6 +67,10 @@ export class Link extends EventTarget {
   stop(problem = "") {
     if (this.over) return;
     this.transcript.abandonOpen({ again: false });
+    if (this.waitingSeconds > 1) {
+      const seconds = Math.round(this.waitingSeconds);
+      this.transcript.note(`The last ${seconds} s of sound were not transcribed`, this.ackedEdge);
+    }
     this.#leave(problem);
   }
 

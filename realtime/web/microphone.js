@@ -22,7 +22,9 @@ export class Microphone {
   async open() {
     if (!navigator.mediaDevices) throw new DOMException("needs https", "SecurityError");
     const device = this.deviceId ? { deviceId: { exact: this.deviceId } } : {};
-    this.stream = await navigator.mediaDevices.getUserMedia({ audio: { channelCount: 1, ...device } });
+    // Speech models learn with noise around; what is left after suppression is stranger to them.
+    const audio = { channelCount: 1, noiseSuppression: false, ...device };
+    this.stream = await navigator.mediaDevices.getUserMedia({ audio });
     this.stream.getAudioTracks()[0].addEventListener("ended", () => this.onEnd());
     this.context = new AudioContext({ latencyHint: "interactive" });
     await this.context.audioWorklet.addModule(new URL("recorder-worklet.js", import.meta.url));

@@ -74,9 +74,9 @@ def write_wav(path: Path, pcm: bytes, rate: int = 48_000) -> Path:
 
 @pytest.fixture(scope="session")
 def speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three stretches of sound that the deterministic engine takes for 8, 14 and 8 words, with pauses between them."""
+    """Three stretches of sound that the deterministic engine takes for 5, 6 and 4 words, with pauses between them."""
     rate = 48_000
-    turns = (silence(0.8, rate) + tone(seconds, rate) for seconds in (3.25, 5.65, 3.25))
+    turns = (silence(0.8, rate) + tone(seconds, rate) for seconds in (2.05, 2.45, 1.65))
     return write_wav(tmp_path_factory.mktemp("sound") / "speech.wav", b"".join(turns) + silence(60, rate), rate)
 
 

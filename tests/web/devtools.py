@@ -53,6 +53,9 @@ class Page:
         self._session: str | None = None
         self._number = 0
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._loaded = asyncio.Event()
+        self._names: dict[str, str] = {}
+        self._finished: asyncio.Queue[str] = asyncio.Queue()
         self._reader = asyncio.create_task(self._read(), name="devtools reader")
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -62,13 +65,13 @@ class Page:
             message["sessionId"] = self._session
         answer = self._answers[self._number] = asyncio.get_running_loop().create_future()
         await self._socket.send(json.dumps(message))
-        return await asyncio.wait_for(answer, 20)
+        return await asyncio.wait_for(answer, 90)
 
     async def attach(self) -> None:
         """Open a tab of its own, with nothing kept from others."""
         context = (await self.call("Target.createBrowserContext", disposeOnDetach=True))["browserContextId"]
-        where = {"behavior": "allow", "downloadPath": str(self.downloads), "browserContextId": context}
-        await self.call("Browser.setDownloadBehavior", **where)
+        where = {"behavior": "allowAndName", "downloadPath": str(self.downloads), "eventsEnabled": True}
+        await self.call("Browser.setDownloadBehavior", browserContextId=context, **where)
         target = await self.call("Target.createTarget", url="about:blank", browserContextId=context)
         attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]
@@ -92,7 +95,13 @@ class Page:
                 self._note(message["method"], message["params"])
 
     def _note(self, method: str, params: dict[str, Any]) -> None:
-        if method == "Network.requestWillBeSent":
+        if method == "Page.loadEventFired":
+            self._loaded.set()
+        elif method == "Browser.downloadWillBegin":
+            self._names[params["guid"]] = params["suggestedFilename"]
+        elif method == "Browser.downloadProgress" and params["state"] == "completed":
+            self._finished.put_nowait(params["guid"])
+        elif method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
         elif method == "Network.webSocketCreated":
             self.requests.append(params["url"])
@@ -104,8 +113,10 @@ class Page:
     # What tests do with it
 
     async def open(self, url: str) -> None:
+        """Load the page; its modules have run by then."""
+        self._loaded.clear()
         await self.call("Page.navigate", url=url)
-        await self.until("document.readyState === 'complete' && document.querySelector('#listen') !== null")
+        await asyncio.wait_for(self._loaded.wait(), 20)
 
     async def evaluate(self, expression: str) -> Any:
         answer = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
@@ -114,15 +125,21 @@ class Page:
         return answer["result"].get("value")
 
     async def until(self, expression: str, seconds: float = 15) -> Any:
-        """Wait until an expression is true; says what it last was, and what the page showed, when it never is."""
-        value = None
-        try:
-            async with asyncio.timeout(seconds):
-                while not (value := await self.evaluate(f"(() => {{ const v = {expression}; return v || null; }})()")):
-                    await asyncio.sleep(0.05)
-        except TimeoutError:
+        """Wait inside the page until an expression is true; says what the page showed when it never is."""
+        value = await self.evaluate(
+            f"""new Promise((resolve) => {{
+              const deadline = performance.now() + {seconds * 1000};
+              const look = () => {{
+                const value = {expression};
+                if (value || performance.now() > deadline) resolve(value || null);
+                else setTimeout(look, 50);
+              }};
+              look();
+            }})"""
+        )
+        if value is None:
             shown = await self.evaluate("document.body.innerText")
-            raise PageError(f"never true: {expression}\nerrors: {self.errors}\npage:\n{shown}") from None
+            raise PageError(f"never true: {expression}\nerrors: {self.errors}\npage:\n{shown}")
         return value
 
     async def click(self, selector: str) -> None:
@@ -166,16 +183,13 @@ class Page:
 
     async def screenshot(self, path: Path) -> None:
         answer = await self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(answer["data"]))
+        await asyncio.to_thread(path.write_bytes, base64.b64decode(answer["data"]))
 
     async def downloaded(self, suffix: str) -> str:
-        """The text of the next finished download with this ending."""
-        async with asyncio.timeout(10):
-            while not (found := sorted(self.downloads.glob(f"*.{suffix}"))):
-                await asyncio.sleep(0.05)
-        text = found[0].read_text(encoding="utf-8")
-        found[0].unlink()
-        return text
+        """The text of the next finished download, whose name must have this ending."""
+        number = await asyncio.wait_for(self._finished.get(), 10)
+        assert self._names[number].endswith(f".{suffix}")
+        return await asyncio.to_thread((self.downloads / number).read_text, encoding="utf-8")
 
 
 @contextmanager

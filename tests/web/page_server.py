@@ -1,6 +1,6 @@
-"""The real gateway with the page, over the deterministic engine, as a process of its own: tests can kill it.
+"""The real gateway with the page as a process of its own, which tests can kill.
 
-    python -m tests.web.page_server PORT [--key KEY] [--slots N]
+python -m tests.web.page_server PORT [--key KEY] [--slots N] [--real]
 """
 
 from __future__ import annotations
@@ -12,17 +12,27 @@ from pathlib import Path
 from starlette.staticfiles import StaticFiles
 
 import realtime
-from realtime.app import build_server
+from realtime.app import listening, running_server
 from realtime.config import AuthConfig, Config, ServerConfig
 from tests.realtime.gateway_doubles import FakeEngine
 
 PAGE = Path(realtime.__file__).parent / "web"
 SENTENCES = (
-    "The tide went out before anyone had noticed.",
-    "We walked along the wet sand, and counted the boats that were left behind.",
-    "One of them still had its lamp lit.",
-    "Nobody could say who had been aboard.",
+    "The tide went out early.",
+    "We counted the boats left behind.",
+    "One lamp was lit.",
+    "Nobody had been aboard.",
 )
+
+
+async def serve(port: int, key: str | None, slots: int, *, real: bool) -> None:
+    """Serve until the process is killed."""
+    auth = AuthConfig(keys=(key,) if key else ())
+    config = Config(server=ServerConfig(port=port), auth=auth)
+    engine = FakeEngine(slots=slots, words=" ".join(SENTENCES).split())
+    async with running_server(config) if real else listening(engine, config) as running:
+        running.server.config.app.mount("/", StaticFiles(directory=PAGE, html=True))  # type: ignore[union-attr]
+        await running.wait()
 
 
 def main() -> None:
@@ -30,12 +40,9 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("--key")
     parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--real", action="store_true", help="with the embedded model")
     given = parser.parse_args()
-    engine = FakeEngine(slots=given.slots, words=" ".join(SENTENCES).split())
-    auth = AuthConfig(keys=(given.key,) if given.key else ())
-    server = build_server(engine, Config(server=ServerConfig(port=given.port), auth=auth))
-    server.config.app.mount("/", StaticFiles(directory=PAGE, html=True))  # type: ignore[union-attr]
-    asyncio.run(server.serve())
+    asyncio.run(serve(given.port, given.key, given.slots, real=given.real))
 
 
 if __name__ == "__main__":

@@ -19,12 +19,14 @@ LOW_CONTRAST = """(() => {
     return canvas.getImageData(0, 0, 1, 1).data;
   };
   const luminance = (colour) => {
-    const [r, g, b] = [...rgba(colour)].map((v) => (v / 255 <= 0.04045 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4));
+    const linear = (part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = [...rgba(colour)].map((value) => linear(value / 255));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const background = (element) => {
     const { backgroundColor } = getComputedStyle(element);
-    return rgba(backgroundColor)[3] > 250 || !element.parentElement ? backgroundColor : background(element.parentElement);
+    if (rgba(backgroundColor)[3] > 250 || !element.parentElement) return backgroundColor;
+    return background(element.parentElement);
   };
   const low = [];
   for (const element of document.body.querySelectorAll("*")) {

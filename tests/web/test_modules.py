@@ -31,7 +31,9 @@ async def run(page: Page, server: PageServer, body: str) -> Any:
 
 
 async def test_captions_are_cut_as_the_server_cuts_them(page: Page, server: PageServer) -> None:
-    spoken = "A short one. Then comes a sentence that is so long that nobody could ever read it in one go on a screen, <so> it is cut"
+    spoken = (
+        "A short one. Then comes a sentence that nobody could ever read in one go on a screen, <so> it is cut somewhere"
+    )
     words = [{"word": word, "start": 0.5 * n, "end": 0.5 * n + 0.4} for n, word in enumerate(spoken.split())]
     timed = [TimedWord(word["word"], round(word["start"] * 16_000), round(word["end"] * 16_000)) for word in words]
     lines = captions(timed, 16_000)
@@ -96,7 +98,8 @@ async def test_decimator_keeps_speech_drops_the_rest_however_cut(page: Page, ser
         page,
         server,
         f"""const rate = {rate};
-        const sine = (hertz) => Float32Array.from({{ length: rate }}, (_, n) => Math.sin(2 * Math.PI * hertz * n / rate));
+        const wave = (hertz) => (_, n) => Math.sin(2 * Math.PI * hertz * n / rate);
+        const sine = (hertz) => Float32Array.from({{ length: rate }}, wave(hertz));
         const level = (hertz) => {{
           const out = new all.Decimator(rate).push(sine(hertz)).slice(200);
           return Math.sqrt(2 * out.reduce((sum, x) => sum + x * x, 0) / out.length);

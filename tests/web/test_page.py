@@ -71,8 +71,8 @@ async def test_word_times_under_the_pointer_and_by_arrow_keys(page: Page, server
     await listen(page, server)
     await page.until(f"{DONE}.length === 1")
     await stop(page)
-    middle = "(() => { const r = document.querySelectorAll('.word')[1].getBoundingClientRect(); return [r.x + 9, r.y + 9]; })()"
-    await page.point(*await page.evaluate(middle))
+    x, y = await page.evaluate("(({ x, y }) => [x, y])(document.querySelectorAll('.word')[1].getBoundingClientRect())")
+    await page.point(x + 9, y + 9)
     tip = "!document.querySelector('#tip').hidden && document.querySelector('#tip').textContent"
     shown = await page.until(tip)
     start, end = (float(part.split(":")[1]) for part in shown.split(" – "))
@@ -159,7 +159,7 @@ async def kill_and_recover(page: Page, server: PageServer) -> None:
     await page.until(f"{DONE}.length === 1")
     await page.until(f"{TURNS}[1]?.querySelector('.text').textContent.length > 10")
     server.kill()
-    await page.until(f"/Server lost: retrying in \\d+ s/.test({STATE})")
+    await page.until(f"/Server lost, still recording: retrying in \\d+ s/.test({STATE})")
     assert await texts(page) == [SENTENCES[0]]
     server.start()
     await page.until(f"{STATE} === 'Back, in a new session'", 30)
@@ -168,9 +168,9 @@ async def kill_and_recover(page: Page, server: PageServer) -> None:
     await stop(page)
     said = await texts(page)
     assert said[0] == SENTENCES[0]
-    assert len(" ".join(said[1:]).split()) == 22
+    assert len(" ".join(said[1:]).split()) == 10
     starts = await page.evaluate(f"{DONE}.map((li) => parseFloat(li.querySelector('time').dateTime.slice(2)))")
-    assert 4.0 < starts[1] < 5.2 and starts == sorted(starts)
+    assert 2.8 < starts[1] < 4.0 and starts == sorted(starts)
 
 
 async def test_file_is_read_as_fast_as_the_server_takes_it(page: Page, server: PageServer, tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""Pictures of the page for the README, from the embedded model and the sample recording.
+
+python -m tests.web.screenshots docs/img
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+from engine.weights import pull
+from tests.web.conftest import page_server
+from tests.web.devtools import Page, find_browser, open_page, running_browser
+
+SECONDS_OF_SPEECH = 24
+PHONE = (360, 740)
+
+
+async def take(page: Page, folder: Path, url: str) -> None:
+    """One recording, shown in every way."""
+    await page.size(1200, 800)
+    await page.media(prefers_color_scheme="light")
+    await page.open(url)
+    await page.screenshot(folder / "page-empty.png")
+    await page.click("#listen")
+    await page.until("document.querySelectorAll('#turns li').length >= 2", 60)
+    await asyncio.sleep(SECONDS_OF_SPEECH)
+    await page.until(
+        "document.querySelector('#turns li:last-child[data-state=open] .text')?.textContent.length > 30", 60
+    )
+    await page.screenshot(folder / "page-light.png")
+    await page.media(prefers_color_scheme="dark")
+    await asyncio.sleep(0.6)
+    await page.screenshot(folder / "page-dark.png")
+    await page.size(*PHONE, scale=2, mobile=True)
+    await page.media(prefers_color_scheme="light")
+    await asyncio.sleep(0.6)
+    await page.screenshot(folder / "page-phone.png")
+
+
+async def visit(address: str, folder: Path, url: str) -> None:
+    with tempfile.TemporaryDirectory() as downloads:
+        async with open_page(address, Path(downloads)) as page:
+            await take(page, folder, url)
+
+
+def main(folder: Path) -> None:
+    browser = find_browser()
+    if browser is None:
+        raise SystemExit("install the Debian package 'chromium' first")
+    folder.mkdir(parents=True, exist_ok=True)
+    with page_server("--real") as server, running_browser(browser, pull("sample-two-cities")) as address:
+        asyncio.run(visit(address, folder, server.url))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,29 @@
+"""The page with the embedded model: a person reads, the words appear."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.weights import cache_folder, pull
+from tests.web.conftest import page_server
+from tests.web.devtools import open_page, running_browser
+from tests.web.test_page import DONE, STATE, stop, texts
+
+NEEDED = ("moonshine-tiny", "sample-two-cities")
+
+
+async def test_read_aloud_and_read_back(chromium: str, tmp_path: Path) -> None:
+    missing = [name for name in NEEDED if not (cache_folder() / name).exists()]
+    if missing:
+        pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
+    with page_server("--real") as server, running_browser(chromium, pull("sample-two-cities")) as address:
+        async with open_page(address, tmp_path) as page:
+            await page.open(server.url)
+            await page.click("#listen")
+            await page.until(f"{STATE} === 'Listening'", 30)
+            await page.until(f"{DONE}.length >= 1", 60)
+            await stop(page)
+            assert "best of times" in " ".join(await texts(page))
+            assert page.errors == []
