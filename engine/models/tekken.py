@@ -15,6 +15,8 @@ def read_tekken(path: Path, size: int) -> Vocabulary:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["vocab"]
         pieces = [b""] * FIRST_TEXT_TOKEN + [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; a checkpoint needs its vocabulary") from None
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a tekken vocabulary: {type(error).__name__}: {error}") from None
     if len(pieces) < size:

@@ -66,7 +66,13 @@ class VoxtralConfig:
         """From a checkpoint's config.json. Anything this implementation does not do is refused by name."""
         if config.get("model_type") != ARCHITECTURE:
             raise ValueError(f"model_type is {config.get('model_type')!r}; this loader takes {ARCHITECTURE!r}")
-        audio, text = config["audio_config"], config["text_config"]
+        try:
+            return cls._from_fields(config, config["audio_config"], config["text_config"])
+        except KeyError as error:
+            raise ValueError(f"the model's config lacks {error}") from None
+
+    @classmethod
+    def _from_fields(cls, config: dict[str, Any], audio: dict[str, Any], text: dict[str, Any]) -> VoxtralConfig:
         wanted = {
             "audio_config.hidden_act": (audio.get("hidden_act", "silu"), "silu"),
             "audio_config.activation_function": (audio.get("activation_function", "gelu"), "gelu"),

@@ -26,6 +26,11 @@ def test_not_a_vocabulary(tmp_path: Path, text: str) -> None:
         read_tekken(path, 1001)
 
 
+def test_no_vocabulary(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_tekken(tmp_path / "tekken.json", 1001)
+
+
 def test_vocabulary_of_another_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has 1001 tokens, the model has 1003"):
         read_tekken(write(tmp_path / "tekken.json", [b"a"]), 1003)

@@ -32,6 +32,14 @@ def test_another_architecture_is_refused() -> None:
         VoxtralConfig.from_dict({"model_type": "whisper"})
 
 
+@pytest.mark.parametrize(("part", "field"), [(None, "text_config"), ("audio_config", "num_mel_bins")])
+def test_a_config_that_lacks_a_field_is_refused_by_name(part: str | None, field: str) -> None:
+    config = small_reference().to_dict()
+    del (config[part] if part else config)[field]
+    with pytest.raises(ValueError, match=f"lacks '{field}'"):
+        VoxtralConfig.from_dict(config)
+
+
 @pytest.mark.parametrize(
     ("part", "field", "value"),
     [

@@ -1,0 +1,54 @@
+"""The traffic and the arithmetic of the GPU benchmark, without a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.gpu_streams import POSITION_NS, Point, Traffic, _summary, bisect
+
+
+def point(streams: int, lag_p99: float = 20.0, late: int = 0) -> Point:
+    return Point(streams, 60.0, 100, 10.0, 10.0, lag_p99, 90.0, 8.0, 9.0, 7.0, 0.1, 0.5, late)
+
+
+def test_every_stream_sends_every_frame_once_and_in_order() -> None:
+    traffic = Traffic(7, first_position=100, seed=1)
+    seen: dict[str, list[int]] = {name: [] for name in traffic.names}
+    for tick in range(0, 20 * POSITION_NS, POSITION_NS // 3):
+        for feed in traffic.due(tick):
+            seen[feed.stream].append(feed.items[0].offset)
+            assert traffic.arrival(traffic.names.index(feed.stream), feed.items[0].offset) <= tick
+        assert traffic.next_arrival() > tick
+    for offsets in seen.values():
+        assert offsets == list(range(100, 100 + len(offsets)))
+        assert len(offsets) > 15
+
+
+def test_streams_join_one_after_the_other_and_carry_distinct_audio() -> None:
+    traffic = Traffic(200, first_position=0, seed=2)
+    first = {feed.stream for feed in traffic.due(2 * POSITION_NS)}
+    assert 0 < len(first) < 50
+    feeds = traffic.due(traffic.joined_ns + POSITION_NS)
+    assert {feed.stream for feed in feeds} == set(traffic.names)
+    assert len({feed.items[0].key for feed in feeds}) == len(feeds)
+    assert len({feed.items[0].payload.tobytes() for feed in feeds}) == len(feeds)
+
+
+def test_a_point_holds_by_its_lag_and_its_backlog() -> None:
+    assert point(1, lag_p99=80.0).holds
+    assert not point(1, lag_p99=80.1).holds
+    assert not point(1, late=1).holds
+
+
+def test_the_summary_splits_host_and_device() -> None:
+    steps = [(10.0, 8.0, 0.5, 4)] * 50
+    result = _summary(3, 1.0, [5_000_000] * 100, steps, late=0)
+    assert result.lag_p50 == result.lag_max == 5.0
+    assert abs(result.host_share - 0.2) < 1e-9
+
+
+def test_the_search_closes_in_on_the_largest_that_holds() -> None:
+    bench: Any = SimpleNamespace(measure=lambda streams, seconds: point(streams, 20.0 if streams <= 333 else 99.0))
+    holding = [result.streams for result in bisect(bench, 100, 1000, 1.0) if result.holds]
+    assert 320 <= max(holding) <= 333
