@@ -45,7 +45,9 @@ class Captions:
         self._last: ShownWord | None = None
         self._now = 0.0
         self._note = ""
-        self._live = Live(console=console, refresh_per_second=REFRESH_PER_SECOND, get_renderable=self._render)
+        self._live = Live(
+            console=console, refresh_per_second=REFRESH_PER_SECOND, get_renderable=self._render, transient=True
+        )
 
     def __enter__(self) -> Captions:
         if self._console.is_terminal:
@@ -90,6 +92,9 @@ class Captions:
         self._line, self._words = "", []
         if not line:
             return
+        if self._live.is_started:
+            # What is about to scroll by must not be seen twice.
+            self._live.refresh()
         at = words[0].start if words else self._now
         shown = Text.assemble((f"{clock(at)}  ", "dim"), line)
         self._print(shown)

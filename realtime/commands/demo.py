@@ -37,10 +37,12 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from realtime.commands.pull import SAMPLE, fetch, model_name
+    from realtime.commands.serve import check_port
     from realtime.commands.terminal import read_config
 
     flags = {"model.name": options.model, "model.device": options.device, "server.port": options.port}
     config = read_config(None, flags)
+    check_port(config.server.host, config.server.port)
     fetch(model_name(options.model))
     recording = options.file or fetch(SAMPLE)
     try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
+import socket
 from typing import Any
 
 from realtime.commands.pull import fetch, model_name
-from realtime.commands.terminal import is_debugging, note, out, read_config
+from realtime.commands.terminal import CommandFailed, is_debugging, note, out, read_config
 from realtime.config import Config, known_keys
 
 EPILOG = """\
@@ -73,6 +75,7 @@ def config_of(options: argparse.Namespace) -> Config:
 
 def run(options: argparse.Namespace) -> int:
     config = config_of(options)
+    check_port(config.server.host, config.server.port)
     if not config.model.engines:
         fetch(model_name(config.model.name))
     import asyncio
@@ -87,6 +90,18 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         note("stopped")
     return 0
+
+
+def check_port(host: str, port: int) -> None:
+    """Better now than after a model has been loaded."""
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise CommandFailed(
+            f"cannot listen on {host} port {port}: {reason}; choose another --host or --port"
+        ) from error
 
 
 def set_up_logging() -> None:

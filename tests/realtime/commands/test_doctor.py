@@ -1,0 +1,79 @@
+"""`tickertape doctor`: what is missing fails, what is there is shown, and streams are counted from a measured load."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.errors import EngineError
+from realtime import cli
+from realtime.commands import doctor, local_engine, quick_measure
+from realtime.commands.quick_measure import Measured
+from tests.realtime.commands.conftest import sound, write_wav
+from tests.realtime.gateway_doubles import FakeEngine
+
+
+def test_missing_weights_say_what_to_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--model", "whisper-tiny.en"]) == 1
+    shown = capsys.readouterr().out
+    assert "whisper-tiny.en is not here; run `tickertape pull whisper-tiny.en`" in shown
+    assert "torch 2" in shown and "cores for this process" in shown
+
+
+def test_model_too_large_for_the_memory_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(2_000_000))
+    monkeypatch.setattr(doctor, "available_memory", lambda: 700 * 2**20)
+    assert cli.main(["doctor", "--model", str(tmp_path), "--no-measure"]) == 0
+    monkeypatch.setattr(doctor, "available_memory", lambda: 500 * 2**20)
+    assert cli.main(["doctor", "--model", str(tmp_path), "--no-measure"]) == 1
+    assert "choose a smaller model" in capsys.readouterr().out
+
+
+def test_without_a_recording_streams_are_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    assert cli.main(["doctor", "--model", str(tmp_path)]) == 1
+    assert "not measured: there is no recording to play" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("load", "expected"), [(0.2, 8), (0.8, 2), (1.0, 1), (0.0, 1600)])
+def test_streams_follow_from_the_load(load: float, expected: int) -> None:
+    assert Measured(streams=2, load=load, text="").expected == expected
+
+
+@pytest.fixture
+def measurable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A model and a recording to play to it, for a short while."""
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    sample = tmp_path / "cache" / "sample-two-cities"
+    sample.mkdir(parents=True)
+    write_wav(sample / "two_cities.wav", sound(4.0))
+    monkeypatch.setattr(quick_measure, "WARM_UP_S", 1.0)
+    monkeypatch.setattr(quick_measure, "MEASURED_S", 1.0)
+    return ["doctor", "--model", str(tmp_path)]
+
+
+def test_engine_that_cannot_start_is_reported(
+    measurable: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @asynccontextmanager
+    async def broken(model: str, device: str, max_streams: int = 4) -> AsyncIterator[FakeEngine]:
+        raise EngineError("the weights\nare damaged")
+        yield
+
+    monkeypatch.setattr(local_engine, "local_engine", broken)
+    assert cli.main(measurable) == 1
+    assert "!!   engine     the weights are damaged" in capsys.readouterr().out
+
+
+def test_speech_is_played_and_streams_are_counted(
+    measurable: list[str], engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(measurable) == 0
+    shown = capsys.readouterr().out
+    assert "heard: 'w1 w2" in shown and "about 16 at once (10% of the engine's time for 2 streams" in shown
+    assert len(engine.opened) == 2 and not engine.active
