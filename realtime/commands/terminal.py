@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Protocol
 
 from realtime.config import Config, load_config
 
@@ -24,12 +23,6 @@ class CommandFailed(Exception):
 
 class UsageError(Exception):
     """The command line asks for something that cannot be; exit code 2."""
-
-
-class Options(Protocol):
-    """What argparse made of the command line."""
-
-    def __getattr__(self, name: str) -> object: ...
 
 
 def out(text: str) -> None:
