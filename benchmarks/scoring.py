@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import pairwise
 from operator import add
 
 import numpy as np
@@ -253,20 +254,19 @@ def utterances(
     return found
 
 
-def times_to_final(
-    spoken: Sequence[tuple[float, float]], shown: Sequence[ShownWord], slack_seconds: float = 0.25
-) -> list[float]:
+def times_to_final(spoken: Sequence[tuple[float, float]], shown: Sequence[ShownWord]) -> list[float]:
     """Seconds from the end of each utterance to its last text. Text is never revised, so its last text is final.
 
-    A word belongs to the last utterance that began before the word's middle; detectors notice a beginning late, which
-    the slack allows for. Utterances without text do not count here (they are deletions).
+    A word belongs to the utterance its middle is nearest to. Utterances without text do not count here: they are
+    deletions.
     """
-    starts = [start - slack_seconds for start, _ in spoken]
+    if not spoken:
+        return []
+    borders = [(before[1] + after[0]) / 2 for before, after in pairwise(spoken)]
     last_shown: dict[int, float] = {}
     for word in shown:
-        index = bisect_right(starts, (word.start + word.end) / 2) - 1
-        if index >= 0:
-            last_shown[index] = max(word.shown_at, last_shown.get(index, 0.0))
+        index = bisect_right(borders, (word.start + word.end) / 2)
+        last_shown[index] = max(word.shown_at, last_shown.get(index, 0.0))
     return [moment - spoken[index][1] for index, moment in sorted(last_shown.items())]
 
 

@@ -175,9 +175,15 @@ def test_time_to_final_is_from_the_end_of_speech_to_the_last_text() -> None:
     assert times_to_final(spoken, shown) == pytest.approx([0.4, 0.6])
 
 
-def test_a_word_before_all_speech_counts_for_no_utterance() -> None:
-    assert times_to_final([(5.0, 6.0)], [ShownWord("a", 0.0, 0.4, 1.0)]) == []
+def test_a_word_timed_inside_a_pause_goes_to_the_nearer_utterance() -> None:
+    spoken = [(1.0, 2.0), (4.0, 5.0)]
+    late, early = ShownWord("a", 2.4, 2.8, 2.9), ShownWord("b", 3.1, 3.3, 5.5)
+    assert times_to_final(spoken, [late, early]) == pytest.approx([0.9, 0.5])
+
+
+def test_without_speech_or_text_there_is_no_time_to_final() -> None:
     assert times_to_final([], [ShownWord("a", 0.0, 0.4, 1.0)]) == []
+    assert times_to_final([(5.0, 6.0)], []) == []
 
 
 def test_percentiles() -> None:
