@@ -224,7 +224,7 @@ def _take_layer(tensors: dict[str, Tensor], prefix: str, norms: tuple[str, str],
 class ConvStem:
     """mel frames -> encoder input rows, two convolutions written as matrix products over shifted frames."""
 
-    def __init__(self, tensors: dict[str, Tensor], config: VoxtralConfig) -> None:
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
         prefix = "model.audio_tower.embedder."
         # [out, in, kernel] -> [out, kernel * in]: the frames of a kernel lie side by side in memory
         self._first = tensors.pop(prefix + "conv1.weight").transpose(1, 2).flatten(1).contiguous()
@@ -261,7 +261,7 @@ class VoxtralRealtime:
         embedding = tensors.pop("model.language_model.embed_tokens.weight")
         self.device, self.dtype = embedding.device, embedding.dtype
         self.mel = MelFrontEnd(config.mel_bins, self.device)
-        self.stem = ConvStem(tensors, config)
+        self.stem = ConvStem(tensors)
         self._audio_layers = [
             _take_layer(tensors, f"model.audio_tower.layers.{i}.", ("self_attn_layer_norm", "final_layer_norm"), True)
             for i in range(config.audio.layers)

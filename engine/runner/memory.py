@@ -61,9 +61,8 @@ def voxtral_spec(config: VoxtralConfig, layouts: tuple[StackLayout, StackLayout]
 
 
 def stream_bytes(spec: ModelSpec) -> int:
-    """Keys and values of one stream whose windows are full, and its share of the encoder cache."""
-    pages = sum(group.ring_pages * group.page_positions * group.bytes_per_position for group in spec.kv_groups)
-    return pages
+    """Keys and values of one stream whose rings are full."""
+    return sum(group.ring_pages * group.page_positions * group.bytes_per_position for group in spec.kv_groups)
 
 
 def plan_memory(

@@ -27,6 +27,9 @@ from tests.engine.runner.voxtral_driver import (
     speech_like,
 )
 
+# The reference reads 8,000 encoder rows at once, which takes a slow machine a while.
+pytestmark = pytest.mark.timeout(400)
+
 POSITIONS = 2000
 PREFIX = 32
 BOS, PAD = 1, 32
