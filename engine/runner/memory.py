@@ -104,9 +104,12 @@ def plan_memory(
 
 
 def _opening_bytes(spec: ModelSpec) -> int:
-    encoder, decoder = spec.kv_groups
-    positions = spec.prefix_positions
-    return positions * (encoder.bytes_per_position + (MAX_DELAY_POSITIONS + 1) * decoder.bytes_per_position)
+    """Pages that no stream owns: one opening of the encoder, one of the decoder per delay, one of each for padding."""
+    total = 0
+    for group, openings in zip(spec.kv_groups, (1, MAX_DELAY_POSITIONS), strict=True):
+        pages = 1 + openings * -(-spec.prefix_positions // group.page_positions)
+        total += pages * group.page_positions * group.bytes_per_position
+    return total
 
 
 def _activation_bytes(config: VoxtralConfig, dtype: torch.dtype, spec: ModelSpec) -> int:
