@@ -1,0 +1,40 @@
+"""`examples/browser.html`, opened from disk in a real browser with a microphone that plays a recording."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.web.conftest import PageServer, page_server
+from tests.web.devtools import Page
+from tests.web.page_server import SENTENCES
+
+EXAMPLE = (Path(__file__).parents[2] / "examples" / "browser.html").as_uri()
+STATE = "document.querySelector('#state').textContent"
+CAPTIONS = "document.querySelector('#captions').innerText"
+
+
+async def open_example(page: Page, server: PageServer, key: str = "") -> None:
+    await page.open(EXAMPLE)
+    address = server.url.replace("http", "ws", 1) + "v1/realtime"
+    await page.evaluate(f"document.querySelector('#server').value = {address!r}")
+    await page.evaluate(f"document.querySelector('#key').value = {key!r}")
+
+
+async def test_wrong_key_is_no_connection(page: Page) -> None:
+    with page_server("--key", "a-long-secret") as server:
+        await open_example(page, server, "another-secret")
+        await page.click("#start")
+        await page.until("document.querySelector('#start').textContent === 'Start' && " + STATE)
+        await open_example(page, server, "a-long-secret")
+        await page.click("#start")
+        await page.until(f"{STATE} === 'listening'")
+
+
+async def test_captions_appear_while_the_microphone_plays(page: Page, server: PageServer) -> None:
+    await open_example(page, server)
+    await page.click("#start")
+    await page.until("document.querySelector('#captions span')?.textContent")
+    await page.until(f"{CAPTIONS}.includes({SENTENCES[1]!r})")
+    assert (await page.evaluate(CAPTIONS)).startswith("\n".join(SENTENCES[:2]))
+    await page.click("#start")
+    await page.until(f"{STATE} === 'stopped'")
