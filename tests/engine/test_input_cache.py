@@ -56,7 +56,7 @@ def test_a_negative_capacity_is_refused() -> None:
 
 
 @given(st.lists(messages, max_size=20))
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_without_faults_both_sides_hold_the_same_and_nothing_is_repaired(sequence: list[list[int]]) -> None:
     pair = Pair()
     for indices in sequence:
@@ -70,7 +70,7 @@ def test_without_faults_both_sides_hold_the_same_and_nothing_is_repaired(sequenc
 
 
 @given(st.lists(st.one_of(messages, faults), max_size=30))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_after_any_fault_every_item_still_arrives(sequence: list[list[int] | str]) -> None:
     pair = Pair()
     for event in sequence:
@@ -94,6 +94,7 @@ def test_after_any_fault_every_item_still_arrives(sequence: list[list[int] | str
 
 
 @given(st.lists(st.tuples(messages, st.booleans()), max_size=20))
+@settings(deadline=None)
 def test_messages_on_the_way_when_a_hash_is_missed_are_answered_too(
     sequence: list[tuple[list[int], bool]],
 ) -> None:

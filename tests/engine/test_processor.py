@@ -111,7 +111,7 @@ def test_a_declared_gap_asks_nothing() -> None:
 
 
 @given(st.lists(st.integers(1, 400), max_size=12), st.integers(0, 3))
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 def test_items_cover_the_audio_exactly_and_padding_is_not_audio(sizes: list[int], pads: int) -> None:
     cutter = make_cutter(SPEC)
     items = []

@@ -72,7 +72,7 @@ def test_positions_become_samples_and_padding_is_no_audio(position: int, sample:
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=30))
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 def test_forced_tokens_always_belong_to_the_audio_that_is_kept(steps: list[tuple[int, int]]) -> None:
     """Each step: so many items are fed, then so many tokens heard of, if there are as many positions."""
     memory, kept = TokenMemory(SPEC, keep_positions=8), KeptAudio(SPEC)
@@ -108,7 +108,7 @@ def test_a_word_that_a_replayed_flush_completes_again_is_dropped() -> None:
     st.integers(0, 12),
     st.lists(st.integers(1, 4), max_size=8),
 )
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_a_faithful_repetition_is_dropped_however_it_is_cut(words: list[str], known: int, cuts: list[int]) -> None:
     known = min(known, len(words))
     memory = WindowMemory(fakes.WINDOWED)

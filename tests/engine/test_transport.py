@@ -110,7 +110,7 @@ class Side:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=60))
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_any_loss_is_noticed_and_made_good_in_order(events: list[tuple[bool, bool, bool]]) -> None:
     """Each event: does the sender speak, is that lost, does the receiver report back (which may be lost as well)."""
     sender, receiver = Side(), Side()
