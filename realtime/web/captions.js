@@ -74,12 +74,12 @@ export class Captions {
 
   #removed(turn) {
     const item = this.items.get(turn);
+    // Only the newest few are ever removed, and those lie in the window or behind it.
     if (item) {
       item.remove();
       this.items.delete(turn);
+      this.last -= 1;
     }
-    // Only the newest few are ever removed, and those lie in the window or behind it.
-    if (item) this.last -= 1;
     this.#controls();
   }
 

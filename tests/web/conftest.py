@@ -50,7 +50,8 @@ class PageServer:
             self._process.wait()
 
     def capacity(self) -> dict[str, Any]:
-        return httpx.get(self.url + "capacity", trust_env=False).json()
+        shown: dict[str, Any] = httpx.get(self.url + "capacity", trust_env=False).json()
+        return shown
 
 
 @contextmanager

@@ -25,6 +25,7 @@ async def take(page: Page, folder: Path, url: str) -> None:
     await page.open(url)
     await page.screenshot(folder / "page-empty.png")
     await page.click("#listen")
+    await page.point(1, 1)
     await page.until("document.querySelectorAll('#turns li').length >= 2", 60)
     await asyncio.sleep(SECONDS_OF_SPEECH)
     await page.until(

@@ -35,7 +35,7 @@ async def test_captions_are_cut_as_the_server_cuts_them(page: Page, server: Page
         "A short one. Then comes a sentence that nobody could ever read in one go on a screen, <so> it is cut somewhere"
     )
     words = [{"word": word, "start": 0.5 * n, "end": 0.5 * n + 0.4} for n, word in enumerate(spoken.split())]
-    timed = [TimedWord(word["word"], round(word["start"] * 16_000), round(word["end"] * 16_000)) for word in words]
+    timed = [TimedWord(word, 8_000 * n, 8_000 * n + 6_400) for n, word in enumerate(spoken.split())]
     lines = captions(timed, 16_000)
     files = await run(
         page,

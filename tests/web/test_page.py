@@ -17,7 +17,8 @@ PROBLEM = "document.querySelector('#problem:not([hidden]) p')?.textContent"
 
 
 async def texts(page: Page) -> list[str]:
-    return await page.evaluate(f"{DONE}.map((li) => li.querySelector('.text').textContent)")
+    shown: list[str] = await page.evaluate(f"{DONE}.map((li) => li.querySelector('.text').textContent)")
+    return shown
 
 
 async def listen(page: Page, server: PageServer) -> None:
@@ -186,9 +187,33 @@ async def test_file_is_read_as_fast_as_the_server_takes_it(page: Page, server: P
     assert await page.evaluate("document.querySelector('#elapsed').textContent") == "0:25"
 
 
-async def test_file_that_is_no_sound_is_said(page: Page, server: PageServer, tmp_path: Path) -> None:
-    (tmp_path / "notes.mp3").write_text("this is not music")
+async def test_dropped_file_that_is_no_sound_is_said(page: Page, server: PageServer) -> None:
     await page.open(server.url)
-    await page.choose_file("#file", tmp_path / "notes.mp3")
+    await page.evaluate(
+        """(() => {
+          const dataTransfer = new DataTransfer();
+          dataTransfer.items.add(new File(["this is not music"], "notes.mp3"));
+          document.body.dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true }));
+        })()"""
+    )
     assert "could not be read as sound" in await page.until(PROBLEM)
     assert await page.evaluate(STATE) == "Ready"
+
+
+async def test_chosen_microphone_is_used_and_remembered(page: Page, server: PageServer) -> None:
+    await page.open(server.url)
+    chosen = await page.until("document.querySelector('#device').options[2]?.value")
+    await page.evaluate(
+        f"""(() => {{
+          document.querySelector("#device").value = {chosen!r};
+          document.querySelector("#device").dispatchEvent(new Event("change"));
+          const ask = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
+          navigator.mediaDevices.getUserMedia = (wanted) => ask((window.wanted = wanted));
+        }})()"""
+    )
+    await page.click("#listen")
+    await page.until(f"{STATE} === 'Listening'")
+    assert await page.evaluate("window.wanted.audio.deviceId.exact") == chosen
+    await stop(page)
+    await page.open(server.url)
+    await page.until(f"document.querySelector('#device').value === {chosen!r}")
