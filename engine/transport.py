@@ -21,8 +21,9 @@ from zmq.utils.monitor import recv_monitor_message
 from engine.codec import Frames
 
 # How often a side that has nothing to say says that it is alive, and how long the other believes it without a sign.
+# A death is noticed at once by the broken connection; silence is for machines that vanish, and may be a long step.
 BEAT_SECONDS = 1.0
-SILENCE_SECONDS = 15.0
+SILENCE_SECONDS = 30.0
 # Bytes that may be under way in one direction without being acknowledged.
 WINDOW_BYTES = 16 * 1024 * 1024
 
