@@ -17,6 +17,7 @@ POSITIONS_PER_SECOND = 12.5
 # Marks that belong to the word before them and may follow it later.
 _MARKS = frozenset(b".,?!;:")
 _SENTENCE_ENDS = frozenset(b".?!")
+_MUSIC = "\u266a".encode()
 # A word is heard within this much of the place where attention to it peaks.
 _REACH = 0.35 * POSITIONS_PER_SECOND
 # Longest phrase looked for by the loop check, and how often it may be said in a row.
@@ -35,6 +36,9 @@ class Policy:
     cut_beyond: float = 9.0 * POSITIONS_PER_SECOND
     # Speech never has more tokens than this; a hypothesis that does is a loop.
     tokens_per_second: float = 6.5
+    # Mean log-probability below which a whole utterance is taken for noise. Measured: 25 short utterances, most of
+    # non-native speakers, have -0.67 at worst; of 36 noises, those that make whole words up are mostly below -0.9.
+    doubt: float = -0.9
 
 
 @dataclass(slots=True)
@@ -112,6 +116,13 @@ def loop_start(tokens: list[int]) -> int | None:
         if repeats >= _LOOP_REPEATS:
             return at + 2 * length
     return None
+
+
+def is_noise(text: bytes, log_probabilities: list[float], policy: Policy) -> bool:
+    """Whether an utterance is better left unsaid: the model notates music, or does not believe its own words."""
+    if not log_probabilities:
+        return False
+    return _MUSIC in text or sum(log_probabilities) / len(log_probabilities) < policy.doubt
 
 
 def best_cut(committed: list[Heard], upcoming: float, base: float, pieces: list[bytes]) -> tuple[int, float] | None:

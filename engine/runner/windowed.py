@@ -17,7 +17,7 @@ from engine.core.text import Vocabulary
 from engine.messages import Open
 from engine.models.seq2seq import Encoded, SpeechModel
 from engine.runner.greedy import GreedyDecoder, Row
-from engine.runner.stability import Heard, Policy, best_cut, committable, loop_start, rising, spans
+from engine.runner.stability import Heard, Policy, best_cut, committable, is_noise, loop_start, rising, spans
 from engine.spec import ModelSpec
 
 SAMPLE_RATE = 16_000
@@ -44,10 +44,13 @@ class _Slot:
 
     committed: list[Heard] = field(default_factory=list)
     hypothesis: list[int] = field(default_factory=list)
+    # Something of this utterance has been committed: somebody speaks.
+    spoken: bool = False
 
     def restart(self) -> None:
         self.committed.clear()
         self.hypothesis.clear()
+        self.spoken = False
 
 
 class WindowedRunner:
@@ -133,6 +136,9 @@ class WindowedRunner:
         loop = loop_start([heard.token for heard in slot.committed] + row.tokens)
         if loop is not None:
             new = new[: max(0, loop - len(slot.committed))]
+        text = b"".join(self.vocabulary.pieces[token] for token in row.tokens)
+        if not slot.spoken and is_noise(text, row.log_probabilities, self._policy):
+            new = []
         if task.final:
             timed = self._timed(new, floor, float(task.end))
             slot.restart()
@@ -141,6 +147,7 @@ class WindowedRunner:
         upcoming = new[count].peak if count < len(new) else float(task.end)
         timed = self._timed(new[:count], floor, upcoming)
         slot.committed += new[:count]
+        slot.spoken = slot.spoken or count > 0
         slot.hypothesis = [heard.token for heard in new[count:]]
         return DecodeResult(timed=timed, keep_from=self._cut(task, slot, upcoming))
 
