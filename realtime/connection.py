@@ -190,24 +190,29 @@ class Connection:
         self._hangup: Hangup | None = None
         self._pace: Callable[[], Awaitable[None]] | None = None
 
-    async def run(self, first_frames: list[str], pace: Callable[[], Awaitable[None]] | None = None) -> bool:
-        """Serve the socket; True if the client left by itself, False if the server closed it."""
+    async def run(self, first_frames: list[str], pace: Callable[[], Awaitable[None]] | None = None) -> Hangup | None:
+        """Serve the socket; why the server closed it, or None if the client left by itself."""
         self._pace = pace
-        self.host.outbox.on_overrun = lambda: self.hang_up(Hangup(CloseCode.POLICY, "the client does not read"))
+        self.host.outbox.on_overrun = lambda: self.hang_up(
+            Hangup(CloseCode.POLICY, "the client does not read", "slow_reader")
+        )
         left = False
         try:
             async with asyncio.TaskGroup() as group:
                 self._writer = group.create_task(self._write(first_frames), name=f"writer {self.host.id}")
                 reader = group.create_task(self._read(), name=f"reader {self.host.id}")
-                await asyncio.wait((self._writer, reader), return_when=asyncio.FIRST_COMPLETED)
+                # Somebody may have hung up while the socket was being opened.
+                if self._hangup is None:
+                    await asyncio.wait((self._writer, reader), return_when=asyncio.FIRST_COMPLETED)
                 left = reader.done() and not reader.cancelled()
                 reader.cancel()
                 self._writer.cancel()
         finally:
             self.host.outbox.on_overrun = None
-        if self._hangup is not None and not left:
-            await self.close(self._hangup)
-        return left
+        if self._hangup is None or left:
+            return None
+        await self.close(self._hangup)
+        return self._hangup
 
     def hang_up(self, hangup: Hangup) -> None:
         """Close this socket now, ahead of what waits to be sent."""

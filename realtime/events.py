@@ -267,10 +267,11 @@ class Reopen:
 
 @dataclass(frozen=True, slots=True)
 class Hangup:
-    """Close the socket once everything sent before has gone out."""
+    """Close the socket once everything sent before has gone out. `cause` is what the metrics count it under."""
 
     code: int
     reason: str
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)

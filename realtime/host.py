@@ -118,7 +118,8 @@ class SessionHost:
 
     @property
     def resumable(self) -> bool:
-        return self.session.settings.wants(INCLUDE_RESUME) and not self.session.closed
+        wanted = self.session.settings.wants(INCLUDE_RESUME)
+        return wanted and not self.session.closed and not self.outbox.overrun
 
     @property
     def queued_seconds(self) -> float:
@@ -232,16 +233,14 @@ class SessionHost:
             async with asyncio.TaskGroup() as group:
                 await self._work(group)
         except* AtCapacity:
-            self._metrics.closed.labels("capacity").inc()
             # No error event: clients take that for their own mistake and do not come back.
-            self._end(Hangup(CloseCode.TRY_LATER, "at capacity; try again"))
+            self._end(Hangup(CloseCode.TRY_LATER, "at capacity; try again", "capacity"))
         except* EngineError as errors:
             log.warning("session %s: %s", self.id, errors.exceptions[0])
             self.submit(messages.Dead("the engine stopped"))
         except* Exception:
             log.exception("session %s failed", self.id)
-            self._metrics.closed.labels("internal").inc()
-            self._end(Hangup(CloseCode.INTERNAL, "internal error"))
+            self._end(Hangup(CloseCode.INTERNAL, "internal error", "internal"))
         finally:
             if self._stream is not None:
                 await self._abort(self._stream)

@@ -105,13 +105,15 @@ class Gateway:
             await receive()
             accept = {"type": "websocket.accept", "subprotocol": entrance.subprotocol, "headers": entrance.headers}
             await send(accept)
-            await connection.run(entrance.first_frames, Pace(rate, time.monotonic).wait if rate else None)
+            hangup = await connection.run(entrance.first_frames, Pace(rate, time.monotonic).wait if rate else None)
+            if hangup is not None:
+                self.metrics.closed.labels(hangup.cause).inc()
         except* OSError:
             log.debug("session %s: the client left during the handshake", entry.host.id)
         except* Exception:
             self.metrics.closed.labels("internal").inc()
             log.exception("session %s failed", entry.host.id)
-            await connection.close(Hangup(CloseCode.INTERNAL, "internal error"))
+            await connection.close(Hangup(CloseCode.INTERNAL, "internal error", "internal"))
         finally:
             await self.sessions.detach(entry, connection)
 

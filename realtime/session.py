@@ -324,7 +324,7 @@ class Session:
                 self._end_turn(self.appended, now, by_time=False)
             self._send_all(self._items.complete_until(self.appended), now)
             self._send(Ended(self.appended))
-            self._close(CloseCode.NORMAL if self._drain_deadline is None else CloseCode.RESTART, "finished")
+            self._close_finished()
 
     def _engine_failed(self, event: messages.Failed | messages.Refused, now: float) -> None:
         """This stream failed: committed items fail with it, and the session goes on with a new stream."""
@@ -332,7 +332,7 @@ class Session:
         self._effects.append(Measured("engine_failures", 1))
         self._fail_items("transcription_failed", event.message)
         if self.phase is Phase.FINISHING or self._engine_failures >= self.limits.max_engine_failures:
-            self._close(CloseCode.INTERNAL, "transcription failed")
+            self._close(CloseCode.INTERNAL, "transcription failed", "stream_failure")
         else:
             # The failed items have had their answer; the new stream hears what came after them.
             self._stall.forget_before(self._boundary)
@@ -340,7 +340,7 @@ class Session:
 
     def _engine_dead(self, event: messages.Dead, now: float) -> None:
         self._fail_items("engine_unavailable", "the engine stopped")
-        self._close(CloseCode.INTERNAL, "the engine stopped; connect again")
+        self._close(CloseCode.INTERNAL, "the engine stopped; connect again", "engine_stopped")
 
     def _engine_switched(self, event: EngineSwitched, now: float) -> None:
         self._send_all(self._items.settle(), now)
@@ -449,11 +449,17 @@ class Session:
 
     def _drain_if_idle(self) -> None:
         if self._drain_deadline is not None and self.phase is Phase.ACTIVE and self.idle:
-            self._close(CloseCode.RESTART, "the server is restarting")
+            self._close_finished()
 
-    def _close(self, code: CloseCode, reason: str) -> None:
+    def _close_finished(self) -> None:
+        if self._drain_deadline is None:
+            self._close(CloseCode.NORMAL, "finished", "finished")
+        else:
+            self._close(CloseCode.RESTART, "the server is restarting", "drain")
+
+    def _close(self, code: CloseCode, reason: str, cause: str) -> None:
         self._move(Phase.CLOSED)
-        self._effects.append(Hangup(code, reason))
+        self._effects.append(Hangup(code, reason, cause))
 
     def _move(self, to: Phase) -> None:
         if to not in MOVES[self.phase]:

@@ -183,7 +183,7 @@ class Sessions:
     def attach(self, entry: Entry, connection: Connection) -> None:
         """Give a session its socket; a socket it still has is closed: the client has come back on another one."""
         if entry.connection is not None:
-            entry.connection.hang_up(Hangup(CloseCode.TAKEN_OVER, "resumed on another connection"))
+            entry.connection.hang_up(Hangup(CloseCode.TAKEN_OVER, "resumed on another connection", "taken_over"))
         entry.connection, entry.left_at = connection, None
 
     async def detach(self, entry: Entry, connection: Connection) -> None:
@@ -222,7 +222,7 @@ class Sessions:
         for entry in list(self._entries.values()):
             entry.host.tick()
             if entry.connection is None and entry.left_at is not None:
-                if entry.host.session.closed or now - entry.left_at >= self._config.session.resume_s:
+                if not entry.host.resumable or now - entry.left_at >= self._config.session.resume_s:
                     await self.end(entry)
             else:
                 self._check_time(entry, now)
@@ -235,11 +235,9 @@ class Sessions:
         if connection is None:
             return
         if limits.idle_s and now - connection.last_message_at >= limits.idle_s:
-            self._metrics.closed.labels("idle").inc()
-            connection.hang_up(Hangup(CloseCode.POLICY, f"nothing was sent for {limits.idle_s:g} s"))
+            connection.hang_up(Hangup(CloseCode.POLICY, f"nothing was sent for {limits.idle_s:g} s", "idle"))
         elif limits.session_s and now - entry.started_at >= limits.session_s:
-            self._metrics.closed.labels("duration").inc()
-            connection.hang_up(Hangup(CloseCode.POLICY, f"the session lasted {limits.session_s:g} s"))
+            connection.hang_up(Hangup(CloseCode.POLICY, f"the session lasted {limits.session_s:g} s", "duration"))
 
     def _update_gauges(self) -> None:
         entries = self._entries.values()
@@ -269,7 +267,7 @@ class Sessions:
                 entry.host.tick()
         for entry in list(self._entries.values()):
             if entry.connection is not None:
-                entry.connection.hang_up(Hangup(CloseCode.RESTART, "the server is restarting"))
+                entry.connection.hang_up(Hangup(CloseCode.RESTART, "the server is restarting", "drain"))
             await self.end(entry)
 
 

@@ -291,6 +291,20 @@ async def test_resume_log_is_bounded(serve: Serve) -> None:
         assert await status_of(f"{running.ws}?resume={token}&after=1") == 410
 
 
+async def test_session_whose_events_overrun_while_nobody_is_there_is_not_resumed_with_a_hole(serve: Serve) -> None:
+    engine = FakeEngine()
+    engine.output_delay_s = 0.02
+    async with serve(engine, limits={"outbox_events": 6}) as running:
+        async with greeted_client(running.ws) as client:
+            session = await client.update(turn_detection=None, include=["session.resume"])
+            for _ in range(20):
+                await client.append(tone(0.5))
+                await client.send("input_audio_buffer.commit")
+        await asyncio.sleep(1.5)
+        assert await status_of(f"{running.ws}?resume={session['resume']['token']}&after=1") == 404
+        assert not engine.active
+
+
 async def flood(client: RawClient, count: int) -> None:
     for _ in range(count):
         await client.send("nothing")

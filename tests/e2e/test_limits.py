@@ -177,6 +177,7 @@ async def test_client_that_never_reads_is_closed_and_others_go_on(
                     if len(running.gateway.sessions) == 1:
                         break
                 assert len(running.gateway.sessions) == 1
+                assert running.metric("closed_total", reason="slow_reader") == 1
                 with pytest.raises(ConnectionClosed):
                     while True:
                         await deaf.receive()

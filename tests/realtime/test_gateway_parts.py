@@ -94,7 +94,7 @@ def test_outbox_joins_deltas_of_one_item_and_nothing_else() -> None:
         outbox.put(event)
     outbox.put(Acknowledged(5))
     outbox.put(Acknowledged(9))
-    outbox.hang_up(Hangup(1000, "bye"))
+    outbox.hang_up(Hangup(1000, "bye", "test"))
     outbox.put(Cleared())
 
     async def take_all() -> list[object]:
@@ -102,7 +102,7 @@ def test_outbox_joins_deltas_of_one_item_and_nothing_else() -> None:
 
     taken = asyncio.run(take_all())
     expected = [Delta("1", "a b", (word,)), Delta("2", "c"), Cleared(), Delta("2", "d"), Acknowledged(9)]
-    assert taken == [*expected, Hangup(1000, "bye"), Hangup(1000, "bye")]
+    assert taken == [*expected, Hangup(1000, "bye", "test"), Hangup(1000, "bye", "test")]
 
 
 @pytest.mark.parametrize("text", [" word", "x" * 600])

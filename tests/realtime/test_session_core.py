@@ -165,7 +165,9 @@ def test_stream_that_keeps_failing_ends_the_session() -> None:
     drive = Driver(session(MANUAL, max_engine_failures=2))
     drive(append(1.0), messages.Failed("s", "x", "no"))
     assert drive.core.phase is Phase.ACTIVE
-    assert drive(messages.Failed("s", "x", "no"))[-1] == Hangup(CloseCode.INTERNAL, "transcription failed")
+    assert drive(messages.Failed("s", "x", "no"))[-1] == Hangup(
+        CloseCode.INTERNAL, "transcription failed", "stream_failure"
+    )
 
 
 def test_dead_engine_fails_what_was_promised_and_hangs_up() -> None:
@@ -378,7 +380,7 @@ def test_drain_lets_the_turn_finish_then_closes_with_restart() -> None:
     drive(append(1.0), speech(0.0, 0.992, 0.99))
     assert kinds(drive(Drain(deadline=10.0))) == ["Closing"]
     drive(append(1.0), speech(0.992, 0.992, 0.01))
-    assert drive(flushed())[-1] == Hangup(CloseCode.RESTART, "the server is restarting")
+    assert drive(flushed())[-1] == Hangup(CloseCode.RESTART, "the server is restarting", "drain")
 
 
 def test_drain_deadline_commits_what_is_open() -> None:
@@ -388,7 +390,7 @@ def test_drain_deadline_commits_what_is_open() -> None:
     drive.now = 5.0
     assert kinds(drive(Tick())) == ["FinishEngine"]
     out = drive(word("bye", 0.1, 0.5), messages.Closed("s", 0))
-    assert kinds(out) == ["Delta", "Committed", "Completed", "Hangup"] and out[-1].code == CloseCode.RESTART
+    assert kinds(out) == ["Delta", "Committed", "Completed", "Ended", "Hangup"] and out[-1].code == CloseCode.RESTART
 
 
 def test_drain_of_an_idle_session_closes_at_once() -> None:
