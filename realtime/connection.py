@@ -14,11 +14,22 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from realtime.dialects.base import Answer, AudioText, Dialect, GapRequest, Request, SessionFacts, event_id_of
+from engine.processor import ItemRefused
+from engine.render import parse_items
+from realtime.dialects.base import (
+    Answer,
+    AudioText,
+    Dialect,
+    GapRequest,
+    InjectRequest,
+    Request,
+    SessionFacts,
+    event_id_of,
+)
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.vllm import VllmDialect
 from realtime.errors import ClientFault, CloseCode
-from realtime.events import Answered, Clear, Commit, Configure, End, Hangup, Problem
+from realtime.events import Answered, Clear, Commit, Configure, End, Hangup, Injected, Problem
 from realtime.host import SessionHost
 from realtime.intake import Intake
 from realtime.wire import Json, decode_base64, decode_json
@@ -83,6 +94,8 @@ class Inbox:
                 await self._audio_text(request.data, more)
             elif isinstance(request, End):
                 await self._end()
+            elif isinstance(request, InjectRequest):
+                await self._inject(request)
             else:
                 self.settle()
                 self._control(request)
@@ -101,6 +114,13 @@ class Inbox:
             self._pending_bytes += len(audio)
             if not more or self._pending_bytes >= PIECE_BYTES:
                 self.settle()
+
+    async def _inject(self, request: InjectRequest) -> None:
+        try:
+            taken = await self._host.inject(await asyncio.to_thread(parse_items, request.items))
+        except ItemRefused as error:
+            raise ClientFault("item_refused", f"{error}.", param="items", event_id=request.event_id) from error
+        self._host.outbox.put(Injected(taken))
 
     async def _end(self) -> None:
         self.settle()

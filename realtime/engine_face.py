@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from engine import messages
+from engine.render import Rendered
 from engine.spec import ModelSpec
 from realtime.events import Samples
 
@@ -46,6 +47,8 @@ class EngineClient(Protocol):
     @property
     def ready(self) -> bool: ...
     def capacity(self) -> Capacity: ...
+    def render(self, samples: Samples, delay_positions: int | None = None) -> Rendered: ...
+    async def inject(self, items: Sequence[messages.Item | None]) -> int: ...
     async def open(
         self,
         stream: str,

@@ -182,6 +182,13 @@ class Acknowledged:
 
 
 @dataclass(frozen=True, slots=True)
+class Injected:
+    """So many items prepared elsewhere are in the engines' caches now."""
+
+    items: int
+
+
+@dataclass(frozen=True, slots=True)
 class Answered:
     """What a dialect answered by itself, in its place among the other events."""
 
@@ -214,6 +221,7 @@ ServerEvent = (
     | Problem
     | Acknowledged
     | Answered
+    | Injected
     | Ended
     | Closing
 )

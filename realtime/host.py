@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine import messages
@@ -137,6 +137,10 @@ class SessionHost:
         for effect in self.session.handle(Configure(settings), self.clock()):
             if not isinstance(effect, Send):
                 self._apply(effect)
+
+    async def inject(self, items: Sequence[messages.Item | None]) -> int:
+        """Put items prepared elsewhere into the engines' caches; how many were taken."""
+        return await self._engine.inject(items)
 
     def tick(self) -> None:
         if self.session.appended or self.session.phase is Phase.FINISHING:

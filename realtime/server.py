@@ -32,6 +32,7 @@ from realtime.events import Hangup
 from realtime.metrics import Metrics
 from realtime.pace import Pace
 from realtime.pages import page_routes
+from realtime.prepare_routes import PrepareRoutes
 from realtime.protocols import ABORT_EXTENSION, NOTHING_WAITS_EXTENSION
 from realtime.sessions import Entry, Sessions
 from realtime.settings import Settings
@@ -65,6 +66,7 @@ class Gateway:
         self.sessions = Sessions(engine, config, self.metrics, time.monotonic, time.time)
         self.started = int(time.time())
         self.uploads = UploadRoutes(self)
+        self.prepare = PrepareRoutes(self)
 
     def caller(self, headers: Headers, subprotocols: list[str], address: str) -> Caller:
         try:
@@ -246,6 +248,8 @@ def build_app(engine: EngineClient, config: Config, metrics: Metrics | None = No
             Route(f"{prefix}/models", gateway.models),
             Route(f"{prefix}/models/{{name:path}}", gateway.model),
             Route(f"{prefix}/audio/transcriptions", gateway.uploads.transcriptions, methods=["POST"]),
+            Route(f"{prefix}/audio/render", gateway.prepare.render, methods=["POST"]),
+            Route(f"{prefix}/audio/inject", gateway.prepare.inject, methods=["POST"]),
             Route(f"{prefix}/realtime/client_secrets", gateway.client_secret, methods=["POST"]),
             Route(f"{prefix}/realtime/transcription_sessions", gateway.beta_secret, methods=["POST"]),
         ]

@@ -30,14 +30,8 @@ class UploadRoutes:
 
     async def transcriptions(self, request: Request) -> Response:
         self._gateway.caller_of(request)
-        self._check(request)
-        try:
-            async with asyncio.timeout(self._limits.upload_s):
-                form = await request.form(max_files=1, max_fields=MAX_FIELDS)
-        except HTTPException as error:
-            raise Refusal(400, "invalid_form", f"The form cannot be read: {error.detail}") from error
-        except TimeoutError as error:
-            raise Refusal(408, "upload_too_slow", "The file took too long to arrive.") from error
+        self.check(request)
+        form = await self.read_form(request)
         try:
             return await self._answer(form)
         except Refusal as refusal:
@@ -60,7 +54,18 @@ class UploadRoutes:
         body, media_type = render(transcript, wanted)
         return Response(body, media_type=media_type)
 
-    def _check(self, request: Request) -> None:
+    async def read_form(self, request: Request) -> FormData:
+        """The form with its file, which is on disk if it is large. Close it after use."""
+        try:
+            async with asyncio.timeout(self._limits.upload_s):
+                return await request.form(max_files=1, max_fields=MAX_FIELDS)
+        except HTTPException as error:
+            raise Refusal(400, "invalid_form", f"The form cannot be read: {error.detail}") from error
+        except TimeoutError as error:
+            raise Refusal(408, "upload_too_slow", "The file took too long to arrive.") from error
+
+    def check(self, request: Request) -> None:
+        """Refuse what can be refused before the file is read."""
         if self._gateway.sessions.draining or not self._gateway.engine.ready:
             text = "The server cannot take files now; try again."
             raise Refusal(503, "server_busy", text, retry_after_s=5, kind="server_error")

@@ -28,6 +28,14 @@ class GapRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class InjectRequest:
+    """Items prepared elsewhere, as plain data."""
+
+    items: list[Any]
+    event_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Nothing:
     """A message that needs no answer."""
 
@@ -39,7 +47,7 @@ class Answer:
     body: Json
 
 
-Request = Configure | AudioText | GapRequest | Commit | Clear | End | Answer | Nothing
+Request = Configure | AudioText | GapRequest | InjectRequest | Commit | Clear | End | Answer | Nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from realtime.dialects.base import AudioText, GapRequest, Json, Request, SessionFacts, event_id_of, text_field
+from realtime.dialects.base import (
+    AudioText,
+    GapRequest,
+    InjectRequest,
+    Json,
+    Request,
+    SessionFacts,
+    event_id_of,
+    text_field,
+)
 from realtime.dialects.openai_settings import beta_session, ga_session, merge_beta, merge_ga
 from realtime.errors import ClientFault
 from realtime.events import (
@@ -18,6 +27,7 @@ from realtime.events import (
     Completed,
     Configure,
     Delta,
+    Injected,
     ItemFailed,
     Problem,
     ServerEvent,
@@ -63,6 +73,8 @@ class OpenAIDialect:
                     return Clear(event_id)
                 case "input_audio_buffer.gap":
                     return GapRequest(self._gap(message, settings))
+                case "input_audio_buffer.inject":
+                    return InjectRequest(self._items(message), event_id)
                 case "session.update":
                     return Configure(merge_ga(settings, self._session(message)), event_id)
                 case "transcription_session.update":
@@ -86,6 +98,12 @@ class OpenAIDialect:
         if not isinstance(session, dict):
             raise ClientFault("invalid_value", "'session' must be an object.", param="session")
         return session
+
+    def _items(self, message: Json) -> list[Any]:
+        items = message.get("items")
+        if not isinstance(items, list) or not all(item is None or isinstance(item, dict) for item in items):
+            raise ClientFault("invalid_value", "'items' must be a list of items as render gives them.", param="items")
+        return items
 
     def _gap(self, message: Json, settings: Settings) -> int:
         """Length of a gap in client samples: `samples`, or `duration_ms`."""
@@ -130,10 +148,17 @@ class OpenAIDialect:
                 return [self._event(f"{TRANSCRIPTION}.failed", item_id=event.item_id, content_index=0, error=error)]
             case Problem():
                 return [self._problem(event.code, event.message, event.param, event.event_id)]
+        return self._extension(event)
+
+    def _extension(self, event: ServerEvent) -> list[Json]:
+        """Events that OpenAI does not have; only clients that asked for them get them, and unknown ones harm nobody."""
+        match event:
             case Acknowledged():
                 return [self._event("input_audio_buffer.acknowledged", samples=event.source_samples)]
             case Closing():
                 return [self._event("session.closing", reason=event.reason)]
+            case Injected():
+                return [self._event("input_audio_buffer.injected", items=event.items)]
         return []
 
     def bad_message(self, fault: ClientFault) -> Json:

@@ -7,7 +7,7 @@ out a delay later, or at a flush. Nothing depends on the clock.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 from engine import messages
 from engine.errors import AtCapacity, EngineDead, StreamFinished
+from engine.input_cache import SenderCache
+from engine.processor import Processor
+from engine.render import Rendered, render
 from engine.spec import ModelSpec
 
 RATE = 16_000
@@ -179,10 +182,19 @@ class FakeEngine:
         self.mute_first = 0
         self.mute_flush = False
         self.refuse_open: Exception | None = None
+        self.injected: list[messages.Item] = []
         self.known_options = {"language", "prompt"}
 
     def word(self, number: int) -> str:
         return self.words[(number - 1) % len(self.words)] if self.words else f"w{number}"
+
+    def render(self, samples: NDArray[np.float32], delay_positions: int | None = None) -> Rendered:
+        return render(Processor("read-only", SPEC, SenderCache(0)), samples, SenderCache(0), delay_positions)
+
+    async def inject(self, items: Sequence[messages.Item | None]) -> int:
+        checked = Processor("main", SPEC, SenderCache(0)).check(items)
+        self.injected += [item for item in checked if item.payload is not None]
+        return len(self.injected)
 
     def capacity(self) -> FakeCapacity:
         return FakeCapacity(len(self.active), self.slots)
