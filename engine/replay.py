@@ -15,6 +15,10 @@ from typing import Protocol
 from engine.messages import Item, Text, Word
 from engine.spec import ModelSpec
 
+# A model misses the first word of audio that begins in the middle of speech. What a replay has before the window was
+# said already, so a word missed there is not lost.
+CONTEXT_SECONDS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class FlushMark:
@@ -171,6 +175,7 @@ class WindowMemory:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._window_positions = spec.window_positions
+        self._context_positions = CONTEXT_SECONDS * spec.sample_rate // spec.samples_per_position
         self._said = ""
         self._words: list[Word] = []
         self._complete_until = 0
@@ -180,10 +185,11 @@ class WindowMemory:
         # Until a repetition is over, the engine may die again and must then repeat the same audio.
         if self._again is not None:
             return 0
-        if _letters(self._said) == sum(len(word.text) for word in self._words):
-            return base
-        # A word has begun and its time is not known yet: it can only be recognised if its audio is there.
-        return max(base - self._window_positions, min(base, kept.position_at(self._complete_until)))
+        start = base - self._context_positions
+        if _letters(self._said) > sum(len(word.text) for word in self._words):
+            # A word has begun and its time is not known yet: it can only be recognised if its audio is there.
+            start = max(base - self._window_positions, min(start, kept.position_at(self._complete_until)))
+        return start
 
     def trimmed(self, position: int, sample: int) -> None:
         """Words that ended before the kept audio are beyond repetition."""

@@ -55,7 +55,7 @@ WINDOWED = ModelSpec(
     step_positions=40,
     embeds_per_stream=100,
 )
-VOCABULARY = Vocabulary([b"", *(b" w%d" % i for i in range(1, 80)), b"ing", b"ed"])
+VOCABULARY = Vocabulary([b"", *(b" w%d" % i for i in range(1, 82))])
 
 
 @dataclass

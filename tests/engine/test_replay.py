@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.messages import Item, Text, Word
-from engine.replay import FlushMark, KeptAudio, TokenMemory, WindowMemory, memory_for, repeated_words
+from engine.replay import CONTEXT_SECONDS, FlushMark, KeptAudio, TokenMemory, WindowMemory, memory_for, repeated_words
 from tests.engine import fakes
 
 SPEC = fakes.FRAMES
 FIRST = SPEC.prefix_positions
+CONTEXT = CONTEXT_SECONDS * fakes.RATE // fakes.POSITION
 VOCABULARY = ["the", "cat", "sat", "on", "a", "mat"]
 
 
@@ -181,17 +182,17 @@ def test_a_second_death_during_the_repetition_repeats_the_same_audio() -> None:
     memory.replayed()
     news = memory.hear(spoken(["the", "cat", "sat", "on"]))
     assert news is not None and news.delta == " on"
-    assert memory.keep_from(kept, computed=20, base=10) == 10
+    assert memory.keep_from(kept, computed=90, base=80) == 80 - CONTEXT
 
 
 def test_the_audio_of_a_word_that_has_only_begun_is_kept() -> None:
     memory, kept = WindowMemory(fakes.WINDOWED), KeptAudio(fakes.WINDOWED)
     kept.add([Item(i, 1, i * fakes.POSITION) for i in range(100)])
     memory.hear(Text("s", " the ca", [Word("the", 0, 5 * fakes.POSITION)], []))
-    assert memory.keep_from(kept, computed=30, base=20) == 5
+    assert memory.keep_from(kept, computed=50, base=40) == 5
     assert memory.keep_from(kept, computed=99, base=90) == 50, "but no more than a window before the window"
     memory.hear(Text("s", "t", [Word("cat", 5 * fakes.POSITION, 8 * fakes.POSITION)], []))
-    assert memory.keep_from(kept, computed=30, base=20) == 20
+    assert memory.keep_from(kept, computed=50, base=40) == 40 - CONTEXT
 
 
 def test_words_before_the_window_are_beyond_repetition() -> None:
