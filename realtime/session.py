@@ -65,6 +65,7 @@ class SessionLimits:
     stall_seconds: float = 8.0
     keep_seconds: float = 30.0
     ack_interval_seconds: float = 0.25
+    # Failures of engine streams in a row, without a word in between, that end the session.
     max_engine_failures: int = 3
 
 
@@ -257,6 +258,7 @@ class Session:
     def _text(self, event: messages.Text, now: float) -> None:
         if event.delta or event.words:
             self._stall.heard_text(event, self._engine_base, now)
+            self._engine_failures = 0
             self._send_all(self._items.push(event, self._engine_base), now)
             self._drain_if_idle()
 

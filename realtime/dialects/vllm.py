@@ -16,7 +16,7 @@ MS_PER_PROMPT_TOKEN = 80
 
 
 class VllmDialect:
-    """See PROTOCOL: a non-final commit starts an utterance, a final one ends it and is answered with `done`."""
+    """A non-final commit starts an utterance; a final one ends it and is answered with `done`."""
 
     name = "vllm"
     fixed = True

@@ -170,6 +170,14 @@ def test_stream_that_keeps_failing_ends_the_session() -> None:
     )
 
 
+def test_failures_with_text_in_between_do_not_add_up() -> None:
+    drive = Driver(session(MANUAL, max_engine_failures=2))
+    for second in range(10):
+        drive(append(1.0), messages.Failed("s", "x", "no"))
+        drive(EngineSwitched(drive.other[-1].base), word("on", second / 10, second / 10 + 0.05))
+    assert drive.core.phase is Phase.ACTIVE
+
+
 def test_dead_engine_fails_what_was_promised_and_hangs_up() -> None:
     drive = Driver(session(MANUAL))
     out = drive(append(1.0), Commit(), messages.Dead("gone"))
