@@ -21,6 +21,9 @@ def engine_collector(
         for name, text, count in (
             ("mm_cache_queries", "Items looked up in the input cache", cache.queries),
             ("mm_cache_hits", "Items that did not have to cross to the engine", cache.hits),
+            ("mm_cache_bytes_sent", "Bytes of audio that crossed to the engines", cache.bytes_sent),
+            ("mm_cache_bytes_saved", "Bytes of audio that did not have to cross", cache.bytes_saved),
+            ("mm_cache_repairs", "Times the two sides of the input cache disagreed and were repaired", cache.repairs),
             ("encoder_cache_queries", "Items looked up in the encoder cache", seen.encoder_queries),
             ("encoder_cache_hits", "Items whose encoder output was there already", seen.encoder_hits),
             ("engine_restarts", "Engines that were lost and came back", seen.restarts),

@@ -43,6 +43,7 @@ class Metrics:
         self.stalls = counter("stalls", "Speech without text: streams re-anchored from kept audio")
         self.engine_failures = counter("stream_failures", "Engine streams that failed and were replaced")
         self.audio_in = counter("audio_received_seconds", "Audio received from clients")
+        self.audio_heard = counter("audio_heard_seconds", "Audio the engine has listened to")
         self.queued = gauge("audio_queued_seconds", "Audio waiting in the gateway for the engine, all sessions")
         self.outbox = gauge("outbox_events", "Events waiting for slow clients, all sessions")
         self.loop_lag = histogram("loop_lag_seconds", "How late the event loop runs a timer", LOOP_BUCKETS)

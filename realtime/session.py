@@ -130,6 +130,11 @@ class Session:
         return self.phase is Phase.CLOSED
 
     @property
+    def heard_seconds(self) -> float:
+        """How much of the audio the engine has listened to."""
+        return self._covered / self.sample_rate
+
+    @property
     def speaking(self) -> bool:
         return self._items.current is not None and self._items.current.announced
 

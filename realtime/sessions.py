@@ -42,13 +42,18 @@ class Entry:
     connection: Connection | None = None
     # When the socket went away; the session waits to be resumed.
     left_at: float | None = None
-    counted_ms: float = 0.0
+    received_s: float = 0.0
+    heard_s: float = 0.0
 
-    def count_audio(self) -> float:
-        """Seconds of audio that came since the last call."""
-        total_ms = self.host.session.source_ms
-        new_ms, self.counted_ms = total_ms - self.counted_ms, total_ms
-        return new_ms / 1000
+    def count_audio(self, metrics: Metrics) -> None:
+        """Add what came and what was heard since the last call.
+
+        Done now and then, not with every message: a counter costs as much as the rest of a message's way.
+        """
+        received_s, heard_s = self.host.session.source_ms / 1000, self.host.session.heard_seconds
+        metrics.audio_in.inc(received_s - self.received_s)
+        metrics.audio_heard.inc(heard_s - self.heard_s)
+        self.received_s, self.heard_s = received_s, heard_s
 
 
 class Sessions:
@@ -199,7 +204,7 @@ class Sessions:
     async def end(self, entry: Entry) -> None:
         if self._entries.pop(entry.host.id, None) is None:
             return
-        self._metrics.audio_in.inc(entry.count_audio())
+        entry.count_audio(self._metrics)
         self._by_token.pop(entry.token, None)
         self._per_caller[entry.caller] -= 1
         if self._per_caller[entry.caller] <= 0:
@@ -241,8 +246,8 @@ class Sessions:
 
     def _update_gauges(self) -> None:
         entries = self._entries.values()
-        # Counted here and not with every message: a counter costs as much as the rest of a message's way.
-        self._metrics.audio_in.inc(sum(entry.count_audio() for entry in entries))
+        for entry in entries:
+            entry.count_audio(self._metrics)
         self._metrics.sessions.set(len(entries))
         self._metrics.connected.set(self.connected)
         self._metrics.speaking.set(self.speaking)
