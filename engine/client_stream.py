@@ -44,8 +44,10 @@ class EngineStream:
     ) -> None:
         self.id = opening.stream
         self.link: EngineLink | None = None
-        # Since when it has no engine that goes on with it; deaths in a row without getting any further.
+        # Since when no engine goes on with it. Deaths in a row before all audio of the one before was computed, and
+        # deaths in a row without getting any further: the first makes a stream suspect, the second convicts it.
         self.lost_at: float | None = None
+        self.suspicions = 0
         self.strikes = 0
         self._stuck_at = 0
         self._all_by = 0
@@ -197,7 +199,10 @@ class EngineStream:
             self.lost_at = now
         if self._opened is not None and not self._opened.done():
             self._opened.set_exception(EngineDead(why))
-        self.strikes = 1 if self.proven else self.strikes + 1
+        # Engines report how far they are with some delay; a second of audio is more than that.
+        further = self._stuck_at + self._spec.sample_rate // self._spec.samples_per_position
+        self.suspicions = 1 if self.caught_up else self.suspicions + 1
+        self.strikes = 1 if self._computed >= min(self._all_by, further) else self.strikes + 1
         self._stuck_at = self._computed
         # A model that waits for a stride leaves less than one uncomputed.
         self._all_by = self._kept.end - (self._spec.stride_positions - 1)
@@ -206,13 +211,9 @@ class EngineStream:
             self.end(messages.Closed(self.id, self._kept.end_sample))
 
     @property
-    def proven(self) -> bool:
-        """Whether it has come clearly past where the engine died, so that its audio cannot be the reason.
-
-        Engines report how far they are with some delay; a second of audio is more than that.
-        """
-        margin = self._spec.sample_rate // self._spec.samples_per_position
-        return self._computed >= min(self._all_by, self._stuck_at + margin)
+    def caught_up(self) -> bool:
+        """Whether all audio that was there when the engine died has been computed since: it was not the reason."""
+        return self._computed >= self._all_by
 
     @property
     def goes_on(self) -> bool:

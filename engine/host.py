@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 # How long an acknowledgement may wait for outputs to travel with, and how often progress is worth a word.
 ACK_SECONDS = 0.02
-PROGRESS_SECONDS = 0.05
+PROGRESS_SECONDS = 0.02
 # The load is the share of so long a time that went into steps.
 LOAD_SECONDS = 1.0
 SPEECH_THRESHOLD = 0.5

@@ -1,8 +1,9 @@
 """Keeps engines connected, and carries streams over when one dies.
 
-Who killed the engine? A stream that was on it at two deaths and never got past the audio of the first is a suspect.
-Suspects come back one at a time; one that is alone on probation when the engine dies again is ended, and only that one.
-Deaths that somebody else may have caused (a signal from outside, a lost connection) count for less than crashes.
+Who killed the engine? A stream that was on it at two deaths and has not computed all audio of the first is a suspect.
+Suspects come back one at a time. If the engine dies with a single suspect on it, and that stream has got no further
+than before, it is ended, and only that one. Deaths that somebody else may have caused (a signal from outside, a lost
+connection) count for less than crashes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ MAX_BACKOFF_S = 5.0
 PROBATION_S = 10.0
 # Deaths in a row without getting any further that end a stream: by crashes, and if who ended the engine is not known.
 # An operator may well kill an engine several times just as it comes back; audio does not crash it by chance.
+SUSPICIONS = 2
 STRIKES_IF_CRASHED = 2
 STRIKES_IF_UNKNOWN = 5
 RECOVERIES_KEPT = 256
@@ -261,7 +263,7 @@ class Supervisor:
 
     def _poisonous(self, streams: list[EngineStream], crashed: bool) -> EngineStream | None:
         """The one stream that the death must be blamed on, if there is one."""
-        suspects = [stream for stream in streams if stream.strikes >= STRIKES_IF_CRASHED]
+        suspects = [stream for stream in streams if stream.suspicions >= SUSPICIONS]
         needed = STRIKES_IF_CRASHED if crashed else STRIKES_IF_UNKNOWN
         return suspects[0] if len(suspects) == 1 and suspects[0].strikes >= needed else None
 
@@ -280,7 +282,7 @@ class Supervisor:
     def _place_waiting(self, now: float) -> None:
         if self._probation is not None:
             suspect, since = self._probation
-            if suspect.proven or not suspect.is_open or now - since > PROBATION_S:
+            if suspect.caught_up or not suspect.is_open or now - since > PROBATION_S:
                 suspect.acquit()
                 self._probation = None
         for stream in list(self._waiting):
@@ -293,7 +295,7 @@ class Supervisor:
                 stream.end(messages.Dead(f"no engine came back within {self._timeout_s:g} s"))
                 continue
             seats = self.seats_by_lag()
-            suspected = stream.strikes >= STRIKES_IF_CRASHED
+            suspected = stream.suspicions >= SUSPICIONS
             if not seats or (suspected and self._probation is not None):
                 continue
             if suspected:
