@@ -44,11 +44,13 @@ class EngineStream:
     ) -> None:
         self.id = opening.stream
         self.link: EngineLink | None = None
-        # Since when no engine goes on with it. Deaths in a row before all audio of the one before was computed, and
-        # deaths in a row without getting any further: the first makes a stream suspect, the second convicts it.
+        # Since when no engine goes on with it. Deaths in a row before all audio of the one before was computed: they
+        # make a stream suspect. Deaths in a row without getting any further, and those of them that came when the
+        # engine had got back to where the one before died: they convict it.
         self.lost_at: float | None = None
         self.suspicions = 0
         self.strikes = 0
+        self.strikes_on_the_spot = 0
         self._stuck_at = 0
         self._all_by = 0
         self._opening = opening
@@ -62,6 +64,7 @@ class EngineStream:
         self._positions_before = 0
         self._samples_before = 0
         self._computed = spec.prefix_positions
+        self._computed_here = spec.prefix_positions  # by the engine that carries the stream now
         self._tags = 0
         self._unanswered: set[int] = set()
         self._finished = False
@@ -166,6 +169,7 @@ class EngineStream:
         self._opened = opened = asyncio.get_running_loop().create_future()
         replay = self._kept.replay(self._memory.forced_tokens())
         self._positions_before, self._samples_before = replay.positions, replay.samples
+        self._computed_here = replay.positions + self._spec.prefix_positions
         if replay.entries:
             self._memory.replayed()
         link.send(replace(self._opening, forced_tokens=replay.forced_tokens))
@@ -200,9 +204,13 @@ class EngineStream:
         if self._opened is not None and not self._opened.done():
             self._opened.set_exception(EngineDead(why))
         # Engines report how far they are with some delay; a second of audio is more than that.
-        further = self._stuck_at + self._spec.sample_rate // self._spec.samples_per_position
+        margin = self._spec.sample_rate // self._spec.samples_per_position
         self.suspicions = 1 if self.caught_up else self.suspicions + 1
-        self.strikes = 1 if self._computed >= min(self._all_by, further) else self.strikes + 1
+        if self._computed >= min(self._all_by, self._stuck_at + margin):
+            self.strikes = self.strikes_on_the_spot = 1
+        else:
+            self.strikes += 1
+            self.strikes_on_the_spot += self._computed_here >= self._stuck_at - margin
         self._stuck_at = self._computed
         # A model that waits for a stride leaves less than one uncomputed.
         self._all_by = self._kept.end - (self._spec.stride_positions - 1)
@@ -255,7 +263,8 @@ class EngineStream:
                 logger.debug("stream %s: %s", self.id, output.message)
 
     def progress(self, progress: codec.Progress) -> None:
-        self._computed = max(self._computed, progress.computed + self._positions_before)
+        self._computed_here = progress.computed + self._positions_before
+        self._computed = max(self._computed, self._computed_here)
         base = progress.base + self._positions_before
         first = self._kept.drop_before(self._memory.keep_from(self._kept, self._computed, base))
         start = self._kept.end if first is None else first.offset

@@ -31,11 +31,11 @@ RETRY_S = 0.25
 MAX_BACKOFF_S = 5.0
 # A suspect that neither kills the engine nor gets on is waited for so long before the next one is tried.
 PROBATION_S = 10.0
-# Deaths in a row without getting any further that end a stream: by crashes, and if who ended the engine is not known.
-# An operator may well kill an engine several times just as it comes back; audio does not crash it by chance.
+# Deaths in a row that make a stream suspect; those that convict it, by crashes, and if who ended the engine is unknown:
+# an operator may kill an engine several times just as it comes back, but audio does not crash it by chance.
 SUSPICIONS = 2
 STRIKES_IF_CRASHED = 2
-STRIKES_IF_UNKNOWN = 5
+STRIKES_IF_UNKNOWN = 4
 RECOVERIES_KEPT = 256
 
 
@@ -264,8 +264,11 @@ class Supervisor:
     def _poisonous(self, streams: list[EngineStream], crashed: bool) -> EngineStream | None:
         """The one stream that the death must be blamed on, if there is one."""
         suspects = [stream for stream in streams if stream.suspicions >= SUSPICIONS]
-        needed = STRIKES_IF_CRASHED if crashed else STRIKES_IF_UNKNOWN
-        return suspects[0] if len(suspects) == 1 and suspects[0].strikes >= needed else None
+        if len(suspects) != 1:
+            return None
+        (suspect,) = suspects
+        guilty = suspect.strikes_on_the_spot >= STRIKES_IF_UNKNOWN
+        return suspect if guilty or (crashed and suspect.strikes >= STRIKES_IF_CRASHED) else None
 
     # Streams without an engine.
 

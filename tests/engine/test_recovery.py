@@ -146,7 +146,7 @@ async def test_only_deaths_without_progress_count_and_a_passed_probation_clears(
         await stream.feed(fakes.speech(30, 1))
         for strikes in (1, 2, 3):
             stream.detach("the engine died", 0.0)
-            assert stream.strikes == stream.suspicions == strikes
+            assert stream.strikes == stream.strikes_on_the_spot == stream.suspicions == strikes
         stream.acquit()
         stream.detach("the engine died", 0.0)
         assert stream.strikes == stream.suspicions == 1
