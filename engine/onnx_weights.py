@@ -272,8 +272,9 @@ def _dequantised(graph: Graph, name: str) -> npt.NDArray[np.float32]:
     if not name.endswith("_quantized"):
         return np.ascontiguousarray(values, np.float32)
     stem = name.removesuffix("_quantized")
-    scale, zero = graph.tensors[stem + "_scale"].astype(np.float32), graph.tensors[stem + "_zero_point"]
-    if zero.dtype == np.float32:
+    quantised = values.astype(np.float32)
+    scale, zero = graph.tensors[stem + "_scale"], graph.tensors[stem + "_zero_point"].astype(np.float32)
+    if graph.tensors[stem + "_zero_point"].dtype == np.float32:
         # Convolutions are stored as multiply and add; matrix products subtract an integer zero first.
-        return (values.astype(np.float32) * scale + zero).astype(np.float32)
-    return ((values.astype(np.float32) - zero.astype(np.float32)) * scale).astype(np.float32)
+        return quantised * scale.astype(np.float32) + zero
+    return (quantised - zero) * scale.astype(np.float32)

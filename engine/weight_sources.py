@@ -225,6 +225,12 @@ def _recording(about: str, file: str, sha256: str) -> Entry:
     return Entry(about, (Recipe((_voice_file(file, file, sha256),)),), single_file=file)
 
 
+_SPELLINGS = Remote(
+    "english.json",
+    "6607f948be9824d2e1b2fa2223cd94c06c45afa4e05ea0e3d5e1f2bdffde2465",
+    (PackageFile("pip", "whisper-normalizer", "0.1.15", "whisper_normalizer/normalizers/english.json"),),
+)
+
 REGISTRY: dict[str, Entry] = {
     "moonshine-tiny": Entry(
         "Moonshine tiny, English, 27M parameters", (_hub_recipe("UsefulSensors/moonshine-tiny"), _MOONSHINE_TINY)
@@ -245,5 +251,10 @@ REGISTRY: dict[str, Entry] = {
         "recording: 10 s of read speech",
         "beckett.wav",
         "e5a26b3d29e5b0bc8dbd72c11d16a3808a4ec0ac45b21f12a27d2a2fe5c5ae61",
+    ),
+    "english-spelling": Entry(
+        "table: British spellings and their American forms, to score transcripts by",
+        (Recipe((_SPELLINGS,)),),
+        single_file="english.json",
     ),
 }

@@ -103,6 +103,9 @@ class SpeechModel(Protocol):
     # Tokens that are never text (markers, time stamps); greedy decoding leaves them out.
     suppressed: list[int]
 
+    def go_live(self) -> None:
+        """Windows will be short and many from now on."""
+
     def encode(self, audio: Tensor, lengths: list[int]) -> Encoded:
         """[batch, samples] of 16 kHz audio, zero behind each row's length -> what the decoder listens to."""
 

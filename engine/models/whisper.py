@@ -26,7 +26,7 @@ from engine.models.seq2seq import (
     split_heads,
 )
 
-_WINDOW_SAMPLES = 30 * SAMPLE_RATE
+LIVE_SLACK_SECONDS = 2.0
 # Text tokens of the two vocabularies; a multilingual one has one token more, so its size gives it away.
 _ENGLISH_TEXT_TOKENS = 50_256
 _ENGLISH_VOCABULARY = 51_864
@@ -240,6 +240,10 @@ class Whisper(nn.Module):
         log_mel = (filters.T @ power).clamp(min=1e-10).log10()
         floor = log_mel.amax(dim=(1, 2), keepdim=True) - 8.0
         return (torch.maximum(log_mel, floor) + 4.0) / 4.0
+
+    def go_live(self) -> None:
+        """Hear the window and a little silence behind it, instead of 30 seconds."""
+        self.context_slack_seconds = LIVE_SLACK_SECONDS
 
     def encode(self, audio: Tensor, lengths: list[int]) -> Encoded:
         frames = [self._context_frames(length) for length in lengths]

@@ -27,13 +27,23 @@ _LOOP_REPEATS = 4
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How careful to be. Seconds become positions here, once."""
+    """How careful to be, in positions."""
 
     # Distance from the live edge at which a token may be committed: if two passes agree on it, and if not.
     agreed_margin: float = 0.3 * POSITIONS_PER_SECOND
     lone_margin: float = 0.8 * POSITIONS_PER_SECOND
     # A window longer than this is cut at its best pause or sentence end.
-    cut_beyond: float = 9.0 * POSITIONS_PER_SECOND
+    cut_beyond: float = 10.0 * POSITIONS_PER_SECOND
+    # Audio that a cut should leave in the window.
+    keep_behind: float = 3.0 * POSITIONS_PER_SECOND
+    # A window shorter than this has little context yet: margins are wider by `young_margin`.
+    young_below: float = 2.5 * POSITIONS_PER_SECOND
+    young_margin: float = 0.4 * POSITIONS_PER_SECOND
+    # The end of an utterance helps to understand the next one: how much of it, if it follows how soon, and until the
+    # next one's own window is how long.
+    tail_length: float = 2.5 * POSITIONS_PER_SECOND
+    tail_gap: float = 2.0 * POSITIONS_PER_SECOND
+    tail_until: float = 4.0 * POSITIONS_PER_SECOND
     # Speech never has more tokens than this; a hypothesis that does is a loop.
     tokens_per_second: float = 6.5
     # Mean log-probability below which a whole utterance is taken for noise. Measured: 25 short utterances, most of
@@ -67,13 +77,21 @@ def rising(peaks: list[float], floor: float) -> list[float]:
 
 
 def committable(
-    new: list[Heard], ended: bool, previous: list[int], edge: float, pieces: list[bytes], policy: Policy
+    new: list[Heard],
+    ended: bool,
+    previous: list[int],
+    window: tuple[float, float],
+    pieces: list[bytes],
+    policy: Policy,
 ) -> int:
     """How many leading tokens of the uncommitted hypothesis are safe to commit.
 
-    `previous` is what the last pass said in the same place; `ended` says that the model finished its sentence behind
-    the last token, rather than being stopped there.
+    `window` is where the window starts and where the live edge is. `previous` is what the last pass said in the same
+    place; `ended` says that the model finished its sentence behind the last token, rather than being stopped there.
     """
+    base, edge = window
+    if edge - base < policy.young_below:
+        edge -= policy.young_margin
     agreed = 0
     while agreed < min(len(new), len(previous)) and new[agreed].token == previous[agreed]:
         agreed += 1
@@ -125,10 +143,13 @@ def is_noise(text: bytes, log_probabilities: list[float], policy: Policy) -> boo
     return _MUSIC in text or sum(log_probabilities) / len(log_probabilities) < policy.doubt
 
 
-def best_cut(committed: list[Heard], upcoming: float, base: float, pieces: list[bytes]) -> tuple[int, float] | None:
+def best_cut(
+    committed: list[Heard], upcoming: float, edge: float, pieces: list[bytes], policy: Policy
+) -> tuple[int, float] | None:
     """Where to cut a window that has grown too long: how many committed tokens stay behind, and the position.
 
-    A long pause is best, the end of a sentence nearly as good, and of two equal places the later one.
+    A long pause is best, the end of a sentence nearly as good. Audio that has been understood already helps to
+    understand what follows, so some of it stays in the window where the text allows.
     """
     best: tuple[float, int, float] | None = None
     peaks = [*(heard.peak for heard in committed), upcoming]
@@ -140,8 +161,10 @@ def best_cut(committed: list[Heard], upcoming: float, base: float, pieces: list[
         bonus = 0.0
         if ending and ending[0] in _MARKS:
             bonus = 8.0 if ending[0] in _SENTENCE_ENDS else 3.0
-        progress = (peaks[index] - base) / max(1.0, upcoming - base)
-        score = min(pause, 12.0) + bonus + 12.0 * progress
+        place = peaks[index - 1] + min(pause / 2, _REACH)
+        missing = max(0.0, policy.keep_behind - (edge - place))
+        useless = max(0.0, (edge - place) - 2 * policy.keep_behind)
+        score = min(pause, 12.0) + bonus - 0.5 * missing - 0.5 * useless
         if best is None or score >= best[0]:
-            best = (score, index, peaks[index - 1] + min(pause / 2, _REACH))
+            best = (score, index, place)
     return None if best is None else (best[1], best[2])

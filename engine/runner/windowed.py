@@ -17,7 +17,17 @@ from engine.core.text import Vocabulary
 from engine.messages import Open
 from engine.models.seq2seq import Encoded, SpeechModel
 from engine.runner.greedy import GreedyDecoder, Row
-from engine.runner.stability import Heard, Policy, best_cut, committable, is_noise, loop_start, rising, spans
+from engine.runner.stability import (
+    Heard,
+    Policy,
+    best_cut,
+    committable,
+    is_noise,
+    loop_start,
+    rising,
+    spans,
+    starts_word,
+)
 from engine.spec import ModelSpec
 
 SAMPLE_RATE = 16_000
@@ -39,8 +49,24 @@ def windowed_spec(name: str, window_positions: int, stride_positions: int) -> Mo
 
 
 @dataclass(slots=True)
+class _Tail:
+    """The end of the utterance before: audio and the words in it, to understand the beginning of the next one by."""
+
+    audio: Tensor
+    tokens: list[int]
+    # Position behind its last one.
+    end: int
+
+    @property
+    def positions(self) -> int:
+        return self.audio.shape[1] // SAMPLES_PER_POSITION
+
+
+@dataclass(slots=True)
 class _Slot:
     """What a stream's window holds: text that was committed from it, and what the last pass said after that."""
+
+    tail: _Tail | None = None
 
     committed: list[Heard] = field(default_factory=list)
     hypothesis: list[int] = field(default_factory=list)
@@ -61,6 +87,7 @@ class WindowedRunner:
         self.vocabulary = vocabulary
         self._model = model
         self._policy = policy
+        model.go_live()
         self._decoder = GreedyDecoder(model)
         # The samples of each position; row 0 is silence.
         self._slab = torch.zeros(cache_embeds + 1, spec.samples_per_position)
@@ -82,10 +109,11 @@ class WindowedRunner:
             self._write(item)
         if not plan.decode:
             return []
-        rows = [self._row(task) for task in plan.decode]
-        encoded = [self._encode(task) for task in plan.decode]
-        self._decoder.run(rows, Encoded.stack(encoded))
-        return [self._result(task, row) for task, row in zip(plan.decode, rows, strict=True)]
+        tails = [self._tail(task) for task in plan.decode]
+        pairs = list(zip(plan.decode, tails, strict=True))
+        rows = [self._row(task, tail) for task, tail in pairs]
+        self._decoder.run(rows, Encoded.stack([self._encode(task, tail) for task, tail in pairs]))
+        return [self._result(task, tail, row) for (task, tail), row in zip(pairs, rows, strict=True)]
 
     def warm_up(self) -> None:
         """Run a window of noise through everything once, so that the first utterance finds kernels and memory ready."""
@@ -103,35 +131,48 @@ class WindowedRunner:
             samples = samples[torch.tensor(task.mask)]
         self._slab[torch.tensor(task.rows)] = samples
 
-    def _audio(self, task: DecodeTask) -> Tensor:
-        audio = self._slab[torch.tensor(task.rows)].view(1, -1)
-        missing = self._model.min_samples - audio.shape[1]
-        return torch.nn.functional.pad(audio, (0, missing)) if missing > 0 else audio
+    def _tail(self, task: DecodeTask) -> _Tail | None:
+        """The utterance before, if it has just ended and the window is still too young to speak for itself."""
+        tail, policy = self._slots[task.slot].tail, self._policy
+        if tail is None or task.base - tail.end > policy.tail_gap or task.end - task.base > policy.tail_until:
+            return None
+        return tail
 
-    def _encode(self, task: DecodeTask) -> Encoded:
+    def _audio(self, task: DecodeTask) -> Tensor:
+        return self._slab[torch.tensor(task.rows)].view(1, -1)
+
+    def _encode(self, task: DecodeTask, tail: _Tail | None) -> Encoded:
         audio = self._audio(task)
+        if tail is not None:
+            audio = torch.cat((tail.audio, audio), dim=1)
+        missing = self._model.min_samples - audio.shape[1]
+        if missing > 0:
+            audio = torch.nn.functional.pad(audio, (0, missing))
         return self._model.encode(audio, [audio.shape[1]])
 
-    def _row(self, task: DecodeTask) -> Row:
+    def _row(self, task: DecodeTask, tail: _Tail | None) -> Row:
         slot, model, policy = self._slots[task.slot], self._model, self._policy
         frames_per_position = SAMPLES_PER_POSITION / model.samples_per_frame
-        frames = round((task.end - task.base) * frames_per_position)
-        seconds = (task.end - task.base) * SAMPLES_PER_POSITION / SAMPLE_RATE
-        room = model.max_tokens - len(model.start_tokens) - len(slot.committed) - 1
-        most = max(1, min(room, round(seconds * policy.tokens_per_second) + 4 - len(slot.committed)))
+        positions = task.end - task.base + (tail.positions if tail else 0)
+        frames = round(positions * frames_per_position)
+        seconds = positions * SAMPLES_PER_POSITION / SAMPLE_RATE
+        committed = [*(tail.tokens if tail else ()), *(heard.token for heard in slot.committed)]
+        room = model.max_tokens - len(model.start_tokens) - len(committed) - 1
+        most = max(1, min(room, round(seconds * policy.tokens_per_second) + 4 - len(committed)))
         return Row(
-            committed=[heard.token for heard in slot.committed],
+            committed=committed,
             draft=slot.hypothesis[:most],
             most=most,
             stop_frame=None if task.final else frames - policy.agreed_margin * frames_per_position,
             frames=frames,
         )
 
-    def _result(self, task: DecodeTask, row: Row) -> DecodeResult:
+    def _result(self, task: DecodeTask, tail: _Tail | None, row: Row) -> DecodeResult:
         slot = self._slots[task.slot]
         floor = slot.committed[-1].peak if slot.committed else float(task.base)
         scale = self._model.samples_per_frame / SAMPLES_PER_POSITION
-        peaks = rising([task.base + peak * scale for peak in row.peaks], floor)
+        origin = task.base - (tail.positions if tail else 0)
+        peaks = rising([origin + peak * scale for peak in row.peaks], floor)
         new = [Heard(token, peak) for token, peak in zip(row.tokens, peaks, strict=True)]
         loop = loop_start([heard.token for heard in slot.committed] + row.tokens)
         if loop is not None:
@@ -141,15 +182,31 @@ class WindowedRunner:
             new = []
         if task.final:
             timed = self._timed(new, floor, float(task.end))
+            slot.tail = self._new_tail(task, slot.committed + new)
             slot.restart()
             return DecodeResult(timed=timed, keep_from=task.end)
-        count = committable(new, row.ended, slot.hypothesis, task.end, self.vocabulary.pieces, self._policy)
+        window = (float(task.base), float(task.end))
+        count = committable(new, row.ended, slot.hypothesis, window, self.vocabulary.pieces, self._policy)
         upcoming = new[count].peak if count < len(new) else float(task.end)
         timed = self._timed(new[:count], floor, upcoming)
         slot.committed += new[:count]
         slot.spoken = slot.spoken or count > 0
         slot.hypothesis = [heard.token for heard in new[count:]]
         return DecodeResult(timed=timed, keep_from=self._cut(task, slot, upcoming))
+
+    def _new_tail(self, task: DecodeTask, said: list[Heard]) -> _Tail | None:
+        """The last words of a window that ends, and the audio from a little before them on."""
+        first = len(said)
+        for index, heard in enumerate(said):
+            if heard.peak >= task.end - self._policy.tail_length and starts_word(self.vocabulary.pieces[heard.token]):
+                first = index
+                break
+        if first == len(said):
+            return None
+        before = said[first - 1].peak if first else float(task.base)
+        start = max(task.base, int((before + said[first].peak) / 2))
+        audio = self._audio(task)[:, (start - task.base) * SAMPLES_PER_POSITION :]
+        return _Tail(audio, [heard.token for heard in said[first:]], task.end)
 
     def _timed(self, tokens: list[Heard], before: float, after: float) -> list[TimedToken]:
         return [
@@ -162,7 +219,7 @@ class WindowedRunner:
         length = task.end - task.base
         if length < min(self._policy.cut_beyond, self.spec.window_positions):
             return task.base
-        found = best_cut(slot.committed, upcoming, task.base, self.vocabulary.pieces)
+        found = best_cut(slot.committed, upcoming, task.end, self.vocabulary.pieces, self._policy)
         if found is not None:
             behind, place = found
             cut = min(max(task.base, int(place)), task.end)

@@ -17,7 +17,7 @@ def heard(*pairs: tuple[int, float]) -> list[Heard]:
 
 
 def count(new: list[Heard], previous: list[int], ended: bool = False, edge: float = 50.0) -> int:
-    return committable(new, ended, previous, edge, PIECES, POLICY)
+    return committable(new, ended, previous, (0.0, edge), PIECES, POLICY)
 
 
 def test_nothing_near_the_live_edge() -> None:
@@ -29,6 +29,12 @@ def test_agreed_tokens_need_less_distance() -> None:
     assert count(new, [0, 1, 2]) == 3
     assert count(new, []) == 1
     assert count(new, [0, 3, 2]) == 1
+
+
+def test_a_young_window_is_treated_with_more_care() -> None:
+    new = heard((0, 18.0), (1, 24.0))
+    assert committable(new, False, [0, 1], (0.0, 25.0), PIECES, POLICY) == 0
+    assert committable(new, False, [0, 1], (-20.0, 25.0), PIECES, POLICY) == 1
 
 
 def test_only_whole_words() -> None:
@@ -86,17 +92,24 @@ def test_noise_is_doubt_or_music() -> None:
 
 def test_cut_prefers_the_end_of_a_sentence() -> None:
     committed = heard((0, 27.0), (1, 30.0), (6, 31.0), (2, 33.0), (3, 36.0))
-    behind, place = best_cut(committed, 40.0, 0.0, PIECES) or (0, 0.0)
+    behind, place = best_cut(committed, 40.0, 45.0, PIECES, POLICY) or (0, 0.0)
     assert behind == 3 and 31.0 <= place <= 33.0
 
 
 def test_cut_prefers_a_long_pause() -> None:
     committed = heard((0, 10.0), (1, 12.0), (2, 30.0), (3, 32.0))
-    behind, place = best_cut(committed, 34.0, 0.0, PIECES) or (0, 0.0)
+    behind, place = best_cut(committed, 34.0, 40.0, PIECES, POLICY) or (0, 0.0)
     assert behind == 2 and 12.0 < place < 30.0
 
 
+def test_cut_keeps_some_audio_that_was_understood() -> None:
+    committed = heard(*((0, 5.0 * index) for index in range(1, 20)))
+    behind, place = best_cut(committed, 100.0, 105.0, PIECES, POLICY) or (0, 0.0)
+    assert POLICY.keep_behind <= 105.0 - place <= 2 * POLICY.keep_behind
+    assert committed[behind - 1].peak < place < committed[behind].peak
+
+
 def test_cut_never_splits_a_word() -> None:
-    assert best_cut([], 40.0, 0.0, PIECES) is None
-    found = best_cut(heard((0, 10.0), (4, 30.0)), 31.0, 0.0, PIECES)
+    assert best_cut([], 40.0, 45.0, PIECES, POLICY) is None
+    found = best_cut(heard((0, 10.0), (4, 30.0)), 31.0, 40.0, PIECES, POLICY)
     assert found is not None and found[0] == 2

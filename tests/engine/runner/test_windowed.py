@@ -5,6 +5,8 @@ The model is tiny and random, so its text means nothing; what is tested is that 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,15 @@ from engine.runner.windowed import SAMPLES_PER_POSITION, WindowedRunner, windowe
 VOCABULARY = 60
 STRIDE = 5
 WINDOW = 40
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Matrices this small only lose time by being shared out, most of all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
