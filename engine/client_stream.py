@@ -86,6 +86,8 @@ class EngineStream:
             raise StreamFinished(self.id, "was fed prepared items; open another stream for samples")
         second = self._spec.sample_rate
         for start in range(0, len(samples), second):
+            if start:
+                await asyncio.sleep(0)  # a long recording must not keep everybody else waiting
             await self._wait_for_room()
             cut = self._cutter.push(samples[start : start + second])
             self._send_items(prepare(self._cutter, cut, self._spec))
