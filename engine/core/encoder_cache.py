@@ -80,7 +80,7 @@ class EncoderCache:
             if embeds > len(free) + self._releasable:
                 return None
             self._evict(embeds)
-        assert embeds > 0 and key not in self._entries and index not in held, "look an item up before reserving for it"
+        assert embeds > 0 and key not in self._entries, "look an item up before reserving rows for it"
         entry = Entry(free[-embeds:])
         del free[-embeds:]
         entry.key = key

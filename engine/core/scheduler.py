@@ -313,14 +313,18 @@ class Scheduler:
         start, stop, step = stream.computed, stream.available, self.spec.step_positions
         if start < stream.forced:
             stop, step = min(stop, stream.forced), self.spec.replay_positions
-        if step > budget_positions:
-            step = budget_positions
-        return start + step if start + step < stop else stop
+        end = start + (step if step < budget_positions else budget_positions)
+        return end if end < stop else stop
 
     def _read(self, stream: Stream, base: int, end: int, budget: _Budget, plan: StepPlan) -> list[int]:
         """The cache row of each position in [base, end), the silence row where there is no embedding; items that are
         not in the cache get into the plan. Fewer rows than positions: the budgets reach no further."""
         timeline, held = stream.timeline, stream.held
+        if end == base + 1:
+            index = stream.encoded
+            frame = timeline.frame_at(index, base)
+            if frame is not None:
+                return held[index] if self._encode(stream, index, frame, budget, plan) else []
         lo, hi = timeline.window(base, end)
         rows: list[int] = []
         position = base

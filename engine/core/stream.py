@@ -104,24 +104,29 @@ class Stream:
 class StreamText:
     """Turns a stream's tokens into Text messages: append-only deltas and words with audio times."""
 
-    __slots__ = ("_builder", "_detokenizer", "_marker", "_stream", "_unsent")
+    __slots__ = ("_blanks", "_builder", "_detokenizer", "_marker", "_stream", "_unsent")
 
     def __init__(self, stream: Stream, vocabulary: Vocabulary) -> None:
         self._stream = stream
         self._detokenizer = Detokenizer(vocabulary)
         self._builder = WordBuilder()
+        self._blanks = vocabulary.blanks
         self._marker = vocabulary.word_marker
         self._unsent: list[int] = []
 
     def commit(self, start: int, result: DecodeResult, ends_segment: bool) -> Text | None:
         """Text of one step, if there is anything to say."""
+        tokens, unsent = result.tokens, self._unsent
+        if len(tokens) == 1 and tokens[0] in self._blanks and start >= self._stream.forced and not ends_segment:
+            unsent.append(tokens[0])  # most frames are blank
+            return None if len(unsent) < REPORT_AFTER_TOKENS else self._say("", [])
         words: list[Word] = []
-        delta = self._push_frames(start, result.tokens, words) if result.tokens else ""
+        delta = self._push_frames(start, tokens, words) if tokens else ""
         if result.timed:
             delta += self._push_timed(result, words)
         if ends_segment:
             delta += self._finish_word(words)
-        if not delta and not words and len(self._unsent) < REPORT_AFTER_TOKENS:
+        if not delta and not words and len(unsent) < REPORT_AFTER_TOKENS:
             return None
         return self._say(delta, words)
 
@@ -155,7 +160,7 @@ class StreamText:
                     self._keep(word, words)
                 continue
             text = push(token)
-            if text:  # most positions are blank
+            if text:
                 heard = position - stream.delay
                 word = self._builder.push(text, stream.clock.sample_at(heard), stream.clock.sample_at(heard + 1))
                 if not replayed:

@@ -64,6 +64,15 @@ class Timeline:
     def item(self, index: int) -> Item:
         return self._items[index - self._base]
 
+    def frame_at(self, index: int, position: int) -> Item | None:
+        """The item `index` if it is just this one position, with an embedding: a live frame, found without a search."""
+        place = index - self._base
+        if place < len(self._items):
+            item = self._items[place]
+            if item.offset == position and item.length == 1 and item.embeds == 1:
+                return item
+        return None
+
     def items(self, lo: int, hi: int) -> list[Item]:
         """The items [lo, hi), as `window` found them."""
         return self._items[lo - self._base : hi - self._base]
