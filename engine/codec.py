@@ -157,6 +157,11 @@ class Status(_Wire):
     lag_ms: float = 0.0
     encoder_queries: int = 0
     encoder_hits: int = 0
+    steps: int = 0
+    # Nanoseconds of all steps, by part.
+    step_ns: dict[str, int] = {}
+    # Tokens that the guard against blank ruts changed.
+    blank_guard: int = 0
 
 
 class Hello(msgspec.Struct, tag="hello"):

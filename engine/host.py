@@ -368,6 +368,15 @@ class EngineHost:
         lags = [stream.lag_positions() for stream in scheduler.streams.values() if stream.live]
         status.lag_ms = max(lags, default=0) * spec.samples_per_position * 1000 / spec.sample_rate
         status.speaking = sum(hosted.speaking for hosted in self._streams.values())
+        totals = self._loop.totals
+        status.steps = totals.steps
+        status.step_ns = {
+            "speech": totals.speech_ns,
+            "plan": totals.plan_ns,
+            "execute": totals.execute_ns,
+            "commit": totals.commit_ns,
+        }
+        status.blank_guard = getattr(self._loop.runner, "blank_guard_activations", 0)
 
 
 def _keyed_items(commands: list[WireCommand]) -> Iterator[WireItem]:

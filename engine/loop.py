@@ -86,6 +86,24 @@ class StepTimes:
     positions: int = 0
 
 
+@dataclass(slots=True)
+class StepTotals:
+    """Where all steps' time went since the start, in nanoseconds."""
+
+    steps: int = 0
+    speech_ns: int = 0
+    plan_ns: int = 0
+    execute_ns: int = 0
+    commit_ns: int = 0
+
+    def add(self, times: StepTimes) -> None:
+        self.steps += 1
+        self.speech_ns += times.speech_ns
+        self.plan_ns += times.plan_ns
+        self.execute_ns += times.execute_ns
+        self.commit_ns += times.commit_ns
+
+
 class EngineLoop:
     """`detector` hears speech for turn detection; with `gate` settings, a model hears only what the gate lets by."""
 
@@ -100,6 +118,7 @@ class EngineLoop:
         self.scheduler = scheduler
         self.runner = runner
         self.times = StepTimes()
+        self.totals = StepTotals()
         self._detector = detector
         self._gate_settings = gate
         self._gates: dict[str, SpeechGate] = {}
@@ -155,6 +174,7 @@ class EngineLoop:
             outputs += scheduler.take_replies()
         times.speech_ns, times.plan_ns, times.execute_ns = heard - began, planned - heard, executed - planned
         times.commit_ns = clock() - executed
+        self.totals.add(times)
         if not outputs:
             return None
         if self._detector is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
@@ -46,6 +46,9 @@ class EngineMetrics:
     input_cache: CacheStats = field(default_factory=CacheStats)
     encoder_queries: int = 0
     encoder_hits: int = 0
+    steps: int = 0
+    step_ns: Counter[str] = field(default_factory=Counter)
+    blank_guard: int = 0
     restarts: int = 0
     streams_recovered: int = 0
     streams_given_up: int = 0
@@ -57,6 +60,9 @@ class EngineMetrics:
         self.input_cache.add(link.cache.stats)
         self.encoder_queries += link.status.encoder_queries
         self.encoder_hits += link.status.encoder_hits
+        self.steps += link.status.steps
+        self.step_ns.update(link.status.step_ns)
+        self.blank_guard += link.status.blank_guard
 
 
 class Seat:
@@ -146,7 +152,8 @@ class Supervisor:
             self._waiting.remove(stream)
 
     def metrics(self) -> EngineMetrics:
-        total = replace(self._past, input_cache=replace(self._past.input_cache))
+        past = self._past
+        total = replace(past, input_cache=replace(past.input_cache), step_ns=Counter(past.step_ns))
         total.recent_recovery_seconds = list(self._recoveries)
         for link in self.links():
             total.add_link(link)

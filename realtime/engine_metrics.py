@@ -26,6 +26,8 @@ def engine_collector(
             ("mm_cache_repairs", "Times the two sides of the input cache disagreed and were repaired", cache.repairs),
             ("encoder_cache_queries", "Items looked up in the encoder cache", seen.encoder_queries),
             ("encoder_cache_hits", "Items whose encoder output was there already", seen.encoder_hits),
+            ("steps", "Steps the engines have run", seen.steps),
+            ("blank_guard", "Tokens changed by the guard against endless blanks", seen.blank_guard),
             ("engine_restarts", "Engines that were lost and came back", seen.restarts),
             ("engine_streams_recovered", "Streams carried over to a new engine", seen.streams_recovered),
             ("engine_streams_given_up", "Streams that could not be carried over", seen.streams_given_up),
@@ -33,6 +35,10 @@ def engine_collector(
             ("engine_recovery_seconds", "Time streams waited to be carried over", seen.recovery_seconds_sum),
         ):
             yield CounterMetricFamily(f"tickertape_{name}", text, value=count)
+        parts = CounterMetricFamily("tickertape_step_seconds", "Time of all steps, by part", labels=["part"])
+        for part, nanoseconds in seen.step_ns.items():
+            parts.add_metric([part], nanoseconds / 1e9)
+        yield parts
         for name, text, value in (
             ("engine_streams", "Streams open on the engines", room.used),
             ("engine_streams_max", "Streams the engines have room for", room.total),
