@@ -20,6 +20,8 @@ _SENTENCE_ENDS = frozenset(b".?!")
 _MUSIC = "\u266a".encode()
 # A word is heard within this much of the place where attention to it peaks.
 _REACH = 0.35 * POSITIONS_PER_SECOND
+# Attention that peaks this far before what has been said already is not noise of the measurement any more.
+_FAR_BACK = 0.8 * POSITIONS_PER_SECOND
 # Longest phrase looked for by the loop check, and how often it may be said in a row.
 _LOOP_TOKENS = 12
 _LOOP_REPEATS = 4
@@ -29,21 +31,23 @@ _LOOP_REPEATS = 4
 class Policy:
     """How careful to be, in positions."""
 
-    # Distance from the live edge at which a token may be committed: if two passes agree on it, and if not.
+    # Distance from the live edge at which a token may be committed: if two passes agree on it and the model is sure of
+    # it, and if not.
     agreed_margin: float = 0.3 * POSITIONS_PER_SECOND
-    lone_margin: float = 0.8 * POSITIONS_PER_SECOND
+    lone_margin: float = 1.0 * POSITIONS_PER_SECOND
+    sure: float = -0.7
     # A window longer than this is cut at its best pause or sentence end.
     cut_beyond: float = 10.0 * POSITIONS_PER_SECOND
     # Audio that a cut should leave in the window.
     keep_behind: float = 3.0 * POSITIONS_PER_SECOND
     # A window shorter than this has little context yet: margins are wider by `young_margin`.
-    young_below: float = 2.5 * POSITIONS_PER_SECOND
-    young_margin: float = 0.4 * POSITIONS_PER_SECOND
+    young_below: float = 3.0 * POSITIONS_PER_SECOND
+    young_margin: float = 0.6 * POSITIONS_PER_SECOND
     # The end of an utterance helps to understand the next one: how much of it, if it follows how soon, and until the
     # next one's own window is how long.
-    tail_length: float = 2.5 * POSITIONS_PER_SECOND
+    tail_length: float = 2.0 * POSITIONS_PER_SECOND
     tail_gap: float = 2.0 * POSITIONS_PER_SECOND
-    tail_until: float = 4.0 * POSITIONS_PER_SECOND
+    tail_until: float = 2.5 * POSITIONS_PER_SECOND
     # Speech never has more tokens than this; a hypothesis that does is a loop.
     tokens_per_second: float = 6.5
     # Mean log-probability below which a whole utterance is taken for noise. Measured: 25 short utterances, most of
@@ -57,6 +61,7 @@ class Heard:
 
     token: int
     peak: float
+    log_probability: float = 0.0
 
 
 def starts_word(piece: bytes) -> bool:
@@ -74,6 +79,17 @@ def rising(peaks: list[float], floor: float) -> list[float]:
         floor = max(floor, peak)
         result.append(floor)
     return result
+
+
+def rereads_from(peaks: list[float], floor: float) -> int | None:
+    """Where a hypothesis starts to say audio again that was said before: two tokens in a row that look far back."""
+    behind = 0
+    for index, peak in enumerate(peaks):
+        behind = behind + 1 if peak < floor - _FAR_BACK else 0
+        if behind == 2:
+            return index - 1
+        floor = max(floor, peak)
+    return None
 
 
 def committable(
@@ -97,7 +113,8 @@ def committable(
         agreed += 1
     count = 0
     for index, heard in enumerate(new):
-        margin = policy.agreed_margin if index < agreed else policy.lone_margin
+        settled = index < agreed and heard.log_probability >= policy.sure
+        margin = policy.agreed_margin if settled else policy.lone_margin
         if heard.peak > edge - margin:
             break
         count += 1

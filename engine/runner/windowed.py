@@ -24,6 +24,7 @@ from engine.runner.stability import (
     committable,
     is_noise,
     loop_start,
+    rereads_from,
     rising,
     spans,
     starts_word,
@@ -172,11 +173,13 @@ class WindowedRunner:
         floor = slot.committed[-1].peak if slot.committed else float(task.base)
         scale = self._model.samples_per_frame / SAMPLES_PER_POSITION
         origin = task.base - (tail.positions if tail else 0)
-        peaks = rising([origin + peak * scale for peak in row.peaks], floor)
-        new = [Heard(token, peak) for token, peak in zip(row.tokens, peaks, strict=True)]
+        places = [origin + peak * scale for peak in row.peaks]
+        heard = zip(row.tokens, rising(places, floor), row.log_probabilities, strict=True)
+        new = [Heard(*each) for each in heard]
         loop = loop_start([heard.token for heard in slot.committed] + row.tokens)
         if loop is not None:
             new = new[: max(0, loop - len(slot.committed))]
+        new = new[: rereads_from(places, floor)]
         text = b"".join(self.vocabulary.pieces[token] for token in row.tokens)
         if not slot.spoken and is_noise(text, row.log_probabilities, self._policy):
             new = []

@@ -5,7 +5,17 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.runner.stability import Heard, Policy, best_cut, committable, is_noise, loop_start, rising, spans
+from engine.runner.stability import (
+    Heard,
+    Policy,
+    best_cut,
+    committable,
+    is_noise,
+    loop_start,
+    rereads_from,
+    rising,
+    spans,
+)
 
 # 0..3 start words, 4 continues one, 5 is a comma, 6 ends a sentence.
 PIECES = [b" one", b" two", b" three", b" four", b"teen", b",", b"."]
@@ -35,6 +45,12 @@ def test_a_young_window_is_treated_with_more_care() -> None:
     new = heard((0, 18.0), (1, 24.0))
     assert committable(new, False, [0, 1], (0.0, 25.0), PIECES, POLICY) == 0
     assert committable(new, False, [0, 1], (-20.0, 25.0), PIECES, POLICY) == 1
+
+
+def test_tokens_the_model_doubts_need_more_distance() -> None:
+    new = [Heard(0, 10.0), Heard(1, 43.0, -1.2), Heard(2, 49.0)]
+    assert count(new, [0, 1, 2]) == 1
+    assert count([Heard(0, 10.0), Heard(1, 39.0, -1.2), Heard(2, 49.0)], [0, 1, 2]) == 2
 
 
 def test_only_whole_words() -> None:
@@ -67,6 +83,13 @@ def test_what_is_committed_is_behind_the_margin_and_complete(
 def test_peaks_never_run_backwards() -> None:
     assert rising([3.0, 1.0, 5.0], 2.0) == [3.0, 3.0, 5.0]
     assert rising([], 2.0) == []
+
+
+def test_text_that_looks_back_at_old_audio_is_a_repetition() -> None:
+    assert rereads_from([31.0, 33.0, 36.0], 30.0) is None
+    assert rereads_from([5.0, 33.0, 7.0, 36.0], 30.0) is None
+    assert rereads_from([31.0, 5.0, 8.0, 12.0], 30.0) == 1
+    assert rereads_from([2.0, 3.0], 30.0) == 0
 
 
 def test_spans_meet_halfway_and_leave_pauses_out() -> None:
