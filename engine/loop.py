@@ -238,12 +238,14 @@ class EngineLoop:
 
     def _pass_gate(self, name: str, decisions: list[Decision]) -> None:
         scheduler = self.scheduler
+        clock, rate = scheduler.streams[name].clock, scheduler.spec.samples_per_position
         for decision in decisions:
             if isinstance(decision, End):
-                scheduler.flush(name, None)
+                # Audio of a burst may be here already from behind the utterance: that is not part of it.
+                scheduler.flush(name, None, clock.position_at(decision.sample + rate - 1))
                 scheduler.hold(name, True)
                 continue
-            scheduler.skip(name, scheduler.streams[name].clock.position_at(decision.sample))
+            scheduler.skip(name, clock.position_at(decision.sample))
             if isinstance(decision, Begin):
                 scheduler.hold(name, False)
 

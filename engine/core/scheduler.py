@@ -17,7 +17,7 @@ from engine.core.encoder_cache import EncoderCache
 from engine.core.limits import Limits, largest_item
 from engine.core.pages import PagePool
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan
-from engine.core.stream import PRUNE_EVERY_POSITIONS, Stream
+from engine.core.stream import PRUNE_EVERY_POSITIONS, FlushMark, Stream
 from engine.core.text import Vocabulary
 from engine.errors import (
     AtCapacity,
@@ -90,23 +90,27 @@ class Scheduler:
         if not stream.queued and self._is_due(stream):
             self._queue(stream, now if caught_up else stream.timeline.arrival_at(stream.computed))
 
-    def flush(self, name: str, tag: int | None) -> None:
-        """Everything fed so far must become text; `Flushed` follows when it has (none for tag None)."""
+    def flush(self, name: str, tag: int | None, position: int | None = None) -> None:
+        """Everything before `position` (None: all that was fed) must become text; `Flushed` follows when it has."""
         stream = self._open_stream(name)
-        stream.flushes.append((stream.available, tag))
+        position = stream.available if position is None else min(position, stream.available)
+        if stream.flushes:
+            position = max(position, stream.flushes[-1].position)
+        stream.flushes.append(FlushMark(position, tag))
         self._settle(stream, self._replies)
 
     def skip(self, name: str, position: int) -> None:
         """Positions below this need not be heard (nobody speaks there). Only for models that reread their window.
 
-        Does nothing while a flush is still to be reached: what comes before it must be heard.
+        What comes before a flush that is still to be reached is heard first.
         """
         stream = self._open_stream(name)
         assert self.spec.rereads_window, "a frame-synchronous model hears every position"
         position = min(position, stream.available)
-        if position > stream.base and not stream.flushes:
-            stream.computed = max(stream.computed, position)
-            self._leave_behind(stream, position)
+        if stream.flushes:
+            stream.flushes[-1].resume_at = position
+        else:
+            self._skip_to(stream, position)
 
     def hold(self, name: str, holding: bool) -> None:
         """While a stream is held, its audio waits unheard; only a flush makes it run."""
@@ -119,7 +123,7 @@ class Scheduler:
         """No more audio will come: run out, then close."""
         stream = self._open_stream(name)
         stream.finished = True
-        stream.flushes.append((stream.available, None))
+        stream.flushes.append(FlushMark(stream.available, None))
         self._settle(stream, self._replies)
 
     def abort(self, name: str) -> None:
@@ -187,7 +191,7 @@ class Scheduler:
                 self.fail(StreamFailed(task.stream, f"the model failed on this stream: {problem}"))
                 continue
             stream.computed = task.end
-            ends = task.final if rereads else bool(stream.flushes) and stream.flushes[0][0] <= task.end
+            ends = task.final if rereads else bool(stream.flushes) and stream.flushes[0].position <= task.end
             text = stream.text.commit(task.start, result, ends)
             if text is not None:
                 outputs.append(text)
@@ -271,7 +275,7 @@ class Scheduler:
         if not stream.flushes:
             return False
         reached = stream.base if self.spec.rereads_window else stream.computed
-        return stream.flushes[0][0] > reached
+        return stream.flushes[0].position > reached
 
     def _plan_stream(self, stream: Stream, budget: _Budget, plan: StepPlan) -> bool:
         """Add the stream's share of the step to the plan. False: it must wait for the next step."""
@@ -297,7 +301,7 @@ class Scheduler:
         pages = _NO_PAGES
         if stream.new_pages:
             pages, stream.new_pages = stream.new_pages, _NO_PAGES
-        final = bool(stream.flushes) and self.spec.rereads_window and end == stream.flushes[0][0]
+        final = bool(stream.flushes) and self.spec.rereads_window and end == stream.flushes[0].position
         plan.decode.append(DecodeTask(stream.slot, stream.id, base, start, end, rows, pages, final))
         budget.positions -= end - base
         return True
@@ -306,11 +310,13 @@ class Scheduler:
         """Positions [base, end) that a model which rereads its window should read next."""
         base = stream.base
         end = min(stream.available, base + self.spec.window_positions)
-        return base, min(end, stream.flushes[0][0]) if stream.flushes else end
+        return base, min(end, stream.flushes[0].position) if stream.flushes else end
 
     def _frames_end(self, stream: Stream, budget_positions: int) -> int:
         """How far the next step of a frame-synchronous model goes; no further than computed if nothing is left."""
         start, stop, step = stream.computed, stream.available, self.spec.step_positions
+        if stream.flushes:
+            stop = stream.flushes[0].position
         if start < stream.forced:
             stop, step = min(stop, stream.forced), self.spec.replay_positions
         end = start + (step if step < budget_positions else budget_positions)
@@ -364,6 +370,11 @@ class Scheduler:
         stream.encoded = index + 1
         return True
 
+    def _skip_to(self, stream: Stream, position: int) -> None:
+        if position > stream.base:
+            stream.computed = max(stream.computed, position)
+            self._leave_behind(stream, position)
+
     def _leave_behind(self, stream: Stream, keep: int) -> None:
         """The stream's next step needs nothing below `keep`: let its cache rows and old items go."""
         if keep > stream.base:
@@ -397,13 +408,16 @@ class Scheduler:
         """Answer the flushes that the stream has reached; close it if it has run out, else see that it goes on."""
         reached = stream.base if self.spec.rereads_window else stream.computed
         flushes = stream.flushes
-        while flushes and flushes[0][0] <= reached:
-            position, tag = flushes.popleft()
+        while flushes and flushes[0].position <= reached:
+            mark = flushes.popleft()
             text = stream.text.end_segment()
             if text is not None:
                 outputs.append(text)
-            if tag is not None:
-                outputs.append(Flushed(stream.id, tag, stream.clock.sample_at(position)))
+            if mark.tag is not None:
+                outputs.append(Flushed(stream.id, mark.tag, stream.clock.sample_at(mark.position)))
+            if mark.resume_at is not None:
+                self._skip_to(stream, mark.resume_at)
+                reached = stream.base
         if stream.finished and not flushes:
             outputs.append(Closed(stream.id, stream.clock.end_sample))
             self._close(stream)
@@ -412,6 +426,7 @@ class Scheduler:
 
     def _close(self, stream: Stream) -> None:
         del self.streams[stream.id]
+        del stream.text  # it refers back to the stream; without it no cycle is left for the collector
         self.cache.close(stream.id)
         for ring in stream.rings:
             ring.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from engine.core.encoder_cache import Held
 from engine.core.pages import PagePool, RingTable
@@ -22,6 +23,16 @@ REPORT_AFTER_TOKENS = 64
 PRUNE_EVERY_POSITIONS = 32
 # A model without paged attention covers every position there can be.
 UNPAGED = 1 << 62
+
+
+@dataclass(slots=True)
+class FlushMark:
+    """All text of the positions below `position` is wanted. `tag` is for the answer; None wants none. Behind it the
+    stream goes on at `resume_at`, if what lies between need not be heard."""
+
+    position: int
+    tag: int | None
+    resume_at: int | None = None
 
 
 class Stream:
@@ -77,7 +88,7 @@ class Stream:
         self.encoded = 0  # items below this index are in the encoder cache, or left it again
         self.released = 0  # items below this index hold no reference any more
         self.forced = start + len(opened.forced_tokens)  # positions below this repeat known tokens
-        self.flushes: deque[tuple[int, int | None]] = deque()  # (position, tag) still to be reached
+        self.flushes: deque[FlushMark] = deque()  # still to be reached, in order
         self.finished = False
         self.holding = False  # audio waits until somebody surely speaks
         self.queued = False

@@ -15,7 +15,7 @@ from engine.messages import Item
 class Timeline:
     """Sorted, non-overlapping items. Offsets and ends are plain int lists, so bisect runs in C."""
 
-    __slots__ = ("_base", "_dead", "_ends", "_items", "_masked", "_offsets", "end")
+    __slots__ = ("__weakref__", "_base", "_dead", "_ends", "_items", "_masked", "_offsets", "end")
 
     def __init__(self, start: int = 0) -> None:
         self._base = 0  # absolute index of the lists' first entry

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # A windowed stream needs a few megabytes; a CPU runs out of time long before that matters.
 WINDOWED_STREAMS = 64
 WINDOW_POSITIONS = 192
-STRIDE_POSITIONS = 8
+STRIDE_POSITIONS = 10
 # Encoder-cache rows beyond what streams hold: room for audio that comes again.
 SPARE_EMBEDS = 512
 # One step of a windowed model reads at most so many whole windows, so that live streams do not wait for backlog.

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.core.plan import DecodeResult, StepPlan, TimedToken
 from engine.core.limits import Limits
+from engine.core.plan import DecodeResult, StepPlan, TimedToken
 from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
 from engine.errors import EngineDead
@@ -239,6 +239,15 @@ class TestSpeech:
         texts = [output for output in outputs if isinstance(output, Text) and output.delta]
         assert [text.delta for text in texts] == ["a" * 10]
         assert not loop.has_work()
+
+    def test_silence_in_a_burst_never_reaches_the_model(self) -> None:
+        loop = engine(EchoRunner(WINDOWED), LoudnessDetector(), gated=True)
+        values = [0] * 30 + [1] * 10 + [0] * 100 + [2] * 10 + [0] * 40
+        items = [letter(position, value, WINDOWED) for position, value in enumerate(values)]
+        loop.submit([Open("a"), Feed("a", items)], 0)
+        texts = [output for output in drain(loop) if isinstance(output, Text)]
+        assert "".join(text.delta for text in texts) == "a" * 10 + "b" * 10
+        assert loop.scheduler.cache.queries < 50, "only speech and what surrounds it is encoded"
 
     def test_a_flush_ends_an_utterance_in_the_middle_and_the_rest_follows(self) -> None:
         loop = engine(EchoRunner(WINDOWED), LoudnessDetector(), gated=True)

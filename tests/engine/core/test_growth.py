@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections import Counter
 
 from benchmarks.step_cost import Bench
+from engine.messages import Abort
 
 
 def objects_held() -> Counter[str]:
@@ -85,3 +87,19 @@ def test_a_retained_timeline_costs_no_more_calls() -> None:
         return calls
 
     assert calls_of_five_steps(40_000) == calls_of_five_steps(8_000)
+
+
+def test_a_closed_stream_leaves_no_cycle_for_the_collector() -> None:
+    bench = Bench.start(1)
+    bench.grow(40)
+    stream = bench.loop.scheduler.streams["stream-0"]
+    timeline = weakref.ref(stream.timeline)
+    del stream
+    gc.collect()
+    gc.disable()
+    try:
+        bench.loop.submit([Abort("stream-0")], 0)
+        bench.loop.step()
+        assert timeline() is None
+    finally:
+        gc.enable()

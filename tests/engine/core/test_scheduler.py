@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, StepPlan, TimedToken
 from engine.core.limits import Limits
+from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, StepPlan, TimedToken
 from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
 from engine.errors import (
@@ -475,8 +475,34 @@ class TestWindows:
         engine.skip("a", 10)
         task, outputs = self.run(engine, DecodeResult())
         assert (task.base, task.end, task.final) == (0, 2, True) and outputs == [Flushed("a", 5, 200)]
-        engine.skip("a", 10)
-        assert not engine.has_work() or engine.plan().decode == []
+        assert not engine.has_work() and engine.streams["a"].base == 10, "the skip took effect behind the flush"
+
+    def test_utterances_of_a_burst_are_heard_one_by_one_without_the_silence_between(self) -> None:
+        engine = self.engine()
+        engine.hold("a", True)
+        self.feed(engine, 0, 60)
+        for begin, end in ((2, 8), (20, 30), (50, 55)):
+            engine.skip("a", begin)
+            engine.hold("a", False)
+            engine.flush("a", None, end)
+            engine.hold("a", True)
+        engine.skip("a", 58)
+        heard = []
+        while engine.has_work():
+            task, _ = self.run(engine, DecodeResult())
+            heard.append((task.base, task.end, task.final))
+        assert heard == [(2, 8, True), (20, 30, True), (50, 55, True)]
+        assert engine.streams["a"].base == 58
+
+    def test_a_flush_in_the_middle_of_what_was_fed(self) -> None:
+        engine = scheduler(replace(FRAMES, step_positions=8))
+        engine.admit(Open("a"))
+        engine.feed("a", [frame(position) for position in range(2, 8)], 0)
+        engine.flush("a", 1, 5)
+        plan, outputs = step(engine, token=2)
+        assert (plan.decode[0].start, plan.decode[0].end) == (2, 5)
+        assert [type(output) for output in outputs] == [Text, Flushed]
+        assert step(engine)[0].decode[0].end == 8
 
 
 def test_positions_beyond_fifty_million() -> None:

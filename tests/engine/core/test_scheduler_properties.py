@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.core.plan import DecodeResult, DecodeTask, TimedToken
 from engine.core.limits import Limits
+from engine.core.plan import DecodeResult, DecodeTask, TimedToken
 from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
 from engine.errors import AtCapacity
