@@ -24,7 +24,7 @@ import numpy as np
 import zmq
 
 from engine import messages
-from engine.errors import EngineDead
+from engine.errors import EngineDead, EngineError
 from engine.host import EngineHost
 from engine.loop import EngineLoop
 from engine.processor import WARM_UP_SECONDS, make_cutter, prepare
@@ -226,7 +226,12 @@ def _child(address: str, build: Build, warm: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     threading.Thread(target=_stop_with_parent, args=(asked_to_stop,), daemon=True).start()
-    run_engine(address, build, asked_to_stop.is_set, warm)
+    try:
+        run_engine(address, build, asked_to_stop.is_set, warm)
+    except EngineError as error:
+        # Its text says what to change; where in the code it came up does not help.
+        logger.error("%s", error)
+        raise SystemExit(1) from None
 
 
 def _stop_with_parent(asked_to_stop: threading.Event) -> None:

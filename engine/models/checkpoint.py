@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.errors import EngineError
+
 CONFIG_FILE = "config.json"
 # Names that older releases of a format gave to the same tensors: what a name starts with -> what it starts with now.
 RENAMED_PREFIXES = {
@@ -20,7 +22,7 @@ RENAMED_PREFIXES = {
 NAMES_SHOWN = 8
 
 
-class BadCheckpoint(Exception):
+class BadCheckpoint(EngineError):
     """The directory is not a checkpoint of this model. The text names what is wrong."""
 
 

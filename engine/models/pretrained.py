@@ -11,14 +11,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.errors import EngineError
+from engine.models.checkpoint import BadCheckpoint
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.vocabularies import load_pieces
 from engine.models.whisper import Whisper, WhisperConfig
-
-
-class BadCheckpoint(EngineError):
-    """The files are not a checkpoint this engine can run."""
 
 
 def load_speech_model(path: Path) -> tuple[Moonshine | Whisper, list[bytes]]:

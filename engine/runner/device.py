@@ -6,8 +6,10 @@ import os
 
 import torch
 
+from engine.errors import EngineError
 
-class NoDevice(Exception):
+
+class NoDevice(EngineError):
     """The device that was asked for is not there. The text says what to do."""
 
 

@@ -11,7 +11,8 @@ import torch
 from engine.core.limits import Limits
 from engine.core.text import Vocabulary
 from engine.errors import EngineError
-from engine.models.pretrained import BadCheckpoint, load_speech_model
+from engine.models.checkpoint import BadCheckpoint
+from engine.models.pretrained import load_speech_model
 from engine.models.silero import load_silero
 from engine.runner.runner import RunnerSettings, VoxtralRunner
 from engine.runner.speech import SpeechDetector

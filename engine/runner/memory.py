@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.errors import EngineError
 from engine.models.voxtral_realtime import (
     FLUSH_POSITIONS,
     LEFT_PAD_POSITIONS,
@@ -25,7 +26,7 @@ SPARE_EMBEDS = 1024
 FIXED_WORKSPACE_BYTES = 2 * GIB
 
 
-class NotEnoughMemory(Exception):
+class NotEnoughMemory(EngineError):
     """The device cannot hold the model, or not for that many streams. The text says what would fit."""
 
 

@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 from transformers import WhisperConfig as ReferenceConfig
 from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
-from engine.models.pretrained import BadCheckpoint, load_speech_model
+from engine.models.checkpoint import BadCheckpoint
+from engine.models.pretrained import load_speech_model
 from engine.models.whisper import Whisper, WhisperConfig
 
 OPENAI_NAMES = [
