@@ -58,7 +58,8 @@ async def test_fuzz_harms_nobody_and_leaves_nothing_behind(serve: Serve, caplog:
         tasks = [task.get_name() for task in asyncio.all_tasks()]
         assert len([name for name in tasks if name.startswith(("writer", "reader", "session", "results"))]) == 4
         gc.collect()
-        assert sum(isinstance(item, SessionHost) for item in gc.get_objects()) == 1
+        # isinstance would ask objects of other libraries for their class, and some of them warn.
+        assert sum(type(item) is SessionHost for item in gc.get_objects()) == 1
     crashes = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert not crashes, crashes[0].getMessage()
     assert sent >= MESSAGES
