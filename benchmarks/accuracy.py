@@ -39,7 +39,6 @@ from benchmarks.recordings import (
     one_session_per_clip,
     read_manifest,
 )
-from benchmarks.scoring import Normaliser, english_normaliser
 from engine.build import DEFAULT_MODEL, EngineConfig, build_loop
 from engine.errors import EngineError
 from engine.models.pretrained import load_speech_model
@@ -47,6 +46,7 @@ from engine.models.silero import load_silero
 from engine.process import warm_up
 from engine.runner.speech import SpeechDetector
 from engine.weights import WeightsError, pull, resolve
+from realtime.bench.words import Normaliser, english_normaliser
 
 # The microphone stays open after the last word; the engine must find the end of speech by itself.
 PAUSE_SECONDS = 1.5

@@ -11,7 +11,6 @@ from benchmarks.recordings import Clip, Part
 from benchmarks.scoring import (
     ClipScore,
     Errors,
-    Normaliser,
     ShownWord,
     bootstrap_interval,
     emission_delays,
@@ -24,6 +23,7 @@ from benchmarks.scoring import (
     times_to_final,
     utterances,
 )
+from realtime.bench.words import Normaliser
 
 # A session shorter than this has no first and last third worth comparing.
 LONG_SESSION_SECONDS = 300.0

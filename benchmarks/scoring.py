@@ -7,7 +7,7 @@ of the word in the audio to the moment its last letter was shown.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import pairwise
@@ -17,17 +17,6 @@ import numpy as np
 
 # One step of an alignment: indices into reference and hypothesis. (i, None) is a deletion, (None, j) an insertion.
 Pair = tuple[int | None, int | None]
-
-Normaliser = Callable[[str], list[str]]
-
-
-def english_normaliser(spelling: dict[str, str]) -> Normaliser:
-    """Whisper's English text normaliser, with its table of British to American spellings."""
-    from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
-
-    normalise = EnglishTextNormalizer(spelling)  # type: ignore[no-untyped-call]
-    # It leaves a dot of an ellipsis behind, which is no word.
-    return lambda text: [word for word in normalise(text).split() if any(map(str.isalnum, word))]
 
 
 def plain_words(text: str) -> list[str]:

@@ -3,7 +3,8 @@
     python -m benchmarks.step_cost [--json FILE] [--quick]
 
 A step is everything but the model: messages in, plan, null execute, commit, detokenize, message out. Sizes that are
-compared run interleaved in one process, and medians are compared, so a noisy machine moves both alike.
+compared run interleaved in one process, and medians are compared, so a noisy machine moves both alike. The cycle
+collector rests while steps are timed, as it does in the engine process.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.core.plan import DecodeResult, StepPlan
 from engine.core.limits import Limits
+from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
 from engine.loop import EngineLoop
@@ -119,7 +120,7 @@ class LinearBench(Bench):
         began = time.perf_counter_ns()
         for name in self.names:
             timeline = self.loop.scheduler.streams[name].timeline
-            [(span.offset, span.length) for span in timeline._ranges]
+            [(item.offset, item.length) for item in timeline._items]
         return time.perf_counter_ns() - began + super().tick()
 
 
@@ -149,10 +150,17 @@ def growth(streams: int, young: int, old: int, history: int, rounds: int) -> dic
 def host_time(kind: type[Bench], streams: int, items: int, history: int, rounds: int) -> float:
     """Median microseconds per stream and step."""
     bench = kind.start(streams, history)
-    if history == RETAIN_EVERYTHING:
-        Bench.grow(bench, items)  # type: ignore[arg-type]
-    bench.grow(bench.position + 30)
-    return statistics.median(bench.tick() for _ in range(rounds)) / streams / 1e3
+    while bench.position < items:
+        Bench.tick(bench)
+    for _ in range(30):
+        bench.tick()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    took = statistics.median(bench.tick() for _ in range(rounds))
+    gc.enable()
+    gc.unfreeze()
+    return took / streams / 1e3
 
 
 def memory(items: int) -> int:

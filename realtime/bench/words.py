@@ -6,13 +6,22 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 
-@cache
-def normaliser() -> Callable[[str], list[str]]:
-    """Numbers, contractions and punctuation are made alike; without a table of British spellings."""
+Normaliser = Callable[[str], list[str]]
+
+
+def english_normaliser(spelling: dict[str, str]) -> Normaliser:
+    """Whisper's English text normaliser; `spelling` is its table of British to American spellings."""
     from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
-    normalise = EnglishTextNormalizer({})  # type: ignore[no-untyped-call]
+    normalise = EnglishTextNormalizer(spelling)  # type: ignore[no-untyped-call]
+    # It leaves a dot of an ellipsis behind, which is no word.
     return lambda text: [word for word in normalise(text).split() if any(map(str.isalnum, word))]
+
+
+@cache
+def normaliser() -> Normaliser:
+    """Numbers, contractions and punctuation are made alike; without a table of British spellings."""
+    return english_normaliser({})
 
 
 def word_errors(reference: Sequence[str], heard: Sequence[str]) -> int:

@@ -17,7 +17,8 @@ from benchmarks.accuracy_report import (
 )
 from benchmarks.live_run import SessionRun
 from benchmarks.recordings import Clip, Part, Session
-from benchmarks.scoring import TimedWord, english_normaliser
+from benchmarks.scoring import TimedWord
+from realtime.bench.words import english_normaliser
 
 normalise = english_normaliser({})
 

@@ -14,7 +14,6 @@ from benchmarks.scoring import (
     align,
     bootstrap_interval,
     emission_delays,
-    english_normaliser,
     errors_by_minute,
     percentile,
     plain_words,
@@ -24,6 +23,7 @@ from benchmarks.scoring import (
     times_to_final,
     utterances,
 )
+from realtime.bench.words import english_normaliser
 
 some_words = st.lists(st.sampled_from(["a", "b", "c"]), max_size=8)
 
