@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 
-
 Normaliser = Callable[[str], list[str]]
 
 
