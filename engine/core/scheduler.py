@@ -307,10 +307,16 @@ class Scheduler:
         return True
 
     def _window_span(self, stream: Stream) -> tuple[int, int]:
-        """Positions [base, end) that a model which rereads its window should read next."""
-        base = stream.base
+        """Positions [base, end) that a model which rereads its window should read next.
+
+        A step goes on by whole strides, not to the newest sample: what a model hears, and so what it says, does then not
+        depend on how busy the machine is, as long as it keeps up.
+        """
+        base, done, stride = stream.base, stream.computed, self.spec.stride_positions
+        if stream.flushes and stream.flushes[0].position <= base + self.spec.window_positions:
+            return base, stream.flushes[0].position
         end = min(stream.available, base + self.spec.window_positions)
-        return base, min(end, stream.flushes[0].position) if stream.flushes else end
+        return base, done + (end - done) // stride * stride if end - done >= stride else end
 
     def _frames_end(self, stream: Stream, budget_positions: int) -> int:
         """How far the next step of a frame-synchronous model goes; no further than computed if nothing is left."""
