@@ -309,8 +309,8 @@ class Scheduler:
     def _window_span(self, stream: Stream) -> tuple[int, int]:
         """Positions [base, end) that a model which rereads its window should read next.
 
-        A step goes on by whole strides, not to the newest sample: what a model hears, and so what it says, does then not
-        depend on how busy the machine is, as long as it keeps up.
+        A step goes on by whole strides, not to the newest sample: what a model hears, and so what it says, then does
+        not depend on how busy the machine is, as long as it keeps up.
         """
         base, done, stride = stream.base, stream.computed, self.spec.stride_positions
         if stream.flushes and stream.flushes[0].position <= base + self.spec.window_positions:

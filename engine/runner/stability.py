@@ -72,6 +72,14 @@ def is_mark(piece: bytes) -> bool:
     return bool(piece) and all(byte in _MARKS for byte in piece)
 
 
+def without_second_mark(said: list[int], new: list[Heard], pieces: list[bytes]) -> list[Heard]:
+    """`new` as it may follow what was said: the model may change its mind about a mark when it is too late for that."""
+    if said and is_mark(pieces[said[-1]]):
+        while new and is_mark(pieces[new[0].token]):
+            new = new[1:]
+    return new
+
+
 def rising(peaks: list[float], floor: float) -> list[float]:
     """Peaks that never run backwards: speech does not, attention now and then does."""
     result = []

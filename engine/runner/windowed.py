@@ -28,6 +28,7 @@ from engine.runner.stability import (
     rising,
     spans,
     starts_word,
+    without_second_mark,
 )
 from engine.spec import ModelSpec
 
@@ -179,7 +180,8 @@ class WindowedRunner:
         loop = loop_start([heard.token for heard in slot.committed] + row.tokens)
         if loop is not None:
             new = new[: max(0, loop - len(slot.committed))]
-        new = new[: rereads_from(places, floor)]
+        said = [heard.token for heard in slot.committed] or (tail.tokens if tail else [])
+        new = without_second_mark(said, new[: rereads_from(places, floor)], self.vocabulary.pieces)
         text = b"".join(self.vocabulary.pieces[token] for token in row.tokens)
         if not slot.spoken and is_noise(text, row.log_probabilities, self._policy):
             new = []

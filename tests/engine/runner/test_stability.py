@@ -15,6 +15,7 @@ from engine.runner.stability import (
     rereads_from,
     rising,
     spans,
+    without_second_mark,
 )
 
 # 0..3 start words, 4 continues one, 5 is a comma, 6 ends a sentence.
@@ -136,3 +137,11 @@ def test_cut_never_splits_a_word() -> None:
     assert best_cut([], 40.0, 45.0, PIECES, POLICY) is None
     found = best_cut(heard((0, 10.0), (4, 30.0)), 31.0, 40.0, PIECES, POLICY)
     assert found is not None and found[0] == 2
+
+
+def test_a_committed_mark_is_not_followed_by_another() -> None:
+    new = heard((5, 1.0), (6, 2.0), (1, 3.0), (5, 4.0))
+    assert without_second_mark([0, 5], new, PIECES) == new[2:]
+    assert without_second_mark([0], new, PIECES) == new
+    assert without_second_mark([], new, PIECES) == new
+    assert without_second_mark([6], heard((5, 1.0)), PIECES) == []
