@@ -45,7 +45,7 @@ class GateSettings:
     pre_roll_samples: int = 320 * _SAMPLES_PER_MS
     # Below this probability an utterance pauses, and a pause of this length ends it.
     stop_threshold: float = 0.35
-    hang_over_samples: int = 416 * _SAMPLES_PER_MS
+    hang_over_samples: int = 352 * _SAMPLES_PER_MS
     # Audio is held back for doubt no longer than this.
     hold_samples: int = 5_000 * _SAMPLES_PER_MS
 

@@ -33,8 +33,8 @@ class Policy:
 
     # Distance from the live edge at which a token may be committed: if two passes agree on it and the model is sure of
     # it, and if not.
-    agreed_margin: float = 0.3 * POSITIONS_PER_SECOND
-    lone_margin: float = 1.0 * POSITIONS_PER_SECOND
+    agreed_margin: float = 0.4 * POSITIONS_PER_SECOND
+    lone_margin: float = 1.2 * POSITIONS_PER_SECOND
     sure: float = -0.7
     # A window longer than this is cut at its best pause or sentence end.
     cut_beyond: float = 10.0 * POSITIONS_PER_SECOND
