@@ -116,8 +116,7 @@ class Scheduler:
         """While a stream is held, its audio waits unheard; only a flush makes it run."""
         stream = self._open_stream(name)
         stream.holding = holding
-        if not stream.queued and self._is_due(stream):
-            self._queue(stream, stream.timeline.arrival_at(stream.computed))
+        self._queue_if_due(stream)
 
     def finish(self, name: str) -> None:
         """No more audio will come: run out, then close."""
@@ -268,6 +267,10 @@ class Scheduler:
             self._live.append(stream)
         else:
             self._backlog.append(stream)
+
+    def _queue_if_due(self, stream: Stream) -> None:
+        if not stream.queued and self._is_due(stream):
+            self._queue(stream, stream.timeline.arrival_at(stream.computed))
 
     def _is_due(self, stream: Stream) -> bool:
         if stream.available - stream.computed >= self.spec.stride_positions and not stream.holding:
@@ -427,8 +430,8 @@ class Scheduler:
         if stream.finished and not flushes:
             outputs.append(Closed(stream.id, stream.clock.end_sample))
             self._close(stream)
-        elif not stream.queued and self._is_due(stream):
-            self._queue(stream, stream.timeline.arrival_at(stream.computed))
+        else:
+            self._queue_if_due(stream)
 
     def _close(self, stream: Stream) -> None:
         del self.streams[stream.id]
