@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import codec, messages
+from engine.capacity import Capacity, capacity_of
 from engine.client_stream import EngineStream, StreamLimits
 from engine.errors import AtCapacity, DuplicateStream, EngineDead, EngineError
 from engine.input_cache import SenderCache
@@ -22,10 +23,6 @@ from engine.processor import Processor, processor_for, warm_up
 from engine.render import Rendered, render
 from engine.spec import ModelSpec
 from engine.supervisor import EngineMetrics, Supervisor
-
-# When to try again: soon if an engine is merely busy or starting, later if somebody has to leave first.
-RETRY_SOON_S = 1.0
-RETRY_LATER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +36,9 @@ class ClientSettings:
     ahead_seconds: float = 60.0
     # How long streams wait for an engine before they end.
     recovery_timeout_s: float = 120.0
+    # How busy live streams may keep an engine before it counts as full; 0 counts places only.
+    max_load: float = 0.85
     warm_up: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """Streams of all engines together; `load` is the share of its time that the least busy one spends in steps."""
-
-    used: int
-    total: int
-    speaking: int
-    load: float
-    retry_after_s: float
 
 
 class EngineClient:
@@ -68,7 +56,9 @@ class EngineClient:
     async def start(self) -> None:
         """Returns when everything is warm. Raises EngineDead or EngineMismatch."""
         settings = self._settings
-        supervisor = Supervisor(self._engines, settings.model, settings.cache_bytes, settings.recovery_timeout_s)
+        supervisor = Supervisor(
+            self._engines, settings.model, settings.cache_bytes, settings.recovery_timeout_s, settings.max_load
+        )
         await supervisor.start()
         self._supervisor = supervisor
         read_only = Processor("read-only", self.spec, SenderCache(settings.cache_bytes))
@@ -123,16 +113,7 @@ class EngineClient:
         raise refusal
 
     def capacity(self) -> Capacity:
-        states = [link.status for link in self._running.links()]
-        used, total = sum(state.slots_used for state in states), sum(state.slots_total for state in states)
-        full = bool(states) and used >= total
-        return Capacity(
-            used=used,
-            total=total,
-            speaking=sum(state.speaking for state in states),
-            load=min((state.load for state in states), default=1.0),
-            retry_after_s=RETRY_LATER_S if full else RETRY_SOON_S,
-        )
+        return capacity_of([link.status for link in self._running.links()], self._settings.max_load)
 
     async def inject(self, items: Sequence[Item | None]) -> int:
         """Put items prepared elsewhere into the engines' caches; returns how many were taken. Raises ItemRefused.

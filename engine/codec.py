@@ -162,6 +162,10 @@ class Status(_Wire):
     step_ns: dict[str, int] = {}
     # Tokens that the guard against blank ruts changed.
     blank_guard: int = 0
+    # Live streams that speak or did so lately, and what steps cost them, as shares of the engine's time.
+    counted: int = 0
+    load_per_step: float = 0.0
+    load_per_stream: float = 0.0
 
 
 class Hello(msgspec.Struct, tag="hello"):

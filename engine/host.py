@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine import codec, messages
+from engine.capacity import COUNTED_SECONDS
 from engine.codec import Frames, Payload, WireCommand, WireError, WireItem
 from engine.errors import EngineDead
 from engine.input_cache import ReceiverCache
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 # How long an acknowledgement may wait for outputs to travel with, and how often progress is worth a word.
 ACK_SECONDS = 0.02
 PROGRESS_SECONDS = 0.02
-# The load is the share of so long a time that went into steps.
+# The load is the share of so long a time that steps of live streams took.
 LOAD_SECONDS = 1.0
 SPEECH_THRESHOLD = 0.5
 
@@ -36,6 +37,9 @@ class HostedStream:
 
     peer: Peer
     name: str
+    live: bool
+    # When it last made work; a new stream is expected to.
+    heard_at: float
     reported: tuple[int, int] = (0, 0)
     speaking: bool = False
 
@@ -78,7 +82,7 @@ class EngineHost:
         self._progress_at = 0.0
         # What the warm-up looked up is nobody's business.
         self._queries_at_start, self._hits_at_start = loop.scheduler.cache.queries, loop.scheduler.cache.hits
-        self._busy_seconds = 0.0
+        self._live_ns, self._live_speech_ns = loop.totals.live_ns, loop.totals.live_speech_ns
         self._load_since = clock()
 
     def serve(self, stop: Callable[[], bool]) -> None:
@@ -267,8 +271,9 @@ class EngineHost:
     def _plain_open(self, peer: Peer, command: codec.WireOpen) -> messages.Open:
         name = peer.loop_name(command.stream)
         if name not in self._streams:
-            self._streams[name] = HostedStream(peer, command.stream)
+            self._streams[name] = HostedStream(peer, command.stream, command.live, self._clock())
             peer.streams.add(name)
+            self._progress_at = 0.0
         return messages.Open(name, command.live, command.delay_positions, command.options, command.forced_tokens)
 
     def _end_for_lost_data(self, name: str, stream: str, item: messages.Item) -> messages.Command:
@@ -281,12 +286,12 @@ class EngineHost:
         hosted = self._streams.pop(name, None)
         if hosted is not None:
             hosted.peer.streams.discard(name)
+            self._progress_at = 0.0
 
     # Outputs.
 
     def _step(self) -> str | None:
         """Run one step if there is one to run; the reason if the engine died of it."""
-        began = self._clock()
         dead = None
         if self._loop.has_work():
             result = self._loop.step()
@@ -297,7 +302,6 @@ class EngineHost:
                         peer.outputs.append(output)
                 else:
                     self._route(output)
-            self._busy_seconds += self._clock() - began
         return dead
 
     def _route(self, output: Any) -> None:
@@ -308,6 +312,8 @@ class EngineHost:
             output.message = output.message.replace(output.stream, hosted.name)
         if isinstance(output, messages.Speech) and output.probabilities:
             hosted.speaking = output.probabilities[-1] >= SPEECH_THRESHOLD
+            if max(output.probabilities) >= SPEECH_THRESHOLD:
+                hosted.heard_at = self._clock()
         if isinstance(output, (messages.Closed, messages.Failed)):
             self._forget(output.stream)
         output.stream = hosted.name
@@ -321,7 +327,7 @@ class EngineHost:
         progress: dict[bytes, list[codec.Progress]] = {}
         if now - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at = now
-            progress = self._progress()
+            progress = self._progress(now)
             self._measure(now)
         for peer in list(self._peers.values()):
             if now - peer.heard_at > SILENCE_SECONDS:
@@ -347,28 +353,35 @@ class EngineHost:
         peer.acknowledged, peer.spoke_at = numbering.taken, now
         self._socket.send(peer.name, frames)
 
-    def _progress(self) -> dict[bytes, list[codec.Progress]]:
+    def _progress(self, now: float) -> dict[bytes, list[codec.Progress]]:
         """Of every stream that moved since the last time."""
         progress: dict[bytes, list[codec.Progress]] = {}
+        moving_is_work = not self._loop.silence_is_free
         for name, stream in self._loop.scheduler.streams.items():
             hosted = self._streams.get(name)
             if hosted is not None and hosted.reported != (stream.computed, stream.base):
                 hosted.reported = (stream.computed, stream.base)
+                if moving_is_work:
+                    hosted.heard_at = now
                 report = codec.Progress(hosted.name, stream.computed, stream.base)
                 progress.setdefault(hosted.peer.name, []).append(report)
         return progress
 
     def _measure(self, now: float) -> None:
-        scheduler, status = self._loop.scheduler, self.status
+        scheduler, status, totals = self._loop.scheduler, self.status, self._loop.totals
         elapsed = now - self._load_since
         if elapsed >= LOAD_SECONDS:
-            status.load = min(1.0, self._busy_seconds / elapsed)
-            self._busy_seconds, self._load_since = 0.0, now
+            per_step, status.load_per_stream = self._loop.live_cost.shares()
+            status.load = min(1.0, (totals.live_ns - self._live_ns) / 1e9 / elapsed)
+            # Those who are silent are listened to as well.
+            status.load_per_step = per_step + (totals.live_speech_ns - self._live_speech_ns) / 1e9 / elapsed
+            self._live_ns, self._live_speech_ns, self._load_since = totals.live_ns, totals.live_speech_ns, now
         spec = scheduler.spec
         lags = [stream.lag_positions() for stream in scheduler.streams.values() if stream.live]
         status.lag_ms = max(lags, default=0) * spec.samples_per_position * 1000 / spec.sample_rate
         status.speaking = sum(hosted.speaking for hosted in self._streams.values())
-        totals = self._loop.totals
+        counted_since = now - COUNTED_SECONDS
+        status.counted = sum(hosted.live and hosted.heard_at > counted_since for hosted in self._streams.values())
         status.steps = totals.steps
         status.step_ns = {
             "speech": totals.speech_ns,

@@ -20,6 +20,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
 from engine.errors import BadOption, DuplicateStream, EngineDead, StreamError, StreamFinished, UnknownStream
 from engine.gate import Begin, Decision, End, GateSettings, SpeechGate
+from engine.live_cost import LiveCost
 from engine.messages import (
     Abort,
     Closed,
@@ -84,6 +85,9 @@ class StepTimes:
     commit_ns: int = 0
     streams: int = 0
     positions: int = 0
+    # The part of it that live streams caused, and what of that was listening for speech.
+    live_ns: float = 0.0
+    live_speech_ns: float = 0.0
 
 
 @dataclass(slots=True)
@@ -95,6 +99,8 @@ class StepTotals:
     plan_ns: int = 0
     execute_ns: int = 0
     commit_ns: int = 0
+    live_ns: float = 0.0
+    live_speech_ns: float = 0.0
 
     def add(self, times: StepTimes) -> None:
         self.steps += 1
@@ -102,6 +108,8 @@ class StepTotals:
         self.plan_ns += times.plan_ns
         self.execute_ns += times.execute_ns
         self.commit_ns += times.commit_ns
+        self.live_ns += times.live_ns
+        self.live_speech_ns += times.live_speech_ns
 
 
 class EngineLoop:
@@ -119,10 +127,13 @@ class EngineLoop:
         self.runner = runner
         self.times = StepTimes()
         self.totals = StepTotals()
+        spec = scheduler.spec
+        self.live_cost = LiveCost(spec.stride_positions * spec.samples_per_position * 1e9 / spec.sample_rate)
         self._detector = detector
         self._gate_settings = gate
         self._gates: dict[str, SpeechGate] = {}
         self._heard: dict[str, list[NDArray[np.float32]]] = {}
+        self._live_share_heard = 0.0
         self._clock = clock
         self._outbox: list[Output] = []
         self._dead = False
@@ -159,8 +170,10 @@ class EngineLoop:
         planned = executed = heard = clock()
         scheduler = self.scheduler
         outputs, self._outbox = self._outbox, []
+        live_tasks, live_share = 0, 0.0
         if scheduler.has_work():
             plan = scheduler.plan()
+            live_tasks, live_share = self._live_part(plan)
             planned = clock()
             try:
                 results = self.runner.execute(plan)
@@ -173,7 +186,13 @@ class EngineLoop:
         else:
             outputs += scheduler.take_replies()
         times.speech_ns, times.plan_ns, times.execute_ns = heard - began, planned - heard, executed - planned
-        times.commit_ns = clock() - executed
+        ended = clock()
+        times.commit_ns = ended - executed
+        live_ns = (ended - heard) * live_share
+        times.live_speech_ns = times.speech_ns * self._live_share_heard
+        times.live_ns = times.live_speech_ns + live_ns
+        if live_tasks:
+            self.live_cost.add(live_tasks, live_ns)
         self.totals.add(times)
         if not outputs:
             return None
@@ -185,6 +204,20 @@ class EngineLoop:
     def has_work(self) -> bool:
         """Whether another step would do something without another command."""
         return bool(self._heard or self._outbox or self.scheduler.has_work() or self.scheduler.has_replies())
+
+    @property
+    def silence_is_free(self) -> bool:
+        """Whether a stream in which nobody speaks takes part in no steps."""
+        return self._gate_settings is not None
+
+    def _live_part(self, plan: StepPlan) -> tuple[int, float]:
+        """How many tasks of a plan belong to live streams, and what part of the work they are."""
+        streams = self.scheduler.streams
+        live = [task for task in plan.decode if streams[task.stream].live]
+        if len(live) in (0, len(plan.decode)):
+            return len(live), float(bool(live))
+        read = sum(task.end - task.base for task in plan.decode)
+        return len(live), sum(task.end - task.base for task in live) / read
 
     def _open(self, message: Open, now: int) -> None:
         try:
@@ -230,6 +263,9 @@ class EngineLoop:
         streams = self.scheduler.streams
         batch = [(name, np.concatenate(audio)) for name, audio in self._heard.items() if name in streams]
         self._heard.clear()
+        samples = sum(len(audio) for _, audio in batch)
+        live_samples = sum(len(audio) for name, audio in batch if streams[name].live)
+        self._live_share_heard = live_samples / samples if samples else 0.0
         for speech in self._detector.detect(batch):
             self._outbox.append(speech)
             gate = self._gates.get(speech.stream)

@@ -28,6 +28,7 @@ from engine.errors import EngineDead, EngineError
 from engine.host import EngineHost
 from engine.loop import EngineLoop
 from engine.processor import WARM_UP_SECONDS, make_cutter, prepare
+from engine.spec import ModelSpec
 from engine.transport import EngineSocket, check_address
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ MODEL_MODULES = ("engine.runner.load",)
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
+# Streams whose steps are measured at the start.
+MEASURED_STREAMS = 8
 # A process whose connection broke is given so long to end by itself before it is ended.
 LAST_WORDS_S = 2.0
 
@@ -73,20 +76,37 @@ def _calm_collector() -> None:
 
 
 def warm_up(loop: EngineLoop) -> None:
-    """Let the model run what a first user would have to wait for: its own warm-up, then one whole short stream."""
+    """Let the model run what a first user would have to wait for: its own warm-up, then one whole short stream.
+
+    Where noise costs what speech does, more streams show what a step costs, so that the first users are not turned
+    away for want of a measurement. A model that hears speech alone has to wait for some.
+    """
     loop.runner.warm_up()
-    spec = loop.scheduler.spec
-    cutter = make_cutter(spec)
-    noise = 0.01 * np.random.default_rng(0).standard_normal(WARM_UP_SECONDS * spec.sample_rate, dtype=np.float32)
-    items = prepare(cutter, cutter.push(noise), spec)
-    items += prepare(cutter, cutter.flush(spec.flush_positions_for(spec.default_delay_positions)), spec)
-    name = "warm-up"
-    loop.submit([messages.Open(name), messages.Feed(name, items), messages.Finish(name)], time.monotonic_ns())
+    _run_noise(loop, 1)
+    loop.live_cost.forget()
+    if not loop.silence_is_free:
+        _run_noise(loop, 1)
+        _run_noise(loop, min(MEASURED_STREAMS, loop.scheduler.limits.max_streams))
+
+
+def _run_noise(loop: EngineLoop, streams: int) -> None:
+    """So many short streams at once, from beginning to end. Raises EngineDead if the model fails."""
+    for number in range(streams):
+        name = f"warm-up {number}"
+        items = _noise(loop.scheduler.spec, number)
+        loop.submit([messages.Open(name), messages.Feed(name, items), messages.Finish(name)], time.monotonic_ns())
     while loop.has_work():
         result = loop.step()
         for output in [] if result is None else result.outputs:
             if isinstance(output, (messages.Dead, messages.Failed)):
                 raise EngineDead(f"warm-up failed: {output.message}")
+
+
+def _noise(spec: ModelSpec, seed: int) -> list[messages.Item]:
+    cutter = make_cutter(spec)
+    noise = 0.01 * np.random.default_rng(seed).standard_normal(WARM_UP_SECONDS * spec.sample_rate, dtype=np.float32)
+    items = prepare(cutter, cutter.push(noise), spec)
+    return items + prepare(cutter, cutter.flush(spec.flush_positions_for(spec.default_delay_positions)), spec)
 
 
 class Engine(Protocol):

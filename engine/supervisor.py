@@ -18,6 +18,7 @@ from uuid import uuid4
 import zmq
 
 from engine import codec, messages
+from engine.capacity import streams_held
 from engine.client_stream import EngineStream
 from engine.errors import AtCapacity, EngineDead, EngineError, StreamFailed
 from engine.input_cache import CacheStats
@@ -37,6 +38,8 @@ SUSPICIONS = 2
 STRIKES_IF_CRASHED = 2
 STRIKES_IF_UNKNOWN = 4
 RECOVERIES_KEPT = 256
+# Streams wait so long for the next stride or step even where there is plenty of room.
+USUAL_LAG_MS = 1000.0
 
 
 @dataclass(slots=True)
@@ -77,12 +80,15 @@ class Seat:
 
 
 class Supervisor:
-    def __init__(self, engines: Sequence[Engine], model: str | None, cache_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], model: str | None, cache_bytes: int, timeout_s: float, max_load: float
+    ) -> None:
         self.spec: ModelSpec | None = None
         self.seats = [Seat(engine) for engine in engines]
         self._model = model
         self._cache_bytes = cache_bytes
         self._timeout_s = timeout_s
+        self._max_load = max_load
         self._gateway = uuid4().hex
         self._waiting: list[EngineStream] = []
         self._probation: tuple[EngineStream, float] | None = None
@@ -123,10 +129,15 @@ class Supervisor:
         return [seat.link for seat in self.seats if seat.link is not None]
 
     def seats_by_lag(self) -> list[Seat]:
-        """Engines that can take a stream, the one with the least lag first."""
-        ready = [(seat.link.status, len(seat.streams), seat) for seat in self.seats if seat.link is not None]
-        ready.sort(key=lambda entry: (entry[0].lag_ms, entry[1] / max(1, entry[0].slots_total)))
-        return [seat for _, _, seat in ready]
+        """Engines that can take a stream, the best first: not behind, not full, with few streams."""
+
+        def order(entry: tuple[codec.Status, Seat]) -> tuple[float, bool, float]:
+            status, seat = entry
+            full = status.counted >= streams_held(status, self._max_load)
+            return max(0.0, status.lag_ms - USUAL_LAG_MS), full, len(seat.streams) / max(1, status.slots_total)
+
+        ready = [(seat.link.status, seat) for seat in self.seats if seat.link is not None]
+        return [seat for _, seat in sorted(ready, key=order)]
 
     async def open_on(self, seat: Seat, stream: EngineStream) -> None:
         """Raises what the engine answers, or EngineDead; then the stream is on no engine."""

@@ -1,0 +1,54 @@
+"""What a step costs live streams, measured as the engine runs: a part for the step and a part for each stream in it.
+
+How busy an engine is says little about how many more streams it holds: a model that batches is busy all the time long
+before it is full, and one that does not is full when it is busy. The two parts tell them apart. They come from least
+squares over the last few hundred steps, older ones counting less and less.
+"""
+
+from __future__ import annotations
+
+# Steps that make a measurement, and the share of a new step in the averages once there are many.
+ENOUGH_STEPS = 8
+NEWEST_SHARE = 1 / 256
+# Until batches of different sizes have run, nothing tells a shared cost from a stream's own: then it is all the
+# streams' own. This is the variance of sizes at which the steps have half the say.
+DOUBT = 0.05
+# No stream is free, whatever the steps say.
+LEAST_SHARE_OF_MEAN = 0.01
+
+
+class LiveCost:
+    """`period_ns` is how often a stream that speaks takes part in a step."""
+
+    def __init__(self, period_ns: float) -> None:
+        self._period_ns = period_ns
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: what was measured so far is not how it will be."""
+        self._steps = 0
+        self._streams = self._ns = self._streams_squared = self._product = 0.0
+
+    def add(self, streams: int, ns: float) -> None:
+        """A step with so many live streams took so long for them."""
+        self._steps += 1
+        share = max(NEWEST_SHARE, 1 / self._steps)
+        self._streams += share * (streams - self._streams)
+        self._ns += share * (ns - self._ns)
+        self._streams_squared += share * (streams * streams - self._streams_squared)
+        self._product += share * (streams * ns - self._product)
+
+    def shares(self) -> tuple[float, float]:
+        """Of the engine's time: what steps take however few streams there are, and what each stream adds.
+
+        Both are 0 while too little has been measured.
+        """
+        if self._steps < ENOUGH_STEPS:
+            return 0.0, 0.0
+        mean = self._ns / self._streams
+        variance = max(0.0, self._streams_squared - self._streams * self._streams)
+        covariance = self._product - self._streams * self._ns
+        slope = (covariance + DOUBT * mean) / (variance + DOUBT)
+        per_stream = min(max(slope, LEAST_SHARE_OF_MEAN * mean), mean)
+        per_step = self._ns - per_stream * self._streams
+        return per_step / self._period_ns, per_stream / self._period_ns
