@@ -84,6 +84,7 @@ class EngineHost:
         self._queries_at_start, self._hits_at_start = loop.scheduler.cache.queries, loop.scheduler.cache.hits
         self._live_ns, self._live_speech_ns = loop.totals.live_ns, loop.totals.live_speech_ns
         self._load_since = clock()
+        self.status.load_per_step, self.status.load_per_stream = loop.live_cost.shares()
 
     def serve(self, stop: Callable[[], bool]) -> None:
         """Until `stop` says so. Raises EngineDead when the loop has failed for all streams."""

@@ -81,8 +81,11 @@ class EncoderCache:
                 return None
             self._evict(embeds)
         assert embeds > 0 and key not in self._entries, "look an item up before reserving rows for it"
-        entry = Entry(free[-embeds:])
-        del free[-embeds:]
+        if embeds == 1:
+            entry = Entry((free.pop(),))
+        else:
+            entry = Entry(free[-embeds:])
+            del free[-embeds:]
         entry.key = key
         entry.references = 1
         self._entries[key] = entry
@@ -92,21 +95,20 @@ class EncoderCache:
     def release(self, held: Held, index: int) -> int:
         """Give up one input's reference, if there is one (still); how many embeddings it held."""
         entry = held.pop(index, None)
-        if entry is None:
-            return 0
-        self._drop_reference(entry)
-        return len(entry)
+        return 0 if entry is None else self._drop_reference(entry)
 
     def take_evicted(self) -> list[bytes]:
         """Keys evicted since the last call, without those that came back meanwhile."""
         evicted, self._evicted = self._evicted, []
         return [key for key in dict.fromkeys(evicted) if key not in self._entries] if evicted else evicted
 
-    def _drop_reference(self, entry: Entry) -> None:
+    def _drop_reference(self, entry: Entry) -> int:
+        embeds = len(entry)
         entry.references -= 1
         if entry.references == 0:
             self._fresh[entry.key] = entry
-            self._releasable += len(entry)
+            self._releasable += embeds
+        return embeds
 
     def _evict(self, embeds: int) -> None:
         """Free the entries released longest ago, only as many as needed, never a referenced one."""
@@ -116,11 +118,12 @@ class EncoderCache:
                 stale = self._stale = list(reversed(self._fresh.values()))
                 self._fresh = {}
             entry = stale.pop()
-            if entry.references == 0 and entry.key not in self._fresh:
-                del self._entries[entry.key]
+            key = entry.key
+            if entry.references == 0 and key not in self._fresh:
+                del self._entries[key]
                 self._releasable -= len(entry)
                 free += entry
-                self._evicted.append(entry.key)
+                self._evicted.append(key)
 
     def check_integrity(self) -> None:
         references: dict[bytes, int] = dict.fromkeys(self._entries, 0)

@@ -8,15 +8,14 @@ rows, a slot) is set aside when it is admitted, so no stream waits for another t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 
 from engine.core.encoder_cache import EncoderCache
 from engine.core.limits import Limits, largest_item
 from engine.core.pages import PagePool
-from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan
+from engine.core.plan import DecodeResult, DecodeTask, OpenTask, StepPlan
+from engine.core.planner import Planner
 from engine.core.stream import PRUNE_EVERY_POSITIONS, FlushMark, Stream
 from engine.core.text import Vocabulary
 from engine.errors import (
@@ -34,14 +33,6 @@ from engine.messages import Closed, Failed, Flushed, Item, Open, Output
 from engine.spec import ModelSpec
 
 _oldest_first = attrgetter("waiting_since")
-_NO_PAGES: list[tuple[int, int, int]] = []
-_NO_ROWS: list[int] = []
-
-
-@dataclass(slots=True)
-class _Budget:
-    positions: int
-    embeds: int
 
 
 class Scheduler:
@@ -56,7 +47,7 @@ class Scheduler:
         self._free_slots = list(range(limits.max_streams - 1, -1, -1))
         self._reserved_embeds = 0
         self._live: list[Stream] = []
-        self._backlog: deque[Stream] = deque()
+        self._backlog: list[Stream] = []
         self._opened: dict[int, OpenTask] = {}
         self._closed_slots: list[int] = []
         self._replies: list[Output] = []
@@ -87,7 +78,7 @@ class Scheduler:
         caught_up = stream.computed == stream.available
         for item in items:
             self._append(stream, item, now)
-        if not stream.queued and self._is_due(stream):
+        if not stream.queued and stream.is_due(self.spec):
             self._queue(stream, now if caught_up else stream.timeline.arrival_at(stream.computed))
 
     def flush(self, name: str, tag: int | None, position: int | None = None) -> None:
@@ -160,17 +151,12 @@ class Scheduler:
         plan = StepPlan(self._step, list(self._opened.values()), self._closed_slots)
         self._opened = {}
         self._closed_slots = []
-        budget = _Budget(self.limits.step_positions, self.limits.step_embeds)
+        planner = Planner(self.spec, self.limits, self.cache, plan)
         if self._live:
-            live, self._live = self._live, []
-            live.sort(key=_oldest_first)
-            for stream in live:
-                if not self._plan_stream(stream, budget, plan):
-                    self._live.append(stream)
-        for _ in range(len(self._backlog)):
-            stream = self._backlog.popleft()
-            if not self._plan_stream(stream, budget, plan):
-                self._backlog.append(stream)
+            self._live.sort(key=_oldest_first)
+            self._live = planner.add_all(self._live)
+        if self._backlog:
+            self._backlog = planner.add_all(self._backlog)
         plan.evicted = self.cache.take_evicted()
         return plan
 
@@ -269,115 +255,8 @@ class Scheduler:
             self._backlog.append(stream)
 
     def _queue_if_due(self, stream: Stream) -> None:
-        if not stream.queued and self._is_due(stream):
+        if not stream.queued and stream.is_due(self.spec):
             self._queue(stream, stream.timeline.arrival_at(stream.computed))
-
-    def _is_due(self, stream: Stream) -> bool:
-        if stream.available - stream.computed >= self.spec.stride_positions and not stream.holding:
-            return True
-        if not stream.flushes:
-            return False
-        reached = stream.base if self.spec.rereads_window else stream.computed
-        return stream.flushes[0].position > reached
-
-    def _plan_stream(self, stream: Stream, budget: _Budget, plan: StepPlan) -> bool:
-        """Add the stream's share of the step to the plan. False: it must wait for the next step."""
-        start = base = stream.computed
-        if self.spec.rereads_window:
-            if not self._is_due(stream):
-                stream.queued = False  # a skip or a hold took its work away
-                return True
-            base, end = self._window_span(stream)
-            if end - base > budget.positions:
-                return False
-        else:
-            end = self._frames_end(stream, budget.positions)
-            if end == start:
-                return False
-        rows = self._read(stream, base, end, budget, plan)
-        if len(rows) < end - base:
-            end = base + len(rows)
-            if end <= start:
-                return False
-        if end > stream.covered:
-            stream.cover(end)
-        pages = _NO_PAGES
-        if stream.new_pages:
-            pages, stream.new_pages = stream.new_pages, _NO_PAGES
-        final = bool(stream.flushes) and self.spec.rereads_window and end == stream.flushes[0].position
-        plan.decode.append(DecodeTask(stream.slot, stream.id, base, start, end, rows, pages, final))
-        budget.positions -= end - base
-        return True
-
-    def _window_span(self, stream: Stream) -> tuple[int, int]:
-        """Positions [base, end) that a model which rereads its window should read next.
-
-        A step goes on by whole strides, not to the newest sample: what a model hears, and so what it says, then does
-        not depend on how busy the machine is, as long as it keeps up.
-        """
-        base, done, stride = stream.base, stream.computed, self.spec.stride_positions
-        if stream.flushes and stream.flushes[0].position <= base + self.spec.window_positions:
-            return base, stream.flushes[0].position
-        end = min(stream.available, base + self.spec.window_positions)
-        return base, done + (end - done) // stride * stride if end - done >= stride else end
-
-    def _frames_end(self, stream: Stream, budget_positions: int) -> int:
-        """How far the next step of a frame-synchronous model goes; no further than computed if nothing is left."""
-        start, stop, step = stream.computed, stream.available, self.spec.step_positions
-        if stream.flushes:
-            stop = stream.flushes[0].position
-        if start < stream.forced:
-            stop, step = min(stop, stream.forced), self.spec.replay_positions
-        end = start + (step if step < budget_positions else budget_positions)
-        return end if end < stop else stop
-
-    def _read(self, stream: Stream, base: int, end: int, budget: _Budget, plan: StepPlan) -> list[int]:
-        """The cache row of each position in [base, end), the silence row where there is no embedding; items that are
-        not in the cache get into the plan. Fewer rows than positions: the budgets reach no further."""
-        timeline, held = stream.timeline, stream.held
-        if end == base + 1:
-            index = stream.encoded
-            frame = timeline.frame_at(index, base)
-            if frame is not None:
-                return held[index] if self._encode(stream, index, frame, budget, plan) else []
-        lo, hi = timeline.window(base, end)
-        rows: list[int] = []
-        position = base
-        for index, item in enumerate(timeline.items(lo, hi), lo):
-            if index >= stream.encoded and not self._encode(stream, index, item, budget, plan):
-                return rows + [SILENCE_ROW] * (item.offset - position)
-            if item.offset > position:
-                rows += [SILENCE_ROW] * (item.offset - position)
-                position = item.offset
-            if item.length == 1:
-                rows.append(held[index][0] if item.embeds else SILENCE_ROW)
-                position += 1
-                continue
-            span = timeline.range(index)
-            stop = min(span.end, end)
-            rows += span.rows(held.get(index, _NO_ROWS), position - span.offset, stop - span.offset, SILENCE_ROW)
-            position = stop
-        if position < end:
-            rows += [SILENCE_ROW] * (end - position)
-        return rows
-
-    def _encode(self, stream: Stream, index: int, item: Item, budget: _Budget, plan: StepPlan) -> bool:
-        """Have an item in the cache for this step; False if that is too much for a budget."""
-        embeds = item.embeds
-        if embeds:
-            if stream.held_embeds + embeds > self.spec.embeds_per_stream:
-                return False
-            cache = self.cache
-            if cache.lookup(stream.held, index, item.key) is None:
-                entry = cache.reserve(stream.held, index, item.key, embeds) if embeds <= budget.embeds else None
-                if entry is None:
-                    return False
-                budget.embeds -= embeds
-                plan.encode.append(EncodeTask(stream.id, item.payload, item.mask, entry))
-            stream.held_embeds += embeds
-        item.payload = None  # the cache has it now, for as long as this stream needs it
-        stream.encoded = index + 1
-        return True
 
     def _skip_to(self, stream: Stream, position: int) -> None:
         if position > stream.base:
@@ -388,14 +267,14 @@ class Scheduler:
         """The stream's next step needs nothing below `keep`: let its cache rows and old items go."""
         if keep > stream.base:
             stream.base = keep
-        timeline, index, count = stream.timeline, stream.released, len(stream.timeline)
-        while index < count and timeline.end_of(index) <= keep:
+        timeline, index = stream.timeline, stream.released
+        stop = stream.released = timeline.first_beyond(index, keep)
+        while index < stop:
             stream.held_embeds -= self.cache.release(stream.held, index)
-            if index >= stream.encoded:  # skipped: nobody will ask for its audio
-                timeline.item(index).payload = None
-                stream.encoded = index + 1
             index += 1
-        stream.released = index
+        while stream.encoded < stop:  # skipped: nobody will ask for its audio
+            timeline.item(stream.encoded).payload = None
+            stream.encoded += 1
         if keep >= stream.prune_at:
             stream.prune_at = keep + PRUNE_EVERY_POSITIONS
             horizon = keep - self.spec.history_positions
@@ -442,7 +321,7 @@ class Scheduler:
         self._reserved_embeds -= self.spec.embeds_per_stream
         self._free_slots.append(stream.slot)
         if stream.queued:
-            queue: list[Stream] | deque[Stream] = self._live if stream.live else self._backlog
+            queue = self._live if stream.live else self._backlog
             if stream in queue:
                 queue.remove(stream)
         # The runner never heard of a stream that closes before its first plan.

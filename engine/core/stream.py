@@ -108,6 +108,14 @@ class Stream:
             self.new_pages = self.new_pages + [(group, index, page) for index, page in ring.extend(end)]
         self.covered = min(ring.covered for ring in self.rings)
 
+    def is_due(self, spec: ModelSpec) -> bool:
+        """Whether a step would have something to do for the stream."""
+        if self.available - self.computed >= spec.stride_positions and not self.holding:
+            return True
+        if not self.flushes:
+            return False
+        return self.flushes[0].position > (self.base if spec.rereads_window else self.computed)
+
     def lag_positions(self) -> int:
         return self.available - self.computed
 

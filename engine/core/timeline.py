@@ -77,8 +77,12 @@ class Timeline:
         """The items [lo, hi), as `window` found them."""
         return self._items[lo - self._base : hi - self._base]
 
-    def end_of(self, index: int) -> int:
-        return self._ends[index - self._base]
+    def first_beyond(self, index: int, position: int) -> int:
+        """The first item, from `index` on, that reaches beyond a position: the next one to come if none does."""
+        ends, place = self._ends, index - self._base
+        while place < len(ends) and ends[place] <= position:
+            place += 1
+        return self._base + place
 
     def range(self, index: int) -> PlaceholderRange:
         """Which positions of an item carry an embedding."""

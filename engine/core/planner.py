@@ -1,0 +1,139 @@
+"""What the next step does for one stream: how far it goes, which cache rows it reads, what must be encoded for that.
+
+A step has two budgets, positions to compute and embeddings to encode. A stream that does not fit into what is left of
+them waits for the next step; nothing of it changes.
+"""
+
+from __future__ import annotations
+
+from engine.core.encoder_cache import EncoderCache
+from engine.core.limits import Limits
+from engine.core.plan import SILENCE_ROW, DecodeTask, EncodeTask, StepPlan
+from engine.core.stream import Stream
+from engine.messages import Item
+from engine.spec import ModelSpec
+
+_NO_PAGES: list[tuple[int, int, int]] = []
+_NO_ROWS: list[int] = []
+
+
+class Planner:
+    """Fills one step's plan: `add_all` for each queue, the most urgent streams first."""
+
+    def __init__(self, spec: ModelSpec, limits: Limits, cache: EncoderCache, plan: StepPlan) -> None:
+        self._spec = spec
+        self._cache = cache
+        self._decode = plan.decode
+        self._encode = plan.encode
+        self._positions = limits.step_positions
+        self._embeds = limits.step_embeds
+        self._one_frame = not spec.rereads_window and spec.step_positions == 1
+
+    def add_all(self, queue: list[Stream]) -> list[Stream]:
+        """Add the shares of queued streams to the plan; those that must wait for the next step are left over."""
+        add = self._add
+        return [stream for stream in queue if not add(stream)]
+
+    def _add(self, stream: Stream) -> bool:
+        start = base = stream.computed
+        if self._one_frame and start >= stream.forced:
+            # Most streams hear one new frame in most steps: no search, no windows.
+            index = stream.encoded
+            frame = stream.timeline.frame_at(index, start)
+            if frame is not None:
+                if self._positions < 1 or not self._cached(stream, index, frame):
+                    return False
+                self._put(stream, start, start, start + 1, stream.held[index], False)
+                return True
+        if self._spec.rereads_window:
+            if not stream.is_due(self._spec):
+                stream.queued = False  # a skip or a hold took its work away
+                return True
+            base, end = self._window_span(stream)
+            if end - base > self._positions:
+                return False
+        else:
+            end = self._frames_end(stream)
+            if end == start:
+                return False
+        rows = self._rows(stream, base, end)
+        if len(rows) < end - base:
+            end = base + len(rows)
+            if end <= start:
+                return False
+        final = bool(stream.flushes) and self._spec.rereads_window and end == stream.flushes[0].position
+        self._put(stream, base, start, end, rows, final)
+        return True
+
+    def _put(self, stream: Stream, base: int, start: int, end: int, rows: list[int], final: bool) -> None:
+        if end > stream.covered:
+            stream.cover(end)
+        pages = _NO_PAGES
+        if stream.new_pages:
+            pages, stream.new_pages = stream.new_pages, _NO_PAGES
+        self._decode.append(DecodeTask(stream.slot, stream.id, base, start, end, rows, pages, final))
+        self._positions -= end - base
+
+    def _window_span(self, stream: Stream) -> tuple[int, int]:
+        """Positions [base, end) that a model which rereads its window should read next.
+
+        A step goes on by whole strides, not to the newest sample: what a model hears, and so what it says, then does
+        not depend on how busy the machine is, as long as it keeps up.
+        """
+        base, done, stride = stream.base, stream.computed, self._spec.stride_positions
+        if stream.flushes and stream.flushes[0].position <= base + self._spec.window_positions:
+            return base, stream.flushes[0].position
+        end = min(stream.available, base + self._spec.window_positions)
+        return base, done + (end - done) // stride * stride if end - done >= stride else end
+
+    def _frames_end(self, stream: Stream) -> int:
+        """How far the next step of a frame-synchronous model goes; no further than computed if nothing is left."""
+        start, stop, step = stream.computed, stream.available, self._spec.step_positions
+        if stream.flushes:
+            stop = stream.flushes[0].position
+        if start < stream.forced:
+            stop, step = min(stop, stream.forced), self._spec.replay_positions
+        return min(start + min(step, self._positions), stop)
+
+    def _rows(self, stream: Stream, base: int, end: int) -> list[int]:
+        """The cache row of each position in [base, end), the silence row where there is no embedding; items that are
+        not in the cache get into the plan. Fewer rows than positions: the budgets reach no further."""
+        timeline, held = stream.timeline, stream.held
+        lo, hi = timeline.window(base, end)
+        rows: list[int] = []
+        position = base
+        for index, item in enumerate(timeline.items(lo, hi), lo):
+            if index >= stream.encoded and not self._cached(stream, index, item):
+                return rows + [SILENCE_ROW] * (item.offset - position)
+            if item.offset > position:
+                rows += [SILENCE_ROW] * (item.offset - position)
+                position = item.offset
+            if item.length == 1:
+                rows.append(held[index][0] if item.embeds else SILENCE_ROW)
+                position += 1
+                continue
+            span = timeline.range(index)
+            stop = min(span.end, end)
+            rows += span.rows(held.get(index, _NO_ROWS), position - span.offset, stop - span.offset, SILENCE_ROW)
+            position = stop
+        if position < end:
+            rows += [SILENCE_ROW] * (end - position)
+        return rows
+
+    def _cached(self, stream: Stream, index: int, item: Item) -> bool:
+        """Have an item in the cache for this step; False if that is too much for a budget."""
+        embeds = item.embeds
+        if embeds:
+            if stream.held_embeds + embeds > self._spec.embeds_per_stream:
+                return False
+            cache, held, key = self._cache, stream.held, item.key
+            if cache.lookup(held, index, key) is None:
+                entry = cache.reserve(held, index, key, embeds) if embeds <= self._embeds else None
+                if entry is None:
+                    return False
+                self._embeds -= embeds
+                self._encode.append(EncodeTask(stream.id, item.payload, item.mask, entry))
+            stream.held_embeds += embeds
+        item.payload = None  # the cache has it now, for as long as this stream needs it
+        stream.encoded = index + 1
+        return True
