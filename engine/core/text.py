@@ -93,7 +93,7 @@ class WordBuilder:
             self._start = start if self._marked is None else self._marked
             self._marked = None
         self._text += text
-        self._end = max(end, self._start)
+        self._end = end if end > self._start else self._start
         return complete
 
     def flush(self) -> Word | None:

@@ -158,10 +158,15 @@ class SampleClock:
 
     def sample_at(self, position: float) -> int:
         """The audio sample that a position starts at."""
-        place = max(0, bisect_right(self._positions, position) - 1)
-        sample = self._samples[place] + int((position - self._positions[place]) * self._rate)
-        following = self._samples[place + 1] if place + 1 < len(self._samples) else self.end_sample
-        return max(0, min(sample, following))
+        positions, samples, following = self._positions, self._samples, self.end_sample
+        place = len(positions) - 1
+        if position < positions[place]:
+            place = max(0, bisect_right(positions, position) - 1)
+            following = samples[place + 1] if place + 1 < len(samples) else following
+        sample = samples[place] + int((position - positions[place]) * self._rate)
+        if sample > following:
+            sample = following
+        return sample if sample > 0 else 0
 
     def position_at(self, sample: int) -> int:
         """The position that hears an audio sample."""
