@@ -210,14 +210,14 @@ class EngineLoop:
         """Whether a stream in which nobody speaks takes part in no steps."""
         return self._gate_settings is not None
 
-    def _live_part(self, plan: StepPlan) -> tuple[int, float]:
+    @staticmethod
+    def _live_part(plan: StepPlan) -> tuple[int, float]:
         """How many tasks of a plan belong to live streams, and what part of the work they are."""
-        streams = self.scheduler.streams
-        live = [task for task in plan.decode if streams[task.stream].live]
-        if len(live) in (0, len(plan.decode)):
-            return len(live), float(bool(live))
+        live = plan.live
+        if live in (0, len(plan.decode)):
+            return live, float(live > 0)
         read = sum(task.end - task.base for task in plan.decode)
-        return len(live), sum(task.end - task.base for task in live) / read
+        return live, sum(task.end - task.base for task in plan.decode[:live]) / read
 
     def _open(self, message: Open, now: int) -> None:
         try:

@@ -155,6 +155,7 @@ class Scheduler:
         if self._live:
             self._live.sort(key=_oldest_first)
             self._live = planner.add_all(self._live)
+            plan.live = len(plan.decode)
         if self._backlog:
             self._backlog = planner.add_all(self._backlog)
         plan.evicted = self.cache.take_evicted()
