@@ -130,7 +130,8 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     model = config.model
     engines: list[Engine] = [RemoteEngine(address) for address in model.engines]
     client = BuiltClient(
-        engines or [EngineProcess(_engine_config(model))], ClientSettings(cache_bytes=model.input_cache_bytes)
+        engines or [EngineProcess(_engine_config(model))],
+        ClientSettings(cache_bytes=model.input_cache_bytes, max_load=config.limits.max_load),
     )
     await client.start()
     try:

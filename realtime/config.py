@@ -56,6 +56,8 @@ class AuthConfig:
 class LimitsConfig:
     # Sessions at once; 0 leaves it to the engine's capacity.
     max_sessions: int = 0
+    # Share of its time an engine may spend on live streams; what would go beyond is refused. 0 counts streams only.
+    max_load: float = 0.85
     # Sessions at once and new sessions per minute for one key (without keys: for one client address); 0 is no limit.
     sessions_per_key: int = 0
     new_sessions_per_minute: int = 0
@@ -152,6 +154,8 @@ def check(config: Config) -> None:
     for name, file in (("server.tls_cert", server.tls_cert), ("server.tls_key", server.tls_key)):
         if file is not None and not Path(file).is_file():
             raise ConfigError(f"{name}: there is no file {file!r}")
+    if config.limits.max_load > 1:
+        raise ConfigError(f"limits.max_load is a share and cannot be more than 1, but is {config.limits.max_load:g}")
     if any(len(key) < 8 for key in auth.keys):
         raise ConfigError("auth.keys: a key must have at least 8 characters")
     if auth.keys and auth.no_auth:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine.client import Capacity
+from engine.capacity import Capacity
 from engine.supervisor import EngineMetrics
 
 
@@ -43,7 +43,10 @@ def engine_collector(
             ("engine_streams", "Streams open on the engines", room.used),
             ("engine_streams_max", "Streams the engines have room for", room.total),
             ("engine_speaking", "Engine streams that hear speech now", room.speaking),
-            ("engine_load", "Share of time the least busy engine spends in steps", room.load),
+            ("engine_streams_counted", "Live streams that speak or did so lately", room.counted),
+            ("engine_streams_that_hold", "Live streams that could speak at once, by the measured cost", room.holds),
+            ("engine_load", "Share of its time the least busy engine spends on live streams", room.load),
+            ("engine_load_per_stream", "What one more speaking stream would add to the load", room.load_per_stream),
         ):
             yield GaugeMetricFamily(f"tickertape_{name}", text, value=value)
 

@@ -111,6 +111,9 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         if self.transport.is_closing() and not self.close_sent:
             raise ClientDisconnected
         await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
+            # A refusal is an answer too; uvicorn would log an error for each of them.
+            self.handshake_complete = True
 
     async def run_asgi(self) -> None:
         extensions: dict[str, Any] = self.scope["extensions"]

@@ -216,7 +216,12 @@ class Gateway:
                 "speaking": self.sessions.speaking,
                 "streams_used": capacity.used,
                 "streams_total": capacity.total,
+                "streams_counted": capacity.counted,
+                "streams_that_hold": capacity.holds,
+                "streams_free": capacity.free,
                 "load": round(capacity.load, 3),
+                "load_per_stream": round(capacity.load_per_stream, 4),
+                "max_load": self.config.limits.max_load,
                 "retry_after_s": capacity.retry_after_s,
                 "draining": self.sessions.draining,
             }

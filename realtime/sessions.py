@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.capacity import COUNTED_SECONDS
 from realtime.auth import Caller
 from realtime.config import Config
 from realtime.connection import Connection, Inbox
@@ -106,9 +107,11 @@ class Sessions:
             text = f"At most {limits.sessions_per_key} sessions may be open at once."
             raise self._refusal("sessions_per_key", 429, "too_many_sessions", text, 10)
         capacity = self.engine.capacity()
-        # Sessions without a stream have yet to send audio; their places are taken all the same.
-        waiting = sum(not entry.host.has_stream for entry in self._entries.values())
-        full = capacity.used + waiting >= capacity.total
+        # Sessions without a stream have yet to send audio. Their places are taken all the same, and while they are
+        # new they are expected to speak.
+        waiting = [entry for entry in self._entries.values() if not entry.host.has_stream]
+        expected = sum(entry.started_at > self._clock() - COUNTED_SECONDS for entry in waiting)
+        full = capacity.used + len(waiting) >= capacity.total or expected >= capacity.free
         if full or (limits.max_sessions and len(self._entries) >= limits.max_sessions):
             retry_s = max(1, round(capacity.retry_after_s))
             raise self._refusal("capacity", 503, "server_busy", "The server is at capacity; try again.", retry_s)

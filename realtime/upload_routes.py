@@ -33,26 +33,39 @@ class UploadRoutes:
         self.check(request)
         form = await self.read_form(request)
         try:
-            return await self._answer(form)
-        except Refusal as refusal:
-            self._count(refusal.code)
+            return await self._answer(form, request)
+        except BaseException as error:
+            if isinstance(error, Refusal):
+                self._count(error.code)
             await form.close()
             raise
 
-    async def _answer(self, form: FormData) -> Response:
+    async def _answer(self, form: FormData, request: Request) -> Response:
         wanted, file = self._read(form)
         if wanted.stream:
             return await self._stream(file, wanted, form)
-        try:
-            async with asyncio.timeout(self._limits.upload_s):
-                transcript = await self._transcriber.transcribe(file.file, wanted)
-        except TimeoutError as error:
-            text = "The transcription took too long; send a shorter file."
-            raise Refusal(504, "timeout", text, kind="server_error") from error
+        transcript = await self._transcribe(file, wanted, request)
         await form.close()
         self._count("ok")
         body, media_type = render(transcript, wanted)
         return Response(body, media_type=media_type)
+
+    async def _transcribe(self, file: UploadFile, wanted: UploadRequest, request: Request) -> Transcript:
+        """Nobody waits for the answer to a client that is gone: its place goes to the next file."""
+        work = asyncio.create_task(self._transcriber.transcribe(file.file, wanted), name="upload")
+        gone = asyncio.create_task(_disconnected(request), name="upload's client")
+        try:
+            await asyncio.wait((work, gone), timeout=self._limits.upload_s, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            if gone.done():
+                raise Refusal(499, "client_gone", "The client left before its file was transcribed.")
+            text = "The transcription took too long; send a shorter file."
+            raise Refusal(504, "timeout", text, kind="server_error")
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
 
     async def read_form(self, request: Request) -> FormData:
         """The form with its file, which is on disk if it is large. Close it after use."""
@@ -115,3 +128,8 @@ class UploadRoutes:
 
     def _count(self, outcome: str) -> None:
         self._gateway.metrics.uploads.labels(outcome).inc()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

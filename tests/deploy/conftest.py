@@ -1,6 +1,6 @@
 import pytest
 
-from engine.client import Capacity
+from engine.capacity import Capacity
 from engine.supervisor import EngineMetrics
 
 

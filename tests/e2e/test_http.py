@@ -65,6 +65,24 @@ async def test_upload_that_finds_no_place_is_told_when_to_come_back(serve: Serve
         assert (response.status_code, response.headers["retry-after"]) == (503, "7")
 
 
+async def test_upload_whose_client_has_left_gives_up_its_place(serve: Serve) -> None:
+    engine = FakeEngine()
+    engine.feed_delay_s = 1.0
+    async with serve(engine, limits={"uploads": 1}) as running, httpx.AsyncClient() as http:
+        url, files = f"{running.base_url}/audio/transcriptions", {"file": ("a.wav", wav(60.0), "audio/wav")}
+        upload = asyncio.create_task(http.post(url, files=files, data={"model": "m"}))
+        async with asyncio.timeout(5):
+            while not engine.active:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            upload.cancel()
+            while engine.active:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert running.metric("uploads_total", outcome="client_gone") == 1
+        engine.feed_delay_s = 0.0
+        response = await http.post(url, files={"file": ("a.wav", wav(0.5), "audio/wav")}, data={"model": "m"})
+        assert response.status_code == 200
+
+
 async def test_failing_engine_fails_the_upload_and_the_stream_of_events(serve: Serve) -> None:
     engine = FakeEngine()
     engine.feed_delay_s = 0.01

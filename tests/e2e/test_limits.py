@@ -33,7 +33,9 @@ async def close_code(client: Any) -> int:
     return closed.value.rcvd.code
 
 
-async def test_full_server_refuses_before_the_upgrade_with_retry_after(serve: Serve) -> None:
+async def test_full_server_refuses_before_the_upgrade_with_retry_after(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = FakeEngine(slots=2)
     async with serve(engine) as running, greeted_client(running.ws) as first, greeted_client(running.ws):
         response = await refusal(running.ws)
@@ -44,6 +46,7 @@ async def test_full_server_refuses_before_the_upgrade_with_retry_after(serve: Se
         await first.until("input_audio_buffer.speech_started")
         assert (await refusal(running.ws)).status_code == 503
         assert running.metric("refused_total", reason="capacity") == 2
+        assert not caplog.records, "a refusal is no error of the server"
         await first.socket.close()
         await asyncio.sleep(0.05)
         async with greeted_client(running.ws):

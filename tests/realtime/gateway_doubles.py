@@ -47,6 +47,19 @@ class FakeCapacity:
     speaking: int = 0
     load: float = 0.1
     retry_after_s: float = 7.0
+    load_per_stream: float = 0.01
+
+    @property
+    def counted(self) -> int:
+        return self.used
+
+    @property
+    def holds(self) -> int:
+        return self.total
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
 
 
 class FakeStream:

@@ -1,0 +1,199 @@
+"""Admission by measured load: real sockets and a real engine loop around a model whose steps have a known cost."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+import wave
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from engine.client import ClientSettings, EngineClient
+from engine.core.limits import Limits
+from engine.core.plan import DecodeResult, StepPlan
+from engine.core.scheduler import Scheduler
+from engine.core.text import Vocabulary
+from engine.loop import EngineLoop
+from engine.messages import Open
+from engine.process import EngineThread
+from engine.spec import ModelSpec
+from realtime.app import RunningServer, listening
+from realtime.config import Config, ServerConfig
+from tests.e2e.raw_client import RawClient, greeted_client
+from tests.e2e.test_limits import refusal
+from tests.realtime.gateway_doubles import tone
+
+# Of 80 ms the model may take 85 %: (68 - 10) / 12.5 is between 4 and 5 streams.
+STEP_SECONDS, STREAM_SECONDS, HOLDS = 0.010, 0.0125, 4
+SPEC = ModelSpec(name="costly", sample_rate=16_000, samples_per_position=1280)
+
+
+@dataclass
+class CostlyRunner:
+    """One word per position; a step takes a time of its own and one for each stream in it."""
+
+    spec: ModelSpec = SPEC
+    vocabulary: Vocabulary = Vocabulary([b"", b" word"])
+
+    def check_open(self, message: Open) -> None:
+        """Every option is fine."""
+
+    def warm_up(self) -> None:
+        """Nothing to warm."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def execute(self, plan: StepPlan) -> list[DecodeResult]:
+        if plan.decode:
+            time.sleep(STEP_SECONDS + STREAM_SECONDS * len(plan.decode))
+        return [DecodeResult(tokens=[1] * (task.end - task.start)) for task in plan.decode]
+
+
+def build() -> EngineLoop:
+    runner = CostlyRunner()
+    return EngineLoop(Scheduler(SPEC, Limits(max_streams=32, cache_embeds=2000), runner.vocabulary), runner)
+
+
+@pytest.fixture
+def blockbuster() -> None:
+    """Here the model sleeps in a thread of this process, which is what it is meant to do."""
+
+
+@pytest.fixture(autouse=True)
+def short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.process.MEASURED_STREAMS", 3)
+
+
+@asynccontextmanager
+async def costly_server(warm: bool = True) -> AsyncIterator[tuple[RunningServer, EngineClient]]:
+    client = EngineClient([EngineThread(build, warm)], ClientSettings())
+    await client.start()
+    try:
+        async with listening(client, Config(server=ServerConfig(port=0, drain_s=0.0))) as server:
+            yield server, client
+    finally:
+        await client.close()
+
+
+def ws(server: RunningServer) -> str:
+    return f"ws://127.0.0.1:{server.port}/v1/realtime"
+
+
+async def speak(client: RawClient) -> None:
+    """At the pace of speech, until cancelled; what comes back is read and dropped."""
+
+    async def read() -> None:
+        async for _ in client.socket:
+            pass
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(read())
+        while True:
+            await client.append(tone(0.08))
+            await asyncio.sleep(0.08)
+
+
+@asynccontextmanager
+async def speakers(server: RunningServer, count: int) -> AsyncIterator[list[asyncio.Task[None]]]:
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(greeted_client(ws(server))) for _ in range(count)]
+        tasks = [asyncio.create_task(speak(client)) for client in clients]
+        try:
+            yield tasks
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def seen(server: RunningServer) -> dict[str, Any]:
+    async with httpx.AsyncClient() as http:
+        answer: dict[str, Any] = (await http.get(f"{server.url}/capacity")).json()
+        return answer
+
+
+async def test_as_many_as_hold_are_admitted_and_the_next_is_refused() -> None:
+    async with costly_server() as (server, client):
+        async with speakers(server, HOLDS) as speaking:
+            assert (await refusal(ws(server))).status_code == 503
+            await asyncio.sleep(2.5)
+            # What was admitted holds: nobody waits for longer than a step or two.
+            assert all(not task.done() for task in speaking)
+            assert max(link.status.lag_ms for link in client._running.links()) < 400
+            response = await refusal(ws(server))
+            assert response.status_code == 503 and int(response.headers["Retry-After"]) >= 1
+            shown = await seen(server)
+            assert shown["streams_that_hold"] == HOLDS == shown["streams_counted"] and shown["streams_free"] == 0
+            assert shown["load_per_stream"] == pytest.approx(STREAM_SECONDS / 0.08, rel=0.3)
+            assert 0.3 < shown["load"] <= 1.0 and shown["max_load"] == 0.85
+        # Those who left made room at once.
+        await asyncio.sleep(0.2)
+        async with speakers(server, HOLDS):
+            assert (await refusal(ws(server))).status_code == 503
+
+
+async def test_without_a_measurement_the_first_few_are_admitted_and_more_when_there_is_one() -> None:
+    async with costly_server(warm=False) as (server, _), speakers(server, 2):
+        assert (await refusal(ws(server))).status_code == 503
+        await asyncio.sleep(2.5)
+        async with greeted_client(ws(server)):
+            assert (await seen(server))["streams_that_hold"] >= HOLDS - 1
+
+
+async def test_a_burst_of_connects_is_counted_before_anybody_has_spoken() -> None:
+    async with costly_server() as (server, _), AsyncExitStack() as stack:
+        results = await asyncio.gather(
+            *(stack.enter_async_context(greeted_client(ws(server))) for _ in range(12)), return_exceptions=True
+        )
+        assert sum(isinstance(result, RawClient) for result in results) == HOLDS
+
+
+async def test_whoever_is_silent_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.host.COUNTED_SECONDS", 0.3)
+    monkeypatch.setattr("realtime.sessions.COUNTED_SECONDS", 0.3)
+    async with costly_server() as (server, _), AsyncExitStack() as stack:
+        quiet = [await stack.enter_async_context(greeted_client(ws(server))) for _ in range(HOLDS)]
+        await quiet[0].append(tone(0.2))
+        await asyncio.sleep(1.5)
+        assert (await seen(server))["streams_counted"] == 0
+        async with speakers(server, HOLDS):
+            await asyncio.sleep(0.5)
+            shown = await seen(server)
+            assert shown["streams_counted"] == HOLDS and shown["connected"] == 2 * HOLDS
+            assert (await refusal(ws(server))).status_code == 503
+
+
+async def test_an_upload_turns_no_live_session_away() -> None:
+    async with costly_server() as (server, _), httpx.AsyncClient(timeout=60) as http:
+        noise = np.random.default_rng(0).integers(-3000, 3000, 16_000 * 60, np.int16)
+        form = {"file": ("talk.wav", wav(noise.tobytes())), "model": (None, "default")}
+        upload = asyncio.create_task(http.post(f"{server.url}/v1/audio/transcriptions", files=form))
+        await asyncio.sleep(2.0)
+        async with speakers(server, HOLDS - 1):
+            await asyncio.sleep(2.0)
+            assert not upload.done()
+            shown = await seen(server)
+            assert shown["streams_counted"] == HOLDS - 1 and shown["streams_used"] == HOLDS
+            assert shown["streams_free"] >= 1
+            async with greeted_client(ws(server)):
+                pass
+        upload.cancel()
+        await asyncio.gather(upload, return_exceptions=True)
+
+
+def wav(samples: bytes) -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(16_000)
+        writer.writeframes(samples)
+    return file.getvalue()
