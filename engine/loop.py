@@ -192,7 +192,7 @@ class EngineLoop:
         times.live_speech_ns = times.speech_ns * self._live_share_heard
         times.live_ns = times.live_speech_ns + live_ns
         if live_tasks:
-            self.live_cost.add(live_tasks, live_ns)
+            self.live_cost.add(live_tasks, live_ns, ended)
         self.totals.add(times)
         if not outputs:
             return None
