@@ -15,7 +15,7 @@ from engine.codec import Status
 # conversation: whoever falls silent for a moment finds the room still there.
 COUNTED_SECONDS = 30.0
 # What an engine takes on before it has measured anything.
-STREAMS_TO_BEGIN_WITH = 2
+STREAMS_TO_BEGIN_WITH = 4
 # When to try again: soon if an engine is merely busy or starting, later if somebody has to leave first.
 RETRY_SOON_S = 1.0
 RETRY_LATER_S = 5.0
@@ -47,11 +47,12 @@ def streams_held(status: Status, max_load: float) -> int:
         return status.slots_total
     if not status.load_per_stream:
         return min(status.slots_total, STREAMS_TO_BEGIN_WITH)
-    return min(status.slots_total, int((max_load - status.load_per_step) / status.load_per_stream))
+    # One is always let in: without a stream nothing would be measured again.
+    return min(status.slots_total, max(1, int((max_load - status.load_per_step) / status.load_per_stream)))
 
 
 def capacity_of(states: Sequence[Status], max_load: float) -> Capacity:
-    held = [max(0, streams_held(state, max_load)) for state in states]
+    held = [streams_held(state, max_load) for state in states]
     free = sum(
         min(max(0, holds - state.counted), state.slots_total - state.slots_used)
         for state, holds in zip(states, held, strict=True)

@@ -2,14 +2,17 @@
 
 How busy an engine is says little about how many more streams it holds: a model that batches is busy all the time long
 before it is full, and one that does not is full when it is busy. The two parts tell them apart. They come from least
-squares over the last few hundred steps, older ones counting less and less.
+squares over the last steps, older ones counting less and less: a machine that was busy with something else a while
+ago is forgotten.
 """
 
 from __future__ import annotations
 
-# Steps that make a measurement, and the share of a new step in the averages once there are many.
+# Steps that make a measurement.
 ENOUGH_STEPS = 8
-NEWEST_SHARE = 1 / 256
+# How long steps are remembered, about; but not more of them than this, and the newest alone is never believed.
+MEMORY_NS = 20e9
+LEAST_SHARE_OF_NEWEST, MOST_SHARE_OF_NEWEST = 1 / 256, 1 / ENOUGH_STEPS
 # Until batches of different sizes have run, nothing tells a shared cost from a stream's own: then it is all the
 # streams' own. This is the variance of sizes at which the steps have half the say.
 DOUBT = 0.05
@@ -27,12 +30,15 @@ class LiveCost:
     def forget(self) -> None:
         """Begin anew: what was measured so far is not how it will be."""
         self._steps = 0
+        self._last_ns = 0
         self._streams = self._ns = self._streams_squared = self._product = 0.0
 
-    def add(self, streams: int, ns: float) -> None:
+    def add(self, streams: int, ns: float, now_ns: int) -> None:
         """A step with so many live streams took so long for them."""
         self._steps += 1
-        share = max(NEWEST_SHARE, 1 / self._steps)
+        since_last = (now_ns - self._last_ns) / MEMORY_NS
+        self._last_ns = now_ns
+        share = max(1 / self._steps, min(max(LEAST_SHARE_OF_NEWEST, since_last), MOST_SHARE_OF_NEWEST))
         self._streams += share * (streams - self._streams)
         self._ns += share * (ns - self._ns)
         self._streams_squared += share * (streams * streams - self._streams_squared)

@@ -18,7 +18,8 @@ Examples:
 
 Clients play speech at the pace it was spoken, from processes of their own. The number of streams is doubled, then
 bisected, to the largest that meets the objective; that many are then held. The result is three figures that belong
-together: streams, time to final, and word error rate alone and under load, which must be equal.
+together: streams, time to final, and word error rate alone and under load, which must be equal. A Tickertape server
+refuses streams that it expects not to hold: start it with --limits.max-load 0 to search beyond those.
 
 A manifest has JSON lines with `path`, `text` and `seconds`. Without one, the sample recording is cut at a different
 place for each client; it has no text to be scored against, so what is heard under load is compared with what is heard

@@ -26,7 +26,7 @@ def test_no_engine_has_no_room() -> None:
 
 def test_an_engine_that_measured_nothing_takes_the_first_few() -> None:
     assert capacity_of([status()], 0.85).free == STREAMS_TO_BEGIN_WITH
-    assert capacity_of([status(counted=2)], 0.85).free == 0
+    assert capacity_of([status(counted=STREAMS_TO_BEGIN_WITH)], 0.85).free == 0
 
 
 def test_as_many_as_fit_under_the_load() -> None:
@@ -44,9 +44,10 @@ def test_zero_leaves_the_load_out() -> None:
     assert capacity_of([status(counted=10, per_stream=0.5)], 0.0).free == 54
 
 
-def test_steps_that_take_everything_leave_room_for_nobody() -> None:
+def test_an_engine_that_is_too_slow_takes_one_stream_so_that_it_measures_again() -> None:
     capacity = capacity_of([status(counted=1, per_step=0.9, per_stream=0.1)], 0.85)
-    assert (capacity.holds, capacity.free, capacity.retry_after_s) == (0, 0, RETRY_LATER_S)
+    assert (capacity.holds, capacity.free, capacity.retry_after_s) == (1, 0, RETRY_LATER_S)
+    assert capacity_of([status(per_step=0.9, per_stream=0.1)], 0.85).free == 1
 
 
 def test_room_on_one_engine_is_not_used_up_by_another_that_has_too_many() -> None:

@@ -13,15 +13,15 @@ PERIOD_NS = 80_000_000
 
 def measured(steps: list[tuple[int, float]]) -> LiveCost:
     cost = LiveCost(PERIOD_NS)
-    for streams, milliseconds in steps:
-        cost.add(streams, milliseconds * 1e6)
+    for number, (streams, milliseconds) in enumerate(steps):
+        cost.add(streams, milliseconds * 1e6, number * PERIOD_NS)
     return cost
 
 
 def test_nothing_is_known_before_a_few_steps() -> None:
     cost = measured([(1, 8.0)] * (ENOUGH_STEPS - 1))
     assert cost.shares() == (0.0, 0.0)
-    cost.add(1, 8e6)
+    cost.add(1, 8e6, 0)
     assert cost.shares() != (0.0, 0.0)
 
 
@@ -46,9 +46,18 @@ def test_two_streams_without_anything_shared_cost_twice_as_much() -> None:
 
 def test_a_machine_that_slows_down_is_noticed() -> None:
     cost = measured([(1, 8.0)] * 1000)
-    for _ in range(1500):
-        cost.add(1, 16e6)
+    for number in range(1000, 2500):
+        cost.add(1, 16e6, number * PERIOD_NS)
     assert cost.shares()[1] == pytest.approx(0.2, rel=0.02)
+
+
+def test_what_was_long_ago_is_soon_forgotten() -> None:
+    """The machine was busy with something else, so few were let in; what they measure must count quickly."""
+    cost = measured([(1, 80.0)] * 1000)
+    an_hour_later = 3600 * 10**9
+    for number in range(20):
+        cost.add(1, 8e6, an_hour_later + number * 8 * 10**8)
+    assert cost.shares()[1] < 0.6
 
 
 def test_a_step_that_grows_cheaper_with_more_streams_still_costs_something() -> None:
