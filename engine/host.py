@@ -18,7 +18,7 @@ from engine.capacity import COUNTED_SECONDS
 from engine.codec import Frames, Payload, WireCommand, WireError, WireItem
 from engine.errors import EngineDead
 from engine.input_cache import ReceiverCache
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, GuardedRunner
 from engine.transport import BEAT_SECONDS, SILENCE_SECONDS, Arrival, EngineSocket, Numbering, package_version
 
 logger = logging.getLogger(__name__)
@@ -390,7 +390,8 @@ class EngineHost:
             "execute": totals.execute_ns,
             "commit": totals.commit_ns,
         }
-        status.blank_guard = getattr(self._loop.runner, "blank_guard_activations", 0)
+        if isinstance(self._loop.runner, GuardedRunner):
+            status.blank_guard = self._loop.runner.blank_guard_activations
 
 
 def _keyed_items(commands: list[WireCommand]) -> Iterator[WireItem]:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,13 @@ class Runner(Protocol):
     def warm_up(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class GuardedRunner(Protocol):
+    """A runner that keeps streams from falling silent over speech, and counts the tokens this changed."""
+
+    blank_guard_activations: int
 
 
 class Detector(Protocol):
