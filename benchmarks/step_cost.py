@@ -4,7 +4,7 @@
 
 A step is everything but the model: messages in, plan, null execute, commit, detokenize, message out. Sizes that are
 compared run interleaved in one process, and medians are compared, so a noisy machine moves both alike. The cycle
-collector rests while steps are timed, as it does in the engine process.
+collector rests as it does in the engine process.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.collector import calm_collector
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
@@ -129,12 +130,7 @@ def compare(young: Bench, old: Bench, rounds: int) -> dict[str, float]:
     for bench in (young, old):
         for _ in range(20):
             bench.tick()
-    gc.collect()
-    gc.freeze()
-    gc.disable()
     pairs = [(young.tick(), old.tick()) for _ in range(rounds)]
-    gc.enable()
-    gc.unfreeze()
     young_ns = statistics.median(pair[0] for pair in pairs)
     old_ns = statistics.median(pair[1] for pair in pairs)
     return {"young_us": young_ns / 1e3, "old_us": old_ns / 1e3, "ratio": old_ns / young_ns}
@@ -154,13 +150,7 @@ def host_time(kind: type[Bench], streams: int, items: int, history: int, rounds:
         Bench.tick(bench)
     for _ in range(30):
         bench.tick()
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    took = statistics.median(bench.tick() for _ in range(rounds))
-    gc.enable()
-    gc.unfreeze()
-    return took / streams / 1e3
+    return statistics.median(bench.tick() for _ in range(rounds)) / streams / 1e3
 
 
 def memory(items: int) -> int:
@@ -214,6 +204,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="a tenth of the items, for a first look")
     arguments = parser.parse_args()
+    calm_collector()
     report = run(arguments.quick)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")

@@ -7,7 +7,6 @@ its streams does not care which it has.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import multiprocessing
 import signal
@@ -24,6 +23,7 @@ import numpy as np
 import zmq
 
 from engine import messages
+from engine.collector import calm_collector
 from engine.errors import EngineDead, EngineError
 from engine.host import EngineHost
 from engine.loop import EngineLoop
@@ -57,7 +57,7 @@ def run_engine(address: str, build: Build, stop: Callable[[], bool], warm: bool 
         began = time.perf_counter()
         warm_up(loop)
         logger.info("the model is warm after %.1f s", time.perf_counter() - began)
-    _calm_collector()
+    calm_collector()
     socket = EngineSocket(zmq.Context.instance(), address)
     try:
         logger.info("%s listens on %s", loop.scheduler.spec.name, socket.bound_to)
@@ -65,14 +65,6 @@ def run_engine(address: str, build: Build, stop: Callable[[], bool], warm: bool 
     finally:
         socket.close()
         loop.runner.close()
-
-
-def _calm_collector() -> None:
-    """Steps leave no cycles behind. Left as it is, the collector would walk the bookkeeping of every stream again and
-    again, for milliseconds at a time, and find nothing."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 50, 50)
 
 
 def warm_up(loop: EngineLoop) -> None:
