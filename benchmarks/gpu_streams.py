@@ -27,7 +27,7 @@ from engine.core.scheduler import Limits, Scheduler
 from engine.loop import EngineLoop
 from engine.messages import Abort, Feed, Item, Open
 from engine.models.voxtral_realtime import STREAMING_PAD, voxtral_mini_4b
-from engine.runner.batch import StepRows
+from engine.runner.batch import Payloads, StepRows
 from engine.runner.device import free_memory, require_device
 from engine.runner.memory import GIB, plan_memory
 from engine.runner.runner import RunnerSettings, VoxtralRunner
@@ -245,7 +245,7 @@ def batch_one(probe_runner: VoxtralRunner, sizes: list[int]) -> list[tuple[int, 
         position = 2 * max(group.window_positions for group in probe_runner.spec.kv_groups)
         step = StepRows(list(range(size)), [position] * size, [0] * size, [-1] * size)
         noise = (np.random.default_rng(size).standard_normal((size, 2000)) * 0.1).astype(np.float32)
-        buffers.upload(step, list(range(1, size + 1)), list(noise))
+        buffers.upload(step, Payloads(list(range(1, size + 1)), list(noise)))
         times = []
         for _ in range(20):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -48,6 +48,23 @@ class StepRows:
         return len(self.slots)
 
 
+@dataclass(frozen=True, slots=True)
+class Payloads:
+    """Positions to encode: the slab row each goes to, and its samples with the look-around that its frames need."""
+
+    rows: list[int]
+    samples: list[NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """The token of each row, the rows whose logits were broken, and how often the guard acted."""
+
+    tokens: list[int]
+    failed: list[int]
+    guarded: int
+
+
 class StepBuffers:
     """Fixed places for a step's inputs and outputs, so that a captured graph can read and write them."""
 
@@ -60,20 +77,21 @@ class StepBuffers:
         self._host_results = torch.empty(3, capacity, dtype=torch.int64, pin_memory=pinned)
         self._numbers_view: NDArray[np.int64] = self._host_numbers.numpy()
         self._samples_view: NDArray[np.float32] = self._host_samples.numpy()
+        self._results_view: NDArray[np.int64] = self._host_results.numpy()
         self._numbers = torch.empty(5, capacity, dtype=torch.int64, device=device)
         self.samples = torch.zeros(capacity, payload_samples, dtype=torch.float32, device=device)
         self.results = torch.zeros(3, capacity, dtype=torch.int64, device=device)
 
-    def upload(self, rows: StepRows, targets: Sequence[int], payloads: Sequence[NDArray[np.float32]]) -> None:
-        """Send a step's numbers, and the samples of the items to encode with the slab rows they go to."""
+    def upload(self, rows: StepRows, payloads: Payloads) -> None:
+        """Send a step's numbers, and what it encodes."""
         view = self._numbers_view
-        for line, values in enumerate((rows.slots, rows.positions, rows.inputs, rows.forced, targets)):
+        for line, values in enumerate((rows.slots, rows.positions, rows.inputs, rows.forced, payloads.rows)):
             view[line, : len(values)] = values
             view[line, len(values) :] = self._padding[line]
         self._numbers.copy_(self._host_numbers, non_blocking=True)
-        count = len(payloads)
+        count = len(payloads.samples)
         if count:
-            np.concatenate(payloads, out=self._samples_view[:count].reshape(-1))
+            np.concatenate(payloads.samples, out=self._samples_view[:count].reshape(-1))
             self.samples[:count].copy_(self._host_samples[:count], non_blocking=True)
 
     def numbers(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -81,10 +99,10 @@ class StepBuffers:
         slots, positions, inputs, forced, targets = self._numbers[:, :size].unbind()
         return slots, positions, inputs, forced, targets
 
-    def download(self, count: int) -> tuple[list[int], list[bool], int]:
-        """Tokens and failures of the first `count` rows, and how often the guard acted. Waits for the device."""
+    def download(self, count: int) -> StepOutcome:
+        """What became of the first `count` rows. Waits for the device."""
         self._host_results.copy_(self.results, non_blocking=True)
         if self.results.is_cuda:
             torch.cuda.current_stream().synchronize()
-        tokens, failed, guarded = self._host_results[:, :count].tolist()
-        return tokens, [bool(flag) for flag in failed], sum(guarded)
+        tokens, failed, guarded = self._results_view[:, :count]
+        return StepOutcome(tokens.tolist(), np.flatnonzero(failed).tolist(), int(guarded.sum()))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan
+from engine.core.plan import DecodeResult, DecodeTask, OpenTask, StepPlan
 from engine.core.text import Vocabulary
 from engine.messages import Open
 from engine.models.checkpoint import read_config, read_tensors
@@ -25,13 +25,13 @@ from engine.models.voxtral_realtime import (
     VoxtralRealtime,
     tensor_shapes,
 )
-from engine.runner.batch import NOT_FORCED, SlotState, StepBuffers, StepRows
+from engine.runner.batch import NOT_FORCED, Payloads, SlotState, StepBuffers, StepRows
 from engine.runner.device import free_memory, require_device
 from engine.runner.graphs import StepGraphs
 from engine.runner.kv import StackCache, stack_layouts
 from engine.runner.memory import MemoryPlan, plan_memory, voxtral_spec
 from engine.runner.passes import ModelPasses
-from engine.runner.slab import EncoderSlab, Payload
+from engine.runner.slab import EncoderSlab
 
 # More streams than this in one step run as several passes; the weights are then a small part of the cost.
 LARGEST_BATCH = 512
@@ -58,9 +58,6 @@ class _Slot:
     forced: list[int]
     opened: bool = False
 
-    def output_at(self, index: int) -> int:
-        return self.forced[index] if index < len(self.forced) else NOT_FORCED
-
     def blank_run(self, known: int) -> int:
         """Blanks at the end of the first `known` outputs, of those the model has the word in."""
         run = 0
@@ -71,15 +68,8 @@ class _Slot:
         return run
 
 
-@dataclass(slots=True)
-class _Work:
-    """One decode task under way: `done` positions of the stream, the shared opening not counted, are computed."""
-
-    task: DecodeTask
-    slot: _Slot
-    done: int
-    tokens: list[int]
-    error: str | None
+# A decode task under way, with the tokens of the positions that are computed.
+_Work = tuple[DecodeTask, list[int]]
 
 
 class VoxtralRunner:
@@ -153,7 +143,7 @@ class VoxtralRunner:
         self._slab.write_silence()
         self._passes.openings()
         if self._graphs is not None:
-            self._buffers.upload(StepRows([], [], [], []), [], [])
+            self._buffers.upload(StepRows([], [], [], []), Payloads([], []))
             self._graphs.capture()
 
     def close(self) -> None:
@@ -173,21 +163,22 @@ class VoxtralRunner:
         if plan.opened:
             self._open(plan.opened)
         self._update_tables(plan.decode)
-        payloads, broken = self._payloads(plan.encode)
-        slots, prefix = self._slots, self.spec.prefix_positions
-        work = [_Work(task, slots[task.slot], task.start - prefix, [], broken.get(task.stream)) for task in plan.decode]
-        due = [share for share in work if share.error is None]
-        chunks = [share for share in due if share.task.end - share.task.start > 1]
-        if chunks or len(payloads) > min(len(due), self._buffers.capacity):
+        payloads, errors = self._slab.payloads(plan.encode)
+        work: list[_Work] = [(task, []) for task in plan.decode]
+        chunks = [share for share in work if share[0].end - share[0].start > 1 and share[0].stream not in errors]
+        capacity = self._buffers.capacity
+        if chunks or len(payloads.rows) > min(len(work) - len(errors), capacity):
             self._slab.encode(payloads)
-            payloads = []
-        for share in chunks:
-            self._replay(share)
-        while due := [share for share in due if prefix + share.done < share.task.end and share.error is None]:
-            for start in range(0, len(due), self._buffers.capacity):
-                self._run_batch(due[start : start + self._buffers.capacity], payloads)
-                payloads = []
-        return [DecodeResult(share.tokens, error=share.error) for share in work]
+            payloads = Payloads([], [])
+        for task, tokens in chunks:
+            self._replay(task, tokens)
+        while due := [
+            share for share in work if share[0].start + len(share[1]) < share[0].end and share[0].stream not in errors
+        ]:
+            for start in range(0, len(due), capacity):
+                self._run_batch(due[start : start + capacity], payloads, errors)
+                payloads = Payloads([], [])
+        return [DecodeResult(tokens, (), None, errors.get(task.stream)) for task, tokens in work]
 
     # Changes since the last plan
 
@@ -221,49 +212,42 @@ class VoxtralRunner:
             for slot in fresh:
                 self._slots[slot].opened = True
 
-    def _payloads(self, tasks: list[EncodeTask]) -> tuple[list[Payload], dict[str, str]]:
-        """All there is to encode; and what is wrong with an item, by its stream."""
-        payloads: list[Payload] = []
-        broken: dict[str, str] = {}
-        for task in tasks:
-            try:
-                payloads += self._slab.payloads(task)
-            except ValueError as error:
-                broken[task.stream] = str(error)
-        return payloads, broken
-
     # Decoding
 
-    def _replay(self, share: _Work) -> None:
+    def _replay(self, task: DecodeTask, tokens: list[int]) -> None:
         """Run a stretch of known tokens as one chunk."""
-        task, forced, begin = share.task, share.slot.forced, share.done
-        end = min(task.end - self.spec.prefix_positions, len(forced))
+        slot, prefix = self._slots[task.slot], self.spec.prefix_positions
+        forced, begin = slot.forced, task.start - prefix
+        end = min(task.end - prefix, len(forced))
         if end - begin < 2:
             return
         fed = [forced[begin - 1] if begin else STREAMING_PAD, *forced[begin : end - 1]]
-        self._passes.chunk(task.slot, task.start, task.rows[: end - begin], fed, share.slot.delay)
-        self._state.set([task.slot], [forced[end - 1]], [share.slot.delay], [share.slot.blank_run(end)])
-        share.tokens += forced[begin:end]
-        share.done = end
+        self._passes.chunk(task.slot, task.start, task.rows[: end - begin], fed, slot.delay)
+        self._state.set([task.slot], [forced[end - 1]], [slot.delay], [slot.blank_run(end)])
+        tokens += forced[begin:end]
 
-    def _run_batch(self, batch: list[_Work], payloads: list[Payload]) -> None:
+    def _run_batch(self, batch: list[_Work], payloads: Payloads, errors: dict[str, str]) -> None:
         """The next position of each stream in `batch`, as one pass."""
-        prefix = self.spec.prefix_positions
-        rows = StepRows(
-            slots=[share.task.slot for share in batch],
-            positions=[prefix + share.done for share in batch],
-            inputs=[share.task.rows[prefix + share.done - share.task.start] for share in batch],
-            forced=[share.slot.output_at(share.done) for share in batch],
-        )
-        self._buffers.upload(rows, [row for row, _ in payloads], [samples for _, samples in payloads])
+        slots = [task.slot for task, _ in batch]
+        positions = [task.start + len(tokens) for task, tokens in batch]
+        inputs = [task.rows[len(tokens)] for task, tokens in batch]
+        self._buffers.upload(StepRows(slots, positions, inputs, self._forced_at(slots, positions)), payloads)
         if self._graphs is not None:
             self._graphs.run(len(batch))
         else:
             self._passes.batch(len(batch))
-        tokens, failed, guarded = self._buffers.download(len(batch))
-        self.blank_guard_activations += guarded
-        for share, token, broken in zip(batch, tokens, failed, strict=True):
-            share.done += 1
-            share.tokens.append(token)
-            if broken:
-                share.error = BROKEN_LOGITS
+        outcome = self._buffers.download(len(batch))
+        self.blank_guard_activations += outcome.guarded
+        for (_, tokens), token in zip(batch, outcome.tokens, strict=True):
+            tokens.append(token)
+        for row in outcome.failed:
+            errors[batch[row][0].stream] = BROKEN_LOGITS
+
+    def _forced_at(self, slots: list[int], positions: list[int]) -> list[int]:
+        """The outputs that are known before they are computed."""
+        known, prefix = self._slots, self.spec.prefix_positions
+        forced = []
+        for slot, position in zip(slots, positions, strict=True):
+            outputs, index = known[slot].forced, position - prefix
+            forced.append(outputs[index] if index < len(outputs) else NOT_FORCED)
+        return forced

@@ -5,7 +5,7 @@ Row 0 is the model's silence. The row behind the last one takes what the empty r
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -13,17 +13,11 @@ from numpy.typing import NDArray
 
 from engine.core.plan import SILENCE_ROW, EncodeTask
 from engine.models.voxtral_realtime import VoxtralRealtime
+from engine.runner.batch import Payloads
 from engine.spec import ModelSpec
 
 # Items encoded at once outside a batched pass.
 ENCODE_BATCH = 256
-
-
-class Payload(NamedTuple):
-    """Samples of one position, with the look-back and look-ahead its frames need, and the row they go to."""
-
-    row: int
-    samples: NDArray[np.float32]
 
 
 class EncoderSlab:
@@ -40,27 +34,35 @@ class EncoderSlab:
         silence = torch.zeros(1, self.payload_samples, device=self.rows.device)
         self.rows[SILENCE_ROW] = self._model.stem_rows(silence)[0]
 
-    def payloads(self, task: EncodeTask) -> list[Payload]:
-        """An item, one position at a time. Raises ValueError if it is not what its mask and rows say."""
-        samples, rows, mask = task.payload, task.rows, task.mask
-        length = len(rows) if mask is None else len(mask)
-        expected = self.payload_samples + (length - 1) * self._step_samples
-        if not isinstance(samples, np.ndarray) or samples.dtype != np.float32 or samples.shape != (expected,):
-            raise ValueError(f"an item of {length} positions must have {expected} samples of float32")
-        if length == 1:
-            return [Payload(rows[0], samples)]
-        heard = range(length) if mask is None else [position for position in range(length) if mask[position]]
-        step, size = self._step_samples, self.payload_samples
-        return [
-            Payload(row, samples[position * step : position * step + size])
-            for row, position in zip(rows, heard, strict=True)
-        ]
+    def payloads(self, tasks: list[EncodeTask]) -> tuple[Payloads, dict[str, str]]:
+        """All there is to encode, one position at a time; and what is wrong with an item, by its stream."""
+        payloads = Payloads([], [])
+        broken: dict[str, str] = {}
+        for task in tasks:
+            samples, rows, mask = task.payload, task.rows, task.mask
+            length = len(rows) if mask is None else len(mask)
+            expected = self.payload_samples + (length - 1) * self._step_samples
+            if not isinstance(samples, np.ndarray) or samples.dtype != np.float32 or samples.shape != (expected,):
+                broken[task.stream] = f"an item of {length} positions must have {expected} samples of float32"
+            elif length == 1:
+                payloads.rows.append(rows[0])
+                payloads.samples.append(samples)
+            else:
+                payloads.rows.extend(rows)
+                payloads.samples.extend(self._cut(samples, range(length) if mask is None else np.flatnonzero(mask)))
+        return payloads, broken
 
-    def encode(self, payloads: list[Payload]) -> None:
+    def _cut(self, samples: NDArray[np.float32], positions: Iterable[int]) -> Iterator[NDArray[np.float32]]:
+        """The samples of each of an item's positions, with their look-around."""
+        for position in positions:
+            start = position * self._step_samples
+            yield samples[start : start + self.payload_samples]
+
+    def encode(self, payloads: Payloads) -> None:
         """Encode outside a batched pass."""
         device = self.rows.device
-        for start in range(0, len(payloads), ENCODE_BATCH):
-            part = payloads[start : start + ENCODE_BATCH]
-            samples = torch.from_numpy(np.stack([payload.samples for payload in part])).to(device)
-            rows = torch.tensor([payload.row for payload in part], dtype=torch.int64).to(device)
+        for start in range(0, len(payloads.rows), ENCODE_BATCH):
+            part = slice(start, start + ENCODE_BATCH)
+            samples = torch.from_numpy(np.stack(payloads.samples[part])).to(device)
+            rows = torch.tensor(payloads.rows[part], dtype=torch.int64).to(device)
             self.rows.index_copy_(0, rows, self._model.stem_rows(samples))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.runner.batch import NOT_FORCED, SlotState, StepBuffers, StepRows
+from engine.runner.batch import NOT_FORCED, Payloads, SlotState, StepBuffers, StepOutcome, StepRows
 from engine.runner.kv import PAGE_ROWS, StackCache, stack_layouts
 from tests.engine.runner.voxtral_driver import SMALL
 
@@ -66,7 +66,7 @@ def test_opening_pages_are_copied_into_the_streams_pages() -> None:
 def test_empty_rows_go_to_the_padding_slot_and_the_spare_row() -> None:
     buffers = StepBuffers(capacity=4, payload_samples=3, padding_slot=9, spare_row=77, device=CPU)
     samples = np.arange(3, dtype=np.float32)
-    buffers.upload(StepRows([2, 5], [100, 200], [6, 7], [NOT_FORCED, 32]), [11], [samples])
+    buffers.upload(StepRows([2, 5], [100, 200], [6, 7], [NOT_FORCED, 32]), Payloads([11], [samples]))
     slots, positions, inputs, forced, targets = (line.tolist() for line in buffers.numbers(4))
     assert slots == [2, 5, 9, 9]
     assert positions == [100, 200, 0, 0]
@@ -79,7 +79,7 @@ def test_empty_rows_go_to_the_padding_slot_and_the_spare_row() -> None:
 def test_results_come_back_without_the_padding() -> None:
     buffers = StepBuffers(capacity=4, payload_samples=3, padding_slot=9, spare_row=77, device=CPU)
     buffers.results.copy_(torch.tensor([[7, 8, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]]))
-    assert buffers.download(2) == ([7, 8], [False, True], 2)
+    assert buffers.download(2) == StepOutcome(tokens=[7, 8], failed=[1], guarded=2)
 
 
 def test_slot_state_is_set_by_slot() -> None:
