@@ -201,6 +201,8 @@ class Connection:
         """`abort` cuts the socket; `nothing_waits` says that no further message has arrived yet."""
         self.host = host
         self.last_message_at = host.clock()
+        # The client closed with 1000: it has what it wanted and will not come back.
+        self.said_goodbye = False
         self._inbox = inbox
         self._receive = receive
         self._send = send
@@ -246,6 +248,7 @@ class Connection:
             message = await self._receive()
             if message["type"] != "websocket.receive":
                 self._inbox.settle()
+                self.said_goodbye = message.get("code") == CloseCode.NORMAL
                 return
             self.last_message_at = self.host.clock()
             await self._inbox.take(message.get("text"), message.get("bytes"), more=not self._nothing_waits())

@@ -195,11 +195,12 @@ class Sessions:
         entry.connection, entry.left_at = connection, None
 
     async def detach(self, entry: Entry, connection: Connection) -> None:
-        """The socket is gone. A session that can be resumed waits; any other ends."""
+        """The socket is gone. A session that can be resumed waits, unless its client said goodbye; any other ends."""
         if entry.connection is not connection:
             return
         entry.connection = None
-        if entry.host.resumable and self._config.session.resume_s and not self.draining:
+        may_return = entry.host.resumable and not connection.said_goodbye
+        if may_return and self._config.session.resume_s and not self.draining:
             entry.left_at = self._clock()
             return
         await self.end(entry)

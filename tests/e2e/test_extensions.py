@@ -226,6 +226,7 @@ async def test_events_missed_while_away_are_replayed(serve: Serve) -> None:
             await client.append(tone(2.0))
             await client.send("input_audio_buffer.commit")
             before = await client.until(COMPLETED)
+            client.socket.transport.abort()
         async with raw_client(f"{running.ws}?resume={token}&after=1") as client:
             assert (await client.receive())["type"] == "session.resumed"
             assert await client.until(COMPLETED) == before
@@ -257,6 +258,7 @@ async def test_resume_refuses_wrong_tokens_strange_numbers_and_other_callers(ser
     async with serve(auth={"keys": keys}) as running:
         async with greeted_client(running.ws, **one) as client:
             token = (await client.update(include=["session.resume"]))["resume"]["token"]
+            client.socket.transport.abort()
         assert await status_of(f"{running.ws}?resume=rt_unknown&after=1", **one) == 404
         assert await status_of(f"{running.ws}?resume={token}&after=1", **two) == 404
         assert await status_of(f"{running.ws}?resume={token}&after=-1", **one) == 400
@@ -277,11 +279,24 @@ async def test_session_that_nobody_resumes_ends_and_one_that_did_not_ask_ends_at
             token = (await client.update(include=["session.resume"]))["resume"]["token"]
             await client.append(tone(0.5))
             await client.until("input_audio_buffer.speech_started")
+            client.socket.transport.abort()
         await asyncio.sleep(0.05)
         assert len(running.gateway.sessions) == 1 and len(engine.active) == 1
         await asyncio.sleep(1.0)
         assert not len(running.gateway.sessions) and not engine.active
         assert await status_of(f"{running.ws}?resume={token}&after=1") == 404
+
+
+@pytest.mark.parametrize(("code", "kept"), [(1000, 0), (1001, 1), (4000, 1)])
+async def test_client_that_says_goodbye_gives_up_its_place(serve: Serve, code: int, kept: int) -> None:
+    async with serve() as running:
+        async with greeted_client(running.ws) as client:
+            token = (await client.update(include=["session.resume"]))["resume"]["token"]
+            await client.socket.close(code)
+        await asyncio.sleep(0.05)
+        assert len(running.gateway.sessions) == kept
+        if not kept:
+            assert await status_of(f"{running.ws}?resume={token}&after=1") == 404
 
 
 async def test_resume_log_is_bounded(serve: Serve) -> None:
@@ -300,6 +315,7 @@ async def test_session_whose_events_overrun_while_nobody_is_there_is_not_resumed
             for _ in range(20):
                 await client.append(tone(0.5))
                 await client.send("input_audio_buffer.commit")
+            await client.socket.close(1001)
         await asyncio.sleep(1.5)
         assert await status_of(f"{running.ws}?resume={session['resume']['token']}&after=1") == 404
         assert not engine.active
