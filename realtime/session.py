@@ -22,11 +22,8 @@ from realtime.events import (
     Acknowledged,
     Append,
     Clear,
-    Cleared,
     Closing,
     Commit,
-    Committed,
-    Completed,
     Configure,
     Drain,
     Effect,
@@ -42,20 +39,16 @@ from realtime.events import (
     Hangup,
     ItemFailed,
     Measured,
-    Problem,
     Reopen,
     Send,
     ServerEvent,
     SessionUpdated,
-    SpeechStarted,
-    SpeechStopped,
     Tick,
 )
-from realtime.items import Items, Turn
 from realtime.phases import MOVES, TABLE, Phase
 from realtime.settings import INCLUDE_ACKS, Settings
 from realtime.stall import StallGuard
-from realtime.turns import Paused, Started, TurnWatch
+from realtime.turn_keeper import TurnKeeper
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +71,6 @@ class _Waiting:
     source_ms: float
 
 
-# How far speech detection may be behind the audio for the end of a turn to be worth a flush at once, and how far if
-# the pause has lasted a while already (a busy engine).
-CAUGHT_UP_SECONDS = 0.6
-BUSY_SECONDS = 3.0
-LONG_PAUSE_SECONDS = 1.0
-
-
 class Session:
     """One client's session. See the module for the rules it keeps."""
 
@@ -99,17 +85,9 @@ class Session:
         self.phase = Phase.ACTIVE
         self.sample_rate = sample_rate
         self.limits = limits or SessionLimits()
-        # Samples fed to the engine so far, and the client's own audio they came from.
-        self.appended = 0
-        self.source_samples = 0
-        self.source_ms = 0.0
-        # Audio before the boundary is committed or cleared.
-        self._boundary = 0
-        self._boundary_ms = 0.0
-        # Audio before this has been judged by speech detection.
-        self._covered = 0
-        self._items = Items(new_item_id, sample_rate, trim_start=settings.trim_start)
-        self._watch: TurnWatch | None = None
+        self._effects: list[Effect] = []
+        self._turns = TurnKeeper(settings, sample_rate, new_item_id, self._do, self._flush)
+        self._items, self._audio = self._turns.items, self._turns.audio
         self._stall = StallGuard(sample_rate, self.limits.stall_seconds, self.limits.keep_seconds)
         # Flushes the engine has yet to answer: the sample each stands at.
         self._marks: deque[int] = deque()
@@ -120,8 +98,6 @@ class Session:
         self._acked_at = 0.0
         self._drain_deadline: float | None = None
         self._engine_failures = 0
-        self._effects: list[Effect] = []
-        self._set_watch(0)
 
     # What the shell may ask
 
@@ -130,13 +106,27 @@ class Session:
         return self.phase is Phase.CLOSED
 
     @property
+    def appended(self) -> int:
+        """Samples fed to the engine so far."""
+        return self._audio.appended
+
+    @property
+    def source_samples(self) -> int:
+        """Samples of the client's own that they came from."""
+        return self._audio.source_samples
+
+    @property
+    def source_ms(self) -> float:
+        return self._audio.source_ms
+
+    @property
     def heard_seconds(self) -> float:
         """How much of the audio the engine has listened to."""
-        return self._covered / self.sample_rate
+        return self._audio.covered / self.sample_rate
 
     @property
     def speaking(self) -> bool:
-        return self._items.current is not None and self._items.current.announced
+        return self._turns.speaking
 
     @property
     def idle(self) -> bool:
@@ -159,9 +149,7 @@ class Session:
 
     def check_integrity(self) -> None:
         """Recompute what must hold between the parts; for tests and for idle moments."""
-        self._items.check_integrity()
-        assert 0 <= self._boundary <= self.appended
-        assert 0 <= self._covered <= self.appended
+        self._turns.check_integrity()
         assert self.phase is not Phase.COMMITTING or self._waiting
         assert all(mark <= self.appended for mark in self._marks)
         assert list(self._marks) == sorted(self._marks)
@@ -174,10 +162,7 @@ class Session:
     def _configure(self, event: Configure, now: float) -> None:
         old, new = self.settings, event.settings
         self.settings = new
-        self._items.trim_start = new.trim_start
-        if new.turn_detection != old.turn_detection:
-            self._set_watch(self._boundary)
-            self._open_without_detection()
+        self._turns.configure(new)
         if self.appended and (new.engine_options(), new.delay) != (old.engine_options(), old.delay):
             self._effects.append(Reopen(new))
         self._send(SessionUpdated(new))
@@ -195,44 +180,22 @@ class Session:
         self._advance(event.samples, event.source_samples, event.source_ms, now)
 
     def _advance(self, samples: int, source_samples: int, source_ms: float, now: float) -> None:
-        self.appended += samples
-        self.source_samples += source_samples
-        self.source_ms += source_ms
-        self._open_without_detection()
+        self._turns.advance(samples, source_samples, source_ms)
         self._acknowledge(now)
 
-    def _open_without_detection(self) -> None:
-        """Without turn detection all uncommitted audio is the open turn; its item is reserved from the first sample."""
-        if self.settings.turn_detection is None and self._items.current is None and self.appended > self._boundary:
-            self._items.open(self._boundary)
-
     def _commit(self, event: Commit, now: float) -> None:
-        buffered_ms = self.source_ms - self._boundary_ms
+        buffered_ms = self._turns.uncommitted_ms
         if buffered_ms < self.settings.minimum_commit_ms:
-            self._refuse_commit(buffered_ms, event.event_id)
+            self._turns.refuse_commit(buffered_ms, event.event_id)
         elif self.settings.turn_detection is None or self._items.current is not None:
-            if self._items.current is None:
-                self._items.open(self._boundary)
-            self._commit_turn(event.event_id, now)
+            self._turns.commit(event.event_id, now)
         else:
             # Speech detection has yet to see the end of the buffer; whether anybody spoke is known at the flush.
             self._defer(event, now)
             self._move(Phase.COMMITTING)
 
-    def _commit_turn(self, event_id: str | None, now: float) -> None:
-        """Commit the open turn with all audio up to here."""
-        turn = self._end_turn(self.appended, now, by_time=False, event_id=event_id)
-        turn.flushed = True
-        self._set_boundary(self.appended, self.source_ms)
-        self._flush()
-
     def _clear(self, event: Clear, now: float) -> None:
-        self._stop_announced(self.appended)
-        if self.appended > self._boundary:
-            self._items.clear(self._boundary, self.appended)
-            self._flush()
-        self._set_boundary(self.appended, self.source_ms)
-        self._send(Cleared())
+        self._turns.clear()
 
     def _defer(self, event: Commit | Clear, now: float) -> None:
         self._waiting.append(_Waiting(event, self.appended, self.source_ms))
@@ -264,7 +227,7 @@ class Session:
         if event.delta or event.words:
             self._stall.heard_text(event, self._engine_base, now)
             self._engine_failures = 0
-            self._send_all(self._items.push(event, self._engine_base), now)
+            self._turns.tell(self._items.push(event, self._engine_base), now)
             self._drain_if_idle()
 
     def _speech(self, event: messages.Speech, now: float) -> None:
@@ -278,38 +241,27 @@ class Session:
                 self._held_speech.append(messages.Speech(event.stream, frame, event.frame_samples, rest))
                 break
             self._frame(frame_start + event.frame_samples, probability, now)
-        self._effects.append(Measured("lag_seconds", (self.appended - self._covered) / self.sample_rate))
+        self._effects.append(Measured("lag_seconds", (self.appended - self._audio.covered) / self.sample_rate))
         if not self.speaking:
-            self._stall.quiet(self._covered)
-        self._flush_ended()
+            self._stall.quiet(self._audio.covered)
+        self._turns.flush_ended()
 
     def _frame(self, end: int, probability: float, now: float) -> None:
         # A replay shows frames again, and a flush may round the last one up.
         end = min(end, self.appended)
-        samples = end - self._covered
-        if samples <= 0:
-            return
-        self._covered = end
-        self._stall.heard_speech(probability, samples, now)
-        if self._watch is None:
-            return
-        for sign in self._watch.push(probability, samples, self._items.current_text()):
-            if isinstance(sign, Started):
-                self._start_turn(sign.sample, now)
-            elif isinstance(sign, Paused):
-                self._flush()
-            elif self._items.current is not None:
-                self._end_turn(sign.sample, now, by_time=True)
-                self._set_boundary(sign.sample, sign.sample * 1000 / self.sample_rate)
+        samples = end - self._audio.covered
+        if samples > 0:
+            self._stall.heard_speech(probability, samples, now)
+            self._turns.hear(probability, samples, now)
 
     def _flushed(self, event: messages.Flushed, now: float) -> None:
         if not self._marks:
             raise IllegalEvent("the engine answered a flush that nobody asked for")
         mark = self._marks.popleft()
-        self._send_all(self._items.settle(), now)
+        self._turns.tell(self._items.settle(), now)
         while self._waiting and self._waiting[0].sample <= mark:
             self._resolve(self._waiting.popleft(), now)
-        self._send_all(self._items.complete_until(mark), now)
+        self._turns.tell(self._items.complete_until(mark), now)
         if self.phase is Phase.COMMITTING and not self._waiting:
             self._move(Phase.ACTIVE)
         self._recall_speech(now)
@@ -322,14 +274,13 @@ class Session:
             self._speech(speech, now)
 
     def _engine_closed(self, event: messages.Closed, now: float) -> None:
-        self._send_all(self._items.settle(), now)
+        self._turns.tell(self._items.settle(), now)
         if self.phase is Phase.FINISHING:
             while self._waiting:
                 self._resolve(self._waiting.popleft(), now)
             self._recall_speech(now)
-            if self._items.current is not None:
-                self._end_turn(self.appended, now, by_time=False)
-            self._send_all(self._items.complete_until(self.appended), now)
+            self._turns.end_open(now)
+            self._turns.tell(self._items.complete_until(self.appended), now)
             self._send(Ended(self.appended))
             self._close_finished()
 
@@ -342,7 +293,7 @@ class Session:
             self._close(CloseCode.INTERNAL, "transcription failed", "stream_failure")
         else:
             # The failed items have had their answer; the new stream hears what came after them.
-            self._stall.forget_before(self._boundary)
+            self._stall.forget_before(self._turns.boundary)
             self._reanchor(now)
 
     def _engine_dead(self, event: messages.Dead, now: float) -> None:
@@ -350,84 +301,15 @@ class Session:
         self._close(CloseCode.INTERNAL, "the engine stopped; connect again", "engine_stopped")
 
     def _engine_switched(self, event: EngineSwitched, now: float) -> None:
-        self._send_all(self._items.settle(), now)
+        self._turns.tell(self._items.settle(), now)
         self._engine_base = event.base
-
-    # Turns
-
-    def _start_turn(self, sample: int, now: float) -> None:
-        turn = self._items.current or self._items.open(max(sample, self._boundary))
-        if turn.announced:
-            return
-        turn.announced = True
-        self._send(SpeechStarted(turn.item_id, turn.start))
-        self._send_all(self._items.release(), now)
-
-    def _end_turn(self, end: int, now: float, *, by_time: bool, event_id: str | None = None) -> Turn:
-        """Close the open turn at `end` and announce its item."""
-        self._stop_announced(end)
-        previous = self._items.last_committed
-        turn = self._items.end(end, now, by_time=by_time)
-        self._send(Committed(turn.item_id, previous, event_id))
-        return turn
-
-    def _stop_announced(self, sample: int) -> None:
-        current = self._items.current
-        if current is not None and current.announced:
-            self._send(SpeechStopped(current.item_id, sample))
-
-    def _flush_ended(self) -> None:
-        """Ask for the rest of turns that speech detection ended.
-
-        While a client sends faster than real time, audio of later turns is already with the engine; a flush there
-        could cut a word in two, so it waits until detection has caught up and nobody is speaking.
-        """
-        if self._items.current is not None or all(turn.flushed for turn in self._items.ended):
-            return
-        behind = (self.appended - self._covered) / self.sample_rate
-        pause = (self._covered - self._boundary) / self.sample_rate
-        if behind <= CAUGHT_UP_SECONDS or (behind <= BUSY_SECONDS and pause >= LONG_PAUSE_SECONDS):
-            self._flush()
-            for turn in self._items.ended:
-                turn.flushed = True
 
     def _resolve(self, waiting: _Waiting, now: float) -> None:
         """Answer a commit or clear: the engine has said everything about the audio before it."""
         if isinstance(waiting.event, Clear):
-            self._stop_announced(waiting.sample)
-            self._items.drop()
-            self._send(Cleared())
-        elif self._items.current is None:
-            self._refuse_commit(0.0, waiting.event.event_id)
+            self._turns.clear_late(waiting.sample, waiting.source_ms)
         else:
-            turn = self._end_turn(waiting.sample, now, by_time=False, event_id=waiting.event.event_id)
-            turn.flushed = True
-        if waiting.sample > self._boundary:
-            self._set_boundary(waiting.sample, waiting.source_ms)
-
-    def _refuse_commit(self, buffered_ms: float, event_id: str | None) -> None:
-        text = (
-            "Error committing input audio buffer: buffer too small. Expected at least "
-            f"{self.settings.minimum_commit_ms}ms of audio, but buffer only has {buffered_ms:.2f}ms of audio."
-        )
-        self._send(Problem("input_audio_buffer_commit_empty", text, event_id=event_id))
-
-    def _set_boundary(self, sample: int, source_ms: float) -> None:
-        self._boundary, self._boundary_ms = sample, source_ms
-        if self._watch is not None:
-            self._watch.restart(sample)
-        self._open_without_detection()
-
-    def _set_watch(self, start: int) -> None:
-        detection = self.settings.turn_detection
-        if detection is None:
-            self._watch = None
-        elif self._watch is not None:
-            self._watch.change(detection)
-        else:
-            self._watch = TurnWatch(detection, self.sample_rate, start, first_frame=self._covered)
-            if self.speaking:
-                self._watch.resume_turn()
+            self._turns.commit_late(waiting.sample, waiting.source_ms, waiting.event.event_id, now)
 
     # The engine and the way out
 
@@ -476,8 +358,5 @@ class Session:
     def _send(self, event: ServerEvent) -> None:
         self._effects.append(Send(event))
 
-    def _send_all(self, events: list[ServerEvent], now: float) -> None:
-        for event in events:
-            self._send(event)
-            if isinstance(event, Completed):
-                self._effects.append(Measured("final_seconds", now - event.ended_at))
+    def _do(self, effect: Effect) -> None:
+        self._effects.append(effect)
