@@ -169,12 +169,16 @@ class EngineStream:
         """Open or reopen here, replaying what is kept. Raises what the engine answers, or EngineDead."""
         self.link = link
         self._opened = opened = asyncio.get_running_loop().create_future()
-        replay = self._kept.replay(self._memory.forced_tokens())
+        replay = self._memory.replay(self._kept)
         self._positions_before, self._samples_before = replay.positions, replay.samples
         self._computed_here = replay.positions + self._spec.prefix_positions
-        if replay.entries:
-            self._memory.replayed()
-        link.send(replace(self._opening, forced_tokens=replay.forced_tokens))
+        opening = replace(
+            self._opening,
+            forced_tokens=replay.forced_tokens,
+            checkpoint=replay.checkpoint,
+            catch_up_until=replay.catch_up_until,
+        )
+        link.send(opening, replay.known)
         run: list[Item] = []
         for entry in [*replay.entries, None]:
             if run and (not isinstance(entry, Item) or len(run) == REPLAY_ITEMS):
@@ -248,15 +252,13 @@ class EngineStream:
             case messages.Flushed():
                 if output.tag in self._unanswered:
                     self._unanswered.discard(output.tag)
-                    self._put(self._memory.settle(self._kept, output.tag))
                     self._put(output)
+            case messages.Checkpoint():
+                self._memory.take(output)
+                self._memory.trim(self._kept)
             case messages.Failed() if self._opened is not None and not self._opened.done():
                 self._answer_open(_as_error(output))
-            case messages.Closed():
-                # What is in doubt must be decided now; a tag that no flush has stands for the end.
-                self._put(self._memory.settle(self._kept, self._tags + 1))
-                self.end(output)
-            case messages.Failed() | messages.Dead():
+            case messages.Closed() | messages.Failed() | messages.Dead():
                 self.end(output)
             case messages.Refused() if output.code == DuplicateStream.__name__:
                 self._answer_open(DuplicateStream(self.id, "is open already; use another id"))
@@ -267,10 +269,7 @@ class EngineStream:
     def progress(self, progress: codec.Progress) -> None:
         self._computed_here = progress.computed + self._positions_before
         self._computed = max(self._computed, self._computed_here)
-        base = progress.base + self._positions_before
-        first = self._kept.drop_before(self._memory.keep_from(self._kept, self._computed, base))
-        start = self._kept.end if first is None else first.offset
-        self._memory.trimmed(start, self._kept.sample_at(start))
+        self._memory.trim(self._kept)
         self._room.set()
 
     def wake(self) -> None:

@@ -18,7 +18,7 @@ from engine import messages
 from engine.spec import ModelSpec
 
 # Raised whenever an older peer could misread what is sent.
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 Frames = Sequence[Any]
 Payload = NDArray[np.float32]
@@ -45,12 +45,23 @@ class WireItem(_Wire):
     rows: int | None
 
 
+class WireCheckpoint(_Wire, tag="checkpoint"):
+    stream: str
+    audio_from: int
+    position: int
+    tag: int
+    parts: dict[str, messages.Saved]
+
+
 class WireOpen(_Wire, tag="open"):
     stream: str
     live: bool
     delay_positions: int | None
     options: dict[str, str]
     forced_tokens: list[int]
+    checkpoint: WireCheckpoint | None
+    items: list[WireItem]
+    catch_up_until: int
 
 
 class WireFeed(_Wire, tag="feed"):
@@ -136,7 +147,9 @@ class WireDead(_Wire, tag="dead"):
     message: str
 
 
-WireOutput = WireText | WireSpeech | WireOpened | WireFlushed | WireClosed | WireFailed | WireRefused | WireDead
+WireOutput = (
+    WireText | WireSpeech | WireCheckpoint | WireOpened | WireFlushed | WireClosed | WireFailed | WireRefused | WireDead
+)
 
 
 class Progress(_Wire):
@@ -297,8 +310,50 @@ def plain_item(item: WireItem, payload: Payload | None) -> messages.Item:
     return messages.Item(item.offset, item.length, item.sample, item.key, payload, item.mask, item.samples)
 
 
+def wire_open(command: messages.Open, items: list[WireItem]) -> WireOpen:
+    checkpoint = None if command.checkpoint is None else _wire_checkpoint(command.checkpoint)
+    return WireOpen(
+        command.stream,
+        command.live,
+        command.delay_positions,
+        command.options,
+        command.forced_tokens,
+        checkpoint,
+        items,
+        command.catch_up_until,
+    )
+
+
+def plain_open(command: WireOpen, name: str, items: list[messages.Item]) -> messages.Open:
+    """The command under the name the engine knows the stream by."""
+    return messages.Open(
+        name,
+        command.live,
+        command.delay_positions,
+        command.options,
+        command.forced_tokens,
+        None if command.checkpoint is None else _plain_checkpoint(command.checkpoint),
+        items,
+        command.catch_up_until,
+    )
+
+
+def _wire_checkpoint(checkpoint: messages.Checkpoint) -> WireCheckpoint:
+    return WireCheckpoint(
+        checkpoint.stream, checkpoint.audio_from, checkpoint.position, checkpoint.tag, checkpoint.parts
+    )
+
+
+def _plain_checkpoint(checkpoint: WireCheckpoint) -> messages.Checkpoint:
+    return messages.Checkpoint(
+        checkpoint.stream, checkpoint.audio_from, checkpoint.position, checkpoint.tag, checkpoint.parts
+    )
+
+
 def wire_output(output: messages.Output) -> WireOutput:
     match output:
+        case messages.Checkpoint():
+            return _wire_checkpoint(output)
         case messages.Text(stream, delta, words, tokens, sample):
             spoken = [WireWord(word.text, word.start_sample, word.end_sample) for word in words]
             return WireText(stream, delta, spoken, tokens, sample)
@@ -320,6 +375,8 @@ def wire_output(output: messages.Output) -> WireOutput:
 
 def plain_output(output: WireOutput) -> messages.Output:
     match output:
+        case WireCheckpoint():
+            return _plain_checkpoint(output)
         case WireText():
             words = [messages.Word(word.text, word.start_sample, word.end_sample) for word in output.words]
             return messages.Text(output.stream, output.delta, words, output.tokens, output.sample)

@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 _SAMPLE_RATE = 16_000
 _SAMPLES_PER_MS = _SAMPLE_RATE // 1000
@@ -103,6 +104,14 @@ class SpeechGate:
         self._speech_start = sample
         self._speech_end = sample
         self._last_utterance_end: int | None = None
+
+    def save(self) -> dict[str, Any]:
+        """All that decides what comes next, as plain data."""
+        return {**vars(self), "settings": None, "state": self.state.name}
+
+    def resume(self, saved: dict[str, Any]) -> None:
+        """Be the gate that was saved, under this one's settings."""
+        vars(self).update(saved, settings=self.settings, state=GateState[saved["state"]])
 
     @property
     def is_open(self) -> bool:

@@ -246,16 +246,9 @@ class EngineHost:
     ) -> Iterator[messages.Command]:
         """A command as the loop understands it, under the name the loop knows the stream by."""
         match command:
-            case codec.WireOpen():
-                yield self._plain_open(peer, command)
-            case codec.WireFeed():
+            case codec.WireOpen() | codec.WireFeed():
                 items = [codec.plain_item(item, next(payloads) if item.key else None) for item in command.items]
-                name = peer.loop_name(command.stream)
-                lost = [item for item in items if item.key and item.payload is None]
-                if lost and name in self._streams:
-                    yield self._end_for_lost_data(name, command.stream, lost[0])
-                elif name in self._streams:
-                    yield messages.Feed(name, items)
+                yield from self._with_items(peer, command, items)
             case codec.WireFlush():
                 yield messages.Flush(peer.loop_name(command.stream), command.tag)
             case codec.WireFinish():
@@ -269,13 +262,25 @@ class EngineHost:
             case codec.Reset():
                 pass
 
-    def _plain_open(self, peer: Peer, command: codec.WireOpen) -> messages.Open:
+    def _with_items(
+        self, peer: Peer, command: codec.WireOpen | codec.WireFeed, items: list[messages.Item]
+    ) -> Iterator[messages.Command]:
         name = peer.loop_name(command.stream)
+        if isinstance(command, codec.WireOpen):
+            self._expect(peer, command, name)
+        lost = [item for item in items if item.key and item.payload is None]
+        if lost and name in self._streams:
+            yield self._end_for_lost_data(name, command.stream, lost[0])
+        elif isinstance(command, codec.WireOpen):
+            yield codec.plain_open(command, name, items)
+        elif name in self._streams:
+            yield messages.Feed(name, items)
+
+    def _expect(self, peer: Peer, command: codec.WireOpen, name: str) -> None:
         if name not in self._streams:
             self._streams[name] = HostedStream(peer, command.stream, command.live, self._clock())
             peer.streams.add(name)
             self._progress_at = 0.0
-        return messages.Open(name, command.live, command.delay_positions, command.options, command.forced_tokens)
 
     def _end_for_lost_data(self, name: str, stream: str, item: messages.Item) -> messages.Command:
         why = f"the engine does not hold the hash {item.key.hex()} and no data came with it; send the item's data"
@@ -396,5 +401,5 @@ class EngineHost:
 
 def _keyed_items(commands: list[WireCommand]) -> Iterator[WireItem]:
     for command in commands:
-        if isinstance(command, (codec.WireFeed, codec.Inject)):
+        if isinstance(command, (codec.WireOpen, codec.WireFeed, codec.Inject)):
             yield from (item for item in command.items if item.key)

@@ -290,9 +290,7 @@ def _wire_command(
         items.append(codec.wire_item(item, frame))
     match command:
         case messages.Open():
-            return codec.WireOpen(
-                command.stream, command.live, command.delay_positions, command.options, command.forced_tokens
-            )
+            return codec.wire_open(command, items)
         case messages.Feed():
             return codec.WireFeed(command.stream, items)
         case messages.Flush():

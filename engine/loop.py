@@ -15,10 +15,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.checkpoint import Checkpoints, SavingDetector, SavingRunner
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
-from engine.errors import BadOption, DuplicateStream, EngineDead, StreamError, StreamFinished, UnknownStream
+from engine.errors import BadItem, BadOption, DuplicateStream, EngineDead, StreamError, StreamFinished, UnknownStream
 from engine.gate import Begin, Decision, End, GateSettings, SpeechGate
 from engine.live_cost import LiveCost
 from engine.messages import (
@@ -72,7 +73,7 @@ class GuardedRunner(Protocol):
     blank_guard_activations: int
 
 
-class Detector(Protocol):
+class Detector(SavingDetector, Protocol):
     """Speech probabilities for the new samples of many streams at once."""
 
     def open(self, stream: str, sample: int = 0) -> None: ...
@@ -139,6 +140,10 @@ class EngineLoop:
         self._detector = detector
         self._gate_settings = gate
         self._gates: dict[str, SpeechGate] = {}
+        # Windowed models save their state; one with a token per position is replayed by its tokens.
+        self._checkpoints: Checkpoints | None = None
+        if isinstance(runner, SavingRunner):
+            self._checkpoints = Checkpoints(scheduler, runner, detector, self._gates)
         self._heard: dict[str, list[NDArray[np.float32]]] = {}
         self._live_share_heard = 0.0
         self._clock = clock
@@ -177,6 +182,7 @@ class EngineLoop:
         planned = executed = heard = clock()
         scheduler = self.scheduler
         outputs, self._outbox = self._outbox, []
+        plan: StepPlan | None = None
         live_tasks, live_share = 0, 0.0
         if scheduler.has_work():
             plan = scheduler.plan()
@@ -201,6 +207,8 @@ class EngineLoop:
         if live_tasks:
             self.live_cost.add(live_tasks, live_ns, ended)
         self.totals.add(times)
+        if self._checkpoints is not None:
+            outputs += self._checkpoints.take(plan, outputs)
         if not outputs:
             return None
         if self._detector is not None:
@@ -237,6 +245,10 @@ class EngineLoop:
             if self._gate_settings is not None:
                 self._gates[message.stream] = SpeechGate(self._gate_settings)
                 self.scheduler.hold(message.stream, True)
+        if message.checkpoint is not None:
+            if self._checkpoints is None:
+                raise BadItem(message.stream, "this model does not go on from checkpoints; send its tokens instead")
+            self._checkpoints.resume(message, now)
         self._outbox.append(Opened(message.stream))
 
     def _feed(self, message: Feed, now: int) -> None:
@@ -250,6 +262,8 @@ class EngineLoop:
     def _flush(self, message: Flush, now: int) -> None:
         self._close_gate(message.stream)
         self.scheduler.flush(message.stream, message.tag)
+        if self._checkpoints is not None:
+            self._checkpoints.note_flush(message)
 
     def _finish(self, message: Finish, now: int) -> None:
         self._close_gate(message.stream)

@@ -24,6 +24,11 @@ class Open:
     options: dict[str, str] = field(default_factory=dict)
     # Tokens already emitted for the audio that is about to be replayed; they are forced, not sampled or emitted again.
     forced_tokens: list[int] = field(default_factory=list)
+    # Go on from here instead of from the beginning. `items` is the audio that was heard by then and is needed still.
+    checkpoint: Checkpoint | None = None
+    items: list[Item] = field(default_factory=list)
+    # Audio below this position waits because an engine was lost: it is heard stride by stride, as it would have been.
+    catch_up_until: int = 0
 
 
 @dataclass(slots=True)
@@ -78,6 +83,9 @@ class Abort:
 
 Command = Open | Feed | Flush | Finish | Abort
 
+# A state as plain data: numbers, strings, bytes, lists and dictionaries of them.
+Saved = dict[str, Any]
+
 # Engine -> gateway
 
 
@@ -113,6 +121,22 @@ class Speech:
     sample: int
     frame_samples: int
     probabilities: list[float]
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """All that decides what a stream of a windowed model says from here on, apart from its audio.
+
+    One goes out with all that is said: whoever has received a text has also received the state after it, and can have
+    the stream rebuilt in exactly that state. Audio from position `audio_from` on is still needed; the engine has
+    received all before `position`, and the flushes up to `tag`. What is in `parts` concerns their owners only.
+    """
+
+    stream: str
+    audio_from: int
+    position: int
+    tag: int
+    parts: dict[str, Saved]
 
 
 @dataclass(slots=True)
@@ -160,7 +184,7 @@ class Dead:
     message: str
 
 
-Output = Text | Speech | Opened | Flushed | Closed | Failed | Refused | Dead
+Output = Text | Speech | Checkpoint | Opened | Flushed | Closed | Failed | Refused | Dead
 
 
 @dataclass(slots=True)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.messages import Item, Saved
+
 SILENCE_ROW = 0
 
 
@@ -23,6 +25,9 @@ class OpenTask:
     delay_positions: int
     options: dict[str, str]
     forced_tokens: list[int]
+    # What `Runner.save` gave for a stream that goes on here, and the audio that it refers to.
+    saved: Saved | None = None
+    saved_items: Sequence[Item] = ()
 
 
 @dataclass(slots=True)

@@ -78,13 +78,21 @@ class Planner:
         """Positions [base, end) that a model which rereads its window should read next.
 
         A step goes on by whole strides, not to the newest sample: what a model hears, and so what it says, then does
-        not depend on how busy the machine is, as long as it keeps up.
+        not depend on how busy the machine is, as long as it keeps up. A live stream that is not far behind takes every
+        stride, also before a flush. One that is leaves strides out, unless it is behind because an engine was lost.
         """
         base, done, stride = stream.base, stream.computed, self._spec.stride_positions
-        if stream.flushes and stream.flushes[0].position <= base + self._spec.window_positions:
-            return base, stream.flushes[0].position
-        end = min(stream.available, base + self._spec.window_positions)
-        return base, done + (end - done) // stride * stride if end - done >= stride else end
+        limit = base + self._spec.window_positions
+        flush = stream.flushes[0].position if stream.flushes else limit + 1
+        end = flush if flush <= limit else min(stream.available, limit)
+        # The stride that ends at a flush is the flush's own step.
+        strides = (end - done - (flush <= limit)) // stride
+        in_time = stream.available - done < 2 * stride or done < stream.catch_up_until
+        if strides >= 1 and stream.live and in_time:
+            return base, done + stride
+        if flush <= limit or strides < 1:
+            return base, end
+        return base, done + strides * stride
 
     def _frames_end(self, stream: Stream) -> int:
         """How far the next step of a frame-synchronous model goes; no further than computed if nothing is left."""

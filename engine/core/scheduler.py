@@ -9,6 +9,7 @@ rows, a slot) is set aside when it is admitted, so no stream waits for another t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from operator import attrgetter
 
 from engine.core.encoder_cache import EncoderCache
@@ -71,6 +72,24 @@ class Scheduler:
         held = self.cache.open(name)
         self.streams[name] = Stream(message, slot, delay, spec, held, self.pools, self._vocabulary)
         self._opened[slot] = OpenTask(slot, name, delay, message.options, message.forced_tokens)
+
+    def resume(self, message: Open, now: int) -> None:
+        """Let a stream that was just admitted stand where its checkpoint says."""
+        stream, checkpoint = self.streams[message.stream], message.checkpoint
+        assert checkpoint is not None and self.spec.rereads_window, "only windowed models have checkpoints"
+        # Planning takes an item's audio away; what the runner needs of it stays.
+        opened = self._opened[stream.slot]
+        opened.saved, opened.saved_items = checkpoint.parts["runner"], [replace(item) for item in message.items]
+        for item in message.items:
+            self._append(stream, item, now)
+        if message.items and stream.available != checkpoint.position:
+            raise BadItem(
+                stream.id,
+                f"a checkpoint at position {checkpoint.position} with audio up to {stream.available}; send all of it",
+            )
+        stream.resume(checkpoint.parts["stream"], checkpoint.position)
+        self._leave_behind(stream, stream.base)
+        self._queue_if_due(stream)
 
     def feed(self, name: str, items: Iterable[Item], now: int) -> None:
         """Append items to a stream; `now` is their arrival."""

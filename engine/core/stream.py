@@ -14,7 +14,7 @@ from engine.core.pages import PagePool, RingTable
 from engine.core.plan import DecodeResult
 from engine.core.text import Detokenizer, Vocabulary, WordBuilder
 from engine.core.timeline import SampleClock, Timeline
-from engine.messages import Open, Text, Word
+from engine.messages import Open, Saved, Text, Word
 from engine.spec import ModelSpec
 
 # Blanks that a silent stream collects before it reports them in a Text without a delta.
@@ -39,6 +39,7 @@ class Stream:
     __slots__ = (
         "available",
         "base",
+        "catch_up_until",
         "clock",
         "computed",
         "covered",
@@ -88,6 +89,7 @@ class Stream:
         self.encoded = 0  # items below this index are in the encoder cache, or left it again
         self.released = 0  # items below this index hold no reference any more
         self.forced = start + len(opened.forced_tokens)  # positions below this repeat known tokens
+        self.catch_up_until = opened.catch_up_until  # positions below this are heard stride by stride, whatever waits
         self.flushes: deque[FlushMark] = deque()  # still to be reached, in order
         self.finished = False
         self.holding = False  # audio waits until somebody surely speaks
@@ -115,6 +117,26 @@ class Stream:
         if not self.flushes:
             return False
         return self.flushes[0].position > (self.base if spec.rereads_window else self.computed)
+
+    def save(self) -> Saved:
+        """Where a stream of a windowed model stands. That no audio will follow is for its owner to say again."""
+        flushes = list(self.flushes)[: -1 if self.finished else None]
+        return {
+            "base": self.base,
+            "computed": self.computed,
+            "holding": self.holding,
+            "flushes": [(mark.position, mark.tag, mark.resume_at) for mark in flushes],
+            "clock": self.clock.save(),
+            "text": self.text.save(),
+        }
+
+    def resume(self, saved: Saved, available: int) -> None:
+        """Stand where it stood; its items are in the timeline already."""
+        self.timeline.end = self.available = available
+        self.base, self.computed, self.holding = saved["base"], saved["computed"], saved["holding"]
+        self.flushes = deque(FlushMark(*mark) for mark in saved["flushes"])
+        self.clock.resume(saved["clock"])
+        self.text.resume(saved["text"])
 
     def lag_positions(self) -> int:
         return self.available - self.computed
@@ -154,6 +176,14 @@ class StreamText:
         words: list[Word] = []
         delta = self._finish_word(words)
         return self._say(delta, words) if delta or words else None
+
+    def save(self) -> Saved:
+        return {"tail": self._detokenizer.tail, "word": self._builder.unfinished, "unsent": list(self._unsent)}
+
+    def resume(self, saved: Saved) -> None:
+        self._detokenizer.resume(saved["tail"])
+        self._builder.resume(*saved["word"])
+        self._unsent = list(saved["unsent"])
 
     def _say(self, delta: str, words: list[Word]) -> Text:
         stream = self._stream

@@ -57,6 +57,14 @@ class Detokenizer:
         self._tail = (self._tail + self._vocabulary.pieces[token])[used:]
         return text
 
+    @property
+    def tail(self) -> bytes:
+        """The bytes of an unfinished character."""
+        return self._tail
+
+    def resume(self, tail: bytes) -> None:
+        self._tail = tail
+
     def flush(self) -> str:
         """What is left of an unfinished character, as a replacement character."""
         text, _ = utf_8_decode(self._tail, "replace", True)
@@ -95,6 +103,14 @@ class WordBuilder:
         self._text += text
         self._end = end if end > self._start else self._start
         return complete
+
+    @property
+    def unfinished(self) -> tuple[str, int, int, int | None]:
+        """The word in progress, and where an announced one begins."""
+        return self._text, self._start, self._end, self._marked
+
+    def resume(self, text: str, start: int, end: int, marked: int | None) -> None:
+        self._text, self._start, self._end, self._marked = text, start, end, marked
 
     def flush(self) -> Word | None:
         """Complete the word in progress, if there is one."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 
 from engine.core.ranges import PlaceholderRange
-from engine.messages import Item
+from engine.messages import Item, Saved
 
 
 class Timeline:
@@ -172,6 +172,15 @@ class SampleClock:
         """The position that hears an audio sample."""
         place = max(0, bisect_right(self._samples, sample) - 1)
         return self._positions[place] + max(0, sample - self._samples[place]) // self._rate
+
+    def save(self) -> Saved:
+        return {"positions": list(self._positions), "samples": list(self._samples), "end_sample": self.end_sample}
+
+    def resume(self, saved: Saved) -> None:
+        """Be the clock that was saved."""
+        self._positions, self._samples = list(saved["positions"]), list(saved["samples"])
+        self._origin = self._samples[-1] - self._positions[-1] * self._rate
+        self.end_sample = saved["end_sample"]
 
     def prune(self, position: int) -> None:
         """Forget the segments that end before `position`."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import AtCapacity, BadItem, DuplicateStream, UnknownStream
-from engine.messages import Speech
+from engine.messages import Saved, Speech
 from engine.models.silero import CONTEXT_SAMPLES, FRAME_SAMPLES, STATE_SIZE, SileroVad
 
 # After this many frames of digital silence (one second) the detector's opinion no longer changes; it is kept, and
@@ -74,6 +74,26 @@ class SpeechDetector:
         self._hidden[slot].zero_()
         self._cell[slot].zero_()
         self._ears[stream] = _Ear(slot, sample, np.zeros(CONTEXT_SAMPLES, np.float32))
+
+    def save(self, stream: str) -> Saved:
+        """All that decides what is heard next."""
+        ear = self._ears[stream]
+        return {
+            "sample": ear.sample,
+            "carried": ear.carried.tobytes(),
+            "silent_frames": ear.silent_frames,
+            "probability": ear.probability,
+            "hidden": self._hidden[ear.slot].cpu().numpy().tobytes(),
+            "cell": self._cell[ear.slot].cpu().numpy().tobytes(),
+        }
+
+    def resume(self, stream: str, saved: Saved) -> None:
+        """Listen on from a saved state, in a stream that is open."""
+        ear = self._ears[stream]
+        ear.sample, ear.silent_frames, ear.probability = saved["sample"], saved["silent_frames"], saved["probability"]
+        ear.carried = np.frombuffer(saved["carried"], np.float32)
+        for state, name in ((self._hidden, "hidden"), (self._cell, "cell")):
+            state[ear.slot] = torch.from_numpy(np.frombuffer(saved[name], np.float32).copy())
 
     def close(self, stream: str) -> None:
         ear = self._ears.pop(stream, None)

@@ -6,6 +6,7 @@ by itself, needs no padding then, and a stream's text cannot depend on its neigh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, StepPlan, TimedToken
 from engine.core.text import Vocabulary
-from engine.messages import Open
+from engine.messages import Item, Open, Saved
 from engine.models.seq2seq import Encoded, SpeechModel
 from engine.runner.greedy import GreedyDecoder, Row
 from engine.runner.stability import (
@@ -63,6 +64,10 @@ class _Tail:
     def positions(self) -> int:
         return self.audio.shape[1] // SAMPLES_PER_POSITION
 
+    @property
+    def start(self) -> int:
+        return self.end - self.positions
+
 
 @dataclass(slots=True)
 class _Slot:
@@ -106,7 +111,7 @@ class WindowedRunner:
         for slot in plan.closed:
             self._slots.pop(slot, None)
         for task in plan.opened:
-            self._slots[task.slot] = _Slot()
+            self._slots[task.slot] = _Slot() if task.saved is None else _resumed(task.saved, task.saved_items)
         for item in plan.encode:
             self._write(item)
         if not plan.decode:
@@ -116,6 +121,18 @@ class WindowedRunner:
         rows = [self._row(task, tail) for task, tail in pairs]
         self._decoder.run(rows, Encoded.stack([self._encode(task, tail) for task, tail in pairs]))
         return [self._result(task, tail, row) for (task, tail), row in zip(pairs, rows, strict=True)]
+
+    def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
+        """What the slot holds as plain data, and the first position whose audio that refers to."""
+        held = self._slots.get(slot) or _Slot()
+        tail = held.tail if held.tail is not None and self._is_near(held.tail, base, end) else None
+        saved: Saved = {
+            "committed": [(heard.token, heard.peak, heard.log_probability) for heard in held.committed],
+            "hypothesis": list(held.hypothesis),
+            "spoken": held.spoken,
+            "tail": None if tail is None else (tail.start, tail.end, list(tail.tokens)),
+        }
+        return saved, base if tail is None else tail.start
 
     def warm_up(self) -> None:
         """Run a window of noise through everything once, so that the first utterance finds kernels and memory ready."""
@@ -135,10 +152,11 @@ class WindowedRunner:
 
     def _tail(self, task: DecodeTask) -> _Tail | None:
         """The utterance before, if it has just ended and the window is still too young to speak for itself."""
-        tail, policy = self._slots[task.slot].tail, self._policy
-        if tail is None or task.base - tail.end > policy.tail_gap or task.end - task.base > policy.tail_until:
-            return None
-        return tail
+        tail = self._slots[task.slot].tail
+        return tail if tail is not None and self._is_near(tail, task.base, task.end) else None
+
+    def _is_near(self, tail: _Tail, base: int, end: int) -> bool:
+        return base - tail.end <= self._policy.tail_gap and end - base <= self._policy.tail_until
 
     def _audio(self, task: DecodeTask) -> Tensor:
         return self._slab[torch.tensor(task.rows)].view(1, -1)
@@ -236,3 +254,27 @@ class WindowedRunner:
         # Nothing could be committed in a whole window: nobody speaks there.
         slot.restart()
         return task.end - length // 2
+
+
+def _resumed(saved: Saved, items: Sequence[Item]) -> _Slot:
+    """The slot that `save` saw."""
+    tail = None
+    if saved["tail"] is not None:
+        start, end, tokens = saved["tail"]
+        tail = _Tail(_audio_of(items, start, end), list(tokens), end)
+    committed = [Heard(*heard) for heard in saved["committed"]]
+    return _Slot(tail, committed, list(saved["hypothesis"]), saved["spoken"])
+
+
+def _audio_of(items: Sequence[Item], start: int, end: int) -> Tensor:
+    """The samples of positions [start, end); silence where no item has any."""
+    audio = torch.zeros(end - start, SAMPLES_PER_POSITION)
+    for item in items:
+        if item.payload is None:
+            continue
+        rows = torch.from_numpy(np.array(item.payload)).view(-1, SAMPLES_PER_POSITION)
+        for index, row in enumerate(rows):
+            place = item.offset + index - start
+            if 0 <= place < end - start and (item.mask is None or item.mask[index]):
+                audio[place] = row
+    return audio.view(1, -1)

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from engine.client import ClientSettings, EngineClient
 from engine.client_stream import EngineStream
-from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, StepPlan, TimedToken
+from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, OpenTask, StepPlan, TimedToken
 from engine.core.scheduler import Limits, Scheduler
 from engine.core.text import Vocabulary
 from engine.loop import EngineLoop
-from engine.messages import Flushed, Open, Output, Speech, Text, Word
+from engine.messages import Flushed, Open, Output, Saved, Speech, Text, Word
 from engine.process import Build, Engine, EngineProcess
 from engine.spec import ModelSpec
 
@@ -89,13 +89,13 @@ class FakeFrames:
         for slot in plan.closed:
             self.slots.pop(slot, None)
         for opened in plan.opened:
-            self.slots[opened.slot] = self.new_state(list(opened.forced_tokens))
+            self.slots[opened.slot] = self.new_state(opened)
         for task in plan.encode:
             self.encode(task.payload, task.rows)
         return [self.decode(task) for task in plan.decode]
 
-    def new_state(self, forced: list[int]) -> Any:
-        return {"previous": 0, "forced": forced[::-1]}
+    def new_state(self, opened: OpenTask) -> Any:
+        return {"previous": 0, "forced": list(opened.forced_tokens[::-1])}
 
     def encode(self, payload: NDArray[np.float32], rows: list[int]) -> None:
         if self.die_with is not None and (payload == POISON).any():
@@ -128,9 +128,11 @@ class FakeWindowed(FakeFrames):
     edge: int = 4
     overlap: int = 9
 
-    def new_state(self, forced: list[int]) -> Any:
-        assert not forced, "a windowed model is not replayed by tokens"
-        return {"done": 0}
+    def new_state(self, opened: OpenTask) -> Any:
+        return {"done": 0} if opened.saved is None else dict(opened.saved)
+
+    def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
+        return dict(self.slots.get(slot, {"done": 0})), base
 
     def decode(self, task: DecodeTask) -> DecodeResult:
         state = self.slots[task.slot]
@@ -157,6 +159,13 @@ class FakeDetector:
 
     def close(self, stream: str) -> None:
         self.ears.pop(stream, None)
+
+    def save(self, stream: str) -> Saved:
+        sample, rest = self.ears[stream]
+        return {"sample": sample, "rest": rest.tobytes()}
+
+    def resume(self, stream: str, saved: Saved) -> None:
+        self.ears[stream] = saved["sample"], np.frombuffer(saved["rest"], np.float32)
 
     def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
         found = []

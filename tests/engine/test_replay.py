@@ -1,4 +1,4 @@
-"""What is kept of a stream, and how a repeated text is told from a new one."""
+"""What is kept of a stream, and what a new engine is told."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.messages import Item, Text, Word
-from engine.replay import CONTEXT_SECONDS, FlushMark, KeptAudio, TokenMemory, WindowMemory, memory_for, repeated_words
+from engine.messages import Checkpoint, Item, Text, Word
+from engine.replay import FlushMark, KeptAudio, TokenMemory, WindowMemory, memory_for
 from tests.engine import fakes
 
 SPEC = fakes.FRAMES
 FIRST = SPEC.prefix_positions
-CONTEXT = CONTEXT_SECONDS * fakes.RATE // fakes.POSITION
-VOCABULARY = ["the", "cat", "sat", "on", "a", "mat"]
 
 
 def items(start: int, count: int) -> list[Item]:
@@ -39,8 +37,8 @@ def test_kept_audio_is_replayed_on_a_clock_that_starts_at_the_beginning() -> Non
     kept.mark_flush(1, {1})
     kept.add(items(10, 2))
     assert kept.drop_before(FIRST + 4) == items(4, 1)[0]
-    replay = kept.replay([7, 8])
-    assert (replay.positions, replay.samples, replay.forced_tokens) == (4, 4 * fakes.POSITION, [7, 8])
+    replay = kept.from_beginning()
+    assert (replay.positions, replay.samples) == (4, 4 * fakes.POSITION)
     replayed = [entry for entry in replay.entries if isinstance(entry, Item)]
     assert [(entry.offset, entry.sample) for entry in replayed] == [(e.offset, e.sample) for e in items(0, 8)]
     assert replay.entries[6] == FlushMark(1)
@@ -52,7 +50,7 @@ def test_a_replay_of_nothing_starts_where_the_stream_is() -> None:
     kept = KeptAudio(SPEC)
     kept.add(items(0, 3))
     assert kept.drop_before(kept.end) is None
-    replay = kept.replay([])
+    replay = kept.from_beginning()
     assert (replay.positions, replay.samples, replay.entries) == (3, 3 * fakes.POSITION, [])
 
 
@@ -84,137 +82,66 @@ def test_forced_tokens_always_belong_to_the_audio_that_is_kept(steps: list[tuple
         news = min(news, fed - heard)
         memory.hear(Text("s", "", [], list(range(heard, heard + news))))
         heard += news
-        first = kept.drop_before(memory.keep_from(kept, FIRST + heard, FIRST + heard))
+        memory.trim(kept)
+        first = kept.first()
         start = kept.end if first is None else first.offset
-        memory.trimmed(start, kept.sample_at(start))
-        assert memory.forced_tokens() == list(range(start - FIRST, heard))
+        assert memory.replay(kept).forced_tokens == list(range(start - FIRST, heard))
         assert len(kept) <= max(8, fed - heard) + 1
 
 
 def test_a_word_that_a_replayed_flush_completes_again_is_dropped() -> None:
     memory = TokenMemory(SPEC, 100)
     memory.hear(spoken(["the", "cat"]))
-    memory.replayed()
+    kept = KeptAudio(SPEC)
+    kept.add(items(0, 3))
+    memory.replay(kept)
     again = memory.hear(Text("s", "", [Word("cat", 100, 200)], []))
     assert again is None
     news = memory.hear(replace(spoken(["sat"], 2), tokens=[4]))
     assert news is not None and [word.text for word in news.words] == ["sat"]
 
 
-# A model that rereads its window repeats itself after a replay.
+# A model that rereads its window goes on from its last checkpoint.
 
 
-@given(
-    st.lists(st.sampled_from(VOCABULARY), min_size=1, max_size=12),
-    st.integers(0, 12),
-    st.lists(st.integers(1, 4), max_size=8),
-)
-@settings(max_examples=200, deadline=None)
-def test_a_faithful_repetition_is_dropped_however_it_is_cut(words: list[str], known: int, cuts: list[int]) -> None:
-    known = min(known, len(words))
-    memory = WindowMemory(fakes.WINDOWED)
-    said = memory.hear(spoken(words[:known])) if known else None
-    heard = [] if said is None else [said]
-    memory.replayed()
-    start = 0
-    for size in [*cuts, len(words)]:
-        if start < len(words):
-            news = memory.hear(spoken(words[start : start + size], start))
-            heard += [] if news is None else [news]
-            start += size
-    last = memory.settle(KeptAudio(fakes.WINDOWED), 1)
-    heard += [] if last is None else [last]
-    assert "".join(text.delta for text in heard) == "".join(f" {word}" for word in words)
-    assert [word.text for text in heard for word in text.words] == words
+def windowed_items(start: int, count: int) -> list[Item]:
+    return [Item(i, 1, i * fakes.POSITION, b"k%d" % i) for i in range(start, start + count)]
 
 
-def test_half_a_word_is_continued() -> None:
-    memory = WindowMemory(fakes.WINDOWED)
-    memory.hear(Text("s", " the ca", [Word("the", 0, 100)], []))
-    memory.replayed()
-    news = memory.hear(Text("s", "the cat sat", [Word("the", 0, 100), Word("cat", 100, 200)], []))
-    assert news is not None
-    assert news.delta == "t sat" and [word.text for word in news.words] == ["cat"]
+def test_without_a_checkpoint_everything_is_heard_again() -> None:
+    memory, kept = WindowMemory(), KeptAudio(fakes.WINDOWED)
+    kept.add(windowed_items(0, 3))
+    kept.mark_flush(1, {1})
+    kept.add(windowed_items(3, 2))
+    memory.trim(kept)
+    replay = memory.replay(kept)
+    assert replay.checkpoint is None and replay.known == []
+    assert replay.entries == [*windowed_items(0, 3), FlushMark(1), *windowed_items(3, 2)]
+    assert (replay.positions, replay.samples, replay.catch_up_until) == (0, 0, 10)
 
 
-def test_what_is_heard_differently_the_second_time_is_not_said_twice() -> None:
-    memory = WindowMemory(fakes.WINDOWED)
-    memory.hear(spoken(["the", "cat", "sat"]))
-    memory.replayed()
-    assert memory.hear(spoken(["the", "cap", "sat"])) is None
-    news = memory.hear(spoken(["on", "a"], 3))
-    assert news is not None and news.delta == " on a"
-    assert [word.text for word in news.words] == ["on", "a"]
+def test_a_checkpoint_says_what_was_heard_and_what_is_still_needed() -> None:
+    memory, kept = WindowMemory(), KeptAudio(fakes.WINDOWED)
+    kept.add(windowed_items(0, 6))
+    kept.mark_flush(1, {1})
+    kept.add(windowed_items(6, 2))
+    kept.mark_flush(2, {1, 2})
+    checkpoint = Checkpoint("s", audio_from=4, position=8, tag=1, parts={})
+    memory.take(checkpoint)
+    memory.trim(kept)
+    kept.add(windowed_items(8, 3))
+    replay = memory.replay(kept)
+    assert replay.checkpoint is checkpoint
+    assert replay.known == windowed_items(4, 4)
+    assert replay.entries == [FlushMark(2), *windowed_items(8, 3)]
+    assert replay.catch_up_until == 14, "three positions wait, and as many may come meanwhile"
 
 
-def test_a_doubt_is_settled_when_the_segment_ends() -> None:
-    memory, kept = WindowMemory(fakes.WINDOWED), KeptAudio(fakes.WINDOWED)
-    memory.hear(spoken(["the", "cat", "sat"]))
-    memory.replayed()
-    assert memory.hear(spoken(["the", "cap"])) is None
-    assert memory.settle(kept, 1) is None
-    memory.hear(spoken(["on", "a"], 3))
-    memory.replayed()
-    assert memory.hear(spoken(["under", "the"], 3)) is None
-    assert memory.hear(spoken(["mat"], 4)) is None
-    news = memory.settle(kept, 2)
-    assert news is not None and news.delta == " mat" and [word.text for word in news.words] == ["mat"]
-
-
-def test_an_answered_flush_takes_its_audio_with_it_if_the_model_rereads() -> None:
-    for spec in (fakes.WINDOWED, fakes.FRAMES):
-        memory, kept = memory_for(spec, 100), KeptAudio(spec)
-        kept.add(items(0, 3))
-        kept.mark_flush(1, {1})
-        kept.add(items(3, 2))
-        memory.settle(kept, 1)
-        assert len(kept) == (2 if spec.rereads_window else 6)
-        memory.settle(kept, 99)
-        assert len(kept) == (2 if spec.rereads_window else 6)
-
-
-def test_a_second_death_during_the_repetition_repeats_the_same_audio() -> None:
-    memory, kept = WindowMemory(fakes.WINDOWED), KeptAudio(fakes.WINDOWED)
-    memory.hear(spoken(["the", "cat", "sat"]))
-    memory.replayed()
-    assert memory.hear(spoken(["the"])) is None
-    assert memory.keep_from(kept, computed=20, base=10) == 0, "nothing may be dropped before the repetition is over"
-    memory.replayed()
-    news = memory.hear(spoken(["the", "cat", "sat", "on"]))
-    assert news is not None and news.delta == " on"
-    assert memory.keep_from(kept, computed=90, base=80) == 80 - CONTEXT
-
-
-def test_the_audio_of_a_word_that_has_only_begun_is_kept() -> None:
-    memory, kept = WindowMemory(fakes.WINDOWED), KeptAudio(fakes.WINDOWED)
-    kept.add([Item(i, 1, i * fakes.POSITION) for i in range(100)])
-    memory.hear(Text("s", " the ca", [Word("the", 0, 5 * fakes.POSITION)], []))
-    assert memory.keep_from(kept, computed=50, base=40) == 5
-    assert memory.keep_from(kept, computed=99, base=90) == 50, "but no more than a window before the window"
-    memory.hear(Text("s", "t", [Word("cat", 5 * fakes.POSITION, 8 * fakes.POSITION)], []))
-    assert memory.keep_from(kept, computed=50, base=40) == 40 - CONTEXT
-
-
-def test_words_before_the_window_are_beyond_repetition() -> None:
-    memory = WindowMemory(fakes.WINDOWED)
-    memory.hear(spoken(["the", "cat", "sat"]))
-    memory.trimmed(position=5, sample=200)
-    memory.replayed()
-    news = memory.hear(spoken(["sat", "on"], 2))
-    assert news is not None and news.delta == " on"
-
-
-@pytest.mark.parametrize(
-    ("said", "heard", "repeated"),
-    [
-        ("", "a b", 0),
-        ("a b", "", 0),
-        ("a b", "a b c", 2),
-        ("a b", "A, b. c", 2),
-        ("a b c", "a x c d", 3),
-        ("a b c d", "c d e", 2),
-        ("a b", "a an b c", 3),
-    ],
-)
-def test_the_place_where_a_repetition_ends(said: str, heard: str, repeated: int) -> None:
-    assert repeated_words(said.split(), heard.split()) == repeated
+def test_answered_flushes_leave_with_their_audio() -> None:
+    memory, kept = WindowMemory(), KeptAudio(fakes.WINDOWED)
+    for tag in range(1, 100):
+        kept.add(windowed_items(tag - 1, 1))
+        kept.mark_flush(tag, {tag})
+        memory.take(Checkpoint("s", tag, tag, tag, {}))
+        memory.trim(kept)
+        assert len(kept) <= 1
