@@ -126,6 +126,15 @@ class SpeechStopped:
 
 
 @dataclass(frozen=True, slots=True)
+class TimedOut:
+    """Nobody spoke for as long as the client wanted to wait; the silence becomes an item of its own."""
+
+    item_id: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
     item_id: str
     previous_item_id: str | None
@@ -213,6 +222,7 @@ ServerEvent = (
     SessionUpdated
     | SpeechStarted
     | SpeechStopped
+    | TimedOut
     | Committed
     | Cleared
     | Delta

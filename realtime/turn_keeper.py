@@ -21,6 +21,7 @@ from realtime.events import (
     ServerEvent,
     SpeechStarted,
     SpeechStopped,
+    TimedOut,
 )
 from realtime.items import Items, Turn
 from realtime.settings import Settings
@@ -150,6 +151,9 @@ class TurnKeeper:
             elif self.items.current is not None:
                 self._end(sign.sample, now, by_time=True)
                 self._set_boundary(sign.sample, sign.sample * 1000 / self._rate)
+        detection = self._settings.turn_detection
+        if detection is not None and detection.idle_timeout_ms is not None:
+            self._end_silence(detection.idle_timeout_ms, now)
 
     def flush_ended(self) -> None:
         """Ask for the rest of turns that speech detection ended.
@@ -200,6 +204,16 @@ class TurnKeeper:
         turn = self.items.end(end, now, by_time=by_time)
         self._send(Committed(turn.item_id, previous, event_id))
         return turn
+
+    def _end_silence(self, timeout_ms: int, now: float) -> None:
+        """Commit the silence since the last turn if it has lasted so long."""
+        end = self.audio.covered
+        quiet = self.items.current is None and self._watch is not None and self._watch.quiet
+        if quiet and (end - self.boundary) * 1000 >= timeout_ms * self._rate:
+            turn = self.items.open(self.boundary)
+            self._send(TimedOut(turn.item_id, turn.start, end))
+            self._end(end, now, by_time=True)
+            self._set_boundary(end, end * 1000 / self._rate)
 
     def _stop_announced(self, sample: int) -> None:
         current = self.items.current

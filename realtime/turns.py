@@ -70,6 +70,11 @@ class TurnWatch:
         self._detection = detection
         self._detector.settings = self._settings("")
 
+    @property
+    def quiet(self) -> bool:
+        """Nobody speaks, and nobody may just have begun to."""
+        return self._detector.state is TurnState.QUIET
+
     def resume_turn(self) -> None:
         """A turn is open that another watch heard begin."""
         self._detector.state = TurnState.SPEAKING

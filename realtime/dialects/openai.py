@@ -34,6 +34,7 @@ from realtime.events import (
     SessionUpdated,
     SpeechStarted,
     SpeechStopped,
+    TimedOut,
     TimedWord,
 )
 from realtime.settings import INCLUDE_LOGPROBS, INCLUDE_WORDS, Settings
@@ -139,6 +140,9 @@ class OpenAIDialect:
             case SpeechStopped():
                 end_ms = self._ms(event.sample)
                 return [self._event("input_audio_buffer.speech_stopped", audio_end_ms=end_ms, item_id=event.item_id)]
+            case TimedOut():
+                span = {"audio_start_ms": self._ms(event.start), "audio_end_ms": self._ms(event.end)}
+                return [self._event("input_audio_buffer.timeout_triggered", item_id=event.item_id, **span)]
             case SessionUpdated():
                 return [self._updated(event.settings)]
             case Cleared():

@@ -18,6 +18,8 @@ STREAMING_MODELS = ("gpt-realtime-whisper", "gpt-live-transcribe")
 DELAYS = ("minimal", "low", "medium", "high", "xhigh")
 MAX_DELAY_MS = 60_000
 EAGERNESS = ("low", "medium", "high", "auto")
+# What OpenAI allows for the time without speech.
+IDLE_TIMEOUT_MS = (5000, 30_000)
 BETA_FORMATS = {"pcm16": "audio/pcm", "g711_ulaw": "audio/pcmu", "g711_alaw": "audio/pcma"}
 DEFAULT_PCM_RATE = 24_000
 CONTAINER_RATE = 48_000
@@ -138,6 +140,9 @@ def _turn_detection(value: Any, path: str) -> TurnDetection | None:
     for name in ("prefix_padding_ms", "silence_duration_ms"):
         if name in present:
             changes[name] = int(_number(present.pop(name), f"{path}.{name}", 0, 60_000))
+    if "idle_timeout_ms" in present and kind == "server_vad":
+        timeout_ms = _number(present.pop("idle_timeout_ms"), path + ".idle_timeout_ms", *IDLE_TIMEOUT_MS)
+        changes["idle_timeout_ms"] = int(timeout_ms)
     eagerness = present.pop("eagerness", "auto")
     if eagerness not in EAGERNESS:
         raise _fault(path + ".eagerness", f"'session.{path}.eagerness' must be one of {list(EAGERNESS)}.")
@@ -180,6 +185,7 @@ def _turn_object(turns: TurnDetection | None) -> Json | None:
         "threshold": turns.threshold,
         "prefix_padding_ms": turns.prefix_padding_ms,
         "silence_duration_ms": turns.silence_duration_ms,
+        **({} if turns.idle_timeout_ms is None else {"idle_timeout_ms": turns.idle_timeout_ms}),
         **extra,
     }
 

@@ -79,6 +79,7 @@ async def test_bad_message_gets_an_error_with_its_event_id(
         ({"turn_detection": {"type": "psychic"}}, "turn_detection.type"),
         ({"turn_detection": {"type": "server_vad", "threshold": 2}}, "turn_detection.threshold"),
         ({"turn_detection": {"type": "server_vad", "silence_duration_ms": -1}}, "turn_detection.silence_duration_ms"),
+        ({"turn_detection": {"type": "server_vad", "idle_timeout_ms": 100}}, "turn_detection.idle_timeout_ms"),
         ({"turn_detection": {"type": "semantic_vad", "eagerness": "extreme"}}, "turn_detection.eagerness"),
         ({"transcription": {"model": 5}}, "transcription.model"),
         ({"transcription": {"delay": "yesterday"}}, "transcription.delay"),

@@ -97,6 +97,29 @@ async def test_semantic_turn_ends_soon_after_a_finished_sentence(serve: Serve) -
             assert unfinished[-1].transcript == "It works"
 
 
+async def test_idle_timeout_commits_the_silence_and_says_so(serve: Serve) -> None:
+    async with serve() as running, client_for(running.base_url) as client:
+        async with client.realtime.connect(extra_query={"intent": "transcription"}) as connection:
+            turns = {"type": "server_vad", "idle_timeout_ms": 5000}
+            await connection.session.update(
+                session={"type": "transcription", "audio": {"input": {"turn_detection": turns}}}
+            )
+            updated = (await events_until(connection, "session.updated"))[-1]
+            assert updated.session.audio.input.turn_detection.idle_timeout_ms == 5000
+            await send_audio(connection, silence(5.5))
+            events = await events_until(connection, COMPLETED)
+    assert [event.type for event in events] == [
+        "input_audio_buffer.timeout_triggered",
+        "input_audio_buffer.committed",
+        "conversation.item.added",
+        "conversation.item.done",
+        COMPLETED,
+    ]
+    triggered = events[0]
+    assert triggered.audio_start_ms == 0 and 5000 <= triggered.audio_end_ms < 5100
+    assert triggered.item_id == events[-1].item_id and events[-1].transcript == ""
+
+
 async def test_manual_turns_with_several_commits_chain_and_complete_once_each(serve: Serve) -> None:
     async with serve() as running, client_for(running.base_url) as client:
         async with client.realtime.connect(extra_query={"intent": "transcription"}) as connection:

@@ -50,6 +50,7 @@ def test_wrong_environment_variable_names_the_closest_one() -> None:
         ("server = 1", "server must be a section"),
         ("[server", "is not valid TOML"),
         ("[limits]\nmax_sessions = true", "limits.max_sessions must be a whole number"),
+        ("[limits]\nmax_load = 1.5", "limits.max_load is a share and cannot be more than 1, but is 1.5"),
     ],
 )
 def test_wrong_file_is_refused(tmp_path: Path, text: str, said: str) -> None:

@@ -42,6 +42,7 @@ from realtime.events import (
     SpeechStarted,
     SpeechStopped,
     Tick,
+    TimedOut,
 )
 from realtime.phases import MOVES, TABLE, Phase
 from realtime.session import Session, SessionLimits
@@ -201,6 +202,39 @@ def test_turn_by_detection_in_the_order_of_the_protocol() -> None:
     completed = out[-1]
     assert completed.transcript == "hello world" and completed.item_id == "item_1"
     assert [item.text for item in completed.words] == ["hello", "world"]
+
+
+IDLE = replace(VAD, turn_detection=TurnDetection(idle_timeout_ms=2000))
+
+
+def test_silence_that_lasts_too_long_becomes_an_empty_item_again_and_again() -> None:
+    drive = Driver(session(IDLE))
+    drive(append(4.5), speech(0.0, 1.984, 0.01))
+    assert not drive.sent
+    out = drive(speech(1.984, 2.4, 0.01), flushed())
+    assert kinds(out) == ["TimedOut", "Committed", "TimedOut", "Committed", "FlushEngine", "Completed", "Completed"]
+    first, second = (event for event in out if isinstance(event, TimedOut))
+    assert first.start == 0 and 0 <= first.end - 2 * RATE < FRAME and second.start == first.end
+    assert [event.transcript for event in out if isinstance(event, Completed)] == ["", ""]
+
+
+def test_idle_time_begins_at_the_end_of_a_turn_and_speech_stops_it() -> None:
+    drive = Driver(session(IDLE))
+    drive(append(6.0), speech(0.0, 1.92, 0.01), speech(1.92, 0.96, 0.99), speech(2.88, 0.64, 0.01))
+    assert kinds(drive.sent) == ["SpeechStarted", "SpeechStopped", "Committed"]
+    stopped = drive.sent[1].sample
+    drive(speech(3.52, 1.728, 0.01))
+    assert not any(isinstance(event, TimedOut) for event in drive.sent)
+    drive(speech(5.248, 0.256, 0.01))
+    (timed_out,) = (event for event in drive.sent if isinstance(event, TimedOut))
+    assert timed_out.start == stopped and timed_out.item_id == "item_2"
+
+
+def test_a_click_puts_the_timeout_off_until_it_was_no_speech() -> None:
+    drive = Driver(session(IDLE))
+    drive(append(6.0), speech(0.0, 1.984, 0.01), speech(1.984, 0.032, 0.99))
+    assert not drive.sent
+    assert kinds(drive(speech(2.016, 0.32, 0.01)))[:2] == ["TimedOut", "Committed"]
 
 
 def test_words_of_the_next_turn_wait_until_the_first_is_completed() -> None:
@@ -497,6 +531,7 @@ class Engine:
 
 SOME_SETTINGS = (
     VAD,
+    IDLE,
     MANUAL,
     replace(VAD, turn_detection=TurnDetection(semantic=True, eagerness="high")),
     replace(MANUAL, language="de"),
