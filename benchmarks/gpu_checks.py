@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.random_voxtral import random_model
-from engine.core.scheduler import Limits, Scheduler
+from engine.core.limits import Limits
+from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
 from engine.loop import EngineLoop
 from engine.messages import Feed, Item, Open

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.gpu_streams import POSITION_NS, Point, Traffic, _summary, bisect
+from benchmarks.gpu_streams import POSITION_NS, Point, Step, Traffic, _summary, bisect
+
+
+STEP = Step(whole=10.0, submit=0.1, plan=0.3, commit=0.2, device=8.0, streams=4)
 
 
 def point(streams: int, lag_p99: float = 20.0, late: int = 0) -> Point:
-    return Point(streams, 60.0, 100, 10.0, 10.0, lag_p99, 90.0, 8.0, 9.0, 7.0, 0.1, 0.5, late)
+    measured = _summary(streams, 60.0, [5_000_000] * 100, [STEP] * 50, late, feed_share=0.02, idle_share=0.0)
+    return replace(measured, lag_p99=lag_p99)
 
 
 def test_every_stream_sends_every_frame_once_and_in_order() -> None:
@@ -42,10 +47,10 @@ def test_a_point_holds_by_its_lag_and_its_backlog() -> None:
 
 
 def test_the_summary_splits_host_and_device() -> None:
-    steps = [(10.0, 8.0, 0.5, 4)] * 50
-    result = _summary(3, 1.0, [5_000_000] * 100, steps, late=0)
+    result = point(3)
     assert result.lag_p50 == result.lag_max == 5.0
     assert abs(result.host_share - 0.2) < 1e-9
+    assert abs(result.plan_commit_p99 - 0.5) < 1e-9
 
 
 def test_the_search_closes_in_on_the_largest_that_holds() -> None:
