@@ -8,7 +8,6 @@ from typing import Any
 
 from benchmarks.gpu_streams import POSITION_NS, Point, Step, Traffic, _summary, bisect
 
-
 STEP = Step(whole=10.0, submit=0.1, plan=0.3, commit=0.2, device=8.0, streams=4)
 
 
