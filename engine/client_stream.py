@@ -44,13 +44,13 @@ class EngineStream:
     ) -> None:
         self.id = opening.stream
         self.link: EngineLink | None = None
-        # Since when no engine goes on with it. Deaths in a row before all audio of the one before was computed: they
-        # make a stream suspect. Deaths in a row without getting any further, and those of them that came when the
-        # engine had got back to where the one before died: they convict it.
+        # Since when no engine goes on with it, and how many engines died with it at the same spot of their last step.
         self.lost_at: float | None = None
-        self.suspicions = 0
         self.strikes = 0
-        self.strikes_on_the_spot = 0
+        self._spot = range(0)
+        # Whether that spot must not be computed together with another suspect's, or the stream not even reopened.
+        self.alone = False
+        self.must_wait = False
         self._stuck_at = 0
         self._all_by = 0
         self._opening = opening
@@ -177,6 +177,7 @@ class EngineStream:
             forced_tokens=replay.forced_tokens,
             checkpoint=replay.checkpoint,
             catch_up_until=replay.catch_up_until,
+            suspect=(self._spot.start - replay.positions, self._spot.stop - replay.positions) if self.alone else None,
         )
         link.send(opening, replay.known)
         run: list[Item] = []
@@ -209,14 +210,6 @@ class EngineStream:
             self.lost_at = now
         if self._opened is not None and not self._opened.done():
             self._opened.set_exception(EngineDead(why))
-        # Engines report how far they are with some delay; a second of audio is more than that.
-        margin = self._spec.sample_rate // self._spec.samples_per_position
-        self.suspicions = 1 if self.caught_up else self.suspicions + 1
-        if self._computed >= min(self._all_by, self._stuck_at + margin):
-            self.strikes = self.strikes_on_the_spot = 1
-        else:
-            self.strikes += 1
-            self.strikes_on_the_spot += self._computed_here >= self._stuck_at - margin
         self._stuck_at = self._computed
         # A model that waits for a stride leaves less than one uncomputed.
         self._all_by = self._kept.end - (self._spec.stride_positions - 1)
@@ -225,18 +218,22 @@ class EngineStream:
             self.end(messages.Closed(self.id, self._kept.end_sample))
 
     @property
-    def caught_up(self) -> bool:
-        """Whether all audio that was there when the engine died has been computed since: it was not the reason."""
-        return self._computed >= self._all_by
-
-    @property
     def goes_on(self) -> bool:
         """Whether the new engine has passed the point where the old one stopped."""
         return self._computed >= min(self._all_by, self._stuck_at + 1)
 
-    def acquit(self) -> None:
-        """It had its chance to kill the engine again, and did not."""
-        self._all_by = self._computed
+    def strike(self, start: int, end: int) -> None:
+        """An engine died while it computed these positions, on its own count, of this stream and perhaps others."""
+        last, spot = self._spot, range(start + self._positions_before, max(start + 1, end) + self._positions_before)
+        both = range(max(spot.start, last.start), min(spot.stop, last.stop))
+        if self.strikes and spot.stop <= last.start:
+            return  # on its way to the spot where the engine before died: that says nothing new
+        self.strikes = self.strikes + 1 if both else 1
+        self._spot = both or spot
+
+    def unheard(self) -> tuple[int, int]:
+        """What may have been computed when the engine died, as the engine counts."""
+        return self._computed_here - self._positions_before, self._kept.end - self._positions_before
 
     def take(self, output: messages.Output) -> None:
         """An output of the engine that carries the stream now."""
@@ -269,6 +266,8 @@ class EngineStream:
     def progress(self, progress: codec.Progress) -> None:
         self._computed_here = progress.computed + self._positions_before
         self._computed = max(self._computed, self._computed_here)
+        if self._computed >= self._spot.stop:
+            self.strikes, self.alone, self.must_wait = 0, False, False  # past the spot: it was not the reason
         self._memory.trim(self._kept)
         self._room.set()
 
@@ -342,6 +341,12 @@ class EngineStream:
 
     def _new_speech(self, speech: messages.Speech) -> messages.Speech | None:
         """Without what was heard before, if the audio is a replay."""
+        if speech.frame_samples > self._spec.sample_rate and speech.sample < self._heard_until:
+            # A long silence is one long frame, of which a part is known.
+            known = min(self._heard_until - speech.sample, speech.frame_samples)
+            speech.sample, speech.frame_samples = speech.sample + known, speech.frame_samples - known
+        if not speech.frame_samples:
+            return None
         known = max(0, -(-(self._heard_until - speech.sample) // speech.frame_samples))
         probabilities = speech.probabilities[known:]
         if not probabilities:

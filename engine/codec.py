@@ -62,6 +62,7 @@ class WireOpen(_Wire, tag="open"):
     checkpoint: WireCheckpoint | None
     items: list[WireItem]
     catch_up_until: int
+    suspect: tuple[int, int] | None
 
 
 class WireFeed(_Wire, tag="feed"):
@@ -321,6 +322,7 @@ def wire_open(command: messages.Open, items: list[WireItem]) -> WireOpen:
         checkpoint,
         items,
         command.catch_up_until,
+        command.suspect,
     )
 
 
@@ -335,6 +337,7 @@ def plain_open(command: WireOpen, name: str, items: list[messages.Item]) -> mess
         None if command.checkpoint is None else _plain_checkpoint(command.checkpoint),
         items,
         command.catch_up_until,
+        command.suspect,
     )
 
 

@@ -17,6 +17,7 @@ from engine import codec, messages
 from engine.capacity import COUNTED_SECONDS
 from engine.codec import Frames, Payload, WireCommand, WireError, WireItem
 from engine.errors import EngineDead
+from engine.flight import Flight, FlightRecord
 from engine.input_cache import ReceiverCache
 from engine.loop import EngineLoop, GuardedRunner
 from engine.transport import BEAT_SECONDS, SILENCE_SECONDS, Arrival, EngineSocket, Numbering, package_version
@@ -70,9 +71,18 @@ class Peer:
 
 
 class EngineHost:
-    def __init__(self, loop: EngineLoop, socket: EngineSocket, engine: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        loop: EngineLoop,
+        socket: EngineSocket,
+        engine: str,
+        clock: Callable[[], float],
+        record: FlightRecord | None = None,
+    ) -> None:
         self.status = codec.Status(slots_total=loop.scheduler.limits.max_streams)
         self._loop = loop
+        self._record = FlightRecord() if record is None else record
+        loop.announce = self._announce
         self._socket = socket
         self._engine = engine
         self._clock = clock
@@ -308,7 +318,16 @@ class EngineHost:
                         peer.outputs.append(output)
                 else:
                     self._route(output)
+            if dead is None:
+                self._record.wipe()
         return dead
+
+    def _announce(self, computed: list[tuple[str, int, int]]) -> None:
+        hosted, flights = self._streams, []
+        for name, start, end in computed:
+            if name in hosted:
+                flights.append(Flight(hosted[name].peer.gateway, hosted[name].name, start, end))
+        self._record.write(flights)
 
     def _route(self, output: Any) -> None:
         hosted = self._streams.get(output.stream)

@@ -31,7 +31,6 @@ from engine.messages import (
     Feed,
     Finish,
     Flush,
-    Item,
     Open,
     Opened,
     Output,
@@ -40,6 +39,7 @@ from engine.messages import (
     StepOutput,
 )
 from engine.spec import ModelSpec
+from engine.unheard import Stretch, Unheard
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,9 @@ class Detector(SavingDetector, Protocol):
     def close(self, stream: str) -> None: ...
 
     def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]: ...
+
+    def pass_silence(self, stream: str, samples: int) -> Speech:
+        """So many more samples of a silence that has been listened to for a while: one long frame."""
 
 
 @dataclass(slots=True)
@@ -144,11 +147,13 @@ class EngineLoop:
         self._checkpoints: Checkpoints | None = None
         if isinstance(runner, SavingRunner):
             self._checkpoints = Checkpoints(scheduler, runner, detector, self._gates)
-        self._heard: dict[str, list[NDArray[np.float32]]] = {}
+        self._heard: dict[str, Unheard] = {}
         self._live_share_heard = 0.0
         self._clock = clock
         self._outbox: list[Output] = []
         self._dead = False
+        # Told who is about to be computed, and where: if that is the end of the engine, these are the suspects.
+        self.announce: Callable[[list[tuple[str, int, int]]], None] | None = None
         self._steps = 0
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             Open: self._open,
@@ -187,6 +192,8 @@ class EngineLoop:
         if scheduler.has_work():
             plan = scheduler.plan()
             live_tasks, live_share = self._live_part(plan)
+            if self.announce is not None:
+                self.announce([(task.stream, task.start, task.end) for task in plan.decode])
             planned = clock()
             try:
                 results = self.runner.execute(plan)
@@ -252,12 +259,11 @@ class EngineLoop:
         self._outbox.append(Opened(message.stream))
 
     def _feed(self, message: Feed, now: int) -> None:
-        if self._detector is not None:
-            spec = self.scheduler.spec
-            audio = [new_samples(item, spec) for item in message.items]
         self.scheduler.feed(message.stream, message.items, now)
         if self._detector is not None:
-            self._heard.setdefault(message.stream, []).extend(audio)
+            if message.stream not in self._heard:
+                self._heard[message.stream] = Unheard(self.scheduler.spec)
+            self._heard[message.stream].add(message.items)
 
     def _flush(self, message: Flush, now: int) -> None:
         self._close_gate(message.stream)
@@ -280,18 +286,37 @@ class EngineLoop:
 
     def _listen(self) -> None:
         """Find speech in what has come since the last step, and let the models skip what nobody says."""
+        streams = self.scheduler.streams
+        heard = {name: unheard for name, unheard in self._heard.items() if name in streams}
+        self._heard = {}
+        samples = sum(unheard.length for unheard in heard.values())
+        live_samples = sum(unheard.length for name, unheard in heard.items() if streams[name].live)
+        self._live_share_heard = live_samples / samples if samples else 0.0
+        if self.scheduler.suspects:
+            for name, unheard in heard.items():
+                self._hear({name: unheard.stretches})
+        else:
+            self._hear({name: unheard.stretches for name, unheard in heard.items()})
+
+    def _hear(self, heard: dict[str, list[Stretch]]) -> None:
+        """Listen to streams side by side; almost always all there is of each is one stretch."""
         assert self._detector is not None
         streams = self.scheduler.streams
-        batch = [(name, np.concatenate(audio)) for name, audio in self._heard.items() if name in streams]
-        self._heard.clear()
-        samples = sum(len(audio) for _, audio in batch)
-        live_samples = sum(len(audio) for name, audio in batch if streams[name].live)
-        self._live_share_heard = live_samples / samples if samples else 0.0
-        for speech in self._detector.detect(batch):
-            self._outbox.append(speech)
-            gate = self._gates.get(speech.stream)
-            if gate is not None and not streams[speech.stream].finished:
-                self._pass_gate(speech.stream, gate.push(speech.probabilities, speech.frame_samples))
+        if self.announce is not None:
+            self.announce([(name, streams[name].computed, streams[name].available) for name in heard])
+        for turn in range(max((len(stretches) for stretches in heard.values()), default=0)):
+            present = [(name, stretches[turn]) for name, stretches in heard.items() if turn < len(stretches)]
+            for speech in self._detector.detect([(name, stretch.samples()) for name, stretch in present]):
+                self._take_speech(speech)
+            for name, stretch in present:
+                if stretch.silence:
+                    self._take_speech(self._detector.pass_silence(name, stretch.silence))
+
+    def _take_speech(self, speech: Speech) -> None:
+        self._outbox.append(speech)
+        gate = self._gates.get(speech.stream)
+        if gate is not None and not self.scheduler.streams[speech.stream].finished:
+            self._pass_gate(speech.stream, gate.push(speech.probabilities, speech.frame_samples))
 
     def _pass_gate(self, name: str, decisions: list[Decision]) -> None:
         scheduler = self.scheduler
@@ -318,12 +343,3 @@ class EngineLoop:
         logger.exception("the runner failed for every stream; the engine stops", exc_info=error)
         self._steps += 1
         return StepOutput(self._steps, [*outputs, Dead(f"the model runner failed: {type(error).__name__}: {error}")])
-
-
-def new_samples(item: Item, spec: ModelSpec) -> NDArray[np.float32]:
-    """The audio an item adds: its payload without look-around and padding, or silence for a gap."""
-    count = item.length * spec.samples_per_position if item.samples is None else item.samples
-    if item.payload is None:
-        return np.zeros(count, np.float32)
-    samples: NDArray[np.float32] = item.payload[spec.look_back_samples : spec.look_back_samples + count]
-    return samples

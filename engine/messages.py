@@ -29,6 +29,8 @@ class Open:
     items: list[Item] = field(default_factory=list)
     # Audio below this position waits because an engine was lost: it is heard stride by stride, as it would have been.
     catch_up_until: int = 0
+    # Positions at which an engine died with this stream in its step: they share no step with another suspect's.
+    suspect: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ import zmq
 from engine import messages
 from engine.collector import calm_collector
 from engine.errors import EngineDead, EngineError
+from engine.flight import Flight, FlightRecord
 from engine.host import EngineHost
 from engine.loop import EngineLoop
 from engine.processor import WARM_UP_SECONDS, make_cutter, prepare
@@ -47,7 +48,9 @@ MEASURED_STREAMS = 8
 LAST_WORDS_S = 2.0
 
 
-def run_engine(address: str, build: Build, stop: Callable[[], bool], warm: bool = True) -> None:
+def run_engine(
+    address: str, build: Build, stop: Callable[[], bool], warm: bool = True, record: FlightRecord | None = None
+) -> None:
     """Build, warm up, listen and serve until `stop`. Raises EngineDead when the runner fails for all streams."""
     check_address(address)
     began = time.perf_counter()
@@ -61,7 +64,7 @@ def run_engine(address: str, build: Build, stop: Callable[[], bool], warm: bool 
     socket = EngineSocket(zmq.Context.instance(), address)
     try:
         logger.info("%s listens on %s", loop.scheduler.spec.name, socket.bound_to)
-        EngineHost(loop, socket, uuid4().hex, time.monotonic).serve(stop)
+        EngineHost(loop, socket, uuid4().hex, time.monotonic, record).serve(stop)
     finally:
         socket.close()
         loop.runner.close()
@@ -117,6 +120,9 @@ class Engine(Protocol):
     async def crashed(self) -> bool:
         """After its connection was lost: is it known to have ended by its own doing? Ends what is left of it."""
 
+    def in_flight(self) -> list[Flight] | None:
+        """After its end: the streams in the step that it died in. None if that is not known."""
+
     async def stop(self) -> None: ...
 
 
@@ -137,6 +143,9 @@ class RemoteEngine:
     async def crashed(self) -> bool:
         return False
 
+    def in_flight(self) -> list[Flight] | None:
+        return None
+
     async def stop(self) -> None:
         return None
 
@@ -152,8 +161,10 @@ class EngineProcess:
         self, build: Build, address: str | None = None, warm: bool = True, preload: Sequence[str] = MODEL_MODULES
     ) -> None:
         self.start_timeout_s = START_TIMEOUT_S
-        self._folder = None if address else tempfile.TemporaryDirectory(prefix="tickertape-")
-        self.address = check_address(address or f"ipc://{Path(self._folder.name) / 'engine'}")  # type: ignore[union-attr]
+        self._folder = tempfile.TemporaryDirectory(prefix="tickertape-")
+        self.address = check_address(address or f"ipc://{Path(self._folder.name) / 'engine'}")
+        self._record_path = Path(self._folder.name) / "record"
+        self._record = FlightRecord.at(self._record_path)
         self._build = build
         self._warm = warm
         self._context = multiprocessing.get_context("forkserver")
@@ -171,7 +182,8 @@ class EngineProcess:
         if self._process is not None:
             self._process.close()
             self._process = None
-        arguments = (self.address, self._build, self._warm)
+        self._record.wipe()
+        arguments = (self.address, self._build, self._warm, self._record_path)
         process = self._context.Process(target=_child, args=arguments, name="tickertape-engine", daemon=True)
         # Whoever gives up waiting must still be able to stop what has been started.
         self._process = process
@@ -195,6 +207,9 @@ class EngineProcess:
         # Whoever kills from outside says nothing about the streams; a crash does.
         return process.exitcode not in (0, -signal.SIGKILL, -signal.SIGTERM)
 
+    def in_flight(self) -> list[Flight] | None:
+        return self._record.read()
+
     async def stop(self) -> None:
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
@@ -206,8 +221,8 @@ class EngineProcess:
                 await _end_of(process)
         if process is not None:
             process.close()
-        if self._folder is not None:
-            self._folder.cleanup()
+        self._record.close()
+        self._folder.cleanup()
 
 
 async def _end_of(process: BaseProcess) -> None:
@@ -230,7 +245,7 @@ async def _ends_within(process: BaseProcess, seconds: float) -> bool:
     return True
 
 
-def _child(address: str, build: Build, warm: bool) -> None:
+def _child(address: str, build: Build, warm: bool, record_path: Path) -> None:
     """Main function of the engine process. Ends with the gateway that started it."""
     asked_to_stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
@@ -239,7 +254,7 @@ def _child(address: str, build: Build, warm: bool) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     threading.Thread(target=_stop_with_parent, args=(asked_to_stop,), daemon=True).start()
     try:
-        run_engine(address, build, asked_to_stop.is_set, warm)
+        run_engine(address, build, asked_to_stop.is_set, warm, FlightRecord.at(record_path))
     except EngineError as error:
         # Its text says what to change; where in the code it came up does not help.
         logger.error("%s", error)
@@ -268,6 +283,7 @@ class EngineThread:
         self._build = build
         self._warm = warm
         self._thread: threading.Thread | None = None
+        self._record = FlightRecord()
         self._stop = threading.Event()
         self._ended = asyncio.Event()
         self._error: BaseException | None = None
@@ -283,7 +299,8 @@ class EngineThread:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            run_engine(self.address, self._build, self._stop.is_set, self._warm)
+            self._record.wipe()
+            run_engine(self.address, self._build, self._stop.is_set, self._warm, self._record)
         except Exception as error:
             logger.exception("the engine thread failed")
             self._error = error
@@ -302,6 +319,9 @@ class EngineThread:
         except TimeoutError:
             return False  # a thread cannot be ended from outside; it is connected to again
         return self._error is not None
+
+    def in_flight(self) -> list[Flight] | None:
+        return self._record.read()
 
     async def stop(self) -> None:
         self._stop.set()

@@ -132,6 +132,8 @@ class TokenMemory:
 
     def __init__(self, spec: ModelSpec, keep_positions: int) -> None:
         self._keep_positions = keep_positions
+        # A token speaks of audio before it, and a flush puts silence between the two.
+        self._reach_samples = spec.flush_positions_for(spec.max_delay_positions) * spec.samples_per_position
         self._tokens: deque[int] = deque()
         self._first = spec.prefix_positions
         self._words: deque[Word] = deque()
@@ -144,7 +146,7 @@ class TokenMemory:
         while self._tokens and self._first < start:
             self._tokens.popleft()
             self._first += 1
-        sample = kept.sample_at(start)
+        sample = kept.sample_at(start) - self._reach_samples
         while self._words and self._words[0].end_sample < sample:
             self._words.popleft()
 
@@ -156,10 +158,13 @@ class TokenMemory:
     def hear(self, text: Text) -> Text | None:
         self._tokens.extend(text.tokens)
         if self._replayed:
-            # A flush that is replayed completes the word before it once more.
-            text.words = [word for word in text.words if word not in self._words]
+            # A flush that is replayed completes the word before it once more, or what is left of it.
+            text.words = [word for word in text.words if not self._is_known(word)]
         self._words.extend(text.words)
         return text if text.delta or text.words or text.tokens else None
+
+    def _is_known(self, word: Word) -> bool:
+        return any(known.end_sample == word.end_sample and known.text.endswith(word.text) for known in self._words)
 
     def take(self, checkpoint: Checkpoint) -> None:
         raise AssertionError("a model with one token per position makes no checkpoints")

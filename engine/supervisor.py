@@ -1,9 +1,10 @@
 """Keeps engines connected, and carries streams over when one dies.
 
-Who killed the engine? A stream that was on it at two deaths and has not computed all audio of the first is a suspect.
-Suspects come back one at a time. If the engine dies with a single suspect on it, and that stream has got no further
-than before, it is ended, and only that one. Deaths that somebody else may have caused (a signal from outside, a lost
-connection) count for less than crashes.
+Who killed the engine? The streams in the step that it died in are suspects. They come back at once with the others,
+but no step has two of them until they are past the spot. If the engine dies at the same spot of the same stream again,
+that one is ended, and only that one. Deaths that somebody else may have caused (a signal from outside) count for less
+than crashes. Of an engine on another machine the last step is not known: there, whoever had audio to compute is a
+suspect, and after a second death suspects come back one at a time.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ RETRY_S = 0.25
 MAX_BACKOFF_S = 5.0
 # A suspect that neither kills the engine nor gets on is waited for so long before the next one is tried.
 PROBATION_S = 10.0
-# Deaths in a row that make a stream suspect; those that convict it, by crashes, and if who ended the engine is unknown:
-# an operator may kill an engine several times just as it comes back, but audio does not crash it by chance.
-SUSPICIONS = 2
+# Deaths at one spot that convict a stream: crashes, ends by a signal that anybody may have sent, and ends of engines
+# whose last step is not known. An operator may well kill an engine twice just as it comes back.
 STRIKES_IF_CRASHED = 2
-STRIKES_IF_UNKNOWN = 4
+STRIKES_IF_UNKNOWN = 3
+STRIKES_IF_UNSEEN = 4
+# One death with more streams than this in a step is no reason to hold all of them up.
+FEW_SUSPECTS = 16
 RECOVERIES_KEPT = 256
 # Streams wait so long for the next stride or step even where there is plenty of room.
 USUAL_LAG_MS = 1000.0
@@ -265,7 +268,7 @@ class Supervisor:
         for stream in streams:
             stream.detach(why, now)
         crashed = await seat.engine.crashed() or link.engine_failed
-        poisonous = self._poisonous(streams, crashed)
+        poisonous = self._poisonous(seat, streams, crashed)
         if self._probation is not None and self._probation[0] in streams:
             self._probation = None
         for stream in streams:
@@ -279,14 +282,23 @@ class Supervisor:
                 self._waiting.append(stream)
         self._wake.set()
 
-    def _poisonous(self, streams: list[EngineStream], crashed: bool) -> EngineStream | None:
+    def _poisonous(self, seat: Seat, streams: list[EngineStream], crashed: bool) -> EngineStream | None:
         """The one stream that the death must be blamed on, if there is one."""
-        suspects = [stream for stream in streams if stream.suspicions >= SUSPICIONS]
-        if len(suspects) != 1:
-            return None
-        (suspect,) = suspects
-        guilty = suspect.strikes_on_the_spot >= STRIKES_IF_UNKNOWN
-        return suspect if guilty or (crashed and suspect.strikes >= STRIKES_IF_CRASHED) else None
+        flights = seat.engine.in_flight()
+        if flights is None:
+            computed = {stream: stream.unheard() for stream in streams}
+            enough = STRIKES_IF_CRASHED if crashed else STRIKES_IF_UNSEEN
+        else:
+            ours = {flight.stream: flight for flight in flights if flight.gateway == self._gateway}
+            computed = {stream: (ours[stream.id].start, ours[stream.id].end) for stream in streams if stream.id in ours}
+            enough = STRIKES_IF_CRASHED if crashed else STRIKES_IF_UNKNOWN
+        for stream, (start, end) in computed.items():
+            stream.strike(start, end)
+        for stream in computed:
+            stream.alone = len(computed) <= FEW_SUSPECTS or stream.strikes > 1
+            stream.must_wait = flights is None and stream.strikes > 1
+        guilty = [stream for stream in computed if stream.strikes >= enough]
+        return guilty[0] if len(guilty) == 1 else None
 
     # Streams without an engine.
 
@@ -303,8 +315,8 @@ class Supervisor:
     def _place_waiting(self, now: float) -> None:
         if self._probation is not None:
             suspect, since = self._probation
-            if suspect.caught_up or not suspect.is_open or now - since > PROBATION_S:
-                suspect.acquit()
+            if not suspect.strikes or not suspect.is_open or now - since > PROBATION_S:
+                suspect.must_wait = False
                 self._probation = None
         for stream in list(self._waiting):
             assert stream.lost_at is not None
@@ -316,10 +328,9 @@ class Supervisor:
                 stream.end(messages.Dead(f"no engine came back within {self._timeout_s:g} s"))
                 continue
             seats = self.seats_by_lag()
-            suspected = stream.suspicions >= SUSPICIONS
-            if not seats or (suspected and self._probation is not None):
+            if not seats or (stream.must_wait and self._probation is not None):
                 continue
-            if suspected:
+            if stream.must_wait:
                 self._probation = (stream, now)
             self._waiting.remove(stream)
             task = asyncio.create_task(self._reopen(stream, seats), name=f"reopen {stream.id}")

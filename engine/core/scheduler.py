@@ -49,6 +49,8 @@ class Scheduler:
         self._reserved_embeds = 0
         self._live: list[Stream] = []
         self._backlog: list[Stream] = []
+        # Streams that may have killed an engine, and where.
+        self.suspects: dict[str, range] = {}
         self._opened: dict[int, OpenTask] = {}
         self._closed_slots: list[int] = []
         self._replies: list[Output] = []
@@ -69,6 +71,8 @@ class Scheduler:
             pool.reserve(group.ring_pages)
         self._reserved_embeds += spec.embeds_per_stream
         slot = self._free_slots.pop()
+        if message.suspect is not None:
+            self.suspects[name] = range(*message.suspect)
         held = self.cache.open(name)
         self.streams[name] = Stream(message, slot, delay, spec, held, self.pools, self._vocabulary)
         self._opened[slot] = OpenTask(slot, name, delay, message.options, message.forced_tokens)
@@ -170,6 +174,7 @@ class Scheduler:
         plan = StepPlan(self._step, list(self._opened.values()), self._closed_slots)
         self._opened = {}
         self._closed_slots = []
+        waiting = self._hold_back() if self.suspects else []
         planner = Planner(self.spec, self.limits, self.cache, plan)
         if self._live:
             self._live.sort(key=_oldest_first)
@@ -177,6 +182,8 @@ class Scheduler:
             plan.live = len(plan.decode)
         if self._backlog:
             self._backlog = planner.add_all(self._backlog)
+        for stream in waiting:
+            (self._live if stream.live else self._backlog).append(stream)
         plan.evicted = self.cache.take_evicted()
         return plan
 
@@ -264,6 +271,20 @@ class Scheduler:
             raise BadItem(stream.id, str(error)) from None
         stream.available = stream.timeline.end
 
+    def _hold_back(self) -> list[Stream]:
+        """Take all suspects but one off the queues: if the engine dies again, it is clear of whom."""
+        reach = max(self.spec.replay_positions, self.spec.stride_positions)
+        at_the_spot = []
+        for stream in [*self._live, *self._backlog]:
+            spot = self.suspects.get(stream.id)
+            if spot is not None and stream.computed >= spot.stop:
+                del self.suspects[stream.id]
+            elif spot is not None and stream.computed + reach > spot.start:
+                at_the_spot.append(stream)
+        for stream in at_the_spot[1:]:
+            (self._live if stream.live else self._backlog).remove(stream)
+        return at_the_spot[1:]
+
     def _queue(self, stream: Stream, arrival: int | None) -> None:
         """Have the next plan look at a stream whose oldest frame came at `arrival` (None: only a flush waits)."""
         stream.queued = True
@@ -334,6 +355,7 @@ class Scheduler:
 
     def _close(self, stream: Stream) -> None:
         del self.streams[stream.id]
+        self.suspects.pop(stream.id, None)
         del stream.text  # it refers back to the stream; without it no cycle is left for the collector
         self.cache.close(stream.id)
         for ring in stream.rings:

@@ -120,6 +120,15 @@ class SpeechDetector:
             ear.sample += FRAME_SAMPLES * len(probabilities)
         return answers
 
+    def pass_silence(self, stream: str, samples: int) -> Speech:
+        """More of a silence in which nothing changes any more: one long frame, and nothing to compute."""
+        ear = self._ears[stream]
+        frames, rest = divmod(len(ear.carried) - CONTEXT_SAMPLES + samples, FRAME_SAMPLES)
+        ear.carried = np.zeros(CONTEXT_SAMPLES + rest, np.float32)
+        ear.silent_frames += frames
+        sample, ear.sample = ear.sample, ear.sample + frames * FRAME_SAMPLES
+        return Speech(stream, sample, frames * FRAME_SAMPLES, [ear.probability] if frames else [])
+
     def _check(self, batch: list[tuple[str, Samples]]) -> None:
         seen = set()
         for stream, samples in batch:

@@ -160,6 +160,11 @@ class FakeDetector:
     def close(self, stream: str) -> None:
         self.ears.pop(stream, None)
 
+    def pass_silence(self, stream: str, samples: int) -> Speech:
+        start, rest = self.ears[stream]
+        self.ears[stream] = (start + samples, rest)
+        return Speech(stream, start, samples, [0.0])
+
     def save(self, stream: str) -> Saved:
         sample, rest = self.ears[stream]
         return {"sample": sample, "rest": rest.tobytes()}

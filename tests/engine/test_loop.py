@@ -87,6 +87,7 @@ class LoudnessDetector:
 
     def __init__(self) -> None:
         self.streams: dict[str, int] = {}
+        self.most = 0
 
     def open(self, stream: str, sample: int = 0) -> None:
         self.streams[stream] = sample
@@ -98,9 +99,14 @@ class LoudnessDetector:
         answers = []
         for stream, samples in batch:
             frames = samples.reshape(-1, 640)
+            self.most = max(self.most, samples.size)
             answers.append(Speech(stream, self.streams[stream], 640, [float(bool(f.any())) for f in frames]))
             self.streams[stream] += samples.size
         return answers
+
+    def pass_silence(self, stream: str, samples: int) -> Speech:
+        self.streams[stream] += samples
+        return Speech(stream, self.streams[stream] - samples, samples, [0.0])
 
 
 def engine(
@@ -248,6 +254,24 @@ class TestSpeech:
         texts = [output for output in drain(loop) if isinstance(output, Text)]
         assert "".join(text.delta for text in texts) == "a" * 10 + "b" * 10
         assert loop.scheduler.cache.queries < 50, "only speech and what surrounds it is encoded"
+
+    def test_an_hour_of_declared_silence_costs_next_to_nothing(self) -> None:
+        hour, detector = 45_000, LoudnessDetector()
+        loop = engine(EchoRunner(WINDOWED), detector, gated=True)
+        items = [letter(position, 1, WINDOWED) for position in range(10)]
+        items += [Item(at, 64, at * 1280, mask=[False] * 64) for at in range(10, hour, 64)]
+        end = items[-1].offset + 64
+        items += [letter(end + index, 2 if index < 10 else 0, WINDOWED) for index in range(20)]
+        loop.submit([Open("a"), Feed("a", items)], 0)
+        outputs = drain(loop)
+        assert detector.most <= 10 * 1280 + 2 * SPEC.sample_rate
+        speech = [output for output in outputs if isinstance(output, Speech)]
+        assert len(speech) == 3
+        assert [part.sample for part in speech[1:]] == [
+            part.sample + len(part.probabilities) * part.frame_samples for part in speech[:-1]
+        ]
+        texts = [output for output in outputs if isinstance(output, Text) and output.delta]
+        assert "".join(text.delta for text in texts) == "a" * 10 + "b" * 10
 
     def test_a_flush_ends_an_utterance_in_the_middle_and_the_rest_follows(self) -> None:
         loop = engine(EchoRunner(WINDOWED), LoudnessDetector(), gated=True)

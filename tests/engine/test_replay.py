@@ -101,6 +101,22 @@ def test_a_word_that_a_replayed_flush_completes_again_is_dropped() -> None:
     assert news is not None and [word.text for word in news.words] == ["sat"]
 
 
+def test_a_word_is_known_as_long_as_tokens_of_it_are_kept() -> None:
+    memory, kept = TokenMemory(SPEC, keep_positions=4), KeptAudio(SPEC)
+    kept.add(items(0, 10))
+    last = 10 * fakes.POSITION
+    memory.hear(Text("s", " catnip", [Word("catnip", last - 200, last)], [1] * 10))
+    # The silence of a flush moves positions only; the word's last tokens are said in it.
+    kept.add([Item(FIRST + 10, 4, last, samples=0)])
+    kept.mark_flush(1, set())
+    memory.hear(Text("s", "", [], [0] * 4))
+    memory.trim(kept)
+    assert kept.sample_at(FIRST + 10) == last
+    memory.replay(kept)
+    assert memory.hear(Text("s", "", [Word("nip", last - 100, last)], [])) is None
+    assert memory.hear(Text("s", " dog", [Word("dog", last, last + 100)], [2])) is not None
+
+
 # A model that rereads its window goes on from its last checkpoint.
 
 

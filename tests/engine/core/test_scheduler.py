@@ -163,7 +163,7 @@ class TestBadInput:
         self, spec: ModelSpec, result: DecodeResult, complaint: str
     ) -> None:
         engine = scheduler(spec)
-        engine.admit(Open("a"))
+        engine.admit(Open("a", live=False))
         start = spec.prefix_positions
         engine.feed("a", [frame(p, spec=spec) for p in range(start, start + spec.window_positions)], 0)
         outputs = engine.commit(engine.plan(), [result])
@@ -487,6 +487,50 @@ class TestWindows:
         assert (task.base, task.end, task.final) == (0, 2, True) and outputs == [Flushed("a", 5, 200)]
         assert not engine.has_work() and engine.streams["a"].base == 10, "the skip took effect behind the flush"
 
+    def roomy(self, catch_up_until: int = 0) -> Scheduler:
+        engine = scheduler(replace(WINDOWS, window_positions=60, embeds_per_stream=70))
+        engine.admit(Open("a", catch_up_until=catch_up_until))
+        engine.commit(engine.plan(), [])
+        return engine
+
+    def heard(self, engine: Scheduler) -> list[tuple[int, int, bool]]:
+        heard = []
+        while engine.has_work():
+            task, _ = self.run(engine, DecodeResult())
+            heard.append((task.base, task.end, task.final))
+        return heard
+
+    @pytest.mark.parametrize("fed", [9, 13, 16])
+    def test_how_much_waits_does_not_change_the_steps_of_a_stream_in_time(self, fed: int) -> None:
+        at_once, one_by_one = self.roomy(), self.roomy()
+        self.feed(at_once, 0, fed)
+        together = self.heard(at_once)
+        alone = []
+        for position in range(fed):
+            self.feed(one_by_one, position, position + 1)
+            alone += self.heard(one_by_one)
+        assert together == alone == [(0, end, False) for end in range(4, fed + 1, 4)]
+        for engine in (at_once, one_by_one):
+            engine.flush("a", 1)
+        assert self.heard(at_once) == self.heard(one_by_one)
+
+    def test_a_flush_waits_for_the_strides_before_it(self) -> None:
+        engine = self.roomy()
+        self.feed(engine, 0, 9)
+        engine.flush("a", 1)
+        assert self.heard(engine) == [(0, 4, False), (0, 8, False), (0, 9, True)]
+        self.feed(engine, 9, 17)
+        engine.flush("a", 2)
+        assert self.heard(engine) == [(9, 13, False), (9, 17, True)], "the last stride is the flush's own"
+
+    def test_a_stream_far_behind_leaves_strides_out_unless_an_engine_was_lost(self) -> None:
+        engine = self.roomy()
+        self.feed(engine, 0, 23)
+        assert self.heard(engine) == [(0, 20, False)]
+        engine = self.roomy(catch_up_until=12)
+        self.feed(engine, 0, 35)
+        assert self.heard(engine)[:4] == [(0, 4, False), (0, 8, False), (0, 12, False), (0, 32, False)]
+
     def test_utterances_of_a_burst_are_heard_one_by_one_without_the_silence_between(self) -> None:
         engine = self.engine()
         engine.hold("a", True)
@@ -501,7 +545,8 @@ class TestWindows:
         while engine.has_work():
             task, _ = self.run(engine, DecodeResult())
             heard.append((task.base, task.end, task.final))
-        assert heard == [(2, 8, True), (20, 30, True), (50, 55, True)]
+        # By the third, the stream is not far behind any more and takes every stride.
+        assert heard == [(2, 8, True), (20, 30, True), (50, 54, False), (50, 55, True)]
         assert engine.streams["a"].base == 58
 
     def test_a_flush_in_the_middle_of_what_was_fed(self) -> None:
@@ -534,3 +579,27 @@ def test_abort_while_a_step_runs() -> None:
     engine.abort("a")
     assert engine.commit(plan, answer(plan)) == [Closed("a", 0)]
     engine.check_integrity()
+
+
+class TestSuspects:
+    """Streams that may have killed an engine share no step at the spot where it died."""
+
+    def test_one_at_a_time_until_they_are_past_it(self) -> None:
+        engine = scheduler()
+        for name, suspect in (("a", (4, 6)), ("b", (4, 6)), ("c", None)):
+            engine.admit(Open(name, suspect=suspect))
+            engine.feed(name, [frame(p, key=b"%s%d" % (name.encode(), p)) for p in range(2, 10)], 0)
+        together = []
+        while engine.has_work():
+            plan, _ = step(engine)
+            together.append({task.stream for task in plan.decode})
+            engine.check_integrity()
+        assert {"a", "b"} not in [names - {"c"} for names in together[:7]]
+        assert all("c" in names for names in together[:7]), "nobody else is held up"
+        assert engine.suspects == {}
+
+    def test_a_suspect_that_ends_is_forgotten(self) -> None:
+        engine = scheduler()
+        engine.admit(Open("a", suspect=(4, 6)))
+        engine.abort("a")
+        assert engine.suspects == {}

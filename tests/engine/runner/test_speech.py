@@ -171,3 +171,29 @@ def test_state_is_bounded_over_a_long_stream(model: SileroVad) -> None:
 def test_a_long_piece_is_heard_as_in_passes(model: SileroVad) -> None:
     samples = sound(600)
     assert np.allclose(heard(model, samples), heard(model, samples, [300 * FRAME_SAMPLES]), atol=1e-5)
+
+
+def test_a_silence_that_is_passed_over_changes_nothing(model: SileroVad) -> None:
+    before, silence, after = sound(40.3, 1), np.zeros(70 * FRAME_SAMPLES + 300, np.float32), sound(30, 2)
+    listened = heard(model, np.concatenate([before, silence, after]))
+    detector = SpeechDetector(model, max_streams=1)
+    detector.open("a")
+    passed = detector.detect([("a", np.concatenate([before, silence[: 40 * FRAME_SAMPLES]]))])[0].probabilities
+    frame = detector.pass_silence("a", len(silence) - 40 * FRAME_SAMPLES)
+    assert frame.sample == len(passed) * FRAME_SAMPLES
+    passed += frame.probabilities * (frame.frame_samples // FRAME_SAMPLES)
+    passed += detector.detect([("a", after)])[0].probabilities
+    assert np.allclose(passed, listened, atol=1e-5) and len(passed) == len(listened)
+
+
+def test_a_detector_goes_on_from_what_another_saved(model: SileroVad) -> None:
+    samples, cut = sound(33.7, 3), 9_001
+    first, second = SpeechDetector(model, max_streams=1), SpeechDetector(model, max_streams=2)
+    first.open("a")
+    probabilities = first.detect([("a", samples[:cut])])[0].probabilities
+    second.open("other")
+    second.open("b")
+    second.resume("b", first.save("a"))
+    answer = second.detect([("b", samples[cut:])])[0]
+    assert answer.sample == len(probabilities) * FRAME_SAMPLES
+    assert np.allclose(probabilities + answer.probabilities, heard(model, samples), atol=1e-5)
