@@ -122,6 +122,11 @@ class ContainerDecoder:
         self._ended = True
         self._pipe.resume(None)
 
+    def abandon(self) -> None:
+        """End the stream without waiting for its thread, which may be in the middle of a piece; nothing more comes."""
+        self._ended = True
+        self._pipe.end()
+
     def _take_blocks(self) -> list[NDArray[np.float32]]:
         blocks = self._blocks.copy()
         self._blocks.clear()

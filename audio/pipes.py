@@ -40,6 +40,9 @@ class BytePipe:
     def wait(self) -> None:
         """Wait until the reader has nothing left to read, or is done."""
         self._turns.get()
+        if self._finished:
+            # Somebody else may be waiting too, and the reader gives no more turns.
+            self._turns.put(None)
 
     def end(self) -> None:
         """Let the reader run out without waiting for it."""

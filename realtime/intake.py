@@ -104,7 +104,8 @@ class _ContainerReader:
         return _joined(self._decoder.flush())
 
     def close(self) -> None:
-        self._decoder.close()
+        # The event loop cannot wait for a piece that is being decoded on another thread.
+        self._decoder.abandon()
 
 
 def _joined(blocks: list[Samples]) -> Append:

@@ -426,7 +426,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_thread_is_left")
-@pytest.mark.parametrize("end", ["flush", "close", "nobody holds it"])
+@pytest.mark.parametrize("end", ["flush", "close", "abandon", "nobody holds it"])
 def test_the_thread_ends_with_the_stream(end: str, files: dict[str, bytes]) -> None:
     decoder = ContainerDecoder()
     decoder.push(files["webm"][:5000])
@@ -434,6 +434,8 @@ def test_the_thread_ends_with_the_stream(end: str, files: dict[str, bytes]) -> N
         decoder.flush()
     elif end == "close":
         decoder.close()
+    elif end == "abandon":
+        decoder.abandon()
 
 
 # With `delay_moov`, the header says how much of the start to skip.

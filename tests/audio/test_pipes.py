@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -31,6 +32,20 @@ def run(pieces: list[bytes], reader: Callable[[BytePipe], None]) -> BytePipe:
     thread.join(timeout=5)
     assert not thread.is_alive()
     return pipe
+
+
+def test_everybody_who_waits_is_let_go_when_the_reader_fails() -> None:
+    """One thread is feeding while another one ends the stream: the reader has only one last turn to give."""
+    pipe = BytePipe()
+    feeders = [threading.Thread(target=pipe.resume, args=(piece,), daemon=True) for piece in (b"broken", None)]
+    for feeder in feeders:
+        feeder.start()
+    while pipe._pieces.qsize() < 2:
+        time.sleep(0.001)
+    pipe.finish(CorruptAudio("broken"))
+    for feeder in feeders:
+        feeder.join(timeout=5)
+    assert not any(feeder.is_alive() for feeder in feeders)
 
 
 def parts_of(pieces: list[bytes], size: int = 1 << 16) -> list[bytes]:
