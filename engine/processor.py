@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
@@ -32,18 +31,6 @@ _FEATURES = b"features"
 
 class ItemRefused(EngineError):
     """An item prepared elsewhere is malformed, or its hash is not the hash of its bytes. Nothing was changed."""
-
-
-@dataclass(frozen=True, slots=True)
-class FeatureShape:
-    """Log-mel features of an item: `bins` rows; n positions have `context_frames + n * frames_per_position` columns."""
-
-    bins: int
-    frames_per_position: int
-    context_frames: int = 0
-
-    def of(self, positions: int) -> tuple[int, int]:
-        return self.bins, self.context_frames + positions * self.frames_per_position
 
 
 def hash_payload(payload: NDArray[np.float32]) -> bytes:
@@ -80,11 +67,10 @@ def prepare(cutter: ItemCutter, cut: Iterable[AudioItem], spec: ModelSpec) -> li
 class Processor:
     """Checks, looks up and renders items for one model, against one sender cache."""
 
-    def __init__(self, name: str, spec: ModelSpec, cache: SenderCache, features: FeatureShape | None = None) -> None:
+    def __init__(self, name: str, spec: ModelSpec, cache: SenderCache) -> None:
         self.name = name
         self.spec = spec
         self.cache = cache
-        self._features = features
 
     def pack(self, items: Sequence[Item]) -> list[bool]:
         """For each item of one message: must its data travel? The message must then be sent."""
@@ -137,9 +123,12 @@ class Processor:
         samples = spec.look_back_samples + item.length * spec.samples_per_position + spec.look_ahead_samples
         wanted: tuple[int, ...] = (samples,)
         if payload.ndim == 2:
-            if self._features is None:
-                raise ItemRefused(f"{where}: features of shape {payload.shape}; {spec.name} takes {samples} samples")
-            wanted = self._features.of(item.length)
+            if spec.features is None:
+                raise ItemRefused(
+                    f"{where}: features of shape {payload.shape}, but {spec.name} hears audio, not features; "
+                    f"send the item's {samples} samples"
+                )
+            wanted = spec.features.of(item.length)
         if payload.shape != wanted:
             raise ItemRefused(f"{where}: data of shape {payload.shape}; {spec.name} takes {wanted} for this length")
         if not np.isfinite(payload).all():

@@ -25,6 +25,18 @@ class KvGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class FeatureShape:
+    """Log-mel features of an item: `bins` rows; n positions have `context_frames + n * frames_per_position` columns."""
+
+    bins: int
+    frames_per_position: int
+    context_frames: int = 0
+
+    def of(self, positions: int) -> tuple[int, int]:
+        return self.bins, self.context_frames + positions * self.frames_per_position
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """What the scheduler, the item cutter and the loop must know of a model."""
 
@@ -54,6 +66,8 @@ class ModelSpec:
     # Encoder-cache embeddings a stream may hold references to at once; admission sets them aside.
     embeds_per_stream: int = 16
     kv_groups: tuple[KvGroup, ...] = ()
+    # Features that may come in place of an item's samples; None: the model takes samples only.
+    features: FeatureShape | None = None
 
     def flush_positions_for(self, delay_positions: int) -> int:
         """Silent positions that must be computed before the last word of a stream with this delay is out."""

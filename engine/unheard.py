@@ -42,8 +42,8 @@ class Unheard:
         spec = self._spec
         for item in items:
             count = item.length * spec.samples_per_position if item.samples is None else item.samples
-            if item.payload is None:
-                self._add_silence(count)
+            if item.payload is None or item.payload.ndim > 1:
+                self._add_silence(count)  # whoever sends features knows already who speaks
             else:
                 # Without look-around and padding.
                 self._add_samples(item.payload[spec.look_back_samples : spec.look_back_samples + count])

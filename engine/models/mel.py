@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 SAMPLE_RATE = 16_000
@@ -42,6 +44,12 @@ class MelFrontEnd:
         half = FRAME_SAMPLES // 2
         padded = torch.nn.functional.pad(samples.unsqueeze(1), (half, half), mode="reflect").squeeze(1)
         return self.frames(padded)[:, :-1]
+
+
+def item_features(samples: NDArray[np.float32], bins: int) -> NDArray[np.float32]:
+    """Log-mel features of an item, [bins, frames], from its samples with their look-around: what another process may
+    prepare and inject instead of the samples."""
+    return MelFrontEnd(bins).frames(torch.from_numpy(samples)).T.contiguous().numpy()
 
 
 def _windowed_fourier_basis() -> Tensor:

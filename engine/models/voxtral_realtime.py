@@ -299,7 +299,11 @@ class VoxtralRealtime:
 
     def stem_rows(self, samples: Tensor) -> Tensor:
         """Self-contained items [items, 680 + 1280 + 40] -> encoder input of one position each, [items, 4 * width]."""
-        return self.stem.item(self.mel.frames(samples).to(self.dtype)).flatten(1)
+        return self.feature_rows(self.mel.frames(samples))
+
+    def feature_rows(self, mel: Tensor) -> Tensor:
+        """The same from the log-mel frames of those samples, [items, 11, bins]."""
+        return self.stem.item(mel.to(self.dtype)).flatten(1)
 
     def opening_rows(self, positions: int) -> Tensor:
         """Encoder input [positions, 4 * width] of the silence that every stream starts with."""

@@ -15,11 +15,14 @@ from engine.models.voxtral_realtime import (
     weight_bytes,
 )
 from engine.runner.kv import StackLayout, stack_layouts
-from engine.spec import ModelSpec
+from engine.spec import FeatureShape, ModelSpec
 
 GIB = 1 << 30
 LOOK_BACK_SAMPLES = 680
 LOOK_AHEAD_SAMPLES = 40
+# The same in mel frames: those of the position itself, and those before it that its convolutions reach.
+FRAMES_PER_POSITION = 8
+CONTEXT_FRAMES = 3
 # Encoder-cache rows beyond what streams hold at once: room for shared and recently released audio.
 SPARE_EMBEDS = 1024
 # Libraries, kernels, recordings and fragmentation, measured with room to spare.
@@ -58,6 +61,7 @@ def voxtral_spec(config: VoxtralConfig, layouts: tuple[StackLayout, StackLayout]
         default_delay_positions=config.default_delay,
         max_delay_positions=MAX_DELAY_POSITIONS,
         kv_groups=tuple(layout.group for layout in layouts),
+        features=FeatureShape(config.mel_bins, FRAMES_PER_POSITION, CONTEXT_FRAMES),
     )
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from engine.input_cache import CacheStats, SenderCache
 from engine.messages import Item
 from engine.processor import (
-    FeatureShape,
     ItemRefused,
     Processor,
     hash_payload,
@@ -25,6 +24,7 @@ from engine.processor import (
     warm_up,
 )
 from engine.render import check_same_model, parse_items, render
+from engine.spec import FeatureShape
 from tests.engine import fakes
 
 SPEC = fakes.FRAMES
@@ -32,7 +32,7 @@ SAMPLES = SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look_ahead_s
 
 
 def processor(capacity: int = 1 << 20, features: FeatureShape | None = None) -> Processor:
-    return Processor("main", SPEC, SenderCache(capacity), features)
+    return Processor("main", replace(SPEC, features=features), SenderCache(capacity))
 
 
 def item(payload: object, **changes: object) -> Item:
@@ -55,7 +55,7 @@ GOOD = np.linspace(-1, 1, SAMPLES, dtype=np.float32)
         (item(np.repeat(GOOD, 2)[::2]), "contiguous"),
         (item(np.full(SAMPLES, np.nan, np.float32)), "NaN"),
         (item(np.full(SAMPLES, np.inf, np.float32)), "NaN or infinite"),
-        (item(np.zeros((4, 8), np.float32)), "features of shape"),
+        (item(np.zeros((4, 8), np.float32)), f"hears audio, not features; send the item's {SAMPLES} samples"),
         (item(GOOD, offset=-1), "offset -1"),
         (item(GOOD, length=0), "length 0"),
         (item(GOOD, mask=[False]), "gap carries no audio"),
