@@ -65,6 +65,8 @@ class LimitsConfig:
     message_bytes: int = 21 * 1024 * 1024
     # A client that sends more messages a second than this is slowed down; 0 is no limit.
     messages_per_second: float = 0.0
+    # A client that sends more messages a second that cannot be understood is slowed down too; 0 is no limit.
+    mistakes_per_second: float = 50.0
     # Audio one session may have waiting for the engine before its socket is read no further.
     audio_in_flight_s: float = 60.0
     # Events and characters that may wait for a client that does not read, before it is closed with 1008.

@@ -30,8 +30,10 @@ from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.vllm import VllmDialect
 from realtime.errors import ClientFault, CloseCode
 from realtime.events import Answered, Clear, Commit, Configure, End, Hangup, Injected, Problem
+from realtime.fairness import TURN_S, Turnstile
 from realtime.host import SessionHost
 from realtime.intake import Intake
+from realtime.pace import Pace
 from realtime.wire import Json, decode_base64, decode_json
 
 log = logging.getLogger("tickertape.connection")
@@ -75,15 +77,18 @@ class Inbox:
             self._pending, self._pending_bytes = [], 0
             self._host.submit(self._intake.push(audio))
 
-    async def take(self, text: str | None, data: bytes | None, *, more: bool = False) -> None:
-        """Handle one message of the client; its mistakes are answered, never raised. `more`: others wait behind it."""
+    async def take(self, text: str | None, data: bytes | None, *, more: bool = False) -> bool:
+        """Handle one message of the client; its mistakes are answered, never raised. `more`: others wait behind it.
+
+        Returns whether it was a mistake.
+        """
         event_id = None
         try:
             if data is not None and self._host.session.settings.format.binary:
                 if not data and self._host.dialect.empty_frame_ends:
                     await self._end()
                 await self._audio(data)
-                return
+                return False
             raw = text if text is not None else data or b""
             message = decode_json(raw) if len(raw) <= LARGE_MESSAGE else await asyncio.to_thread(decode_json, raw)
             event_id = event_id_of(message)
@@ -101,6 +106,8 @@ class Inbox:
                 self._control(request)
         except ClientFault as fault:
             self._host.outbox.put(Problem(fault.code, fault.message, fault.param, fault.event_id or event_id))
+            return True
+        return False
 
     async def _audio_text(self, text: str, more: bool) -> None:
         if len(text) > LARGE_MESSAGE:
@@ -197,6 +204,7 @@ class Connection:
         send: SendMessage,
         abort: Callable[[], None],
         nothing_waits: Callable[[], bool],
+        turnstile: Turnstile,
     ) -> None:
         """`abort` cuts the socket; `nothing_waits` says that no further message has arrived yet."""
         self.host = host
@@ -208,13 +216,17 @@ class Connection:
         self._send = send
         self._abort = abort
         self._nothing_waits = nothing_waits
+        self._turnstile = turnstile
         self._writer: asyncio.Task[None] | None = None
         self._hangup: Hangup | None = None
-        self._pace: Callable[[], Awaitable[None]] | None = None
+        self._pace: Pace | None = None
+        self._pace_of_mistakes: Pace | None = None
 
-    async def run(self, first_frames: list[str], pace: Callable[[], Awaitable[None]] | None = None) -> Hangup | None:
+    async def run(
+        self, first_frames: list[str], pace: Pace | None = None, pace_of_mistakes: Pace | None = None
+    ) -> Hangup | None:
         """Serve the socket; why the server closed it, or None if the client left by itself."""
-        self._pace = pace
+        self._pace, self._pace_of_mistakes = pace, pace_of_mistakes
         self.host.outbox.on_overrun = lambda: self.hang_up(
             Hangup(CloseCode.POLICY, "the client does not read", "slow_reader")
         )
@@ -244,25 +256,43 @@ class Connection:
                 self._writer.cancel()
 
     async def _read(self) -> None:
+        began, fresh = 0.0, True
         while True:
             message = await self._receive()
             if message["type"] != "websocket.receive":
                 self._inbox.settle()
                 self.said_goodbye = message.get("code") == CloseCode.NORMAL
                 return
-            self.last_message_at = self.host.clock()
-            await self._inbox.take(message.get("text"), message.get("bytes"), more=not self._nothing_waits())
+            now = self.last_message_at = self.host.clock()
+            if fresh:
+                began = now
+            mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), more=not self._nothing_waits())
             if self.host.full:
                 await self.host.room()
             if self._pace is not None:
-                await self._pace()
+                await self._pace.wait()
+            if mistaken and self._pace_of_mistakes is not None:
+                await self._pace_of_mistakes.wait()
+            # While messages wait, receiving them gives way to nobody.
+            fresh = self._nothing_waits()
+            if not fresh and now - began >= TURN_S:
+                await self._turnstile.wait()
+                fresh = True
 
     async def _write(self, first_frames: list[str]) -> None:
         frames: list[str] | Hangup = first_frames
+        began = self.host.clock()
         try:
             while not isinstance(frames, Hangup):
                 for frame in frames:
                     await self._send({"type": "websocket.send", "text": frame})
+                if not len(self.host.outbox):
+                    frames = await self.host.next_frames()
+                    began = self.host.clock()
+                    continue
+                if self.host.clock() - began >= TURN_S:
+                    await self._turnstile.wait()
+                    began = self.host.clock()
                 frames = await self.host.next_frames()
         except OSError:
             # The client is gone; the reader will see that too.

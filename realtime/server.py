@@ -29,6 +29,7 @@ from realtime.dialects.openai_settings import beta_session, ga_session, merge_be
 from realtime.engine_face import EngineClient
 from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.events import Hangup
+from realtime.fairness import Turnstile
 from realtime.metrics import Metrics
 from realtime.pace import Pace
 from realtime.pages import page_routes
@@ -65,6 +66,7 @@ class Gateway:
         self.gatekeeper = Gatekeeper(config.auth.keys, config.auth.max_client_secrets)
         self.sessions = Sessions(engine, config, self.metrics, time.monotonic, time.time)
         self.started = int(time.time())
+        self._turnstile = Turnstile()
         self.uploads = UploadRoutes(self)
         self.prepare = PrepareRoutes(self)
 
@@ -100,14 +102,15 @@ class Gateway:
         extensions = scope.get("extensions", {})
         abort = extensions.get(ABORT_EXTENSION, _no_abort)
         nothing_waits = extensions.get(NOTHING_WAITS_EXTENSION, _unknown)
-        connection = Connection(entry.host, entry.inbox, receive, send, abort, nothing_waits)
+        connection = Connection(entry.host, entry.inbox, receive, send, abort, nothing_waits, self._turnstile)
         self.sessions.attach(entry, connection)
-        rate = self.config.limits.messages_per_second
+        limits = self.config.limits
+        paces = (self._pace(limits.messages_per_second), self._pace(limits.mistakes_per_second))
         try:
             await receive()
             accept = {"type": "websocket.accept", "subprotocol": entrance.subprotocol, "headers": entrance.headers}
             await send(accept)
-            hangup = await connection.run(entrance.first_frames, Pace(rate, time.monotonic).wait if rate else None)
+            hangup = await connection.run(entrance.first_frames, *paces)
             if hangup is not None:
                 self.metrics.closed.labels(hangup.cause).inc()
         except* OSError:
@@ -118,6 +121,10 @@ class Gateway:
             await connection.close(Hangup(CloseCode.INTERNAL, "internal error", "internal"))
         finally:
             await self.sessions.detach(entry, connection)
+
+    @staticmethod
+    def _pace(per_second: float) -> Pace | None:
+        return Pace(per_second, time.monotonic) if per_second else None
 
     def _enter(self, websocket: WebSocket) -> _Entrance:
         """Find or make the session of a socket that asks to be opened; raises Refusal."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from realtime.config import LimitsConfig
 from realtime.host import SessionHost
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import COMPLETED, greeted_client
@@ -40,10 +41,14 @@ async def good_turns(client: Any, at_least: int, until: asyncio.Task[Any] | None
 
 
 @pytest.mark.timeout(3600)
-async def test_fuzz_harms_nobody_and_leaves_nothing_behind(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("mistakes_per_second", [0.0, LimitsConfig().mistakes_per_second], ids=["unpaced", "default"])
+async def test_fuzz_harms_nobody_and_leaves_nothing_behind(
+    serve: Serve, caplog: pytest.LogCaptureFixture, mistakes_per_second: float
+) -> None:
     caplog.set_level(logging.WARNING)
     engine = FakeEngine(slots=500)
-    async with serve(engine, session={"resume_s": 0.5}) as running, greeted_client(running.ws) as good:
+    limits = {"mistakes_per_second": mistakes_per_second}
+    async with serve(engine, session={"resume_s": 0.5}, limits=limits) as running, greeted_client(running.ws) as good:
         calm = await good_turns(good, 20)
         program = (sys.executable, "-m", "tests.e2e.fuzz_attack", running.ws, str(MESSAGES))
         attackers = await asyncio.create_subprocess_exec(*program, stdout=subprocess.PIPE)

@@ -129,11 +129,22 @@ async def test_sender_faster_than_the_engine_is_slowed_and_memory_stays_bounded(
 async def test_sender_that_exceeds_its_message_rate_is_slowed_not_refused(serve: Serve) -> None:
     async with serve(limits={"messages_per_second": 50.0}) as running, greeted_client(running.ws) as client:
         begun = time.monotonic()
+        for _ in range(75):
+            await client.send("input_audio_buffer.clear")
+        for _ in range(75):
+            assert (await client.receive())["type"] == "input_audio_buffer.cleared"
+        assert time.monotonic() - begun > 0.4
+
+
+async def test_sender_of_many_mistakes_is_slowed_and_gets_every_answer(serve: Serve) -> None:
+    async with serve(limits={"mistakes_per_second": 50.0}) as running, greeted_client(running.ws) as client:
+        begun = time.monotonic()
         for number in range(75):
             await client.send("nothing", event_id=str(number))
-        for _ in range(75):
-            await client.receive()
+            await client.append(silence(0.01))
+        answers = [await client.receive() for _ in range(75)]
         assert time.monotonic() - begun > 0.4
+        assert [answer["error"]["event_id"] for answer in answers] == [str(number) for number in range(75)]
 
 
 async def test_client_that_does_not_read_gets_longer_deltas_and_no_loss(serve: Serve) -> None:
