@@ -11,6 +11,7 @@ import mmap
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,13 +20,18 @@ _LENGTH = struct.Struct("<I")
 _TOO_MANY = 0xFFFF_FFFF
 
 
-class Flight(msgspec.Struct, array_like=True, frozen=True):
-    """A stream of a gateway, and the positions [start, end) that the step computes."""
+class Flight(NamedTuple):
+    """A stream, by the name its engine knows it by, and the positions [start, end) that the step computes."""
 
-    gateway: str
-    stream: str
+    name: str
     start: int
     end: int
+
+
+    def stream_of(self, gateway: str) -> str | None:
+        """What a gateway calls the stream; None if it is another's."""
+        mine = f"{gateway}/"
+        return self.name.removeprefix(mine).partition("/")[2] if self.name.startswith(mine) else None
 
 
 _decoder = msgspec.msgpack.Decoder(list[Flight])
@@ -45,7 +51,7 @@ class FlightRecord:
             file.truncate(RECORD_BYTES)
             return cls(mmap.mmap(file.fileno(), RECORD_BYTES))
 
-    def write(self, flights: Sequence[Flight]) -> None:
+    def write(self, flights: Sequence[tuple[str, int, int]]) -> None:
         body = msgspec.msgpack.encode(flights)
         if self._grows:
             self._memory = bytearray(_LENGTH.size + len(body))

@@ -17,7 +17,7 @@ from engine import codec, messages
 from engine.capacity import COUNTED_SECONDS
 from engine.codec import Frames, Payload, WireCommand, WireError, WireItem
 from engine.errors import EngineDead
-from engine.flight import Flight, FlightRecord
+from engine.flight import FlightRecord
 from engine.input_cache import ReceiverCache
 from engine.loop import EngineLoop, GuardedRunner
 from engine.transport import BEAT_SECONDS, SILENCE_SECONDS, Arrival, EngineSocket, Numbering, package_version
@@ -66,8 +66,8 @@ class Peer:
     spoke_at: float = 0.0
 
     def loop_name(self, stream: str) -> str:
-        """Two gateways may use the same stream id."""
-        return f"{self.number}/{stream}"
+        """Two gateways may use the same stream id. Tells whose a stream was when the engine is gone."""
+        return f"{self.gateway}/{self.number}/{stream}"
 
 
 class EngineHost:
@@ -82,7 +82,7 @@ class EngineHost:
         self.status = codec.Status(slots_total=loop.scheduler.limits.max_streams)
         self._loop = loop
         self._record = FlightRecord() if record is None else record
-        loop.announce = self._announce
+        loop.announce = self._record.write
         self._socket = socket
         self._engine = engine
         self._clock = clock
@@ -321,13 +321,6 @@ class EngineHost:
             if dead is None:
                 self._record.wipe()
         return dead
-
-    def _announce(self, computed: list[tuple[str, int, int]]) -> None:
-        hosted, flights = self._streams, []
-        for name, start, end in computed:
-            if name in hosted:
-                flights.append(Flight(hosted[name].peer.gateway, hosted[name].name, start, end))
-        self._record.write(flights)
 
     def _route(self, output: Any) -> None:
         hosted = self._streams.get(output.stream)

@@ -289,7 +289,7 @@ class Supervisor:
             computed = {stream: stream.unheard() for stream in streams}
             enough = STRIKES_IF_CRASHED if crashed else STRIKES_IF_UNSEEN
         else:
-            ours = {flight.stream: flight for flight in flights if flight.gateway == self._gateway}
+            ours = {flight.stream_of(self._gateway): flight for flight in flights}
             computed = {stream: (ours[stream.id].start, ours[stream.id].end) for stream in streams if stream.id in ours}
             enough = STRIKES_IF_CRASHED if crashed else STRIKES_IF_UNKNOWN
         for stream, (start, end) in computed.items():

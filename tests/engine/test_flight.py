@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engine.flight import RECORD_BYTES, Flight, FlightRecord
 
-FLIGHTS = [Flight("g", "a", 3, 7), Flight("h", "ä", 0, 1)]
+FLIGHTS = [Flight("g/1/a", 3, 7), Flight("h/12/ä/b", 0, 1)]
 
 
 def test_another_process_reads_what_was_written_and_nothing_after_a_wipe(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_another_process_reads_what_was_written_and_nothing_after_a_wipe(tmp_pat
 
 def test_more_than_fits_is_unknown_not_wrong(tmp_path: Path) -> None:
     record = FlightRecord.at(tmp_path / "record")
-    record.write([Flight("g", "x" * 1000, 0, 1)] * (RECORD_BYTES // 1000))
+    record.write([Flight("x" * 1000, 0, 1)] * (RECORD_BYTES // 1000))
     assert record.read() is None
     record.write(FLIGHTS)
     assert record.read() == FLIGHTS
@@ -49,3 +49,8 @@ def test_a_record_in_memory_holds_whatever_it_is_given() -> None:
     assert record.read() == FLIGHTS * 20_000
     record.wipe()
     assert record.read() == []
+
+
+def test_a_gateway_knows_its_own_streams() -> None:
+    assert [flight.stream_of("h") for flight in FLIGHTS] == [None, "ä/b"]
+    assert FLIGHTS[0].stream_of("g") == "a"
