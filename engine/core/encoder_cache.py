@@ -26,10 +26,10 @@ class EncoderCache:
         if capacity < 1:
             raise ValueError(f"an encoder cache needs room for at least one embedding, got {capacity}")
         self.capacity = capacity
-        self.queries = 0
+        self.queries = 0  # references taken to items, and how many of these were cached already
         self.hits = 0
         self._free = list(range(capacity, 0, -1))
-        self._entries: dict[bytes, Entry] = {}
+        self.entries: dict[bytes, Entry] = {}  # all there are, by content
         # Entries without a reference, in the order of their release, in two generations: `_stale` is consumed from its
         # end and may hold entries that were taken again since; `_fresh` becomes the next `_stale`. Taking the oldest
         # out of one dict would scan its deleted slots again at every eviction.
@@ -53,10 +53,10 @@ class EncoderCache:
 
     def lookup(self, held: Held, index: int, key: bytes) -> Entry | None:
         """The entry of a cached item, now referenced by this input; None if it must be encoded."""
-        self.queries += 1
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         if entry is None:
             return None
+        self.queries += 1
         self.hits += 1
         previous = held.get(index)
         if previous is not entry:
@@ -80,7 +80,7 @@ class EncoderCache:
             if embeds > len(free) + self._releasable:
                 return None
             self._evict(embeds)
-        assert embeds > 0 and key not in self._entries, "look an item up before reserving rows for it"
+        assert embeds > 0 and key not in self.entries, "look an item up before reserving rows for it"
         if embeds == 1:
             entry = Entry((free.pop(),))
         else:
@@ -88,7 +88,8 @@ class EncoderCache:
             del free[-embeds:]
         entry.key = key
         entry.references = 1
-        self._entries[key] = entry
+        self.queries += 1
+        self.entries[key] = entry
         held[index] = entry
         return entry
 
@@ -100,7 +101,7 @@ class EncoderCache:
     def take_evicted(self) -> list[bytes]:
         """Keys evicted since the last call, without those that came back meanwhile."""
         evicted, self._evicted = self._evicted, []
-        return [key for key in dict.fromkeys(evicted) if key not in self._entries] if evicted else evicted
+        return [key for key in dict.fromkeys(evicted) if key not in self.entries] if evicted else evicted
 
     def _drop_reference(self, entry: Entry) -> int:
         embeds = len(entry)
@@ -120,22 +121,22 @@ class EncoderCache:
             entry = stale.pop()
             key = entry.key
             if entry.references == 0 and key not in self._fresh:
-                del self._entries[key]
+                del self.entries[key]
                 self._releasable -= len(entry)
                 free += entry
                 self._evicted.append(key)
 
     def check_integrity(self) -> None:
-        references: dict[bytes, int] = dict.fromkeys(self._entries, 0)
+        references: dict[bytes, int] = dict.fromkeys(self.entries, 0)
         for held in self._requests.values():
             for entry in held.values():
-                assert self._entries[entry.key] is entry, "a held entry is not in the cache"
+                assert self.entries[entry.key] is entry, "a held entry is not in the cache"
                 references[entry.key] += 1
-        for key, entry in self._entries.items():
+        for key, entry in self.entries.items():
             assert entry.references == references[key], f"{entry.references} counted, {references[key]} held"
             assert entry.references == 0 or key not in self._fresh
         released = {id(entry): entry for entry in [*self._fresh.values(), *self._stale] if entry.references == 0}
         assert {entry.key for entry in released.values()} == {key for key in references if references[key] == 0}
         assert self._releasable == sum(len(entry) for entry in released.values())
-        rows = [row for entry in self._entries.values() for row in entry] + self._free
+        rows = [row for entry in self.entries.values() for row in entry] + self._free
         assert sorted(rows) == list(range(1, self.capacity + 1)), "rows were lost or handed out twice"

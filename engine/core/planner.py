@@ -138,7 +138,9 @@ class Planner:
             if stream.held_embeds + embeds > self._spec.embeds_per_stream:
                 return False
             cache, held, key = self._cache, stream.held, item.key
-            if cache.lookup(held, index, key) is None:
+            if key in cache.entries:
+                cache.lookup(held, index, key)
+            else:
                 entry = cache.reserve(held, index, key, embeds) if embeds <= self._embeds else None
                 if entry is None:
                     return False

@@ -150,7 +150,7 @@ def test_evicting_for_ever_leaves_nothing_behind() -> None:
         put(cache, a, index, b"%d" % index)
         cache.release(a, index)
         cache.take_evicted()
-    assert len(cache._entries) <= 64 and len(cache._fresh) + len(cache._stale) <= 2 * 64
+    assert len(cache.entries) <= 64 and len(cache._fresh) + len(cache._stale) <= 2 * 64
     silence = put(cache, a, -1, b"silence")
     for index in range(20_000):
         assert cache.lookup(a, index, b"silence") is silence
@@ -201,7 +201,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def report(self) -> None:
         for key in self.cache.take_evicted():
-            assert key not in self.cache._entries
+            assert key not in self.cache.entries
 
     @invariant()
     def is_whole(self) -> None:

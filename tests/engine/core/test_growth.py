@@ -37,7 +37,7 @@ def test_no_list_of_a_stream_grows() -> None:
         sizes.append([len(timeline._items), len(timeline._masked), len(clock._positions), len(stream.held)])
         sizes[-1] += [len(ring.pages) for ring in stream.rings]
         sizes[-1] += [len(stream.flushes), len(stream.text._unsent), len(stream.new_pages)]
-        sizes[-1].append(len(bench.loop.scheduler.cache._entries))
+        sizes[-1].append(len(bench.loop.scheduler.cache.entries))
     young, old = sizes
     assert all(now <= before + 64 for before, now in zip(young, old, strict=True)), (young, old)
 
