@@ -20,7 +20,6 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.asyncio.server import ServerConnection, serve
 
 from engine import messages
+from engine.capacity import Capacity
 from engine.spec import ModelSpec
 from realtime.app import build_server
 from realtime.config import Config, LimitsConfig, ServerConfig
@@ -51,15 +51,6 @@ CASES: dict[str, tuple[str, int, dict[str, Any] | None]] = {
     "echo, 24000 Hz": ("echo", 24_000, None),
     "echo, 16000 Hz": ("echo", 16_000, None),
 }
-
-
-@dataclass
-class NullCapacity:
-    used: int = 0
-    total: int = 1_000_000
-    speaking: int = 0
-    load: float = 0.0
-    retry_after_s: float = 1.0
 
 
 class NullStream:
@@ -101,8 +92,8 @@ class NullEngine:
     spec = ModelSpec(name="null", sample_rate=16_000, samples_per_position=1280)
     ready = True
 
-    def capacity(self) -> NullCapacity:
-        return NullCapacity()
+    def capacity(self) -> Capacity:
+        return Capacity(used=0, total=1_000_000, speaking=0, load=0.0, retry_after_s=1.0, free=1_000_000)
 
     async def open(self, stream: str, **options: Any) -> NullStream:
         return NullStream(stream)

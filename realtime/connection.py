@@ -266,7 +266,8 @@ class Connection:
             now = self.last_message_at = self.host.clock()
             if fresh:
                 began = now
-            mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), more=not self._nothing_waits())
+            more = not self._nothing_waits()
+            mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), more=more)
             if self.host.full:
                 await self.host.room()
             if self._pace is not None:
@@ -274,8 +275,8 @@ class Connection:
             if mistaken and self._pace_of_mistakes is not None:
                 await self._pace_of_mistakes.wait()
             # While messages wait, receiving them gives way to nobody.
-            fresh = self._nothing_waits()
-            if not fresh and now - began >= TURN_S:
+            fresh = not more
+            if more and now - began >= TURN_S:
                 await self._turnstile.wait()
                 fresh = True
 
