@@ -27,7 +27,6 @@ class Flight(NamedTuple):
     start: int
     end: int
 
-
     def stream_of(self, gateway: str) -> str | None:
         """What a gateway calls the stream; None if it is another's."""
         mine = f"{gateway}/"

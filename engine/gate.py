@@ -7,6 +7,9 @@ convinced, and says where an utterance has ended, so that its text becomes final
     QUIET --evidence above zero--> DOUBTFUL --enough evidence--> OPEN --quiet for the hang-over--> QUIET
                                        `--evidence back at zero--> QUIET
 
+A pause in an utterance is told long before it has lasted for the hang-over. The model can hear the utterance up to
+there meanwhile; if nobody speaks on, it ends at the pause, and its text is there without another look.
+
 Evidence is a running sum of the frames' log-odds of speech, never below zero. Coughs and music reach high probabilities
 now and then; people who speak reach very high ones and stay there, so their evidence mounts many times faster. How much
 is enough depends on what went before: in a conversation a short "yes" is likely, and little evidence will do.
@@ -44,9 +47,10 @@ class GateSettings:
     conversation_samples: int = 10_000 * _SAMPLES_PER_MS
     # Audio kept from before the first evidence: soft beginnings of words are noticed late.
     pre_roll_samples: int = 320 * _SAMPLES_PER_MS
-    # Below this probability an utterance pauses, and a pause of this length ends it.
+    # Below this probability nobody speaks. After so long it is a pause of the utterance, and after so long its end.
     stop_threshold: float = 0.35
-    hang_over_samples: int = 352 * _SAMPLES_PER_MS
+    pause_samples: int = 96 * _SAMPLES_PER_MS
+    hang_over_samples: int = 512 * _SAMPLES_PER_MS
     # Audio is held back for doubt no longer than this.
     hold_samples: int = 5_000 * _SAMPLES_PER_MS
 
@@ -55,7 +59,9 @@ class GateSettings:
             raise ValueError(f"stop_threshold is a probability between 0 and 1, not {self.stop_threshold}")
         if min(self.evidence, self.conversation_evidence) <= 0:
             raise ValueError("the evidence that opens the speech gate must be above zero")
-        if min(self.conversation_samples, self.pre_roll_samples, self.hang_over_samples, self.hold_samples) < 0:
+        if not 0 < self.pause_samples < self.hang_over_samples:
+            raise ValueError("a pause of an utterance must be shorter than the hang-over that ends it")
+        if min(self.conversation_samples, self.pre_roll_samples, self.hold_samples) < 0:
             raise ValueError("durations of the speech gate cannot be negative")
 
 
@@ -74,6 +80,20 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
+class Pause:
+    """The utterance pauses: hear it up to `sample`, then hold. It will end there unless somebody speaks on soon."""
+
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Somebody speaks on after a pause: by `sample` that was clear."""
+
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """The utterance is over: commit everything before `sample`, then hold. Speech itself ended at `speech_end`."""
 
@@ -81,7 +101,7 @@ class End:
     speech_end: int
 
 
-Decision = Skip | Begin | End
+Decision = Skip | Begin | Pause | Resume | End
 
 
 class GateState(Enum):
@@ -103,6 +123,7 @@ class SpeechGate:
         self._evidence = 0.0
         self._speech_start = sample
         self._speech_end = sample
+        self._paused_at: int | None = None
         self._last_utterance_end: int | None = None
 
     def save(self) -> dict[str, Any]:
@@ -122,7 +143,11 @@ class SpeechGate:
         decisions: list[Decision] = []
         for probability in probabilities:
             self._sample += frame_samples
-            decision = (self._follow if self.is_open else self._weigh)(probability, frame_samples)
+            decision: Decision | None
+            if self.is_open:
+                decision = self._follow(probability)
+            else:
+                decision = self._weigh(probability, frame_samples)
             if decision is not None:
                 decisions.append(decision)
         if not self.is_open:
@@ -133,12 +158,13 @@ class SpeechGate:
     def flush(self, sample: int) -> list[Decision]:
         """Text for everything before `sample` is wanted now: end what is open, give up what is doubtful.
 
-        `sample` may lie ahead of the frames seen so far, which trail the audio by up to a frame.
+        `sample` may lie ahead of the frames seen so far, which trail the audio by up to a frame. An utterance that
+        pauses ends at the pause: nobody has spoken since.
         """
         if sample < self._sample:
             raise ValueError(f"sample {sample} is past: frames up to sample {self._sample} have been judged")
         if self.is_open:
-            return [self._end(sample)]
+            return [self._end(sample if self._paused_at is None else self._paused_at), *self._skip(sample)]
         self._rest()
         return self._skip(sample)
 
@@ -157,16 +183,23 @@ class SpeechGate:
             return None
         self.state = GateState.OPEN
         self._speech_end = self._sample
+        self._paused_at = None
         self._floor = max(self._floor, self._held_from() - self.settings.pre_roll_samples)
         return Begin(self._floor)
 
-    def _follow(self, probability: float, frame_samples: int) -> End | None:
-        """OPEN: has the utterance ended?"""
+    def _follow(self, probability: float) -> Pause | Resume | End | None:
+        """OPEN: does the utterance pause, go on, has it ended?"""
         if probability >= self.settings.stop_threshold:
             self._speech_end = self._sample
-        elif self._sample - self._speech_end >= self.settings.hang_over_samples:
-            return self._end(self._sample)
-        return None
+            paused, self._paused_at = self._paused_at is not None, None
+            return Resume(self._sample) if paused else None
+        quiet = self._sample - self._speech_end
+        if self._paused_at is None:
+            if quiet < self.settings.pause_samples:
+                return None
+            self._paused_at = self._sample
+            return Pause(self._sample)
+        return self._end(self._paused_at) if quiet >= self.settings.hang_over_samples else None
 
     def _needed(self) -> float:
         settings, last = self.settings, self._last_utterance_end

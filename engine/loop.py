@@ -20,7 +20,7 @@ from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
 from engine.errors import BadItem, BadOption, DuplicateStream, EngineDead, StreamError, StreamFinished, UnknownStream
-from engine.gate import Begin, Decision, End, GateSettings, SpeechGate
+from engine.gate import Begin, Decision, End, GateSettings, Pause, Resume, Skip, SpeechGate
 from engine.live_cost import LiveCost
 from engine.messages import (
     Abort,
@@ -322,14 +322,21 @@ class EngineLoop:
         scheduler = self.scheduler
         clock, rate = scheduler.streams[name].clock, scheduler.spec.samples_per_position
         for decision in decisions:
-            if isinstance(decision, End):
-                # Audio of a burst may be here already from behind the utterance: that is not part of it.
-                scheduler.flush(name, None, clock.position_at(decision.sample + rate - 1))
-                scheduler.hold(name, True)
-                continue
-            scheduler.skip(name, clock.position_at(decision.sample))
-            if isinstance(decision, Begin):
-                scheduler.hold(name, False)
+            match decision:
+                case Begin():
+                    scheduler.skip(name, clock.position_at(decision.sample))
+                    scheduler.hold(name, False)
+                case Pause():
+                    scheduler.pause(name, clock.position_at(decision.sample + rate - 1))
+                    scheduler.hold(name, True)
+                case Resume():
+                    scheduler.hold(name, False)
+                case End():
+                    # Audio of a burst may be here already from behind the utterance: that is not part of it.
+                    scheduler.flush(name, None, clock.position_at(decision.sample + rate - 1))
+                    scheduler.hold(name, True)
+                case Skip():
+                    scheduler.skip(name, clock.position_at(decision.sample))
 
     def _forget_ended(self, outputs: list[Output]) -> None:
         assert self._detector is not None

@@ -46,7 +46,8 @@ class DecodeTask:
 
     `rows[i]` holds the input of position `base + i`; base == start unless the model reads its window again.
     `new_pages` are the ring-table entries (group, ring index, page) that changed since the stream's last task.
-    `final` asks a windowed model to commit all it has heard: no audio that belongs to this text will follow.
+    `final` asks a windowed model to commit all it has heard: no audio that belongs to this text will follow. `pause`
+    says that a final task with the same window may come next, so that it had better be understood to its end now.
     """
 
     slot: int
@@ -57,6 +58,7 @@ class DecodeTask:
     rows: list[int]
     new_pages: list[tuple[int, int, int]]
     final: bool
+    pause: bool = False
 
 
 @dataclass(slots=True)

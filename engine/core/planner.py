@@ -64,17 +64,20 @@ class Planner:
             end = base + len(rows)
             if end <= start:
                 return False
-        final = bool(stream.flushes) and self._spec.rereads_window and end == stream.flushes[0].position
-        self._put(stream, base, start, end, rows, final)
+        pause = end == stream.next_pause()
+        final = bool(stream.flushes) and self._spec.rereads_window and end == stream.flushes[0].position and not pause
+        self._put(stream, base, start, end, rows, final, pause)
         return True
 
-    def _put(self, stream: Stream, base: int, start: int, end: int, rows: list[int], final: bool) -> None:
+    def _put(
+        self, stream: Stream, base: int, start: int, end: int, rows: list[int], final: bool, pause: bool = False
+    ) -> None:
         if end > stream.covered:
             stream.cover(end)
         pages = _NO_PAGES
         if stream.new_pages:
             pages, stream.new_pages = stream.new_pages, _NO_PAGES
-        self._decode.append(DecodeTask(stream.slot, stream.id, base, start, end, rows, pages, final))
+        self._decode.append(DecodeTask(stream.slot, stream.id, base, start, end, rows, pages, final, pause))
         self._positions -= end - base
 
     def _window_span(self, stream: Stream) -> tuple[int, int]:
@@ -82,18 +85,22 @@ class Planner:
 
         A step goes on by whole strides, not to the newest sample: what a model hears, and so what it says, then does
         not depend on how busy the machine is, as long as it keeps up. A live stream that is not far behind takes every
-        stride, also before a flush. One that is leaves strides out, unless it is behind because an engine was lost.
+        stride, also before a pause or a flush. One that is leaves strides and pauses out, unless it is behind because
+        an engine was lost.
         """
         base, done, stride = stream.base, stream.computed, self._spec.stride_positions
         limit = base + self._spec.window_positions
-        flush = stream.flushes[0].position if stream.flushes else limit + 1
-        end = flush if flush <= limit else min(stream.available, limit)
-        # The stride that ends at a flush is the flush's own step.
-        strides = (end - done - (flush <= limit)) // stride
-        in_time = stream.available - done < STRIDES_IN_TIME * stride or done < stream.catch_up_until
-        if strides >= 1 and stream.live and in_time:
+        in_time = stream.live and (stream.available - done < STRIDES_IN_TIME * stride or done < stream.catch_up_until)
+        mark = stream.flushes[0].position if stream.flushes else limit + 1
+        pause = stream.next_pause()
+        if pause is not None and pause <= mark and in_time:
+            mark = pause
+        end = mark if mark <= limit else min(stream.available, limit)
+        # The stride that ends at a mark is the mark's own step.
+        strides = (end - done - (mark <= limit)) // stride
+        if strides >= 1 and in_time:
             return base, done + stride
-        if flush <= limit or strides < 1:
+        if mark <= limit or strides < 1:
             return base, end
         return base, done + strides * stride
 

@@ -108,6 +108,7 @@ class Scheduler:
         """Everything before `position` (None: all that was fed) must become text; `Flushed` follows when it has."""
         stream = self._open_stream(name)
         position = stream.available if position is None else min(position, stream.available)
+        position = max(position, stream.computed)  # what is heard is heard
         if stream.flushes:
             position = max(position, stream.flushes[-1].position)
         stream.flushes.append(FlushMark(position, tag))
@@ -125,6 +126,14 @@ class Scheduler:
             stream.flushes[-1].resume_at = position
         else:
             self._skip_to(stream, position)
+
+    def pause(self, name: str, position: int) -> None:
+        """Whoever speaks paused at `position`: a live stream is heard up to there, also while it is held, and should a
+        flush there follow, its text is known already. Backlog goes on in large steps."""
+        stream = self._open_stream(name)
+        if stream.live:
+            stream.pauses.append(min(position, stream.available))
+            self._queue_if_due(stream)
 
     def hold(self, name: str, holding: bool) -> None:
         """While a stream is held, its audio waits unheard; only a flush makes it run."""
@@ -212,8 +221,8 @@ class Scheduler:
                 self._leave_behind(stream, keep)
             if stream.flushes:
                 self._settle(stream, outputs)
-            elif stream.available - task.end >= stride and not stream.holding:
-                self._queue(stream, stream.timeline.arrival_at(task.end))
+            elif stream.available - task.end >= stride or stream.pauses:
+                self._queue_if_due(stream)
         if self._replies:
             outputs += self.take_replies()
         return outputs

@@ -54,6 +54,7 @@ class Stream:
         "id",
         "live",
         "new_pages",
+        "pauses",
         "prune_at",
         "queued",
         "released",
@@ -92,6 +93,7 @@ class Stream:
         self.catch_up_until = opened.catch_up_until  # positions below this are heard stride by stride, whatever waits
         self.flushes: deque[FlushMark] = deque()  # still to be reached, in order
         self.finished = False
+        self.pauses: deque[int] = deque()  # where whoever speaks paused, still to be heard, in order
         self.holding = False  # audio waits until somebody surely speaks
         self.queued = False
         self.waiting_since = 0
@@ -114,9 +116,17 @@ class Stream:
         """Whether a step would have something to do for the stream."""
         if self.available - self.computed >= spec.stride_positions and not self.holding:
             return True
+        if self.pauses and self.next_pause() is not None:
+            return True
         if not self.flushes:
             return False
         return self.flushes[0].position > (self.base if spec.rereads_window else self.computed)
+
+    def next_pause(self) -> int | None:
+        """The first pause that was not reached yet."""
+        while self.pauses and self.pauses[0] <= self.computed:
+            self.pauses.popleft()
+        return self.pauses[0] if self.pauses else None
 
     def save(self) -> Saved:
         """Where a stream of a windowed model stands. That no audio will follow is for its owner to say again."""
@@ -124,6 +134,7 @@ class Stream:
         return {
             "base": self.base,
             "computed": self.computed,
+            "pauses": list(self.pauses),
             "holding": self.holding,
             "flushes": [(mark.position, mark.tag, mark.resume_at) for mark in flushes],
             "clock": self.clock.save(),
@@ -134,6 +145,7 @@ class Stream:
         """Stand where it stood; its items are in the timeline already."""
         self.timeline.end = self.available = available
         self.base, self.computed, self.holding = saved["base"], saved["computed"], saved["holding"]
+        self.pauses = deque(saved["pauses"])
         self.flushes = deque(FlushMark(*mark) for mark in saved["flushes"])
         self.clock.resume(saved["clock"])
         self.text.resume(saved["text"])

@@ -76,14 +76,17 @@ class _Slot:
     tail: _Tail | None = None
 
     committed: list[Heard] = field(default_factory=list)
-    hypothesis: list[int] = field(default_factory=list)
+    hypothesis: list[Heard] = field(default_factory=list)
     # Something of this utterance has been committed: somebody speaks.
     spoken: bool = False
+    # The hypothesis is the whole rest of the window that starts and ends here.
+    understood: tuple[int, int] | None = None
 
     def restart(self) -> None:
         self.committed.clear()
         self.hypothesis.clear()
         self.spoken = False
+        self.understood = None
 
 
 class WindowedRunner:
@@ -110,17 +113,18 @@ class WindowedRunner:
     def execute(self, plan: StepPlan) -> list[DecodeResult]:
         for slot in plan.closed:
             self._slots.pop(slot, None)
-        for task in plan.opened:
-            self._slots[task.slot] = _Slot() if task.saved is None else _resumed(task.saved, task.saved_items)
+        for opened in plan.opened:
+            self._slots[opened.slot] = _Slot() if opened.saved is None else _resumed(opened.saved, opened.saved_items)
         for item in plan.encode:
             self._write(item)
-        if not plan.decode:
-            return []
-        tails = [self._tail(task) for task in plan.decode]
-        pairs = list(zip(plan.decode, tails, strict=True))
-        rows = [self._row(task, tail) for task, tail in pairs]
-        self._decoder.run(rows, Encoded.stack([self._encode(task, tail) for task, tail in pairs]))
-        return [self._result(task, tail, row) for (task, tail), row in zip(pairs, rows, strict=True)]
+        results = {task.slot: self._finish(task) for task in plan.decode if self._is_understood(task)}
+        pairs = [(task, self._tail(task)) for task in plan.decode if task.slot not in results]
+        if pairs:
+            rows = [self._row(task, tail) for task, tail in pairs]
+            self._decoder.run(rows, Encoded.stack([self._encode(task, tail) for task, tail in pairs]))
+            for (task, tail), row in zip(pairs, rows, strict=True):
+                results[task.slot] = self._result(task, tail, row)
+        return [results[task.slot] for task in plan.decode]
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
         """What the slot holds as plain data, and the first position whose audio that refers to."""
@@ -128,8 +132,9 @@ class WindowedRunner:
         tail = held.tail if held.tail is not None and self._is_near(held.tail, base, end) else None
         saved: Saved = {
             "committed": [(heard.token, heard.peak, heard.log_probability) for heard in held.committed],
-            "hypothesis": list(held.hypothesis),
+            "hypothesis": [(heard.token, heard.peak, heard.log_probability) for heard in held.hypothesis],
             "spoken": held.spoken,
+            "understood": held.understood,
             "tail": None if tail is None else (tail.start, tail.end, list(tail.tokens)),
         }
         return saved, base if tail is None else tail.start
@@ -181,9 +186,9 @@ class WindowedRunner:
         most = max(1, min(room, round(seconds * policy.tokens_per_second) + 4 - len(committed)))
         return Row(
             committed=committed,
-            draft=slot.hypothesis[:most],
+            draft=[heard.token for heard in slot.hypothesis[:most]],
             most=most,
-            stop_frame=None if task.final else frames - policy.agreed_margin * frames_per_position,
+            stop_frame=None if task.final or task.pause else frames - policy.agreed_margin * frames_per_position,
             frames=frames,
         )
 
@@ -204,18 +209,32 @@ class WindowedRunner:
         if not slot.spoken and is_noise(text, row.log_probabilities, self._policy):
             new = []
         if task.final:
-            timed = self._timed(new, floor, float(task.end))
-            slot.tail = self._new_tail(task, slot.committed + new)
-            slot.restart()
-            return DecodeResult(timed=timed, keep_from=task.end)
+            slot.hypothesis = new
+            return self._finish(task)
         window = (float(task.base), float(task.end))
-        count = committable(new, row.ended, slot.hypothesis, window, self.vocabulary.pieces, self._policy)
+        previous = [heard.token for heard in slot.hypothesis]
+        count = committable(new, row.ended, previous, window, self.vocabulary.pieces, self._policy)
         upcoming = new[count].peak if count < len(new) else float(task.end)
         timed = self._timed(new[:count], floor, upcoming)
         slot.committed += new[:count]
         slot.spoken = slot.spoken or count > 0
-        slot.hypothesis = [heard.token for heard in new[count:]]
-        return DecodeResult(timed=timed, keep_from=self._cut(task, slot, upcoming))
+        slot.hypothesis = new[count:]
+        keep_from = self._cut(task, slot, upcoming)
+        slot.understood = (keep_from, task.end) if task.pause else None
+        return DecodeResult(timed=timed, keep_from=keep_from)
+
+    def _is_understood(self, task: DecodeTask) -> bool:
+        """Whether the pass before has heard all of a window that now ends."""
+        return task.final and self._slots[task.slot].understood == (task.base, task.end)
+
+    def _finish(self, task: DecodeTask) -> DecodeResult:
+        """Commit what the slot's hypothesis says: it is the rest of a window that ends."""
+        slot = self._slots[task.slot]
+        floor = slot.committed[-1].peak if slot.committed else float(task.base)
+        timed = self._timed(slot.hypothesis, floor, float(task.end))
+        slot.tail = self._new_tail(task, slot.committed + slot.hypothesis)
+        slot.restart()
+        return DecodeResult(timed=timed, keep_from=task.end)
 
     def _new_tail(self, task: DecodeTask, said: list[Heard]) -> _Tail | None:
         """The last words of a window that ends, and the audio from a little before them on."""
@@ -263,7 +282,9 @@ def _resumed(saved: Saved, items: Sequence[Item]) -> _Slot:
         start, end, tokens = saved["tail"]
         tail = _Tail(_audio_of(items, start, end), list(tokens), end)
     committed = [Heard(*heard) for heard in saved["committed"]]
-    return _Slot(tail, committed, list(saved["hypothesis"]), saved["spoken"])
+    hypothesis = [Heard(*heard) for heard in saved["hypothesis"]]
+    understood = None if saved["understood"] is None else tuple(saved["understood"])
+    return _Slot(tail, committed, hypothesis, saved["spoken"], understood)
 
 
 def _audio_of(items: Sequence[Item], start: int, end: int) -> Tensor:

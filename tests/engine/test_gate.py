@@ -8,17 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.gate import Begin, Decision, End, GateSettings, Skip, SpeechGate
+from engine.gate import Begin, Decision, End, GateSettings, Pause, Resume, Skip, SpeechGate
 
 FRAME = 512
 # A frame lasts 0.032 s. One of SPEECH adds 6 log-odds, one of DOUBT 1.2, one of QUIET takes 1, one of NEUTRAL nothing.
 SPEECH, DOUBT, NEUTRAL, QUIET = 0.9995, 0.9, 0.7311, 0.01
-# Eight frames of speech open the gate, or two in a conversation; 5 frames of pre-roll, 10 of hang-over, 40 held.
+# Eight frames of speech open the gate, or two in a conversation; 5 frames of pre-roll, 3 make a pause, 10 of hang-over,
+# 40 held.
 SETTINGS = GateSettings(
     evidence=8 * 6 * 0.032 - 0.01,
     conversation_evidence=2 * 6 * 0.032 - 0.01,
     conversation_samples=100 * FRAME,
     pre_roll_samples=5 * FRAME,
+    pause_samples=3 * FRAME,
     hang_over_samples=10 * FRAME,
     hold_samples=40 * FRAME,
 )
@@ -36,7 +38,7 @@ def decide(*stretches: tuple[float, int], settings: GateSettings = SETTINGS) -> 
 
 
 def heard(decisions: list[Decision]) -> list[Decision]:
-    return [decision for decision in decisions if not isinstance(decision, Skip)]
+    return [decision for decision in decisions if isinstance(decision, (Begin, End))]
 
 
 @pytest.mark.parametrize(
@@ -47,12 +49,14 @@ def heard(decisions: list[Decision]) -> list[Decision]:
         {"evidence": 0.0},
         {"conversation_evidence": -1.0},
         {"hang_over_samples": -1},
+        {"pause_samples": 0},
+        {"pause_samples": 10 * FRAME},
         {"hold_samples": -1},
         {"pre_roll_samples": -1},
     ],
 )
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="stop_threshold|evidence|durations"):
+    with pytest.raises(ValueError, match="stop_threshold|evidence|durations|hang-over"):
         replace(SETTINGS, **wrong)  # type: ignore[arg-type]
 
 
@@ -60,9 +64,12 @@ def test_silence_is_skipped_up_to_the_pre_roll() -> None:
     assert decide((QUIET, 8)) == [Skip(FRAME), Skip(2 * FRAME), Skip(3 * FRAME)]
 
 
-def test_an_utterance_begins_before_its_first_frame_and_ends_after_the_hang_over() -> None:
-    decisions = decide((QUIET, 20), (SPEECH, 30), (QUIET, 12))
-    assert heard(decisions) == [Begin(15 * FRAME), End(60 * FRAME, speech_end=50 * FRAME)]
+def test_an_utterance_begins_before_its_first_frame_and_ends_at_its_pause_after_the_hang_over() -> None:
+    before = decide((QUIET, 20), (SPEECH, 30), (QUIET, 9))
+    assert before[-2:] == [Begin(15 * FRAME), Pause(53 * FRAME)]
+    after = decide((QUIET, 20), (SPEECH, 30), (QUIET, 10))
+    assert after[: len(before)] == before
+    assert heard(after)[-1] == End(53 * FRAME, speech_end=50 * FRAME)
 
 
 def test_speech_in_the_first_frame_begins_at_the_start() -> None:
@@ -104,7 +111,7 @@ def test_hesitant_speech_gathers_evidence_over_short_pauses() -> None:
 
 def test_in_a_conversation_a_short_word_is_heard() -> None:
     decisions = decide((SPEECH, 20), (QUIET, 50), (SPEECH, 2), (QUIET, 10))
-    assert heard(decisions)[2:] == [Begin(65 * FRAME), End(82 * FRAME, speech_end=72 * FRAME)]
+    assert heard(decisions)[2:] == [Begin(65 * FRAME), End(75 * FRAME, speech_end=72 * FRAME)]
 
 
 def test_after_a_long_silence_a_conversation_is_over() -> None:
@@ -113,12 +120,28 @@ def test_after_a_long_silence_a_conversation_is_over() -> None:
 
 def test_a_pause_shorter_than_the_hang_over_ends_nothing() -> None:
     decisions = decide((SPEECH, 20), (QUIET, 9), (SPEECH, 1), (QUIET, 9), (0.36, 1), (QUIET, 9))
-    assert heard(decisions) == [Begin(0)]
+    assert decisions == [
+        Begin(0),
+        Pause(23 * FRAME),
+        Resume(30 * FRAME),
+        Pause(33 * FRAME),
+        Resume(40 * FRAME),
+        Pause(43 * FRAME),
+    ]
 
 
 def test_an_utterance_never_reaches_back_into_the_one_before() -> None:
-    decisions = decide((SPEECH, 20), (QUIET, 10), (SPEECH, 20))
-    assert heard(decisions) == [Begin(0), End(30 * FRAME, speech_end=20 * FRAME), Begin(30 * FRAME)]
+    near = replace(SETTINGS, pre_roll_samples=20 * FRAME)
+    decisions = decide((SPEECH, 20), (QUIET, 10), (SPEECH, 20), settings=near)
+    assert heard(decisions) == [Begin(0), End(23 * FRAME, speech_end=20 * FRAME), Begin(23 * FRAME)]
+
+
+def test_flush_in_a_pause_ends_the_utterance_at_the_pause() -> None:
+    gate = SpeechGate(SETTINGS)
+    gate.push([SPEECH] * 20 + [QUIET] * 5, FRAME)
+    assert gate.flush(26 * FRAME) == [End(23 * FRAME, speech_end=20 * FRAME), Skip(26 * FRAME)]
+    # What was flushed away is no part of what comes next.
+    assert gate.push([SPEECH] * 2, FRAME) == [Begin(26 * FRAME)]
 
 
 def test_flush_ends_an_open_utterance_where_the_caller_says() -> None:

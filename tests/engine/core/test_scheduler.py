@@ -6,6 +6,7 @@ import pytest
 
 from engine.core.limits import Limits
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, StepPlan, TimedToken
+from engine.core.planner import STRIDES_IN_TIME
 from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
 from engine.errors import (
@@ -444,6 +445,79 @@ class TestWindows:
         assert flushed == Flushed("a", 1, 400)
         engine.flush("a", 2)
         assert engine.take_replies() == [Flushed("a", 2, 400)]
+
+    def test_a_pause_is_heard_at_once_and_a_flush_there_asks_for_the_same_window(self) -> None:
+        engine = self.engine()
+        self.feed(engine, 0, 3)
+        engine.pause("a", 2)
+        task, _ = self.run(engine, DecodeResult())
+        assert task.pause and not task.final and (task.base, task.end) == (0, 2)
+        assert not engine.has_work(), "a pause is heard once"
+        self.feed(engine, 3, 5)
+        engine.flush("a", 1, 2)
+        task, outputs = self.run(engine, DecodeResult())
+        assert task.final and not task.pause and (task.base, task.start, task.end) == (0, 2, 2)
+        assert outputs == [Flushed("a", 1, 200)]
+
+    def test_strides_go_on_from_a_pause(self) -> None:
+        engine = self.engine()
+        self.feed(engine, 0, 5)
+        engine.pause("a", 5)
+        tasks = [self.run(engine, DecodeResult())[0] for _ in range(2)]
+        self.feed(engine, 5, 9)
+        tasks.append(self.run(engine, DecodeResult())[0])
+        assert [(task.end, task.pause) for task in tasks] == [(4, False), (5, True), (9, False)]
+
+    def test_pauses_that_come_late_are_heard_one_by_one_and_before_the_flush_that_ends_there(self) -> None:
+        engine = self.engine()
+        self.feed(engine, 0, 6)
+        engine.pause("a", 2)
+        engine.pause("a", 4)
+        engine.flush("a", 1, 4)
+        tasks = [self.run(engine, DecodeResult())[0] for _ in range(3)]
+        assert [(task.end, task.pause, task.final) for task in tasks] == [
+            (2, True, False),
+            (4, True, False),
+            (4, False, True),
+        ]
+        assert not engine.has_work()
+
+    def test_a_stream_that_is_far_behind_leaves_pauses_out(self) -> None:
+        engine = self.engine()
+        self.feed(engine, 0, STRIDES_IN_TIME * WINDOWS.stride_positions)
+        engine.pause("a", 3)
+        engine.pause("a", 7)
+        engine.flush("a", 1, 9)
+        task, _ = self.run(engine, DecodeResult())
+        assert task.final and task.end == 9
+
+    def test_a_held_stream_hears_its_pause_and_no_more(self) -> None:
+        engine = self.engine()
+        self.feed(engine, 0, 3)
+        engine.pause("a", 2)
+        engine.hold("a", True)
+        task, _ = self.run(engine, DecodeResult())
+        assert task.pause and task.end == 2
+        self.feed(engine, 3, 9)
+        assert not engine.has_work()
+        engine.hold("a", False)
+        assert self.run(engine, DecodeResult())[0].end == 6, "strides count from the pause"
+
+    def test_backlog_does_not_stop_for_pauses(self) -> None:
+        engine = self.engine()
+        engine.admit(Open("b", live=False))
+        engine.commit(engine.plan(), [])
+        engine.feed("b", [frame(position, spec=WINDOWS) for position in range(9)], 0)
+        engine.pause("b", 2)
+        assert self.run(engine, DecodeResult())[0].end == 8
+
+    def test_a_flush_never_lies_before_what_was_heard(self) -> None:
+        engine = self.engine()
+        self.feed(engine, 0, 4)
+        self.run(engine, DecodeResult())
+        engine.flush("a", 1, 2)
+        task, outputs = self.run(engine, DecodeResult())
+        assert task.final and (task.start, task.end) == (4, 4) and outputs == [Flushed("a", 1, 400)]
 
     def test_a_step_does_not_read_across_a_flush(self) -> None:
         engine = self.engine()

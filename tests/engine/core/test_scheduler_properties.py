@@ -178,6 +178,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 class WindowMachine(SchedulerMachine):
     spec = WINDOWS
 
+    @precondition(SchedulerMachine.is_open)
+    @rule(data=st.data(), back=st.integers(0, 6))
+    def pause(self, data: st.DataObject, back: int) -> None:
+        name = self.name(data)
+        self.engine.pause(name, max(0, self.ends[name] - back))
+
 
 SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 WindowMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -71,7 +71,18 @@ class Streams:
         opened = [OpenTask(slot, f"s{slot}", 0, {}, []) for slot in audio]
         runner.execute(StepPlan(0, opened=opened))
 
-    def step(self, final: bool = False) -> None:
+    def end_here(self) -> None:
+        """A final task without new audio."""
+        end = self.steps * STRIDE
+        plan = StepPlan(self.steps)
+        for slot, base in self.base.items():
+            window = [1 + slot * 100 + position % 100 for position in range(base, end)]
+            plan.decode.append(DecodeTask(slot, f"s{slot}", base, end, end, window, [], True))
+        for task, result in zip(plan.decode, self.runner.execute(plan), strict=True):
+            self.base[task.slot] = end
+            self.results[task.slot].append(result)
+
+    def step(self, final: bool = False, pause: bool = False) -> None:
         start, end = self.steps * STRIDE, (self.steps + 1) * STRIDE
         plan = StepPlan(self.steps)
         for slot, audio in self.audio.items():
@@ -79,7 +90,7 @@ class Streams:
             samples = audio[start * SAMPLES_PER_POSITION : end * SAMPLES_PER_POSITION]
             plan.encode.append(EncodeTask(f"s{slot}", samples, None, rows))
             window = [1 + slot * 100 + position % 100 for position in range(self.base[slot], end)]
-            plan.decode.append(DecodeTask(slot, f"s{slot}", self.base[slot], start, end, window, [], final))
+            plan.decode.append(DecodeTask(slot, f"s{slot}", self.base[slot], start, end, window, [], final, pause))
         for task, result in zip(plan.decode, self.runner.execute(plan), strict=True):
             assert result.keep_from is not None and task.base <= result.keep_from <= task.end
             self.base[task.slot] = result.keep_from
@@ -192,6 +203,35 @@ def test_final_ends_the_window_and_forgets_it(model: Moonshine) -> None:
     assert streams.base[0] == streams.steps * STRIDE
     slot = streams.runner._slots[0]
     assert not slot.committed and not slot.hypothesis and not slot.spoken
+
+
+def test_an_utterance_that_ends_at_its_pause_is_not_read_again(
+    model: Moonshine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audio = {slot: speech(30 + slot, 20) for slot in range(2)}
+    plain, paused = Streams(make_runner(model), audio), Streams(make_runner(model), audio)
+    for streams in (plain, paused):
+        for _ in range(3):
+            streams.step()
+    plain.step(final=True)
+    paused.step(pause=True)
+    monkeypatch.setattr(model, "encode", None)
+    paused.end_here()
+    for slot in audio:
+        assert paused.tokens(slot) == plain.tokens(slot) and plain.tokens(slot)
+        assert not paused.runner._slots[slot].hypothesis
+
+
+def test_an_utterance_that_goes_on_after_its_pause_is_read_to_its_end(
+    model: Moonshine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = Streams(make_runner(model), {0: speech(32, 30)})
+    streams.step()
+    streams.step(pause=True)
+    streams.step()
+    monkeypatch.setattr(model, "encode", None)
+    with pytest.raises(TypeError):
+        streams.end_here()
 
 
 def test_a_reused_slot_starts_afresh(model: Moonshine) -> None:
