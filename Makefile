@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 APT := $(if $(shell command -v apt-get),$(if $(filter 0,$(shell id -u)),apt-get,$(if $(shell command -v sudo),sudo -n apt-get)))
 
-.PHONY: help setup weights system demo serve test check bench soak clean
+.PHONY: help setup setup-dev weights system demo serve test check bench soak clean
 
 help:
 	@echo "make demo    set up, fetch and verify the embedded model, show live captions from real speech"
@@ -14,11 +14,17 @@ help:
 	@echo "make bench   run the benchmarks that need no GPU"
 	@echo "make soak    hours of sessions in compressed time"
 
-# The stamp depends on pyproject.toml, so a changed dependency installs at the next target.
+# The stamps depend on pyproject.toml, so a changed dependency installs at the next target. The demo installs what the
+# product needs and nothing else, and leaves compiling to the first import: both make the first captions come sooner.
 setup: $(VENV)/.installed
+setup-dev: $(VENV)/.installed-dev
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --no-compile --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
@@ -43,20 +49,20 @@ demo: weights
 serve: weights
 	$(BIN)/tickertape serve
 
-test: weights system
+test: setup-dev weights system
 	$(BIN)/python -m pytest
 
-check: setup
+check: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: setup
+bench: setup-dev
 	$(BIN)/python -m benchmarks.step_cost
 	$(BIN)/python -m benchmarks.gateway
 	$(BIN)/python -m benchmarks.boundary
 
-soak: weights
+soak: setup-dev weights
 	$(BIN)/python -m pytest -m soak --timeout 7200
 
 clean:
