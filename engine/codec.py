@@ -154,11 +154,10 @@ WireOutput = (
 
 
 class Progress(_Wire):
-    """How far a stream is: positions below `computed` are done, those below `base` are not needed again."""
+    """How far a stream is: positions below `computed` are done."""
 
     stream: str
     computed: int
-    base: int
 
 
 class Status(_Wire):

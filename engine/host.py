@@ -41,7 +41,7 @@ class HostedStream:
     live: bool
     # When it last made work; a new stream is expected to.
     heard_at: float
-    reported: tuple[int, int] = (0, 0)
+    reported: int = 0
     speaking: bool = False
 
 
@@ -377,11 +377,11 @@ class EngineHost:
         moving_is_work = not self._loop.silence_is_free
         for name, stream in self._loop.scheduler.streams.items():
             hosted = self._streams.get(name)
-            if hosted is not None and hosted.reported != (stream.computed, stream.base):
-                hosted.reported = (stream.computed, stream.base)
+            if hosted is not None and hosted.reported != stream.computed:
+                hosted.reported = stream.computed
                 if moving_is_work:
                     hosted.heard_at = now
-                report = codec.Progress(hosted.name, stream.computed, stream.base)
+                report = codec.Progress(hosted.name, stream.computed)
                 progress.setdefault(hosted.peer.name, []).append(report)
         return progress
 

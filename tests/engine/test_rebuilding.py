@@ -103,7 +103,7 @@ class Session:
             for output in self.link.step():
                 self.stream.take(output)
         for stream in self.link.loop.scheduler.streams.values():
-            self.stream.progress(codec.Progress("s", stream.computed, stream.base))
+            self.stream.progress(codec.Progress("s", stream.computed))
         self.link.loop.scheduler.check_integrity()
         self.most_kept = max(self.most_kept, len(self.stream._kept))
 
