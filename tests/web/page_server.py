@@ -1,4 +1,4 @@
-"""The real gateway with the page as a process of its own, which tests can kill.
+"""The real gateway, which serves the page, as a process of its own, which tests can kill.
 
 python -m tests.web.page_server PORT [--key KEY] [--slots N] [--real]
 """
@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from pathlib import Path
 
-from starlette.staticfiles import StaticFiles
-
-import realtime
 from realtime.app import listening, running_server
 from realtime.config import AuthConfig, Config, ServerConfig
 from tests.realtime.gateway_doubles import FakeEngine
 
-PAGE = Path(realtime.__file__).parent / "web"
 SENTENCES = (
     "The tide went out early.",
     "We counted the boats left behind.",
@@ -31,7 +26,6 @@ async def serve(port: int, key: str | None, slots: int, *, real: bool) -> None:
     config = Config(server=ServerConfig(port=port), auth=auth)
     engine = FakeEngine(slots=slots, words=" ".join(SENTENCES).split())
     async with running_server(config) if real else listening(engine, config) as running:
-        running.server.config.app.mount("/", StaticFiles(directory=PAGE, html=True))  # type: ignore[union-attr]
         await running.wait()
 
 
