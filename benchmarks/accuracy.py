@@ -1,11 +1,12 @@
 """How accurate and how fast the transcripts of a windowed model are, on recordings with known words.
 
     python -m benchmarks.accuracy MANIFEST [--live [--paced]] [--model NAME] [--kind KIND] [--limit N]
-                                  [--streams N] [--joined] [--json FILE]
+                                  [--streams N] [--joined [--rounds N]] [--json FILE]
 
 Without --live: the weights alone, on whole clips, greedy. With --live: that, and the real engine fed at the pace of a
 microphone, in the same run, so that the difference is the price of being live. --joined plays all clips as one long
-session per stream. Exit status: 0 done, 1 the engine failed, 2 the manifest or the model cannot be used.
+session per stream, with --rounds again and again, so that early and late error rates are of the same words.
+Exit status: 0 done, 1 the engine failed, 2 the manifest or the model cannot be used.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benchmarks.accuracy_report import (
     drift_of,
     print_accuracy,
     print_live,
+    rounds_of,
     transcripts_of,
 )
 from benchmarks.live_run import LiveRun, RunFailed, SessionRun, VirtualClock, WallClock
@@ -81,11 +83,14 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=_positive, help="only the first N recordings")
     parser.add_argument("--streams", type=_positive, default=1, help="live sessions at the same time")
     parser.add_argument("--joined", action="store_true", help="all clips as one long session per stream")
+    parser.add_argument("--rounds", type=_positive, default=1, help="with --joined: play the clips so many times over")
     parser.add_argument("--threads", type=_positive, default=1, help="threads of torch")
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args(arguments)
     if not options.live and (options.paced or options.joined or options.only_live or options.streams > 1):
         parser.error("--paced, --joined, --only-live and --streams need --live")
+    if options.rounds > 1 and not options.joined:
+        parser.error("--rounds needs --joined")
     return options
 
 
@@ -153,7 +158,7 @@ def _run_offline(clips: list[Clip], options: argparse.Namespace, normalise: Norm
 
 def _run_live(clips: list[Clip], options: argparse.Namespace, normalise: Normaliser) -> dict[str, Any]:
     if options.joined:
-        sessions = joined_sessions(clips, options.streams, PAUSE_SECONDS)
+        sessions = joined_sessions(clips, options.streams, PAUSE_SECONDS, options.rounds)
     else:
         sessions = one_session_per_clip(clips, PAUSE_SECONDS)
     loop = build_loop(EngineConfig(options.model, "cpu", max_streams=options.streams, threads=options.threads))
@@ -168,6 +173,8 @@ def _run_live(clips: list[Clip], options: argparse.Namespace, normalise: Normali
     LiveRun(loop, clock, options.streams).play(sessions, note)
     transcripts = [item for run in finished for item in transcripts_of(run)]
     figures = accuracy(transcripts, normalise) | delays_of(finished).figures() | drift_of(finished, normalise)
+    if options.rounds > 1:
+        figures["wer_by_round"] = rounds_of(finished, options.rounds, normalise)
     heard = sum(run.seconds for run in finished)
     return figures | {"streams": options.streams, "cpu_per_audio_second": clock.cpu_seconds / heard}
 

@@ -148,6 +148,17 @@ def drift_of(runs: Sequence[SessionRun], normalise: Normaliser) -> dict[str, Any
     }
 
 
+def rounds_of(runs: Sequence[SessionRun], rounds: int, normalise: Normaliser) -> list[float | None]:
+    """Error rate of each round of sessions that play the same recordings over and over."""
+    errors: list[list[Errors]] = [[] for _ in range(rounds)]
+    for run in runs:
+        items = transcripts_of(run)
+        for index, item in enumerate(items):
+            scored = score(normalise(item.clip.text), normalise(item.text)).errors
+            errors[index * rounds // len(items)].append(scored)
+    return [pooled(part).rate for part in errors]
+
+
 def _minutes_of(run: SessionRun, normalise: Normaliser) -> list[tuple[int, Errors]]:
     """Errors by minute: of each clip where it began, or word by word if the session is one recording."""
     if len(run.parts) > 1:
@@ -214,3 +225,5 @@ def print_live(figures: dict[str, Any]) -> None:
             f"  first third            {_percent(figures['wer_first_third'])}, "
             f"last third {_percent(figures['wer_last_third'])}"
         )
+    if "wer_by_round" in figures:
+        print(f"  round by round         {', '.join(_percent(rate) for rate in figures['wer_by_round'])}")

@@ -126,7 +126,7 @@ def one_session_per_clip(clips: Sequence[Clip], pause_seconds: float) -> list[Se
     return [Session(f"clip-{number}", (clip,), pause_seconds) for number, clip in enumerate(clips)]
 
 
-def joined_sessions(clips: Sequence[Clip], count: int, pause_seconds: float) -> list[Session]:
-    """All clips, dealt to `count` sessions."""
-    dealt = [tuple(clips[first::count]) for first in range(count)]
+def joined_sessions(clips: Sequence[Clip], count: int, pause_seconds: float, rounds: int = 1) -> list[Session]:
+    """All clips, dealt to `count` sessions; each session plays its own `rounds` times over."""
+    dealt = [tuple(clips[first::count]) * rounds for first in range(count)]
     return [Session(f"session-{number}", mine, pause_seconds) for number, mine in enumerate(dealt) if mine]

@@ -78,7 +78,15 @@ def test_a_model_that_does_not_exist(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--streams", "2"], ["--paced"], ["--joined"], ["--live", "--streams", "0"], ["--limit", "x"]]
+    "arguments",
+    [
+        ["--streams", "2"],
+        ["--paced"],
+        ["--joined"],
+        ["--live", "--rounds", "2"],
+        ["--live", "--streams", "0"],
+        ["--limit", "x"],
+    ],
 )
 def test_options_that_make_no_sense(manifest: Path, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

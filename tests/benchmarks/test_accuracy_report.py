@@ -13,6 +13,7 @@ from benchmarks.accuracy_report import (
     drift_of,
     print_accuracy,
     print_live,
+    rounds_of,
     transcripts_of,
 )
 from benchmarks.live_run import SessionRun
@@ -98,6 +99,12 @@ def test_drift_compares_the_first_and_the_last_third_of_long_sessions() -> None:
     assert figures["wer_by_minute"] == [0.0, 0.0, 0.0, 0.0, 0.5, 0.5]
     assert (figures["wer_first_third"], figures["wer_last_third"]) == (0.0, 0.5)
     assert figures["delay_p50_by_minute"][5] == pytest.approx(6.0)
+
+
+def test_rounds_compare_the_same_words_early_and_late() -> None:
+    parts = [Part(clip(text), 2.0 * at, 2.0 * at + 2) for at, text in enumerate(["good day", "so long"] * 2)]
+    words = [(word, 1.0 * at + 0.2, 1.0 * at + 0.8, 9.0) for at, word in enumerate("good day so long good day".split())]
+    assert rounds_of([run_of(parts, words, 8.0)], 2, normalise) == [0.0, 0.5]
 
 
 def test_drift_within_one_long_recording_goes_word_by_word() -> None:

@@ -119,3 +119,5 @@ def test_clips_are_dealt_to_sessions() -> None:
     assert ["".join(clip.text for clip in session.clips) for session in dealt] == ["ace", "bd"]
     assert len({session.name for session in dealt}) == 2
     assert len(joined_sessions(clips[:1], 3, 1.0)) == 1
+    again = joined_sessions(clips, 2, 1.0, rounds=2)
+    assert ["".join(clip.text for clip in session.clips) for session in again] == ["aceace", "bdbd"]
