@@ -142,6 +142,7 @@ class EngineLoop:
         self.live_cost = LiveCost(spec.stride_positions * spec.samples_per_position * 1e9 / spec.sample_rate)
         self._detector = detector
         self._gate_settings = gate
+        self._listened_to: set[str] = set()
         self._gates: dict[str, SpeechGate] = {}
         # Windowed models save their state; one with a token per position is replayed by its tokens.
         self._checkpoints: Checkpoints | None = None
@@ -249,6 +250,7 @@ class EngineLoop:
         self.scheduler.admit(message)
         if self._detector is not None:
             self._detector.open(message.stream)
+            self._listened_to.add(message.stream)
             if self._gate_settings is not None:
                 self._gates[message.stream] = SpeechGate(self._gate_settings)
                 self.scheduler.hold(message.stream, True)
@@ -341,7 +343,11 @@ class EngineLoop:
     def _forget_ended(self, outputs: list[Output]) -> None:
         assert self._detector is not None
         for output in outputs:
-            if isinstance(output, (Closed, Failed)) and output.stream not in self.scheduler.streams:
+            if not isinstance(output, (Closed, Failed)) or output.stream in self.scheduler.streams:
+                continue
+            # A stream whose opening was refused was never listened to.
+            if output.stream in self._listened_to:
+                self._listened_to.remove(output.stream)
                 self._detector.close(output.stream)
                 self._gates.pop(output.stream, None)
 

@@ -159,8 +159,9 @@ class TestBadInput:
         outputs = drain(loop)
         assert [type(output) for output in outputs] == [Opened, Refused, Text, Closed]
 
-    def test_an_option_the_model_does_not_take(self) -> None:
-        loop = engine()
+    @pytest.mark.parametrize("detector", [None, LoudnessDetector()])
+    def test_an_option_the_model_does_not_take(self, detector: LoudnessDetector | None) -> None:
+        loop = engine(detector=detector)
         loop.submit([Open("a", options={"language": "en"})], 0)
         (failed,) = drain(loop)
         assert isinstance(failed, Failed) and failed.code == "BadOption" and "leave the option out" in failed.message
