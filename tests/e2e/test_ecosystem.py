@@ -1,0 +1,69 @@
+"""Real clients of other projects against a real server. Each is skipped where its package is not installed.
+
+    pip install openai-agents livekit-agents livekit-plugins-openai livekit-plugins-deepgram deepgram-sdk \
+        "pipecat-ai[openai,deepgram,websocket]"
+    pip install --upgrade soxr    # pipecat pins an older one than the server needs
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from tests.e2e import ecosystem_clients as clients
+from tests.e2e.conftest import Serve
+from tests.realtime.gateway_doubles import silence, tone
+
+# Other projects' packages warn about each other; that says nothing about this one.
+pytestmark = pytest.mark.filterwarnings("ignore")
+PACE_S = 0.01
+Client = Callable[..., Awaitable[list[str]]]
+
+
+@pytest.fixture
+def blockbuster() -> None:
+    """These clients read files and resolve names on the event loop they share with the server here."""
+
+
+def needs(module: str) -> pytest.MarkDecorator:
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    return pytest.mark.skipif(not found, reason=f"{module} is not installed")
+
+
+def two_turns(rate: int) -> bytes:
+    turn = tone(1.0, rate) + silence(1.0, rate)
+    return silence(0.3, rate) + turn + turn
+
+
+@pytest.mark.parametrize(
+    ("client", "rate"),
+    [
+        pytest.param(clients.openai_agents, 24_000, marks=needs("agents.voice")),
+        pytest.param(clients.deepgram_sdk, 16_000, marks=needs("deepgram")),
+    ],
+)
+async def test_client_that_ends_by_itself(serve: Serve, client: Client, rate: int) -> None:
+    async with serve() as running, asyncio.timeout(30):
+        finals = await client(running.base_url, two_turns(rate), PACE_S)
+    assert " ".join(finals) in ("w1 w2 w3 w4", "w1 w2 w3 w4 w5")
+
+
+@pytest.mark.parametrize(
+    ("client", "rate"),
+    [
+        pytest.param(clients.livekit_openai, 24_000, marks=needs("livekit.plugins.openai")),
+        pytest.param(clients.livekit_deepgram, 16_000, marks=needs("livekit.plugins.deepgram")),
+        pytest.param(clients.pipecat_openai, 16_000, marks=needs("pipecat")),
+        pytest.param(clients.pipecat_deepgram, 16_000, marks=needs("pipecat")),
+    ],
+)
+async def test_client_that_hears_turns(serve: Serve, client: Client, rate: int) -> None:
+    async with serve() as running, asyncio.timeout(30):
+        finals = await client(running.base_url, two_turns(rate), PACE_S, 2)
+    assert " ".join(finals) in ("w1 w2 w3 w4", "w1 w2 w3 w4 w5")
