@@ -1,7 +1,7 @@
 """How accurate and how fast the transcripts of a windowed model are, on recordings with known words.
 
     python -m benchmarks.accuracy MANIFEST [--live [--paced]] [--model NAME] [--kind KIND] [--limit N]
-                                  [--streams N] [--joined [--rounds N]] [--json FILE]
+                                  [--streams N] [--joined [--rounds N]] [--pause SECONDS] [--json FILE]
 
 Without --live: the weights alone, on whole clips, greedy. With --live: that, and the real engine fed at the pace of a
 microphone, in the same run, so that the difference is the price of being live. --joined plays all clips as one long
@@ -84,6 +84,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--streams", type=_positive, default=1, help="live sessions at the same time")
     parser.add_argument("--joined", action="store_true", help="all clips as one long session per stream")
     parser.add_argument("--rounds", type=_positive, default=1, help="with --joined: play the clips so many times over")
+    parser.add_argument("--pause", type=float, default=PAUSE_SECONDS, help="seconds of silence after each recording")
     parser.add_argument("--threads", type=_positive, default=1, help="threads of torch")
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args(arguments)
@@ -158,9 +159,9 @@ def _run_offline(clips: list[Clip], options: argparse.Namespace, normalise: Norm
 
 def _run_live(clips: list[Clip], options: argparse.Namespace, normalise: Normaliser) -> dict[str, Any]:
     if options.joined:
-        sessions = joined_sessions(clips, options.streams, PAUSE_SECONDS, options.rounds)
+        sessions = joined_sessions(clips, options.streams, options.pause, options.rounds)
     else:
-        sessions = one_session_per_clip(clips, PAUSE_SECONDS)
+        sessions = one_session_per_clip(clips, options.pause)
     loop = build_loop(EngineConfig(options.model, "cpu", max_streams=options.streams, threads=options.threads))
     warm_up(loop)
     clock = WallClock() if options.paced else VirtualClock()
@@ -170,11 +171,12 @@ def _run_live(clips: list[Clip], options: argparse.Namespace, normalise: Normali
         finished.append(run)
         _progress("live", len(finished), len(sessions))
 
-    LiveRun(loop, clock, options.streams).play(sessions, note)
+    live = LiveRun(loop, clock, options.streams)
+    live.play(sessions, note)
     transcripts = [item for run in finished for item in transcripts_of(run)]
     figures = accuracy(transcripts, normalise) | delays_of(finished).figures() | drift_of(finished, normalise)
     if options.rounds > 1:
-        figures["wer_by_round"] = rounds_of(finished, options.rounds, normalise)
+        figures["rounds"] = rounds_of(finished, options.rounds, live.costs, normalise)
     heard = sum(run.seconds for run in finished)
     return figures | {"streams": options.streams, "cpu_per_audio_second": clock.cpu_seconds / heard}
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.live_run import SessionRun
+from benchmarks.live_run import Cost, SessionRun
 from benchmarks.recordings import Clip, Part
 from benchmarks.scoring import (
     ClipScore,
@@ -148,15 +148,36 @@ def drift_of(runs: Sequence[SessionRun], normalise: Normaliser) -> dict[str, Any
     }
 
 
-def rounds_of(runs: Sequence[SessionRun], rounds: int, normalise: Normaliser) -> list[float | None]:
-    """Error rate of each round of sessions that play the same recordings over and over."""
+def rounds_of(
+    runs: Sequence[SessionRun], rounds: int, costs: Sequence[Cost], normalise: Normaliser
+) -> list[dict[str, Any]]:
+    """Error rate and cost of each round of sessions that play the same recordings over and over."""
     errors: list[list[Errors]] = [[] for _ in range(rounds)]
+    ends = [0.0] * rounds
     for run in runs:
         items = transcripts_of(run)
-        for index, item in enumerate(items):
-            scored = score(normalise(item.clip.text), normalise(item.text)).errors
-            errors[index * rounds // len(items)].append(scored)
-    return [pooled(part).rate for part in errors]
+        for index, (item, part) in enumerate(zip(items, run.parts, strict=True)):
+            number = index * rounds // len(items)
+            errors[number].append(score(normalise(item.clip.text), normalise(item.text)).errors)
+            ends[number] = max(ends[number], part.end)
+    figures = []
+    start = 0.0
+    for part_errors, end in zip(errors, ends, strict=True):
+        first, last = _cost_at(costs, start), _cost_at(costs, end)
+        figures.append(
+            {
+                "seconds": end - start,
+                "wer": pooled(part_errors).rate,
+                "cpu_per_audio_second": (last.cpu_seconds - first.cpu_seconds) / max(last.at - first.at, 1e-9),
+                "resident_mib": last.resident_bytes / 2**20,
+            }
+        )
+        start = end
+    return figures
+
+
+def _cost_at(costs: Sequence[Cost], moment: float) -> Cost:
+    return min(costs, key=lambda cost: abs(cost.at - moment))
 
 
 def _minutes_of(run: SessionRun, normalise: Normaliser) -> list[tuple[int, Errors]]:
@@ -225,5 +246,8 @@ def print_live(figures: dict[str, Any]) -> None:
             f"  first third            {_percent(figures['wer_first_third'])}, "
             f"last third {_percent(figures['wer_last_third'])}"
         )
-    if "wer_by_round" in figures:
-        print(f"  round by round         {', '.join(_percent(rate) for rate in figures['wer_by_round'])}")
+    for number, of_round in enumerate(figures.get("rounds", []), 1):
+        print(
+            f"  round {number}, {of_round['seconds'] / 60:.0f} minutes   {_percent(of_round['wer'])}, "
+            f"{of_round['cpu_per_audio_second']:.3f} CPU-s/s, {of_round['resident_mib']:.0f} MiB"
+        )

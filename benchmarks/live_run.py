@@ -7,10 +7,12 @@ the same run takes as long as the audio does.
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -25,6 +27,8 @@ from engine.spec import ModelSpec
 
 # What a client sends at a time.
 PACKET_SAMPLES = 1280
+# How often the cost of a run is noted.
+COST_EVERY_SECONDS = 10.0
 # Streams do not start in step with each other.
 STAGGER_SECONDS = 0.37
 
@@ -77,6 +81,15 @@ class WallClock:
 
 
 Clock = VirtualClock | WallClock
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a run has cost by a moment, seconds from its start."""
+
+    at: float
+    cpu_seconds: float
+    resident_bytes: int
 
 
 @dataclass(slots=True)
@@ -134,6 +147,12 @@ class _Player:
                 yield Finish(name)
 
 
+def resident_bytes() -> int:
+    """Memory this process holds."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
 class LiveRun:
     """Plays sessions, at most `streams` at a time, until all are through."""
 
@@ -144,6 +163,7 @@ class LiveRun:
         self._spec = loop.scheduler.spec
         self._players: dict[str, _Player] = {}
         self._done: list[SessionRun] = []
+        self.costs: list[Cost] = []
 
     def play(self, sessions: Iterable[Session], progress: Callable[[SessionRun], None]) -> list[SessionRun]:
         waiting, clock = deque(sessions), self._clock
@@ -153,6 +173,8 @@ class LiveRun:
                 player = _Player(waiting.popleft(), self._spec, starts_at)
                 self._players[player.run.session.name] = player
             outputs = clock.run(self._tick)
+            if not self.costs or clock.now >= self.costs[-1].at + COST_EVERY_SECONDS:
+                self.costs.append(Cost(clock.now, clock.cpu_seconds, resident_bytes()))
             for output in outputs:
                 self._take(output, clock.now, progress)
             if not self._loop.has_work():

@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import random
-import resource
 import signal
 import statistics
 import time
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.live_run import resident_bytes
 from benchmarks.recordings import Session, joined_sessions, read_manifest
 from benchmarks.scoring import align, plain_words
 from engine.build import DEFAULT_MODEL, EngineConfig
@@ -85,11 +85,6 @@ async def run(config: EngineConfig, sessions: list[list[NDArray[np.float32]]], k
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110 - readiness has no event
         await asyncio.sleep(0.01)
-
-
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
 
 
 def differences(texts: list[str], others: list[str]) -> tuple[int, int]:

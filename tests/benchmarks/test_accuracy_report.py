@@ -16,7 +16,7 @@ from benchmarks.accuracy_report import (
     rounds_of,
     transcripts_of,
 )
-from benchmarks.live_run import SessionRun
+from benchmarks.live_run import Cost, SessionRun
 from benchmarks.recordings import Clip, Part, Session
 from benchmarks.scoring import TimedWord
 from realtime.bench.words import english_normaliser
@@ -104,7 +104,11 @@ def test_drift_compares_the_first_and_the_last_third_of_long_sessions() -> None:
 def test_rounds_compare_the_same_words_early_and_late() -> None:
     parts = [Part(clip(text), 2.0 * at, 2.0 * at + 2) for at, text in enumerate(["good day", "so long"] * 2)]
     words = [(word, 1.0 * at + 0.2, 1.0 * at + 0.8, 9.0) for at, word in enumerate("good day so long good day".split())]
-    assert rounds_of([run_of(parts, words, 8.0)], 2, normalise) == [0.0, 0.5]
+    costs = [Cost(0.0, 1.0, 2**20), Cost(4.1, 3.0, 2**21), Cost(8.1, 4.0, 2**21)]
+    first, second = rounds_of([run_of(parts, words, 8.0)], 2, costs, normalise)
+    assert (first["wer"], second["wer"]) == (0.0, 0.5)
+    assert first["cpu_per_audio_second"] == pytest.approx(2 / 4.1) and second["cpu_per_audio_second"] == 0.25
+    assert (first["seconds"], second["resident_mib"]) == (4.0, 2.0)
 
 
 def test_drift_within_one_long_recording_goes_word_by_word() -> None:
