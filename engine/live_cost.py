@@ -21,26 +21,24 @@ LEAST_SHARE_OF_MEAN = 0.01
 
 
 class LiveCost:
-    """`period_ns` is how often a stream that speaks takes part in a step."""
-
-    def __init__(self, period_ns: float) -> None:
-        self._period_ns = period_ns
+    def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
         """Begin anew: what was measured so far is not how it will be."""
         self._steps = 0
         self._last_ns = 0
-        self._streams = self._ns = self._streams_squared = self._product = 0.0
+        self._streams = self._ns = self._audio_ns = self._streams_squared = self._product = 0.0
 
-    def add(self, streams: int, ns: float, now_ns: int) -> None:
-        """A step with so many live streams took so long for them."""
+    def add(self, streams: int, ns: float, audio_ns: float, now_ns: int) -> None:
+        """A step took so long for so many live streams, which heard so much new audio in it, all together."""
         self._steps += 1
         since_last = (now_ns - self._last_ns) / MEMORY_NS
         self._last_ns = now_ns
         share = max(1 / self._steps, min(max(LEAST_SHARE_OF_NEWEST, since_last), MOST_SHARE_OF_NEWEST))
         self._streams += share * (streams - self._streams)
         self._ns += share * (ns - self._ns)
+        self._audio_ns += share * (audio_ns - self._audio_ns)
         self._streams_squared += share * (streams * streams - self._streams_squared)
         self._product += share * (streams * ns - self._product)
 
@@ -57,4 +55,6 @@ class LiveCost:
         slope = (covariance + DOUBT * mean) / (variance + DOUBT)
         per_stream = min(max(slope, LEAST_SHARE_OF_MEAN * mean), mean)
         per_step = self._ns - per_stream * self._streams
-        return per_step / self._period_ns, per_stream / self._period_ns
+        # How often a stream that speaks takes part in a step.
+        period_ns = self._audio_ns / self._streams
+        return per_step / period_ns, per_stream / period_ns

@@ -139,7 +139,8 @@ class EngineLoop:
         self.times = StepTimes()
         self.totals = StepTotals()
         spec = scheduler.spec
-        self.live_cost = LiveCost(spec.stride_positions * spec.samples_per_position * 1e9 / spec.sample_rate)
+        self.live_cost = LiveCost()
+        self._position_ns = spec.samples_per_position * 1e9 / spec.sample_rate
         self._detector = detector
         self._gate_settings = gate
         self._listened_to: set[str] = set()
@@ -189,10 +190,10 @@ class EngineLoop:
         scheduler = self.scheduler
         outputs, self._outbox = self._outbox, []
         plan: StepPlan | None = None
-        live_tasks, live_share = 0, 0.0
+        live_share = 0.0
         if scheduler.has_work():
             plan = scheduler.plan()
-            live_tasks, live_share = self._live_part(plan)
+            live_share = self._live_part(plan)
             if self.announce is not None:
                 self.announce([(task.stream, task.start, task.end) for task in plan.decode])
             planned = clock()
@@ -212,8 +213,8 @@ class EngineLoop:
         live_ns = (ended - heard) * live_share
         times.live_speech_ns = times.speech_ns * self._live_share_heard
         times.live_ns = times.live_speech_ns + live_ns
-        if live_tasks:
-            self.live_cost.add(live_tasks, live_ns, ended)
+        if live_share:
+            self._count_live(plan, live_ns, ended)
         self.totals.add(times)
         if self._checkpoints is not None:
             outputs += self._checkpoints.take(plan, outputs)
@@ -234,13 +235,20 @@ class EngineLoop:
         return self._gate_settings is not None
 
     @staticmethod
-    def _live_part(plan: StepPlan) -> tuple[int, float]:
-        """How many tasks of a plan belong to live streams, and what part of the work they are."""
+    def _live_part(plan: StepPlan) -> float:
+        """What part of a plan's work is for live streams."""
         live = plan.live
         if live in (0, len(plan.decode)):
-            return live, float(live > 0)
+            return float(live > 0)
         read = sum(task.end - task.base for task in plan.decode)
-        return live, sum(task.end - task.base for task in plan.decode[:live]) / read
+        return sum(task.end - task.base for task in plan.decode[:live]) / read
+
+    def _count_live(self, plan: StepPlan | None, live_ns: float, now: int) -> None:
+        """Streams that heard nothing new did not cost anything worth counting: their text was there already."""
+        assert plan is not None
+        heard = [task.end - task.start for task in plan.decode[: plan.live] if task.end > task.start]
+        if heard:
+            self.live_cost.add(len(heard), live_ns, sum(heard) * self._position_ns, now)
 
     def _open(self, message: Open, now: int) -> None:
         try:

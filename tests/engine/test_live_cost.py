@@ -12,16 +12,16 @@ PERIOD_NS = 80_000_000
 
 
 def measured(steps: list[tuple[int, float]]) -> LiveCost:
-    cost = LiveCost(PERIOD_NS)
+    cost = LiveCost()
     for number, (streams, milliseconds) in enumerate(steps):
-        cost.add(streams, milliseconds * 1e6, number * PERIOD_NS)
+        cost.add(streams, milliseconds * 1e6, streams * PERIOD_NS, number * PERIOD_NS)
     return cost
 
 
 def test_nothing_is_known_before_a_few_steps() -> None:
     cost = measured([(1, 8.0)] * (ENOUGH_STEPS - 1))
     assert cost.shares() == (0.0, 0.0)
-    cost.add(1, 8e6, 0)
+    cost.add(1, 8e6, PERIOD_NS, 0)
     assert cost.shares() != (0.0, 0.0)
 
 
@@ -47,7 +47,7 @@ def test_two_streams_without_anything_shared_cost_twice_as_much() -> None:
 def test_a_machine_that_slows_down_is_noticed() -> None:
     cost = measured([(1, 8.0)] * 1000)
     for number in range(1000, 2500):
-        cost.add(1, 16e6, number * PERIOD_NS)
+        cost.add(1, 16e6, PERIOD_NS, number * PERIOD_NS)
     assert cost.shares()[1] == pytest.approx(0.2, rel=0.02)
 
 
@@ -56,7 +56,7 @@ def test_what_was_long_ago_is_soon_forgotten() -> None:
     cost = measured([(1, 80.0)] * 1000)
     an_hour_later = 3600 * 10**9
     for number in range(20):
-        cost.add(1, 8e6, an_hour_later + number * 8 * 10**8)
+        cost.add(1, 8e6, PERIOD_NS, an_hour_later + number * 8 * 10**8)
     assert cost.shares()[1] < 0.6
 
 
@@ -65,3 +65,11 @@ def test_a_step_that_grows_cheaper_with_more_streams_still_costs_something() -> 
     per_step, per_stream = measured([(1, 12.0), (2, 8.0)] * 100).shares()
     assert per_stream > 0 and per_step >= 0
     assert per_step + 1.5 * per_stream == pytest.approx(10 / 80, rel=0.05)
+
+
+def test_a_stream_that_steps_more_often_than_its_audio_needs_costs_more() -> None:
+    """At a pause a windowed model hears its window after a part of a stride."""
+    cost = LiveCost()
+    for number in range(100):
+        cost.add(1, 8e6, PERIOD_NS / (1 + number % 2), number * PERIOD_NS)
+    assert cost.shares()[1] == pytest.approx(0.1 / 0.75, rel=0.05)
