@@ -70,7 +70,7 @@ OUTPUTS = [
 
 def test_every_output_survives_the_wire() -> None:
     wire = [codec.wire_output(output) for output in OUTPUTS]
-    update = codec.decode(codec.encode(codec.Update(1, 2, wire, [codec.Progress("s", 3, 1)], codec.Status())), False)
+    update = codec.decode(codec.encode(codec.Update(1, 2, wire, [codec.Progress("s", 3)], codec.Status())), False)
     assert [codec.plain_output(output) for output in update.outputs] == OUTPUTS
     assert update.progress[0].computed == 3
 
