@@ -122,15 +122,21 @@ class EngineStream:
                 [replace(item, offset=item.offset + shift, sample=item.sample + later) for item in checked]
             )
 
-    async def flush(self) -> int:
-        """Ask for the text of everything fed so far; the tag comes back in `Flushed`."""
+    async def flush(self, at_pause: bool = False) -> int:
+        """Ask for the text of everything fed so far; the tag comes back in `Flushed`.
+
+        `at_pause`: of everything before the last pause, for a model that knows pauses. Where the audio is cut into
+        positions then does not depend on when this was called, and neither do the words that follow.
+        """
         self._check_open()
         await self._wait_for_room()
-        self._send_items(self._cut_rest())
+        at_pause = at_pause and self._spec.rereads_window
+        if not at_pause:
+            self._send_items(self._cut_rest())
         self._tags += 1
-        self._kept.mark_flush(self._tags, self._unanswered)
+        self._kept.mark_flush(self._tags, self._unanswered, at_pause)
         self._unanswered.add(self._tags)
-        self._send(messages.Flush(self.id, self._tags))
+        self._send(messages.Flush(self.id, self._tags, at_pause))
         return self._tags
 
     async def finish(self) -> None:
@@ -188,7 +194,7 @@ class EngineStream:
             if isinstance(entry, Item):
                 run.append(entry)
             elif isinstance(entry, FlushMark):
-                link.send(messages.Flush(self.id, entry.tag))
+                link.send(messages.Flush(self.id, entry.tag, entry.at_pause))
         if self._finished:
             link.send(messages.Finish(self.id))
         await opened

@@ -73,6 +73,7 @@ class WireFeed(_Wire, tag="feed"):
 class WireFlush(_Wire, tag="flush"):
     stream: str
     tag: int
+    at_pause: bool
 
 
 class WireFinish(_Wire, tag="finish"):

@@ -168,6 +168,17 @@ class SpeechGate:
         self._rest()
         return self._skip(sample)
 
+    def flush_at_pause(self) -> list[Decision]:
+        """Text for what was said before the last pause is wanted now. What is doubtful may be the beginning of more."""
+        if not self.is_open:
+            return []
+        return [self._end(self._sample if self._paused_at is None else self._paused_at)]
+
+    @property
+    def floor(self) -> int:
+        """Audio before this sample has been dropped, or ended with an utterance."""
+        return self._floor
+
     def _weigh(self, probability: float, frame_samples: int) -> Begin | None:
         """QUIET and DOUBTFUL: is this speech?"""
         probability = min(max(probability, _SURE), 1 - _SURE)

@@ -260,7 +260,7 @@ class EngineHost:
                 items = [codec.plain_item(item, next(payloads) if item.key else None) for item in command.items]
                 yield from self._with_items(peer, command, items)
             case codec.WireFlush():
-                yield messages.Flush(peer.loop_name(command.stream), command.tag)
+                yield messages.Flush(peer.loop_name(command.stream), command.tag, command.at_pause)
             case codec.WireFinish():
                 yield messages.Finish(peer.loop_name(command.stream))
             case codec.WireAbort():

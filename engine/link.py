@@ -294,7 +294,7 @@ def _wire_command(
         case messages.Feed():
             return codec.WireFeed(command.stream, items)
         case messages.Flush():
-            return codec.WireFlush(command.stream, command.tag)
+            return codec.WireFlush(command.stream, command.tag, command.at_pause)
         case messages.Finish():
             return codec.WireFinish(command.stream)
         case messages.Abort():

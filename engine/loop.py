@@ -276,14 +276,27 @@ class EngineLoop:
             self._heard[message.stream].add(message.items)
 
     def _flush(self, message: Flush, now: int) -> None:
-        self._close_gate(message.stream)
-        self.scheduler.flush(message.stream, message.tag)
+        name, position = message.stream, None
+        if not message.at_pause:
+            self._close_gate(name)
+        elif name in self._gates and name in self.scheduler.streams:
+            position = self._end_at_pause(name)
+        self.scheduler.flush(name, message.tag, position)
         if self._checkpoints is not None:
             self._checkpoints.note_flush(message)
 
     def _finish(self, message: Finish, now: int) -> None:
         self._close_gate(message.stream)
         self.scheduler.finish(message.stream)
+
+    def _end_at_pause(self, name: str) -> int:
+        """Nobody is speaking: an utterance that is open ends. Returns up to where the stream is heard then: what the
+        gate still holds may be the beginning of the next one."""
+        if name in self._heard:
+            self._listen()
+        gate = self._gates[name]
+        self._pass_gate(name, gate.flush_at_pause())
+        return self.scheduler.streams[name].clock.position_at(gate.floor)
 
     def _close_gate(self, name: str) -> None:
         """Text is wanted now: what the gate holds open ends here, and what is in doubt will not be heard."""

@@ -63,10 +63,15 @@ class Feed:
 
 @dataclass(slots=True)
 class Flush:
-    """Text for everything fed so far must come out without waiting for more audio; answered by `Flushed`."""
+    """Text for everything fed so far must come out without waiting for more audio; answered by `Flushed`.
+
+    `at_pause`: for everything that was said before the last pause, if the model hears a stream through a speech gate.
+    Audio behind the pause waits for what follows. So it does not matter when the message comes.
+    """
 
     stream: str
     tag: int
+    at_pause: bool = False
 
 
 @dataclass(slots=True)

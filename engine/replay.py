@@ -21,6 +21,7 @@ class FlushMark:
     """A flush was asked for here."""
 
     tag: int
+    at_pause: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,11 @@ class KeptAudio:
             came = last.length * self._spec.samples_per_position if last.samples is None else last.samples
             self.end_sample = last.sample + came
 
-    def mark_flush(self, tag: int, unanswered: Collection[int]) -> None:
+    def mark_flush(self, tag: int, unanswered: Collection[int], at_pause: bool = False) -> None:
         """Flushes without audio between them are one flush, unless somebody still waits for the answer."""
         while self._entries and isinstance(self._entries[-1], FlushMark) and self._entries[-1].tag not in unanswered:
             self._entries.pop()
-        self._entries.append(FlushMark(tag))
+        self._entries.append(FlushMark(tag, at_pause))
 
     def first(self) -> Item | None:
         return next((entry for entry in self._entries if isinstance(entry, Item)), None)

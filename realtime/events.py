@@ -256,7 +256,9 @@ class FeedGap:
 
 @dataclass(frozen=True, slots=True)
 class FlushEngine:
-    pass
+    """All that was said must become text; `at_pause`: speech detection has seen that nobody is speaking now."""
+
+    at_pause: bool = False
 
 
 @dataclass(frozen=True, slots=True)

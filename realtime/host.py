@@ -289,8 +289,8 @@ class SessionHost:
                     self._queued_samples -= len(samples)
             case FeedGap(samples):
                 await self._hear(samples, group)
-            case FlushEngine():
-                await self._flush()
+            case FlushEngine(at_pause):
+                await self._flush(at_pause)
             case FinishEngine():
                 await self._finish()
 
@@ -309,12 +309,12 @@ class SessionHost:
             # The stream's own last output says so too, and the core answers that with a new stream.
             log.debug("session %s: %s", self.id, error)
 
-    async def _flush(self) -> None:
+    async def _flush(self, at_pause: bool) -> None:
         if self._stream is None:
             self.submit(messages.Flushed(self.id, 0, 0))
             return
         try:
-            await self._stream.flush()
+            await self._stream.flush(at_pause)
         except StreamError as error:
             log.debug("session %s: %s", self.id, error)
 

@@ -313,11 +313,11 @@ class Session:
 
     # The engine and the way out
 
-    def _flush(self) -> None:
+    def _flush(self, at_pause: bool = False) -> None:
         # An engine that runs out says everything anyway.
         if self.phase is not Phase.FINISHING:
             self._marks.append(self.appended)
-            self._effects.append(FlushEngine())
+            self._effects.append(FlushEngine(at_pause))
 
     def _reanchor(self, now: float) -> None:
         """Go on with a new stream; what the old one still owed is asked of the new one."""

@@ -54,7 +54,7 @@ class TurnKeeper:
         sample_rate: int,
         new_item_id: Callable[[], str],
         do: Callable[[Effect], None],
-        flush: Callable[[], None],
+        flush: Callable[[bool], None],
     ) -> None:
         self.audio = AudioCount()
         self.items = Items(new_item_id, sample_rate, trim_start=settings.trim_start)
@@ -104,14 +104,14 @@ class TurnKeeper:
         turn = self._end(self.audio.appended, now, by_time=False, event_id=event_id)
         turn.flushed = True
         self._set_boundary(self.audio.appended, self.audio.source_ms)
-        self._flush()
+        self._flush(False)
 
     def clear(self) -> None:
         appended = self.audio.appended
         self._stop_announced(appended)
         if appended > self.boundary:
             self.items.clear(self.boundary, appended)
-            self._flush()
+            self._flush(False)
         self._set_boundary(appended, self.audio.source_ms)
         self._send(Cleared())
 
@@ -147,7 +147,7 @@ class TurnKeeper:
             if isinstance(sign, Started):
                 self._start(sign.sample, now)
             elif isinstance(sign, Paused):
-                self._flush()
+                self._flush(True)
             elif self.items.current is not None:
                 self._end(sign.sample, now, by_time=True)
                 self._set_boundary(sign.sample, sign.sample * 1000 / self._rate)
@@ -166,7 +166,7 @@ class TurnKeeper:
         behind = (self.audio.appended - self.audio.covered) / self._rate
         pause = (self.audio.covered - self.boundary) / self._rate
         if behind <= CAUGHT_UP_SECONDS or (behind <= BUSY_SECONDS and pause >= LONG_PAUSE_SECONDS):
-            self._flush()
+            self._flush(True)
             for turn in self.items.ended:
                 turn.flushed = True
 

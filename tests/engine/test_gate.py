@@ -144,6 +144,23 @@ def test_flush_in_a_pause_ends_the_utterance_at_the_pause() -> None:
     assert gate.push([SPEECH] * 2, FRAME) == [Begin(26 * FRAME)]
 
 
+def test_a_flush_at_a_pause_gives_the_same_whenever_it_comes() -> None:
+    ends = []
+    for late in range(3, 9):
+        gate = SpeechGate(SETTINGS)
+        decisions = gate.push([SPEECH] * 20 + [QUIET] * late, FRAME) + gate.flush_at_pause()
+        decisions += gate.push([QUIET] * (20 - late) + [SPEECH] * 8, FRAME)
+        ends.append(heard(decisions))
+    assert ends == [[Begin(0), End(23 * FRAME, speech_end=20 * FRAME), Begin(35 * FRAME)]] * 6
+
+
+def test_a_flush_at_a_pause_takes_nothing_from_what_is_in_doubt() -> None:
+    gate = SpeechGate(SETTINGS)
+    gate.push([QUIET] * 10 + [SPEECH] * 4, FRAME)
+    assert gate.flush_at_pause() == []
+    assert gate.push([SPEECH] * 4, FRAME) == [Begin(5 * FRAME)]
+
+
 def test_flush_ends_an_open_utterance_where_the_caller_says() -> None:
     gate = SpeechGate(SETTINGS)
     gate.push([SPEECH] * 20, FRAME)

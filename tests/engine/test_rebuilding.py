@@ -268,3 +268,34 @@ async def test_real_speech_is_the_same_after_twenty_deaths() -> None:
         Death(packet, chance.randrange(3), chance.choice([0, 2, 12])) for packet in chance.sample(range(packets), 20)
     ]
     same((await play(build_real, audio, {170}, deaths)).transcript, calm.transcript)
+
+
+# Turns that end at a pause: when the gateway's message comes makes no difference.
+
+
+async def said_with_a_flush_at(moment: float) -> fakes.Transcript:
+    """Two seconds of noise, a pause, and more noise, in packets that are not whole positions."""
+    chance = np.random.default_rng(3)
+    loudness = np.repeat([1.4, 0.01, 1.4, 0.01], [32_000, 14_400, 32_000, 16_000])
+    audio = (loudness * chance.standard_normal(len(loudness))).astype(np.float32)
+    session = Session(build_tiny)
+    await session.start()
+    reader = asyncio.create_task(session.transcript.collect(session.stream))
+    flushed = False
+    for start in range(0, len(audio), 1_000):
+        await session.stream.feed(audio[start : start + 1_000])
+        if start >= moment * 16_000 and not flushed:
+            await session.stream.flush(at_pause=True)
+            flushed = True
+        session.run()
+    await session.stream.finish()
+    session.run()
+    await reader
+    return session.transcript
+
+
+async def test_a_flush_at_a_pause_changes_no_word_whenever_it_comes() -> None:
+    first, *others = [await said_with_a_flush_at(moment) for moment in (2.2, 2.31, 2.4, 2.55, 2.7)]
+    assert len(first.words) > 3 and first.tags == [1]
+    for other in others:
+        assert (other.text, other.words) == (first.text, first.words)

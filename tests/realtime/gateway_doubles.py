@@ -95,7 +95,7 @@ class FakeStream:
         self.samples += samples
         self._listen(np.zeros(samples, np.float32))
 
-    async def flush(self) -> int:
+    async def flush(self, at_pause: bool = False) -> int:
         self._check()
         self.flushes.append(self.samples)
         if self._engine.mute_flush:
