@@ -37,7 +37,7 @@ class ClientSettings:
     # How long streams wait for an engine before they end.
     recovery_timeout_s: float = 120.0
     # How busy live streams may keep an engine before it counts as full; 0 counts places only.
-    max_load: float = 0.85
+    max_load: float = 0.95
     warm_up: bool = True
 
 

@@ -57,7 +57,7 @@ class LimitsConfig:
     # Sessions at once; 0 leaves it to the engine's capacity.
     max_sessions: int = 0
     # Share of its time an engine may spend on live streams; what would go beyond is refused. 0 counts streams only.
-    max_load: float = 0.85
+    max_load: float = 0.95
     # Sessions at once and new sessions per minute for one key (without keys: for one client address); 0 is no limit.
     sessions_per_key: int = 0
     new_sessions_per_minute: int = 0

@@ -154,6 +154,16 @@ def test_a_flush_at_a_pause_gives_the_same_whenever_it_comes() -> None:
     assert ends == [[Begin(0), End(23 * FRAME, speech_end=20 * FRAME), Begin(35 * FRAME)]] * 6
 
 
+def test_a_late_flush_at_a_pause_ends_there_and_goes_on_with_what_was_said_since() -> None:
+    gate = SpeechGate(SETTINGS)
+    gate.push([SPEECH] * 20 + [QUIET] * 6 + [SPEECH] * 5, FRAME)
+    assert gate.flush_at_pause() == [End(23 * FRAME, speech_end=31 * FRAME), Begin(23 * FRAME)]
+    assert gate.is_open
+    # Asked again, or much later, there is no such pause any more.
+    gate.push([SPEECH] * 20, FRAME)
+    assert gate.flush_at_pause() == [End(51 * FRAME, speech_end=51 * FRAME)]
+
+
 def test_a_flush_at_a_pause_takes_nothing_from_what_is_in_doubt() -> None:
     gate = SpeechGate(SETTINGS)
     gate.push([QUIET] * 10 + [SPEECH] * 4, FRAME)
@@ -209,8 +219,9 @@ def test_decisions_move_forward_and_alternate(frames: list[float]) -> None:
         for decision in gate.push([probability], FRAME):
             assert last <= decision.sample <= number * FRAME
             last = decision.sample
-            assert isinstance(decision, End) == is_open, "an open gate can only end, a closed one cannot"
-            is_open = isinstance(decision, Begin)
+            in_utterance = isinstance(decision, (Pause, Resume, End))
+            assert in_utterance == is_open, "an open gate can only pause, resume and end, a closed one cannot"
+            is_open = isinstance(decision, (Begin, Pause, Resume))
         assert gate.is_open == is_open
         # What is held back is bounded, however long the doubt lasts.
         if not is_open:
