@@ -51,8 +51,6 @@ class GateSettings:
     stop_threshold: float = 0.35
     pause_samples: int = 96 * _SAMPLES_PER_MS
     hang_over_samples: int = 512 * _SAMPLES_PER_MS
-    # Who asks for the text before a pause may be so late that somebody speaks again.
-    late_samples: int = 480 * _SAMPLES_PER_MS
     # Audio is held back for doubt no longer than this.
     hold_samples: int = 5_000 * _SAMPLES_PER_MS
 
@@ -126,8 +124,6 @@ class SpeechGate:
         self._speech_start = sample
         self._speech_end = sample
         self._paused_at: int | None = None
-        # The last pause after which somebody spoke on: where it was, and when that was clear.
-        self._resumed: tuple[int, int] | None = None
         self._last_utterance_end: int | None = None
 
     def save(self) -> dict[str, Any]:
@@ -136,8 +132,7 @@ class SpeechGate:
 
     def resume(self, saved: dict[str, Any]) -> None:
         """Be the gate that was saved, under this one's settings."""
-        resumed = None if saved["_resumed"] is None else tuple(saved["_resumed"])
-        vars(self).update(saved, settings=self.settings, state=GateState[saved["state"]], _resumed=resumed)
+        vars(self).update(saved, settings=self.settings, state=GateState[saved["state"]])
 
     @property
     def is_open(self) -> bool:
@@ -174,16 +169,9 @@ class SpeechGate:
         return self._skip(sample)
 
     def flush_at_pause(self) -> list[Decision]:
-        """Text for what was said before the last pause is wanted now. What is doubtful may be the beginning of more,
-        and so is what was said since a pause that is just over."""
+        """Text for what was said before the last pause is wanted now. What is doubtful may be the beginning of more."""
         if not self.is_open:
             return []
-        if self._paused_at is None and self._resumed is not None:
-            pause, resumed_at = self._resumed
-            if self._sample - resumed_at <= self.settings.late_samples:
-                end = self._end(pause)
-                self.state = GateState.OPEN
-                return [end, Begin(pause)]
         return [self._end(self._sample if self._paused_at is None else self._paused_at)]
 
     @property
@@ -214,10 +202,8 @@ class SpeechGate:
         """OPEN: does the utterance pause, go on, has it ended?"""
         if probability >= self.settings.stop_threshold:
             self._speech_end = self._sample
-            if self._paused_at is None:
-                return None
-            self._resumed, self._paused_at = (self._paused_at, self._sample), None
-            return Resume(self._sample)
+            paused, self._paused_at = self._paused_at is not None, None
+            return Resume(self._sample) if paused else None
         quiet = self._sample - self._speech_end
         if self._paused_at is None:
             if quiet < self.settings.pause_samples:
@@ -236,7 +222,6 @@ class SpeechGate:
 
     def _end(self, sample: int) -> End:
         self._rest()
-        self._resumed = None
         self._floor = sample
         self._last_utterance_end = self._speech_end
         return End(sample, self._speech_end)

@@ -58,8 +58,6 @@ class SessionLimits:
     stall_seconds: float = 8.0
     keep_seconds: float = 30.0
     ack_interval_seconds: float = 0.25
-    # The engine can end an utterance at its last pause while somebody speaks on.
-    hears_pauses: bool = False
     # Failures of engine streams in a row, without a word in between, that end the session.
     max_engine_failures: int = 3
 
@@ -88,7 +86,7 @@ class Session:
         self.sample_rate = sample_rate
         self.limits = limits or SessionLimits()
         self._effects: list[Effect] = []
-        self._turns = TurnKeeper(settings, sample_rate, new_item_id, self._do, self._flush, self.limits.hears_pauses)
+        self._turns = TurnKeeper(settings, sample_rate, new_item_id, self._do, self._flush)
         self._items, self._audio = self._turns.items, self._turns.audio
         self._stall = StallGuard(sample_rate, self.limits.stall_seconds, self.limits.keep_seconds)
         # Flushes the engine has yet to answer: the sample each stands at.

@@ -148,11 +148,7 @@ class Sessions:
             dialect.start_settings(settings),
             self.engine.spec.sample_rate,
             _counter(f"item_{secrets.token_hex(6)}"),
-            SessionLimits(
-                stall_seconds=config.session.stall_s,
-                keep_seconds=config.session.keep_s,
-                hears_pauses=self.engine.spec.rereads_window,
-            ),
+            SessionLimits(stall_seconds=config.session.stall_s, keep_seconds=config.session.keep_s),
         )
         limits = HostLimits(
             max_audio_in_flight_s=config.limits.audio_in_flight_s,

@@ -55,7 +55,6 @@ class TurnKeeper:
         new_item_id: Callable[[], str],
         do: Callable[[Effect], None],
         flush: Callable[[bool], None],
-        hears_pauses: bool,
     ) -> None:
         self.audio = AudioCount()
         self.items = Items(new_item_id, sample_rate, trim_start=settings.trim_start)
@@ -66,7 +65,6 @@ class TurnKeeper:
         self._rate = sample_rate
         self._do = do
         self._flush = flush
-        self._hears_pauses = hears_pauses
         self._watch: TurnWatch | None = None
         self._set_watch(0)
 
@@ -161,14 +159,11 @@ class TurnKeeper:
         """Ask for the rest of turns that speech detection ended.
 
         While a client sends faster than real time, audio of later turns is already with the engine; a flush there
-        could cut a word in two, so it waits until detection has caught up and nobody is speaking. An engine that knows
-        where the last pause was is asked at once.
+        could cut a word in two, so it waits until detection has caught up and nobody is speaking.
         """
-        if all(turn.flushed for turn in self.items.ended):
+        if self.items.current is not None or all(turn.flushed for turn in self.items.ended):
             return
         behind = (self.audio.appended - self.audio.covered) / self._rate
-        if self.items.current is not None and (not self._hears_pauses or behind > CAUGHT_UP_SECONDS):
-            return
         pause = (self.audio.covered - self.boundary) / self._rate
         if behind <= CAUGHT_UP_SECONDS or (behind <= BUSY_SECONDS and pause >= LONG_PAUSE_SECONDS):
             self._flush(True)

@@ -73,8 +73,9 @@ def is_mark(piece: bytes) -> bool:
 
 
 def without_second_mark(said: list[int], new: list[Heard], pieces: list[bytes]) -> list[Heard]:
-    """`new` as it may follow what was said: the model may change its mind about a mark when it is too late for that."""
-    if said and is_mark(pieces[said[-1]]):
+    """`new` as it may follow what was said: the model may change its mind about a mark when it is too late for that.
+    No utterance starts with a mark either: it belongs to words that are said already."""
+    if not said or is_mark(pieces[said[-1]]):
         while new and is_mark(pieces[new[0].token]):
             new = new[1:]
     return new

@@ -154,16 +154,6 @@ def test_a_flush_at_a_pause_gives_the_same_whenever_it_comes() -> None:
     assert ends == [[Begin(0), End(23 * FRAME, speech_end=20 * FRAME), Begin(35 * FRAME)]] * 6
 
 
-def test_a_late_flush_at_a_pause_ends_there_and_goes_on_with_what_was_said_since() -> None:
-    gate = SpeechGate(SETTINGS)
-    gate.push([SPEECH] * 20 + [QUIET] * 6 + [SPEECH] * 5, FRAME)
-    assert gate.flush_at_pause() == [End(23 * FRAME, speech_end=31 * FRAME), Begin(23 * FRAME)]
-    assert gate.is_open
-    # Asked again, or much later, there is no such pause any more.
-    gate.push([SPEECH] * 20, FRAME)
-    assert gate.flush_at_pause() == [End(51 * FRAME, speech_end=51 * FRAME)]
-
-
 def test_a_flush_at_a_pause_takes_nothing_from_what_is_in_doubt() -> None:
     gate = SpeechGate(SETTINGS)
     gate.push([QUIET] * 10 + [SPEECH] * 4, FRAME)

@@ -251,16 +251,6 @@ def test_words_of_the_next_turn_wait_until_the_first_is_completed() -> None:
     assert out[0].transcript == "one" and [event.text for event in out[1:]] == ["two", " three"]
 
 
-def test_an_engine_that_hears_pauses_is_asked_at_once_while_the_next_turn_runs() -> None:
-    drive = Driver(session(hears_pauses=True))
-    drive(append(3.0), speech(0.0, 1.984, 0.99), speech(1.984, 0.512, 0.01), speech(2.496, 0.504, 0.99))
-    assert kinds(drive.sent) == ["SpeechStarted", "SpeechStopped", "Committed", "SpeechStarted"]
-    assert drive.other[-1] == FlushEngine(at_pause=True)
-    out = drive(word("one", 0.2, 0.6), flushed(), word("two", 2.6, 2.9))
-    assert kinds(out) == ["Delta", "Completed", "Delta"]
-    assert [event.item_id for event in out] == ["item_1", "item_1", "item_2"]
-
-
 def test_text_of_later_turns_is_held_while_an_earlier_one_waits_for_its_flush() -> None:
     drive = Driver(session())
     drive(append(3.0), speech(0.0, 1.984, 0.99), speech(1.984, 1.016, 0.01))
