@@ -27,9 +27,9 @@ from engine.models.pretrained import load_speech_model
 from engine.weights import WeightsError, pull, resolve
 from realtime.bench.words import Normaliser, english_normaliser
 from training.config import BadConfig, read_config
-from training.corpora import CorpusError, read_corpora
+from training.corpora import SAMPLE_RATE, CorpusError, read_corpora
 from training.distil import distil
-from training.evaluate import hear_blocks, hear_masked, hear_published, read_clips, score, table
+from training.evaluate import hear_blocks, hear_masked, hear_published, read_clips, score, table, timed
 from training.export import export, save_checkpoint
 
 _BASE = "moonshine-base"
@@ -107,8 +107,11 @@ def _evaluate(options: argparse.Namespace) -> None:
         model.quantise()
     hear = hear_published(model) if spec is None else hear_blocks(StreamingEncoder(model.encoder, spec, options.block))
     clips = read_clips(options.manifest, _CLIPS, model.min_samples)
-    # One at a time: 8-bit products are as the engine's are, and nothing is padded.
-    print(table(score(model, pieces, clips, hear, _normaliser(), batch=1)))
+    seconds = sum(len(piece) for clip in clips for piece in clip.pieces) / SAMPLE_RATE
+    spent: list[float] = []
+    # One at a time: nothing is padded, and nothing shares a range of 8-bit numbers.
+    print(table(score(model, pieces, clips, timed(hear, spent), _normaliser(), batch=1)))
+    print(f"the encoder took {sum(spent) / seconds:.4f} processor seconds per second of audio")
 
 
 def _published(name: str) -> tuple[Moonshine, list[bytes]]:

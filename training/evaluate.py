@@ -6,6 +6,7 @@ A manifest is JSON lines with `path` (relative to it), `text`, and for grouping 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,6 @@ from training.whole_pass import encode_blocks
 # Moonshine was made for at most half a minute. What is longer is cut in the quietest quarter of a second.
 _LONGEST_SECONDS, _SHORTEST_SECONDS = 30, 20
 _QUIET_SAMPLES = SAMPLE_RATE // 4
-_BATCH = 24
 
 Samples = NDArray[np.float32]
 # Pieces of audio -> [batch, frames, width] and the real frames of each.
@@ -138,6 +138,18 @@ def hear_masked(model: Moonshine, spec: StreamingSpec, block: int) -> Hear:
         return encode_blocks(model.encoder, spec.norm, batch, plan, frames=frames), lengths
 
     return hear
+
+
+def timed(hear: Hear, spent: list[float]) -> Hear:
+    """The same; processor seconds of each call are added to `spent`."""
+
+    def hear_timed(audio: list[Samples]) -> tuple[Tensor, list[int]]:
+        began = time.process_time()
+        heard = hear(audio)
+        spent.append(time.process_time() - began)
+        return heard
+
+    return hear_timed
 
 
 def _padded(rows: list[Tensor]) -> tuple[Tensor, list[int]]:

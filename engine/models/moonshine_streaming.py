@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from engine.models.checkpoint import BadCheckpoint
 from engine.models.moonshine import Moonshine, MoonshineEncoder, frames_after
@@ -83,16 +83,15 @@ class EncoderState:
 
     audio: [samples] not turned into frames yet, and the part of the last frames' audio that the next ones hear too;
     waiting: [1, frames, width] frames of the stem whose block is not complete; position: frames given out;
-    keys: [layers, heads, dim, slots], values: [layers, heads, slots, dim]. The first `left` slots are a ring, filled
-    from its end so that what is in use is always one stretch up to the slots behind it, which the current block uses.
+    keys_values: [layers, 2, 1, heads, slots, dim]. The first slots are for a block and what it looks ahead to, up to
+    their last one; behind them comes the ring of the `left` frames before it. What is in use is always one stretch.
     """
 
     audio: Tensor
     sums: NormSums
     waiting: Tensor
     position: int
-    keys: Tensor
-    values: Tensor
+    keys_values: Tensor
 
 
 class StreamingEncoder:
@@ -108,7 +107,8 @@ class StreamingEncoder:
         attention = encoder.layers[0].self_attn
         self._heads: int = attention.heads
         self._width = encoder.layer_norm.weight.shape[0]
-        self._scale = (self._width // self._heads) ** -0.5
+        # Frames that go through the layers together.
+        self._span = block + spec.look_ahead
 
     @property
     def delay_samples(self) -> int:
@@ -117,15 +117,13 @@ class StreamingEncoder:
 
     def start(self) -> EncoderState:
         layers, dim = len(self._encoder.layers), self._width // self._heads
-        slots = self.spec.left + self.block + self.spec.look_ahead
         like = self._encoder.layer_norm.weight
         return EncoderState(
             audio=like.new_zeros(0),
             sums=NormSums(),
             waiting=like.new_zeros(1, 0, self._width),
             position=0,
-            keys=like.new_zeros(layers, self._heads, dim, slots),
-            values=like.new_zeros(layers, self._heads, slots, dim),
+            keys_values=like.new_zeros(layers, 2, 1, self._heads, self._span + self.spec.left, dim),
         )
 
     @torch.inference_mode()
@@ -134,7 +132,7 @@ class StreamingEncoder:
         self._take(audio, state)
         blocks = []
         while True:
-            missing = self.block + self.spec.look_ahead - state.waiting.shape[1]
+            missing = self._span - state.waiting.shape[1]
             if len(state.audio) < _samples_for(missing):
                 break
             self._hear(missing, state)
@@ -178,33 +176,33 @@ class StreamingEncoder:
 
     def _next_block(self, state: EncoderState) -> Tensor:
         """Encode the next block with what waits behind it -> [frames, width]"""
-        encoder, left = self._encoder, self.spec.left
-        x = state.waiting[:, : self.block + self.spec.look_ahead]  # [1, count, width]
+        encoder, span = self._encoder, self._span
+        x = state.waiting[:, :span]  # [1, count, width]
         count = x.shape[1]
         settled = min(self.block, count)
         state.waiting = state.waiting[:, settled:]
-        first, last = left - min(left, state.position), left + count
+        in_use = slice(span - count, span + min(self.spec.left, state.position))
         angles = encoder.rotary.angles(torch.arange(state.position, state.position + count, device=x.device)[None])
-        for layer, keys, values in zip(encoder.layers, state.keys, state.values, strict=True):
+        for layer, (keys, values) in zip(encoder.layers, state.keys_values, strict=True):
             query, key, value = layer.self_attn.project(layer.input_layernorm(x), encoder.rotary, angles)
-            keys[..., left:last] = key[0].transpose(1, 2)
-            values[:, left:last] = value[0]
-            # [heads, count, slots in use]
-            weights = ((query[0] * self._scale) @ keys[..., first:last]).softmax(dim=-1)
-            mixed = weights @ values[:, first:last]
-            x = x + layer.self_attn.o_proj(join_heads(mixed[None]))
+            keys[:, :, span - count : span] = key  # [1, heads, count, dim]
+            values[:, :, span - count : span] = value
+            # Keys know their positions, so their order in the ring does not matter.
+            mixed = scaled_dot_product_attention(query, keys[:, :, in_use], values[:, :, in_use])
+            x = x + layer.self_attn.o_proj(join_heads(mixed))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        self._keep(settled, state)
+        self._keep(span - count, settled, state)
         result: Tensor = encoder.layer_norm(x[0, :settled])
         return result
 
-    def _keep(self, settled: int, state: EncoderState) -> None:
+    def _keep(self, first: int, settled: int, state: EncoderState) -> None:
         """Move the block's own keys and values into the ring; those of the look-ahead are computed again."""
-        left = self.spec.left
-        positions = torch.arange(state.position, state.position + settled, device=state.keys.device)
-        slots = left - 1 - positions % left
-        state.keys[..., slots] = state.keys[..., left : left + settled]
-        state.values[:, :, slots] = state.values[:, :, left : left + settled]
+        slots, left = state.keys_values, self.spec.left
+        at = state.position % left
+        before_wrap = min(settled, left - at)
+        for source, target, count in ((0, at, before_wrap), (before_wrap, 0, settled - before_wrap)):
+            source, target = first + source, self._span + target
+            slots[..., target : target + count, :] = slots[..., source : source + count, :]
         state.position += settled
 
 

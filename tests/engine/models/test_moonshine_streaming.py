@@ -91,7 +91,7 @@ def test_a_stream_stays_as_small_as_it_is() -> None:
     encoder = StreamingEncoder(model().encoder, SPEC, 5)
 
     def size(state: EncoderState) -> int:
-        return sum(part.numel() for part in (state.audio, state.waiting, state.keys, state.values))
+        return sum(part.numel() for part in (state.audio, state.waiting, state.keys_values))
 
     _, state = encoder.step(audio(16_000), encoder.start())
     early = size(state)
