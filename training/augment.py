@@ -50,7 +50,7 @@ def _some(like: Tensor, share: float) -> Tensor:
 
 
 def _gain(decibels: Tensor) -> Tensor:
-    return 10 ** (decibels / 20)
+    return torch.pow(10, decibels / 20)
 
 
 def _loudness(x: Tensor) -> Tensor:
@@ -74,7 +74,8 @@ def _at_speed(x: Tensor, speed: float) -> Tensor:
     spectrum = torch.fft.rfft(x)
     bins = after // 2 + 1
     spectrum = spectrum[:, :bins] if after < before else pad(spectrum, (0, bins - spectrum.shape[1]))
-    return torch.fft.irfft(spectrum * (after / before), n=after)
+    result: Tensor = torch.fft.irfft(spectrum * (after / before), n=after)
+    return result
 
 
 def _in_a_room(x: Tensor) -> Tensor:
@@ -82,7 +83,8 @@ def _in_a_room(x: Tensor) -> Tensor:
     length = x.shape[1]
     hertz = torch.fft.rfftfreq(length, 1 / SAMPLE_RATE, device=x.device)
     response = torch.fft.rfft(_room(x), n=length) * _equaliser(x, hertz) * _band(x, hertz)
-    return torch.fft.irfft(torch.fft.rfft(x) * response, n=length)
+    result: Tensor = torch.fft.irfft(torch.fft.rfft(x) * response, n=length)
+    return result
 
 
 def _equaliser(x: Tensor, hertz: Tensor) -> Tensor:
@@ -122,7 +124,7 @@ def _coloured_noise(x: Tensor) -> Tensor:
     length = x.shape[1]
     hertz = torch.fft.rfftfreq(length, 1 / SAMPLE_RATE, device=x.device).clamp(min=60)
     spectrum = torch.randn(x.shape[0], len(hertz), dtype=torch.complex64, device=x.device)
-    noise = torch.fft.irfft(spectrum * hertz ** -_between(x, 0, 1.1), n=length)
+    noise: Tensor = torch.fft.irfft(spectrum * hertz ** -_between(x, 0, 1.1), n=length)
     swell = interpolate(torch.randn(x.shape[0], 1, 24, device=x.device), size=length, mode="linear")[:, 0]
     return noise * torch.exp(swell * _between(x, 0, 0.9))
 

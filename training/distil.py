@@ -56,7 +56,7 @@ def prepare_lesson(teacher: Moonshine, utterances: list[Utterance], seconds: int
     texts: list[list[int]] = []
     limit = token_limit(seconds, teacher)
     with torch.no_grad():
-        for part in audio.split(max(1, _TEACHER_SECONDS_PER_BATCH // seconds)):
+        for part in torch.split(audio, max(1, _TEACHER_SECONDS_PER_BATCH // seconds)):
             frames = encode_whole(teacher.encoder, part.float() / 32_768)
             texts += greedy_tokens(teacher, frames, [frames.shape[1]] * len(part), [limit] * len(part))
     longest = max(len(text) for text in texts) + 2
@@ -88,7 +88,8 @@ class Distillation:
         for name, parameter in self.student.encoder.named_parameters():
             # The first convolution is the ear itself; it stays.
             if not name.startswith("conv1."):
-                encoder.append(parameter.requires_grad_(True))
+                parameter.requires_grad_(True)
+                encoder.append(parameter)
         cross = list(self.student.cross_kv.requires_grad_(True).parameters())
         self._trained = encoder + cross
         self._shares = (1.0, settings.cross_attention_share)
@@ -131,7 +132,7 @@ class Distillation:
         take = rounded if done >= settings.int8_from else exact
         divergence, error = self.losses(augment(recorded), texts, block, take)
         self._optimiser.zero_grad(set_to_none=True)
-        (divergence + settings.encoder_weight * error).backward()
+        torch.autograd.backward(divergence + settings.encoder_weight * error)
         length = nn.utils.clip_grad_norm_(self._trained, settings.largest_gradient)
         self._optimiser.step()
         return torch.stack((divergence.detach(), error.detach(), length))

@@ -56,7 +56,7 @@ def read_clips(manifest: Path, kind: str, shortest_samples: int) -> list[Clip]:
     for line in manifest.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         if entry["kind"] == kind:
-            samples = read_recording(manifest.parent / entry["path"]).astype(np.float32) / 32_768
+            samples = (read_recording(manifest.parent / entry["path"]) / 32_768).astype(np.float32)
             pieces = [np.pad(piece, (0, max(0, shortest_samples - len(piece)))) for piece in _cut(samples)]
             clips.append(Clip(entry["style"], entry["text"], pieces))
     return clips

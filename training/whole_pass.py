@@ -7,13 +7,13 @@ taken, so that training can round as the engine will.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear, pad, scaled_dot_product_attention
 
-from engine.models.moonshine import Moonshine, MoonshineEncoder
+from engine.models.moonshine import DecoderLayer, EncoderLayer, Moonshine, MoonshineEncoder
 from engine.models.moonshine_streaming import NormSums, RunningNorm, running_norm
 from engine.models.seq2seq import SAFE_STEPS, join_heads, split_heads
 from training.masks import BlockPlan
@@ -28,10 +28,15 @@ def exact(layer: nn.Linear, x: Tensor) -> Tensor:
 
 def rounded(layer: nn.Linear, x: Tensor) -> Tensor:
     """As `Int8Linear` where weights have the fewest steps; weights and input have a range per row."""
-    return linear(_Round.apply(x, _INPUT_STEPS), _Round.apply(layer.weight, SAFE_STEPS), layer.bias)
+    return linear(_round(x, _INPUT_STEPS), _round(layer.weight, SAFE_STEPS), layer.bias)
 
 
 _INPUT_STEPS = 127
+
+
+def _round(x: Tensor, steps: int) -> Tensor:
+    result: Tensor = _Round.apply(x, steps)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Round(torch.autograd.Function):
@@ -43,7 +48,7 @@ class _Round(torch.autograd.Function):
         return (x / scale).round() * scale
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -91,7 +96,7 @@ def _frames(encoder: MoonshineEncoder, x: Tensor, take: Linear) -> Tensor:
 
 def _layers(encoder: MoonshineEncoder, x: Tensor, positions: Tensor, mask: Tensor | None, take: Linear) -> Tensor:
     angles = encoder.rotary.angles(positions[None])
-    for layer in encoder.layers:
+    for layer in (cast(EncoderLayer, layer) for layer in encoder.layers):
         attention = layer.self_attn
         projected = take(attention.qkv_proj, layer.input_layernorm(x)).chunk(3, dim=-1)
         query, key, value = (split_heads(part, attention.heads) for part in projected)
@@ -110,7 +115,7 @@ def decode_known(model: Moonshine, tokens: Tensor, heard: Tensor) -> Tensor:
     rotary = model.encoder.rotary
     angles = rotary.angles(torch.arange(tokens.shape[1], device=tokens.device)[None])
     keys_values = heard.chunk(2 * len(decoder.layers), dim=-1)
-    for index, layer in enumerate(decoder.layers):
+    for index, layer in enumerate(cast(DecoderLayer, layer) for layer in decoder.layers):
         projected = layer.self_attn.qkv_proj(layer.input_layernorm(x)).chunk(3, dim=-1)
         query, key, value = (split_heads(part, heads) for part in projected)
         query, key = (rotary.turn(part, angles).to(value.dtype) for part in (query, key))

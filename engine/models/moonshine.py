@@ -115,7 +115,7 @@ class _EncoderMlp(nn.Module):
         return result
 
 
-class _EncoderLayer(nn.Module):
+class EncoderLayer(nn.Module):
     def __init__(self, config: MoonshineConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.LayerNorm(config.width, bias=False)
@@ -140,7 +140,7 @@ class MoonshineEncoder(nn.Module):
         self.groupnorm = nn.GroupNorm(1, width, eps=1e-5)
         self.conv2 = FrameConv(width, 2 * width, k2, s2)
         self.conv3 = FrameConv(2 * width, width, k3, s3)
-        self.layers = nn.ModuleList(_EncoderLayer(config) for _ in range(config.encoder_layers))
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
         self.layer_norm = nn.LayerNorm(width, bias=False)
         self.rotary = Rotary(config)
 
@@ -196,7 +196,7 @@ class _DecoderMlp(nn.Module):
         return result
 
 
-class _DecoderLayer(nn.Module):
+class DecoderLayer(nn.Module):
     def __init__(self, config: MoonshineConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.LayerNorm(config.width, bias=False)
@@ -222,7 +222,7 @@ class MoonshineDecoder(nn.Module):
     def __init__(self, config: MoonshineConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocabulary, config.width)
-        self.layers = nn.ModuleList(_DecoderLayer(config) for _ in range(config.decoder_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
         self.norm = nn.LayerNorm(config.width, bias=False)
 
 

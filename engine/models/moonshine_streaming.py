@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from engine.models.checkpoint import BadCheckpoint
-from engine.models.moonshine import Moonshine, MoonshineEncoder, frames_after
+from engine.models.moonshine import EncoderLayer, Moonshine, MoonshineEncoder, frames_after
 from engine.models.seq2seq import SAFE_STEPS, join_heads
 
 SAMPLES_PER_FRAME = 384
@@ -104,8 +105,8 @@ class StreamingEncoder:
         self.spec = spec
         self.block = block
         self._encoder = encoder
-        attention = encoder.layers[0].self_attn
-        self._heads: int = attention.heads
+        self._layers = [cast(EncoderLayer, layer) for layer in encoder.layers]
+        self._heads = self._layers[0].self_attn.heads
         self._width = encoder.layer_norm.weight.shape[0]
         # Frames that go through the layers together.
         self._span = block + spec.look_ahead
@@ -116,7 +117,7 @@ class StreamingEncoder:
         return self.spec.look_ahead * SAMPLES_PER_FRAME + _FRAME_REACH - SAMPLES_PER_FRAME
 
     def start(self) -> EncoderState:
-        layers, dim = len(self._encoder.layers), self._width // self._heads
+        layers, dim = len(self._layers), self._width // self._heads
         like = self._encoder.layer_norm.weight
         return EncoderState(
             audio=like.new_zeros(0),
@@ -183,7 +184,7 @@ class StreamingEncoder:
         state.waiting = state.waiting[:, settled:]
         in_use = slice(span - count, span + min(self.spec.left, state.position))
         angles = encoder.rotary.angles(torch.arange(state.position, state.position + count, device=x.device)[None])
-        for layer, (keys, values) in zip(encoder.layers, state.keys_values, strict=True):
+        for layer, (keys, values) in zip(self._layers, state.keys_values, strict=True):
             query, key, value = layer.self_attn.project(layer.input_layernorm(x), encoder.rotary, angles)
             keys[:, :, span - count : span] = key  # [1, heads, count, dim]
             values[:, :, span - count : span] = value
