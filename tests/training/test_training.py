@@ -12,7 +12,7 @@ from tests.training.tiny import SPEC, tiny_model, write_corpus
 from training.augment import augment
 from training.config import BadConfig, TrainingConfig, read_config
 from training.corpora import CorpusError, Utterance, read_corpora, windows
-from training.distil import distil
+from training.distil import Distillation, distil
 from training.evaluate import Clip, hear_blocks, hear_masked, score
 from training.export import export
 
@@ -25,7 +25,7 @@ def tiny_config() -> TrainingConfig:
         config,
         data=replace(config.data, corpora=("noise",), window_seconds=(1, 2), window_shares=(0.5, 0.5)),
         mask=replace(config.mask, blocks=(5, 10), look_ahead=5, left=20),
-        optimiser=replace(config.optimiser, steps=12, audio_seconds_per_step=4, warm_up_steps=2, int8_from=0.5),
+        optimiser=replace(config.optimiser, steps=8, audio_seconds_per_step=4, warm_up_steps=2, int8_from=0.5),
     )
 
 
@@ -35,18 +35,28 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_few_steps_bring_the_student_nearer_and_its_file_streams(corpus: Path) -> None:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Distillation, list[str]]:
+    """A run of a few steps, and what it reported."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_corpus(folder, "noise", files=3, seconds=12)
     config = tiny_config()
+    speech = read_corpora(folder, config.data.corpora, config.data.validation_share)
     lines: list[str] = []
-    speech = read_corpora(corpus, config.data.corpora, config.data.validation_share)
-    run = distil(tiny_model(), speech, config, lines.append)
+    return distil(tiny_model(), speech, config, lines.append), lines
+
+
+def test_a_few_steps_bring_the_student_nearer(trained: tuple[Distillation, list[str]]) -> None:
     before, after = (
-        float(line.split("5 float ")[1].split("/")[1].split(",")[0]) for line in lines if "validation" in line
+        float(line.split("5 float ")[1].split("/")[1].split(",")[0]) for line in trained[1] if "validation" in line
     )
     assert after < before
-    file = corpus / "tiny.safetensors"
-    digest = export(run.student, run.spec, "tiny", file)
-    assert len(digest) == 64
+
+
+def test_what_was_trained_ships_and_streams(trained: tuple[Distillation, list[str]], tmp_path: Path) -> None:
+    run, _ = trained
+    file = tmp_path / "tiny.safetensors"
+    assert len(export(run.student, run.spec, "tiny", file)) == 64
     shipped = tiny_model(seed=3)
     spec = load_streaming_weights(shipped, file)
     assert spec == run.spec
@@ -55,13 +65,11 @@ def test_a_few_steps_bring_the_student_nearer_and_its_file_streams(corpus: Path)
     assert frames.shape == (30, 16) and bool(torch.isfinite(frames).all())
 
 
-def test_the_first_convolution_and_the_decoder_stay(corpus: Path) -> None:
-    config = tiny_config()
-    speech = read_corpora(corpus, config.data.corpora, config.data.validation_share)
-    student = distil(tiny_model(), speech, config, lambda _: None).student.state_dict()
+def test_the_first_convolution_and_the_decoder_stay(trained: tuple[Distillation, list[str]]) -> None:
+    student = trained[0].student.state_dict()
     for name, value in tiny_model().state_dict().items():
-        trained = name.startswith(("encoder.", "cross_kv.")) and not name.startswith("encoder.conv1.")
-        assert torch.equal(student[name], value) != trained, name
+        changes = name.startswith(("encoder.", "cross_kv.")) and not name.startswith("encoder.conv1.")
+        assert torch.equal(student[name], value) != changes, name
 
 
 def test_windows_hold_every_utterance_twice() -> None:
