@@ -23,16 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from audio.containers import read_file
-from engine.build import DEFAULT_MODEL, EngineConfig
-from engine.client import ClientSettings, EngineClient
-from engine.client_stream import EngineStream
+from engine.client.client import ClientSettings, EngineClient
+from engine.client.handles import MODEL_MODULES, Build, EngineProcess
+from engine.client.stream import EngineStream
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
-from engine.loop import EngineLoop
 from engine.messages import Closed, Command, Feed, Open, StepOutput, Text
-from engine.process import MODEL_MODULES, Build, EngineProcess
+from engine.server.build import DEFAULT_MODEL, EngineConfig
+from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
 
 # The flagship's clock: one item per 80 ms, with its look-around.

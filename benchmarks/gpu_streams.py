@@ -26,17 +26,17 @@ import torch
 
 from benchmarks.random_voxtral import random_model
 from benchmarks.step_cost import Bench as HostBench
-from engine.collector import calm_collector
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, DecodeTask, StepPlan
 from engine.core.scheduler import Scheduler
-from engine.loop import EngineLoop
 from engine.messages import Abort, Feed, Item, Open
 from engine.models.voxtral_realtime import voxtral_mini_4b
-from engine.runner.batch import Payloads, StepRows
 from engine.runner.device import free_memory, require_device
-from engine.runner.memory import GIB, plan_memory
-from engine.runner.runner import RunnerSettings, VoxtralRunner
+from engine.runner.frames.batch import Payloads, StepRows
+from engine.runner.frames.memory import GIB, plan_memory
+from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
+from engine.server.collector import calm_collector
+from engine.server.loop import EngineLoop
 
 POSITION_NS = 80_000_000
 MAX_LAG_MS = 80.0

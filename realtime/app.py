@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from engine.build import DEFAULT_MODEL, EngineConfig
-from engine.client import ClientSettings
-from engine.client import EngineClient as BuiltClient
-from engine.process import Engine, EngineProcess, EngineThread, RemoteEngine
+from engine.client.client import ClientSettings
+from engine.client.client import EngineClient as BuiltClient
+from engine.client.handles import Engine, EngineProcess, EngineThread, RemoteEngine
+from engine.server.build import DEFAULT_MODEL, EngineConfig
 from realtime.config import Config, ModelConfig
-from realtime.engine_face import EngineClient
-from realtime.engine_metrics import engine_collector
-from realtime.metrics import Metrics
-from realtime.protocols import RealtimeWebSocket, patient_http
-from realtime.server import Gateway, build_app
+from realtime.http.gateway import Gateway, build_app
+from realtime.metrics.engine import engine_collector
+from realtime.metrics.gateway import Metrics
+from realtime.serving.engine_api import EngineClient
+from realtime.serving.uvicorn_patch import RealtimeWebSocket, patient_http
 
 log = logging.getLogger("tickertape")
 

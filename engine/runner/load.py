@@ -11,17 +11,17 @@ import torch
 from engine.core.limits import Limits
 from engine.core.text import Vocabulary
 from engine.errors import EngineError
-from engine.models.checkpoint import BadCheckpoint
-from engine.models.pretrained import load_speech_model
 from engine.models.silero import load_silero
-from engine.runner.runner import RunnerSettings, VoxtralRunner
+from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.runner.speech import SpeechDetector
-from engine.runner.stability import Policy
-from engine.runner.windowed import WindowedRunner, windowed_spec
+from engine.runner.windowed.runner import WindowedRunner, windowed_spec
+from engine.runner.windowed.stability import Policy
+from engine.weights.checkpoint import BadCheckpoint
+from engine.weights.pretrained import load_speech_model
 
 if TYPE_CHECKING:
-    from engine.build import EngineConfig
-    from engine.loop import Runner
+    from engine.server.build import EngineConfig
+    from engine.server.loop import Runner
 
 # A windowed stream needs a few megabytes; a CPU runs out of time long before that matters.
 WINDOWED_STREAMS = 64

@@ -43,9 +43,9 @@ def run(options: argparse.Namespace) -> int:
     import signal
     import threading
 
-    from engine.build import EngineConfig
-    from engine.process import run_engine
-    from engine.transport import check_address
+    from engine.boundary.sockets import check_address
+    from engine.client.handles import run_engine
+    from engine.server.build import EngineConfig
 
     try:
         check_address(options.listen)

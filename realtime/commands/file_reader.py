@@ -19,11 +19,11 @@ from audio.errors import AudioError
 from audio.resample import MODEL_RATE
 from engine import messages
 from engine.errors import EngineError
-from realtime.captions import clock
+from realtime.commands.caption_view import clock
 from realtime.commands.terminal import CommandFailed
 from realtime.commands.transcripts import FileTranscript
-from realtime.engine_face import EngineClient, EngineStream
-from realtime.events import Samples, TimedWord
+from realtime.serving.engine_api import EngineClient, EngineStream
+from realtime.session.events import Samples, TimedWord
 
 # Decoded audio is handed over in pieces of about this length.
 PIECE_SAMPLES = MODEL_RATE

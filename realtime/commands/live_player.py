@@ -18,12 +18,12 @@ from audio.errors import AudioError
 from audio.resample import MODEL_RATE
 from engine import messages
 from engine.errors import EngineError
-from realtime.captions import Captions, ShownWord
+from realtime.client.wire_client import COMPLETED, DELTA, FAILED, CannotConnect, WireSession, open_session, realtime_url
 from realtime.commands import local_engine
+from realtime.commands.caption_view import Captions, ShownWord
 from realtime.commands.file_reader import FileFailed, open_stream, pieces_of
 from realtime.commands.terminal import KEY_VARIABLE, CommandFailed
-from realtime.events import Samples
-from realtime.wire_client import COMPLETED, DELTA, FAILED, CannotConnect, WireSession, open_session, realtime_url
+from realtime.session.events import Samples
 
 CHUNK_SAMPLES = MODEL_RATE * 80 // 1000
 TURNS = {"type": "server_vad", "silence_duration_ms": 500}

@@ -10,11 +10,11 @@ import numpy as np
 
 from audio.resample import MODEL_RATE
 from engine import messages
-from engine.client import EngineClient
-from engine.client_stream import EngineStream
+from engine.client.client import EngineClient
+from engine.client.stream import EngineStream
 from realtime.commands.file_reader import pieces_of
 from realtime.commands.live_player import CHUNK_SAMPLES
-from realtime.events import Samples
+from realtime.session.events import Samples
 
 STREAMS = 2
 # The first seconds are left out: they hold less than a whole window of audio.

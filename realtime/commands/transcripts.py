@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realtime.events import TimedWord
-from realtime.transcript import captions, to_srt, to_vtt
+from realtime.session.events import TimedWord
+from realtime.session.words import captions, to_srt, to_vtt
 
 
 @dataclass(slots=True)

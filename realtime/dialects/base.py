@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from realtime.errors import ClientFault
-from realtime.events import Clear, Commit, Configure, End, ServerEvent
-from realtime.settings import Settings
+from realtime.session.events import Clear, Commit, Configure, End, ServerEvent
+from realtime.session.settings import Settings
 
 Json = dict[str, Any]
 

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from realtime.dialects.base import Answer, Json, Nothing, Request, SessionFacts
 from realtime.errors import ClientFault, Refusal
-from realtime.events import (
+from realtime.session.events import (
     Answered,
     Commit,
     Committed,
@@ -29,7 +29,7 @@ from realtime.events import (
     SpeechStarted,
     TimedWord,
 )
-from realtime.settings import G711_RATE, MAX_RATE, MIN_RATE, AudioFormat, Settings, TurnDetection
+from realtime.session.settings import G711_RATE, MAX_RATE, MIN_RATE, AudioFormat, Settings, TurnDetection
 
 # Clients ask for tiny values out of habit; a pause this short inside a sentence is not an end.
 MIN_ENDPOINTING_MS = 300

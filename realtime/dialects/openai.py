@@ -15,9 +15,9 @@ from realtime.dialects.base import (
     event_id_of,
     text_field,
 )
-from realtime.dialects.openai_settings import beta_session, ga_session, merge_beta, merge_ga
+from realtime.dialects.openai_session import beta_session, ga_session, merge_beta, merge_ga
 from realtime.errors import ClientFault
-from realtime.events import (
+from realtime.session.events import (
     Acknowledged,
     Clear,
     Cleared,
@@ -37,7 +37,7 @@ from realtime.events import (
     TimedOut,
     TimedWord,
 )
-from realtime.settings import INCLUDE_LOGPROBS, INCLUDE_WORDS, Settings
+from realtime.session.settings import INCLUDE_LOGPROBS, INCLUDE_WORDS, Settings
 
 # Sessions have no end of their own; clients that look want a moment in the future.
 SHOWN_LIFETIME_S = 24 * 3600

@@ -7,8 +7,17 @@ from typing import Any
 
 from realtime.dialects.base import AudioText, Json, Nothing, Request, SessionFacts, event_id_of
 from realtime.errors import ClientFault
-from realtime.events import Commit, Completed, Configure, Delta, ItemFailed, Problem, ServerEvent, SessionUpdated
-from realtime.settings import AudioFormat, Settings
+from realtime.session.events import (
+    Commit,
+    Completed,
+    Configure,
+    Delta,
+    ItemFailed,
+    Problem,
+    ServerEvent,
+    SessionUpdated,
+)
+from realtime.session.settings import AudioFormat, Settings
 
 VLLM_RATE = 16_000
 # A position of the models that are served this way: what a client sees as prompt tokens.

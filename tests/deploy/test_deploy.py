@@ -9,8 +9,8 @@ from pathlib import Path
 import yaml
 
 from realtime.config import ENVIRONMENT_PREFIX, known_keys
-from realtime.engine_metrics import engine_collector
-from realtime.metrics import Metrics
+from realtime.metrics.engine import engine_collector
+from realtime.metrics.gateway import Metrics
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from realtime.config import LimitsConfig
-from realtime.host import SessionHost
+from realtime.serving.live_session import SessionHost
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import COMPLETED, greeted_client
 from tests.realtime.gateway_doubles import FakeEngine, silence, tone

@@ -178,7 +178,7 @@ def hold_writer(running: Any) -> Any:
 async def test_client_that_never_reads_is_closed_and_others_go_on(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("realtime.connection.CLOSE_GRACE_S", 0.2)
+    monkeypatch.setattr("realtime.serving.connection.CLOSE_GRACE_S", 0.2)
     async with serve(limits={"outbox_events": 20}) as running:
         async with greeted_client(running.ws, max_queue=1) as deaf:
             await deaf.update(turn_detection=None)

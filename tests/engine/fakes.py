@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.client import ClientSettings, EngineClient
-from engine.client_stream import EngineStream
+from engine.client.client import ClientSettings, EngineClient
+from engine.client.handles import Build, Engine, EngineProcess
+from engine.client.stream import EngineStream
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, OpenTask, StepPlan, TimedToken
 from engine.core.scheduler import Limits, Scheduler
 from engine.core.text import Vocabulary
-from engine.loop import EngineLoop
 from engine.messages import Flushed, Open, Output, Saved, Speech, Text, Word
-from engine.process import Build, Engine, EngineProcess
+from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
 
 RATE = 1600

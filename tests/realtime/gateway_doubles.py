@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import messages
+from engine.boundary.input_cache import SenderCache
+from engine.client.processor import Processor
+from engine.client.render import Rendered, render
 from engine.errors import AtCapacity, EngineDead, StreamFinished
-from engine.input_cache import SenderCache
-from engine.processor import Processor
-from engine.render import Rendered, render
 from engine.spec import ModelSpec
 
 RATE = 16_000

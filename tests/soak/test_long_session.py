@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from engine.loop import EngineLoop
+from engine.client.processor import make_cutter, prepare
 from engine.messages import Dead, Failed, Feed, Flush, Flushed, Open, Text
-from engine.processor import make_cutter, prepare
+from engine.server.loop import EngineLoop
 from tests.engine.fakes import POSITION, RATE, build
 from tests.soak.growth import assert_flat, object_count, resident_bytes
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from realtime.events import TimedWord
-from realtime.transcript import captions, to_srt, to_vtt
+from realtime.session.events import TimedWord
+from realtime.session.words import captions, to_srt, to_vtt
 from tests.web.conftest import PageServer
 from tests.web.devtools import Page
 

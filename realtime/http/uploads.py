@@ -1,0 +1,135 @@
+"""The HTTP side of file transcription: multipart form in; JSON, text, captions or server-sent events out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from realtime.errors import Refusal
+from realtime.http.files import Transcriber, Transcript, UploadRequest, read_request, render, sse, sse_done
+
+if TYPE_CHECKING:
+    from realtime.http.gateway import Gateway
+
+MAX_FIELDS = 200
+
+
+class UploadRoutes:
+    """`POST /v1/audio/transcriptions`."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._limits = gateway.config.limits
+        self._transcriber = Transcriber(gateway.engine, self._limits.uploads)
+
+    async def transcriptions(self, request: Request) -> Response:
+        self._gateway.caller_of(request)
+        self.check(request)
+        form = await self.read_form(request)
+        try:
+            return await self._answer(form, request)
+        except BaseException as error:
+            if isinstance(error, Refusal):
+                self._count(error.code)
+            await form.close()
+            raise
+
+    async def _answer(self, form: FormData, request: Request) -> Response:
+        wanted, file = self._read(form)
+        if wanted.stream:
+            return await self._stream(file, wanted, form)
+        transcript = await self._transcribe(file, wanted, request)
+        await form.close()
+        self._count("ok")
+        body, media_type = render(transcript, wanted)
+        return Response(body, media_type=media_type)
+
+    async def _transcribe(self, file: UploadFile, wanted: UploadRequest, request: Request) -> Transcript:
+        """Nobody waits for the answer to a client that is gone: its place goes to the next file."""
+        work = asyncio.create_task(self._transcriber.transcribe(file.file, wanted), name="upload")
+        gone = asyncio.create_task(_disconnected(request), name="upload's client")
+        try:
+            await asyncio.wait((work, gone), timeout=self._limits.upload_s, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            if gone.done():
+                raise Refusal(499, "client_gone", "The client left before its file was transcribed.")
+            text = "The transcription took too long; send a shorter file."
+            raise Refusal(504, "timeout", text, kind="server_error")
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def read_form(self, request: Request) -> FormData:
+        """The form with its file, which is on disk if it is large. Close it after use."""
+        try:
+            async with asyncio.timeout(self._limits.upload_s):
+                return await request.form(max_files=1, max_fields=MAX_FIELDS)
+        except HTTPException as error:
+            raise Refusal(400, "invalid_form", f"The form cannot be read: {error.detail}") from error
+        except TimeoutError as error:
+            raise Refusal(408, "upload_too_slow", "The file took too long to arrive.") from error
+
+    def check(self, request: Request) -> None:
+        """Refuse what can be refused before the file is read."""
+        if self._gateway.sessions.draining or not self._gateway.engine.ready:
+            text = "The server cannot take files now; try again."
+            raise Refusal(503, "server_busy", text, retry_after_s=5, kind="server_error")
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > self._limits.upload_bytes:
+            text = f"The file is larger than {self._limits.upload_bytes} bytes."
+            raise Refusal(413, "file_too_large", text, param="file")
+        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+            raise Refusal(400, "invalid_form", "Send the file as multipart/form-data, in the field 'file'.")
+
+    def _read(self, form: FormData) -> tuple[UploadRequest, UploadFile]:
+        file = form.get("file")
+        if not isinstance(file, UploadFile):
+            raise Refusal(400, "missing_file", "The form has no file in the field 'file'.", param="file")
+        fields: dict[str, Any] = {}
+        for name in form:
+            values = form.getlist(name)
+            fields[name] = values if len(values) > 1 else values[0]
+        wanted = read_request(fields)
+        if (file.size or 0) > self._limits.upload_bytes:
+            raise Refusal(413, "file_too_large", f"The file is larger than {self._limits.upload_bytes} bytes.")
+        return wanted, file
+
+    async def _stream(self, file: UploadFile, wanted: UploadRequest, form: FormData) -> Response:
+        """Begin the answer only when the first text or the end is there: until then a refusal has its own status."""
+        transcript = Transcript(self._gateway.engine.spec.sample_rate)
+        deltas = self._transcriber.deltas(file.file, wanted, transcript)
+        first = await anext(deltas, None)
+
+        async def body() -> AsyncIterator[str]:
+            try:
+                if first is not None:
+                    yield sse({"type": "transcript.text.delta", "delta": first})
+                async for delta in deltas:
+                    yield sse({"type": "transcript.text.delta", "delta": delta})
+                self._count("ok")
+                for event in sse_done(transcript):
+                    yield event
+            except Refusal as refusal:
+                self._count(refusal.code)
+                yield sse(dict(refusal.body()))
+            finally:
+                await deltas.aclose()  # type: ignore[attr-defined]
+                await form.close()
+
+        return StreamingResponse(body(), media_type="text/event-stream")
+
+    def _count(self, outcome: str) -> None:
+        self._gateway.metrics.uploads.labels(outcome).inc()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

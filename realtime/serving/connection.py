@@ -1,0 +1,313 @@
+"""One client's socket: a reader and a writer around a session host. The shell moves bytes; the session decides.
+
+The reader never sends and the writer never reads, so a client that does not read cannot stop its own audio. Policies:
+
+- the reader takes the next message only when the session has room, so a fast sender is slowed by TCP;
+- the writer's queue is the session's outbox (see there); when it overruns, the socket is closed with 1008, and cut if
+  the client does not even read that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from engine.client.processor import ItemRefused
+from engine.client.render import parse_items
+from realtime.dialects.base import (
+    Answer,
+    AudioText,
+    Dialect,
+    GapRequest,
+    InjectRequest,
+    Request,
+    SessionFacts,
+    event_id_of,
+)
+from realtime.dialects.json_frames import Json, decode_base64, decode_json
+from realtime.dialects.openai import BetaDialect, OpenAIDialect
+from realtime.dialects.vllm import VllmDialect
+from realtime.errors import ClientFault, CloseCode
+from realtime.serving.fairness import TURN_S, Turnstile
+from realtime.serving.intake import Intake
+from realtime.serving.live_session import SessionHost
+from realtime.serving.pace import Pace
+from realtime.session.events import Answered, Clear, Commit, Configure, End, Hangup, Injected, Problem
+
+log = logging.getLogger("tickertape.connection")
+
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+SendMessage = Callable[[AsgiMessage], Awaitable[None]]
+
+# Messages longer than this are parsed off the event loop; audio is decoded in pieces of at most this size.
+LARGE_MESSAGE = 256 * 1024
+PIECE_BYTES = 64 * 1024
+# How long a client that overran its outbox may take to read the close frame.
+CLOSE_GRACE_S = 5.0
+
+
+class Inbox:
+    """Client messages -> core events. Knows the dialect and the audio format of the moment; survives a reconnect."""
+
+    def __init__(self, host: SessionHost, facts: SessionFacts) -> None:
+        self._host = host
+        self._facts = facts
+        self._intake = Intake(host.session.settings.format)
+        self._dialect_fixed = False
+        # Audio of messages that came together; decoded together, because each call has its price.
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+
+    def close(self) -> None:
+        self._intake.close()
+
+    def reconnected(self) -> None:
+        """A new socket begins with a whole sample: bytes of an unfinished one were lost with the old socket."""
+        self._host.submit(self._intake.flush())
+        self._intake.close()
+        self._intake = Intake(self._host.session.settings.format)
+
+    def settle(self) -> None:
+        """Hand on the audio that was waiting for more of it."""
+        if self._pending:
+            audio = self._pending[0] if len(self._pending) == 1 else b"".join(self._pending)
+            self._pending, self._pending_bytes = [], 0
+            self._host.submit(self._intake.push(audio))
+
+    async def take(self, text: str | None, data: bytes | None, *, more: bool = False) -> bool:
+        """Handle one message of the client; its mistakes are answered, never raised. `more`: others wait behind it.
+
+        Returns whether it was a mistake.
+        """
+        event_id = None
+        try:
+            if data is not None and self._host.session.settings.format.binary:
+                if not data and self._host.dialect.empty_frame_ends:
+                    await self._end()
+                await self._audio(data)
+                return False
+            raw = text if text is not None else data or b""
+            message = decode_json(raw) if len(raw) <= LARGE_MESSAGE else await asyncio.to_thread(decode_json, raw)
+            event_id = event_id_of(message)
+            if not self._dialect_fixed and not self._host.dialect.fixed:
+                self._choose_dialect(message)
+            request = self._host.dialect.read(message, self._host.session.settings)
+            if isinstance(request, AudioText):
+                await self._audio_text(request.data, more)
+            elif isinstance(request, End):
+                await self._end()
+            elif isinstance(request, InjectRequest):
+                await self._inject(request)
+            else:
+                self.settle()
+                self._control(request)
+        except ClientFault as fault:
+            self._host.outbox.put(Problem(fault.code, fault.message, fault.param, fault.event_id or event_id))
+            return True
+        return False
+
+    async def _audio_text(self, text: str, more: bool) -> None:
+        if len(text) > LARGE_MESSAGE:
+            await self._audio(await asyncio.to_thread(decode_base64, text))
+        elif len(text) > PIECE_BYTES or not self._intake.takes_anything:
+            await self._audio(decode_base64(text))
+        else:
+            # The usual case, without a detour: a short piece of raw samples.
+            audio = decode_base64(text)
+            self._pending.append(audio)
+            self._pending_bytes += len(audio)
+            if not more or self._pending_bytes >= PIECE_BYTES:
+                self.settle()
+
+    async def _inject(self, request: InjectRequest) -> None:
+        try:
+            taken = await self._host.inject(await asyncio.to_thread(parse_items, request.items))
+        except ItemRefused as error:
+            raise ClientFault("item_refused", f"{error}.", param="items", event_id=request.event_id) from error
+        self._host.outbox.put(Injected(taken))
+
+    async def _end(self) -> None:
+        self.settle()
+        if self._intake.needs_thread:
+            self._host.submit(await asyncio.to_thread(self._intake.finish))
+        else:
+            self._host.submit(self._intake.finish())
+        self._host.submit(End())
+
+    def _control(self, request: Request) -> None:
+        match request:
+            case Answer(body):
+                self._host.outbox.put(Answered(body))
+            case Configure():
+                self._configure(request)
+            case GapRequest(samples):
+                self._host.submit(self._intake.flush())
+                self._host.submit(self._intake.gap(samples))
+            case Commit() | Clear():
+                # The resampler's last samples belong to what is committed or cleared.
+                self._host.submit(self._intake.flush())
+                self._host.submit(request)
+
+    def _configure(self, request: Configure) -> None:
+        if request.settings.format != self._intake.format:
+            old, self._intake = self._intake, Intake(request.settings.format)
+            self._host.submit(old.flush())
+            old.close()
+        self._host.submit(request)
+
+    async def _audio(self, data: bytes) -> None:
+        self.settle()
+        view = memoryview(data)
+        for start in range(0, len(data), PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
+            if self._intake.needs_thread:
+                append = await asyncio.to_thread(self._intake.push, piece)
+            else:
+                append = self._intake.push(piece)
+            self._host.submit(append)
+            await self._host.room()
+            if start:
+                await asyncio.sleep(0)
+
+    def _choose_dialect(self, message: Json) -> None:
+        """Clients do not say which dialect they speak; their first telling message does."""
+        kind = message.get("type")
+        dialect: Dialect | None = None
+        if (kind == "session.update" and "session" not in message) or (
+            kind == "input_audio_buffer.commit" and "final" in message
+        ):
+            dialect = VllmDialect(self._facts)
+        elif kind == "transcription_session.update" and type(self._host.dialect) is OpenAIDialect:
+            dialect = BetaDialect(self._facts)
+        elif kind in ("session.update", "transcription_session.update"):
+            self._dialect_fixed = True
+        if dialect is not None:
+            self._dialect_fixed = True
+            self._host.dialect = dialect
+            settings = dialect.start_settings(self._host.session.settings)
+            if settings.format != self._intake.format:
+                self._intake = Intake(settings.format)
+            self._host.adopt(settings)
+
+
+class Connection:
+    """Runs one socket until either side has had enough."""
+
+    def __init__(
+        self,
+        host: SessionHost,
+        inbox: Inbox,
+        receive: Receive,
+        send: SendMessage,
+        abort: Callable[[], None],
+        nothing_waits: Callable[[], bool],
+        turnstile: Turnstile,
+    ) -> None:
+        """`abort` cuts the socket; `nothing_waits` says that no further message has arrived yet."""
+        self.host = host
+        self.last_message_at = host.clock()
+        # The client closed with 1000: it has what it wanted and will not come back.
+        self.said_goodbye = False
+        self._inbox = inbox
+        self._receive = receive
+        self._send = send
+        self._abort = abort
+        self._nothing_waits = nothing_waits
+        self._turnstile = turnstile
+        self._writer: asyncio.Task[None] | None = None
+        self._hangup: Hangup | None = None
+        self._pace: Pace | None = None
+        self._pace_of_mistakes: Pace | None = None
+
+    async def run(
+        self, first_frames: list[str], pace: Pace | None = None, pace_of_mistakes: Pace | None = None
+    ) -> Hangup | None:
+        """Serve the socket; why the server closed it, or None if the client left by itself."""
+        self._pace, self._pace_of_mistakes = pace, pace_of_mistakes
+        self.host.outbox.on_overrun = lambda: self.hang_up(
+            Hangup(CloseCode.POLICY, "the client does not read", "slow_reader")
+        )
+        left = False
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._writer = group.create_task(self._write(first_frames), name=f"writer {self.host.id}")
+                reader = group.create_task(self._read(), name=f"reader {self.host.id}")
+                # Somebody may have hung up while the socket was being opened.
+                if self._hangup is None:
+                    await asyncio.wait((self._writer, reader), return_when=asyncio.FIRST_COMPLETED)
+                left = reader.done() and not reader.cancelled()
+                reader.cancel()
+                self._writer.cancel()
+        finally:
+            self.host.outbox.on_overrun = None
+        if self._hangup is None or left:
+            return None
+        await self.close(self._hangup)
+        return self._hangup
+
+    def hang_up(self, hangup: Hangup) -> None:
+        """Close this socket now, ahead of what waits to be sent."""
+        if self._hangup is None:
+            self._hangup = hangup
+            if self._writer is not None:
+                self._writer.cancel()
+
+    async def _read(self) -> None:
+        began, fresh = 0.0, True
+        while True:
+            message = await self._receive()
+            if message["type"] != "websocket.receive":
+                self._inbox.settle()
+                self.said_goodbye = message.get("code") == CloseCode.NORMAL
+                return
+            now = self.last_message_at = self.host.clock()
+            if fresh:
+                began = now
+            more = not self._nothing_waits()
+            mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), more=more)
+            if self.host.full:
+                await self.host.room()
+            if self._pace is not None:
+                await self._pace.wait()
+            if mistaken and self._pace_of_mistakes is not None:
+                await self._pace_of_mistakes.wait()
+            # While messages wait, receiving them gives way to nobody.
+            fresh = not more
+            if more and now - began >= TURN_S:
+                await self._turnstile.wait()
+                fresh = True
+
+    async def _write(self, first_frames: list[str]) -> None:
+        frames: list[str] | Hangup = first_frames
+        began = self.host.clock()
+        try:
+            while not isinstance(frames, Hangup):
+                for frame in frames:
+                    await self._send({"type": "websocket.send", "text": frame})
+                if not len(self.host.outbox):
+                    frames = await self.host.next_frames()
+                    began = self.host.clock()
+                    continue
+                if self.host.clock() - began >= TURN_S:
+                    await self._turnstile.wait()
+                    began = self.host.clock()
+                frames = await self.host.next_frames()
+        except OSError:
+            # The client is gone; the reader will see that too.
+            return
+        self._hangup = frames
+
+    async def close(self, hangup: Hangup) -> None:
+        """Send the close frame, or cut the socket if its peer takes nothing."""
+        log.info("session %s: closed by the server with %d: %s", self.host.id, hangup.code, hangup.reason)
+        closing = self._send({"type": "websocket.close", "code": int(hangup.code), "reason": hangup.reason})
+        try:
+            await asyncio.wait_for(closing, CLOSE_GRACE_S)
+        except TimeoutError:
+            self._abort()
+        except Exception as error:
+            # The socket is gone already; servers have their own ways of saying so.
+            log.debug("session %s: not closed: %s", self.host.id, error)
