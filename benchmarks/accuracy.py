@@ -41,11 +41,12 @@ from benchmarks.recordings import (
     one_session_per_clip,
     read_manifest,
 )
-from engine.client.handles import warm_up
+from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.errors import EngineError
 from engine.models.silero import load_silero
 from engine.runner.speech import SpeechDetector
-from engine.server.build import DEFAULT_MODEL, EngineConfig, build_loop
+from engine.server.build import build_loop
+from engine.server.main import warm_up
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import WeightsError, pull, resolve
 from realtime.bench.words import Normaliser, english_normaliser

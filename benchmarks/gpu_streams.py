@@ -189,7 +189,7 @@ class Bench:
                 continue
             feed_ns += step_began - began - elapsed
             lags += [now - began - traffic.arrival(slots[task.slot], task.start) for task in self.probe.tasks]
-            times = loop.times
+            times = loop.meter.times
             steps.append(
                 Step(
                     whole=(now - step_began) / 1e6,
@@ -309,7 +309,7 @@ def plan_commit_ms(streams: int, steps: int = 60) -> float:
     times = []
     for _ in range(steps):
         bench.tick()
-        times.append((bench.loop.times.plan_ns + bench.loop.times.commit_ns) / 1e6)
+        times.append((bench.loop.meter.times.plan_ns + bench.loop.meter.times.commit_ns) / 1e6)
     return float(np.median(times))
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from benchmarks.recordings import SAMPLE_RATE, Part, Session
 from benchmarks.scoring import Emissions, TimedWord
-from engine.client.processor import make_cutter, prepare
+from engine.boundary.preparation import make_cutter, prepare
 from engine.messages import Closed, Command, Dead, Failed, Feed, Finish, Open, Output, Refused, Speech, Text
 from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec

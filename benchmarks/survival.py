@@ -28,8 +28,8 @@ from benchmarks.recordings import Session, joined_sessions, read_manifest
 from benchmarks.scoring import align, plain_words
 from engine.client.client import EngineClient
 from engine.client.handles import EngineProcess
+from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.messages import Closed, Text
-from engine.server.build import DEFAULT_MODEL, EngineConfig
 
 PACKET_SECONDS = 0.08
 PAUSE_SECONDS = 1.0

@@ -25,7 +25,7 @@ class Open:
     # Tokens already emitted for the audio that is about to be replayed; they are forced, not sampled or emitted again.
     forced_tokens: list[int] = field(default_factory=list)
     # Go on from here instead of from the beginning. `items` is the audio that was heard by then and is needed still.
-    checkpoint: Checkpoint | None = None
+    state: StreamState | None = None
     items: list[Item] = field(default_factory=list)
     # Audio below this position waits because an engine was lost: it is heard stride by stride, as it would have been.
     catch_up_until: int = 0
@@ -131,7 +131,7 @@ class Speech:
 
 
 @dataclass(slots=True)
-class Checkpoint:
+class StreamState:
     """All that decides what a stream of a windowed model says from here on, apart from its audio.
 
     One goes out with all that is said: whoever has received a text has also received the state after it, and can have
@@ -191,7 +191,7 @@ class Dead:
     message: str
 
 
-Output = Text | Speech | Checkpoint | Opened | Flushed | Closed | Failed | Refused | Dead
+Output = Text | Speech | StreamState | Opened | Flushed | Closed | Failed | Refused | Dead
 
 
 @dataclass(slots=True)

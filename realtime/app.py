@@ -14,8 +14,8 @@ import uvicorn
 
 from engine.client.client import ClientSettings
 from engine.client.client import EngineClient as BuiltClient
-from engine.client.handles import Engine, EngineProcess, EngineThread, RemoteEngine
-from engine.server.build import DEFAULT_MODEL, EngineConfig
+from engine.client.handles import EngineHandle, EngineProcess, EngineThread, RemoteEngine
+from engine.config import DEFAULT_MODEL, EngineConfig
 from realtime.config import Config, ModelConfig
 from realtime.http.gateway import Gateway, build_app
 from realtime.metrics.engine import engine_collector
@@ -138,7 +138,7 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     metrics = Metrics()
     calm_collector()
     model = config.model
-    engines: list[Engine] = [RemoteEngine(address) for address in model.engines]
+    engines: list[EngineHandle] = [RemoteEngine(address) for address in model.engines]
     client = BuiltClient(
         engines or [EngineProcess(_engine_config(model))],
         ClientSettings(cache_bytes=model.input_cache_bytes, max_load=config.limits.max_load),

@@ -18,7 +18,7 @@ from engine import messages
 from engine.spec import ModelSpec
 
 # Raised whenever an older peer could misread what is sent.
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 Frames = Sequence[Any]
 Payload = NDArray[np.float32]
@@ -45,7 +45,7 @@ class WireItem(_Wire):
     rows: int | None
 
 
-class WireCheckpoint(_Wire, tag="checkpoint"):
+class WireStreamState(_Wire, tag="state"):
     stream: str
     audio_from: int
     position: int
@@ -59,7 +59,7 @@ class WireOpen(_Wire, tag="open"):
     delay_positions: int | None
     options: dict[str, str]
     forced_tokens: list[int]
-    checkpoint: WireCheckpoint | None
+    state: WireStreamState | None
     items: list[WireItem]
     catch_up_until: int
     suspect: tuple[int, int] | None
@@ -90,11 +90,7 @@ class Inject(_Wire, tag="inject"):
     items: list[WireItem]
 
 
-class Reset(_Wire, tag="reset"):
-    """Both caches start empty."""
-
-
-WireCommand = WireOpen | WireFeed | WireFlush | WireFinish | WireAbort | Inject | Reset
+WireCommand = WireOpen | WireFeed | WireFlush | WireFinish | WireAbort | Inject
 
 
 class WireWord(_Wire):
@@ -150,7 +146,15 @@ class WireDead(_Wire, tag="dead"):
 
 
 WireOutput = (
-    WireText | WireSpeech | WireCheckpoint | WireOpened | WireFlushed | WireClosed | WireFailed | WireRefused | WireDead
+    WireText
+    | WireSpeech
+    | WireStreamState
+    | WireOpened
+    | WireFlushed
+    | WireClosed
+    | WireFailed
+    | WireRefused
+    | WireDead
 )
 
 
@@ -312,14 +316,14 @@ def plain_item(item: WireItem, payload: Payload | None) -> messages.Item:
 
 
 def wire_open(command: messages.Open, items: list[WireItem]) -> WireOpen:
-    checkpoint = None if command.checkpoint is None else _wire_checkpoint(command.checkpoint)
+    state = None if command.state is None else _wire_state(command.state)
     return WireOpen(
         command.stream,
         command.live,
         command.delay_positions,
         command.options,
         command.forced_tokens,
-        checkpoint,
+        state,
         items,
         command.catch_up_until,
         command.suspect,
@@ -334,29 +338,25 @@ def plain_open(command: WireOpen, name: str, items: list[messages.Item]) -> mess
         command.delay_positions,
         command.options,
         command.forced_tokens,
-        None if command.checkpoint is None else _plain_checkpoint(command.checkpoint),
+        None if command.state is None else _plain_state(command.state),
         items,
         command.catch_up_until,
         command.suspect,
     )
 
 
-def _wire_checkpoint(checkpoint: messages.Checkpoint) -> WireCheckpoint:
-    return WireCheckpoint(
-        checkpoint.stream, checkpoint.audio_from, checkpoint.position, checkpoint.tag, checkpoint.parts
-    )
+def _wire_state(state: messages.StreamState) -> WireStreamState:
+    return WireStreamState(state.stream, state.audio_from, state.position, state.tag, state.parts)
 
 
-def _plain_checkpoint(checkpoint: WireCheckpoint) -> messages.Checkpoint:
-    return messages.Checkpoint(
-        checkpoint.stream, checkpoint.audio_from, checkpoint.position, checkpoint.tag, checkpoint.parts
-    )
+def _plain_state(state: WireStreamState) -> messages.StreamState:
+    return messages.StreamState(state.stream, state.audio_from, state.position, state.tag, state.parts)
 
 
 def wire_output(output: messages.Output) -> WireOutput:
     match output:
-        case messages.Checkpoint():
-            return _wire_checkpoint(output)
+        case messages.StreamState():
+            return _wire_state(output)
         case messages.Text(stream, delta, words, tokens, sample):
             spoken = [WireWord(word.text, word.start_sample, word.end_sample) for word in words]
             return WireText(stream, delta, spoken, tokens, sample)
@@ -378,8 +378,8 @@ def wire_output(output: messages.Output) -> WireOutput:
 
 def plain_output(output: WireOutput) -> messages.Output:
     match output:
-        case WireCheckpoint():
-            return _plain_checkpoint(output)
+        case WireStreamState():
+            return _plain_state(output)
         case WireText():
             words = [messages.Word(word.text, word.start_sample, word.end_sample) for word in output.words]
             return messages.Text(output.stream, output.delta, words, output.tokens, output.sample)

@@ -1,7 +1,8 @@
 """How many streams engines hold, from what their steps were measured to cost.
 
-Only streams that make work count: one that was heard within `COUNTED_SECONDS`, or is so new that nothing is known of it
-yet. The others are open and cost next to nothing. Backlog counts nowhere: it gets what live streams leave over.
+Only streams that make work count: one that was heard within `COUNTED_SECONDS` (engine.config), or is so new that
+nothing is known of it yet. The others are open and cost next to nothing. Backlog counts nowhere: it gets what live
+streams leave over.
 """
 
 from __future__ import annotations
@@ -11,9 +12,6 @@ from dataclasses import dataclass
 
 from engine.boundary.codec import Status
 
-# How long a stream counts as one that speaks after it was last heard, or since it came. Long enough for the pauses of a
-# conversation: whoever falls silent for a moment finds the room still there.
-COUNTED_SECONDS = 30.0
 # What an engine takes on before it has measured anything.
 STREAMS_TO_BEGIN_WITH = 4
 # When to try again: soon if an engine is merely busy or starting, later if somebody has to leave first.

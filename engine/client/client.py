@@ -16,7 +16,7 @@ from engine import messages
 from engine.boundary import codec
 from engine.boundary.input_cache import SenderCache
 from engine.client.capacity import Capacity, capacity_of
-from engine.client.handles import Engine
+from engine.client.handles import EngineHandle
 from engine.client.processor import Processor, processor_for, warm_up
 from engine.client.render import Rendered, render
 from engine.client.stream import EngineStream, StreamLimits
@@ -39,13 +39,12 @@ class ClientSettings:
     recovery_timeout_s: float = 120.0
     # How busy live streams may keep an engine before it counts as full; 0 counts places only.
     max_load: float = 0.95
-    warm_up: bool = True
 
 
 class EngineClient:
     """Made and used inside one event loop: `start` it, open streams, `close` it."""
 
-    def __init__(self, engines: Sequence[Engine], settings: ClientSettings | None = None) -> None:
+    def __init__(self, engines: Sequence[EngineHandle], settings: ClientSettings | None = None) -> None:
         if not engines:
             raise ValueError("a client needs at least one engine")
         self._settings = settings or ClientSettings()
@@ -62,12 +61,8 @@ class EngineClient:
         )
         await supervisor.start()
         self._supervisor = supervisor
-        read_only = Processor("read-only", self.spec, SenderCache(settings.cache_bytes))
-        if settings.warm_up:
-            # A cache in step with an engine must not see warm-up items that the engine never gets.
-            main = Processor("main", self.spec, SenderCache(settings.cache_bytes))
-            warm_up([main, read_only])
-        self._read_only = read_only
+        self._read_only = Processor("read-only", self.spec, SenderCache(settings.cache_bytes))
+        warm_up(self._read_only)
 
     async def close(self) -> None:
         if self._supervisor is not None:
@@ -82,7 +77,7 @@ class EngineClient:
     @property
     def ready(self) -> bool:
         """Whether a stream could be opened now: an engine is warm, and so are the processors."""
-        return self._read_only is not None and self._supervisor is not None and bool(self._supervisor.links())
+        return self._read_only is not None and self._supervisor is not None and bool(self._supervisor.seats.links())
 
     async def open(
         self,
@@ -99,10 +94,10 @@ class EngineClient:
         refusal: EngineError = EngineDead("no engine is running at the moment; try again in a few seconds")
         self._names.add(stream)
         try:
-            for seat in self._running.seats_by_lag():
+            for seat in self._running.seats.by_lag():
                 opened = EngineStream(opening, self.spec, self._limits(), self._ended)
                 try:
-                    await self._running.open_on(seat, opened)
+                    await self._running.seats.open_on(seat, opened)
                     return opened
                 except (AtCapacity, EngineDead) as error:
                     opened.forsake()
@@ -114,17 +109,18 @@ class EngineClient:
         raise refusal
 
     def capacity(self) -> Capacity:
-        return capacity_of([link.status for link in self._running.links()], self._settings.max_load)
+        return capacity_of([link.status for link in self._running.seats.links()], self._settings.max_load)
 
     async def inject(self, items: Sequence[Item | None]) -> int:
         """Put items prepared elsewhere into the engines' caches; returns how many were taken. Raises ItemRefused.
 
         Without a cache this does nothing and counts nothing. Items that are None, or have no data, are skipped.
         """
-        links = self._running.links()
+        links = self._running.seats.links()
         if not links or not links[0].cache.enabled:
             return 0
-        checked = [item for item in links[0].processor.check(items) if item.payload is not None]
+        processor = self._processor_for(executes=True)
+        checked = [item for item in processor.check(items) if item.payload is not None]
         if checked:
             for link in links:
                 link.send(codec.Inject([]), checked)
@@ -132,16 +128,14 @@ class EngineClient:
 
     def render(self, samples: NDArray[np.float32], delay_positions: int | None = None) -> Rendered:
         """Prepare audio without executing it; says what an engine holds of it already. Raises ItemRefused."""
-        assert self._read_only is not None, "start the client first"
-        links = self._running.links()
-        main = links[0].processor if links else self._read_only
-        processor = processor_for(executes=False, main=main, read_only=self._read_only)
-        return render(processor, samples, main.cache, delay_positions)
+        links = self._running.seats.links()
+        engine_holds = links[0].cache if links else SenderCache(0)
+        return render(self._processor_for(executes=False), samples, engine_holds, delay_positions)
 
-    def reset_caches(self) -> None:
-        """Both sides of every boundary start empty."""
-        for link in self._running.links():
-            link.send(codec.Reset())
+    def _processor_for(self, executes: bool) -> Processor:
+        assert self._read_only is not None, "start the client first"
+        links = self._running.seats.links()
+        return processor_for(executes, links[0].processor if links else self._read_only, self._read_only)
 
     def metrics(self) -> EngineMetrics:
         return self._running.metrics()

@@ -12,99 +12,36 @@ import multiprocessing
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from uuid import uuid4
 
-import numpy as np
-import zmq
-
-from engine import messages
 from engine.boundary.crash_record import Flight, FlightRecord
-from engine.boundary.sockets import EngineSocket, check_address
-from engine.client.processor import WARM_UP_SECONDS, make_cutter, prepare
-from engine.errors import EngineDead, EngineError
-from engine.server.collector import calm_collector
-from engine.server.host import EngineHost
-from engine.server.loop import EngineLoop
-from engine.spec import ModelSpec
+from engine.boundary.sockets import check_address
+from engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from engine.server.loop import EngineLoop
 
 logger = logging.getLogger(__name__)
 
 # Builds the loop where it will run; must be picklable to run in another process.
-Build = Callable[[], EngineLoop]
+Build = Callable[[], "EngineLoop"]
 
-# What every model needs, torch first of all.
+# What the engine process needs, torch first of all.
+SERVER_MODULES = ("engine.server.main",)
 MODEL_MODULES = ("engine.runner.load",)
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
-# Streams whose steps are measured at the start.
-MEASURED_STREAMS = 8
 # A process whose connection broke is given so long to end by itself before it is ended.
 LAST_WORDS_S = 2.0
 
 
-def run_engine(
-    address: str, build: Build, stop: Callable[[], bool], warm: bool = True, record: FlightRecord | None = None
-) -> None:
-    """Build, warm up, listen and serve until `stop`. Raises EngineDead when the runner fails for all streams."""
-    check_address(address)
-    began = time.perf_counter()
-    loop = build()
-    logger.info("the model is loaded after %.1f s", time.perf_counter() - began)
-    if warm:
-        began = time.perf_counter()
-        warm_up(loop)
-        logger.info("the model is warm after %.1f s", time.perf_counter() - began)
-    calm_collector()
-    socket = EngineSocket(zmq.Context.instance(), address)
-    try:
-        logger.info("%s listens on %s", loop.scheduler.spec.name, socket.bound_to)
-        EngineHost(loop, socket, uuid4().hex, time.monotonic, record).serve(stop)
-    finally:
-        socket.close()
-        loop.runner.close()
-
-
-def warm_up(loop: EngineLoop) -> None:
-    """Let the model run what a first user would have to wait for: its own warm-up, then one whole short stream.
-
-    Where noise costs what speech does, more streams show what a step costs, so that the first users are not turned
-    away for want of a measurement. A model that hears speech alone has to wait for some.
-    """
-    loop.runner.warm_up()
-    _run_noise(loop, 1)
-    loop.live_cost.forget()
-    if not loop.silence_is_free:
-        _run_noise(loop, 1)
-        _run_noise(loop, min(MEASURED_STREAMS, loop.scheduler.limits.max_streams))
-
-
-def _run_noise(loop: EngineLoop, streams: int) -> None:
-    """So many short streams at once, from beginning to end. Raises EngineDead if the model fails."""
-    for number in range(streams):
-        name = f"warm-up {number}"
-        items = _noise(loop.scheduler.spec, number)
-        loop.submit([messages.Open(name), messages.Feed(name, items), messages.Finish(name)], time.monotonic_ns())
-    while loop.has_work():
-        result = loop.step()
-        for output in [] if result is None else result.outputs:
-            if isinstance(output, (messages.Dead, messages.Failed)):
-                raise EngineDead(f"warm-up failed: {output.message}")
-
-
-def _noise(spec: ModelSpec, seed: int) -> list[messages.Item]:
-    cutter = make_cutter(spec)
-    noise = 0.01 * np.random.default_rng(seed).standard_normal(WARM_UP_SECONDS * spec.sample_rate, dtype=np.float32)
-    items = prepare(cutter, cutter.push(noise), spec)
-    return items + prepare(cutter, cutter.flush(spec.flush_positions_for(spec.default_delay_positions)), spec)
-
-
-class Engine(Protocol):
+class EngineHandle(Protocol):
     """Where an engine comes from."""
 
     address: str
@@ -153,22 +90,26 @@ class RemoteEngine:
 class EngineProcess:
     """A child process, started anew when it has died.
 
-    It is forked from a process that has imported `preload` and this module, and nothing else: a new engine is there
-    sooner by the time those imports take. Preloaded modules must not touch an accelerator when they are imported.
+    It is forked from a process that has imported the engine's modules and `preload`, and nothing else: a new engine is
+    there sooner by the time those imports take. Preloaded modules must not touch an accelerator when they are imported.
     """
 
     def __init__(
-        self, build: Build, address: str | None = None, warm: bool = True, preload: Sequence[str] = MODEL_MODULES
+        self,
+        engine: EngineConfig | Build,
+        address: str | None = None,
+        warm: bool = True,
+        preload: Sequence[str] = MODEL_MODULES,
     ) -> None:
         self.start_timeout_s = START_TIMEOUT_S
         self._folder = tempfile.TemporaryDirectory(prefix="tickertape-")
         self.address = check_address(address or f"ipc://{Path(self._folder.name) / 'engine'}")
         self._record_path = Path(self._folder.name) / "record"
         self._record = FlightRecord.at(self._record_path)
-        self._build = build
+        self._build = _builder(engine)
         self._warm = warm
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__, *preload])
+        self._context.set_forkserver_preload([__name__, *SERVER_MODULES, *preload])
         self._process: BaseProcess | None = None
         self._starting: asyncio.Task[None] | None = None
 
@@ -225,6 +166,25 @@ class EngineProcess:
         self._folder.cleanup()
 
 
+def _builder(engine: EngineConfig | Build) -> Build:
+    return partial(_build, engine) if isinstance(engine, EngineConfig) else engine
+
+
+# The engine's own code is imported where an engine runs, and nowhere else in the gateway.
+
+
+def _build(config: EngineConfig) -> EngineLoop:
+    from engine.server.build import build_loop
+
+    return build_loop(config)
+
+
+def _child(address: str, build: Build, warm: bool, record_path: Path) -> None:
+    from engine.server.main import run_child
+
+    run_child(address, build, warm, record_path)
+
+
 async def _end_of(process: BaseProcess) -> None:
     """Waits on the event loop, never in a thread: two threads that collect one exit status get it wrong."""
     loop = asyncio.get_running_loop()
@@ -245,29 +205,6 @@ async def _ends_within(process: BaseProcess, seconds: float) -> bool:
     return True
 
 
-def _child(address: str, build: Build, warm: bool, record_path: Path) -> None:
-    """Main function of the engine process. Ends with the gateway that started it."""
-    asked_to_stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
-    # Ctrl-C reaches the whole group; the gateway decides when its engine stops.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    threading.Thread(target=_stop_with_parent, args=(asked_to_stop,), daemon=True).start()
-    try:
-        run_engine(address, build, asked_to_stop.is_set, warm, FlightRecord.at(record_path))
-    except EngineError as error:
-        # Its text says what to change; where in the code it came up does not help.
-        logger.error("%s", error)
-        raise SystemExit(1) from None
-
-
-def _stop_with_parent(asked_to_stop: threading.Event) -> None:
-    gateway = multiprocessing.parent_process()
-    assert gateway is not None
-    gateway.join()
-    asked_to_stop.set()
-
-
 def _exit_text(code: int | None) -> str:
     if code is not None and code < 0:
         return f"signal {signal.Signals(-code).name}"
@@ -277,10 +214,10 @@ def _exit_text(code: int | None) -> str:
 class EngineThread:
     """In this very process, for tests and small set-ups: the same messages, without a process around them."""
 
-    def __init__(self, build: Build, warm: bool = True) -> None:
+    def __init__(self, engine: EngineConfig | Build, warm: bool = True) -> None:
         self.start_timeout_s = START_TIMEOUT_S
         self.address = f"inproc://engine-{uuid4().hex}"
-        self._build = build
+        self._build = _builder(engine)
         self._warm = warm
         self._thread: threading.Thread | None = None
         self._record = FlightRecord()
@@ -298,6 +235,8 @@ class EngineThread:
         self._thread.start()
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        from engine.server.main import run_engine
+
         try:
             self._record.wipe()
             run_engine(self.address, self._build, self._stop.is_set, self._warm, self._record)

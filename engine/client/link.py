@@ -18,8 +18,9 @@ from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import Frames, WireCommand, WireError
 from engine.boundary.input_cache import SenderCache
+from engine.boundary.preparation import payload_bytes
 from engine.boundary.sockets import BEAT_SECONDS, SILENCE_SECONDS, Arrival, GatewaySocket, Numbering, package_version
-from engine.client.processor import Processor, payload_bytes
+from engine.client.processor import Processor, warm_up
 from engine.errors import EngineDead, EngineError
 from engine.spec import ModelSpec
 
@@ -47,7 +48,7 @@ class LinkEvents:
     on_lost: Callable[[str], None]
 
 
-Queued = messages.Command | codec.Inject | codec.Reset
+Queued = messages.Command | codec.Inject
 
 
 class EngineLink:
@@ -101,6 +102,8 @@ class EngineLink:
             )
         self.engine, self.status = welcome.engine, welcome.status
         self.processor = Processor("main", welcome.spec, self.cache)
+        # Nothing has been sent yet: the mirror is empty before and after, as the engine's cache is.
+        warm_up(self.processor)
         self._heard_at = self._loop.time()
         self._beat_timer = self._loop.call_later(BEAT_SECONDS, self._beat)
         return welcome.spec
@@ -160,8 +163,6 @@ class EngineLink:
             return
         self._flushed_at = self._loop.time()
         outbox = self._next_batch()
-        if any(isinstance(command, codec.Reset) for command, _ in outbox):
-            self.cache.clear()
         items = [item for _, carried in outbox for item in carried]
         travels = iter(self.processor.pack(items))
         payloads: list[codec.Payload] = []
@@ -302,5 +303,3 @@ def _wire_command(
             return codec.WireAbort(command.stream)
         case codec.Inject():
             return codec.Inject(items)
-        case codec.Reset():
-            return command

@@ -1,4 +1,4 @@
-"""Audio to items that can cross to the engine: cut, hashed, checked, and looked up in a sender cache.
+"""Items on their way to an engine: checked, and looked up in a sender cache.
 
 There are two kinds of processor. The main one owns the sender cache that mirrors an engine, and serves what executes on
 that engine. The read-only one has a private cache and serves what only prepares (render, sizing, items for a remote
@@ -10,58 +10,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 
 import numpy as np
-from numpy.typing import NDArray
 
-from audio.items import AudioItem, ItemCutter
 from engine.boundary.input_cache import SenderCache
+from engine.boundary.preparation import (
+    KEY_BYTES,
+    WARM_UP_SECONDS,
+    hash_payload,
+    make_cutter,
+    payload_bytes,
+    prepare,
+)
 from engine.errors import EngineError
 from engine.messages import Item
 from engine.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
-KEY_BYTES = 16
-WARM_UP_SECONDS = 2
-# Features and samples with equal bytes are different inputs, so they must not share a key.
-_FEATURES = b"features"
-
 
 class ItemRefused(EngineError):
     """An item prepared elsewhere is malformed, or its hash is not the hash of its bytes. Nothing was changed."""
-
-
-def hash_payload(payload: NDArray[np.float32]) -> bytes:
-    """The content key of samples (one axis) or features (two axes)."""
-    person = _FEATURES if payload.ndim > 1 else b""
-    return blake2b(payload.data, digest_size=KEY_BYTES, person=person).digest()
-
-
-def make_cutter(spec: ModelSpec) -> ItemCutter:
-    """A stream's cutter: its first sample belongs to the first position after the model's opening."""
-    return ItemCutter(
-        spec.samples_per_position,
-        spec.look_back_samples,
-        spec.look_ahead_samples,
-        first_offset=spec.prefix_positions,
-    )
-
-
-def prepare(cutter: ItemCutter, cut: Iterable[AudioItem], spec: ModelSpec) -> list[Item]:
-    """Hash what the cutter has just made. A gap has no bytes and no key, only a mask."""
-    items = []
-    for piece in cut:
-        positions = piece.length * spec.samples_per_position
-        came = min(positions, cutter.samples_in - piece.sample)
-        item = Item(piece.offset, piece.length, piece.sample, samples=None if came == positions else came)
-        if piece.pcm is None:
-            item.mask = [False] * piece.length
-        else:
-            item.key, item.payload = hash_payload(piece.pcm), piece.pcm
-        items.append(item)
-    return items
 
 
 class Processor:
@@ -150,28 +119,22 @@ class Processor:
             self.cache.clear()
 
 
-def payload_bytes(item: Item) -> int:
-    return 0 if item.payload is None else int(item.payload.nbytes)
-
-
 def processor_for(executes: bool, main: Processor, read_only: Processor) -> Processor:
-    """The routing rule: only what executes on the engine may touch the cache that mirrors it."""
+    """The routing rule: a request that executes on the engine goes to the processor whose cache mirrors it; one that
+    only prepares goes to the other."""
     return main if executes else read_only
 
 
-def warm_up(processors: Iterable[Processor]) -> dict[str, float | None]:
-    """Seconds each processor took; None where one failed, which stops neither the others nor the server."""
-    took: dict[str, float | None] = {}
-    for processor in processors:
-        started = time.perf_counter()
-        try:
-            processor.warm_up()
-        except Exception:
-            logger.warning(
-                "warm-up of the %s processor failed; its first request will be slower", processor.name, exc_info=True
-            )
-            took[processor.name] = None
-        else:
-            took[processor.name] = time.perf_counter() - started
-            logger.info("the %s processor is warm after %.3f s", processor.name, took[processor.name])
+def warm_up(processor: Processor) -> float | None:
+    """Seconds it took; None if it failed, which stops nobody: the first request will be slower."""
+    began = time.perf_counter()
+    try:
+        processor.warm_up()
+    except Exception:
+        logger.warning(
+            "warm-up of the %s processor failed; its first request will be slower", processor.name, exc_info=True
+        )
+        return None
+    took = time.perf_counter() - began
+    logger.info("the %s processor is warm after %.3f s", processor.name, took)
     return took

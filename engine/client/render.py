@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.boundary.input_cache import SenderCache
-from engine.client.processor import ItemRefused, Processor, make_cutter, payload_bytes, prepare
+from engine.boundary.preparation import make_cutter, payload_bytes, prepare
+from engine.client.processor import ItemRefused, Processor
 from engine.messages import Item
 from engine.spec import ModelSpec
 
@@ -84,7 +85,6 @@ def render(
     delay = spec.default_delay_positions if delay_positions is None else delay_positions
     items = prepare(cutter, cutter.push(samples), spec)
     items += prepare(cutter, cutter.flush(spec.flush_positions_for(delay)), spec)
-    read_only.pack(items)
     end = items[-1].offset + items[-1].length if items else spec.prefix_positions
     return Rendered(
         model=spec.name,

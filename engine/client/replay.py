@@ -2,7 +2,7 @@
 
 Kept are the items of one recompute window (bounded), and what was said about them. A frame-synchronous model is
 replayed with its tokens forced, so it says nothing twice. A model that rereads its window goes on from its last
-checkpoint, which came with the last text: what was received is not said again, what was not received is.
+state, which came with the last text: what was received is not said again, what was not received is.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from engine.messages import Checkpoint, Item, Text, Word
+from engine.messages import Item, StreamState, Text, Word
 from engine.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class FlushMark:
+class AskedFlush:
     """A flush was asked for here."""
 
     tag: int
@@ -30,10 +30,10 @@ class Replay:
 
     positions: int
     samples: int
-    entries: list[Item | FlushMark]
+    entries: list[Item | AskedFlush]
     forced_tokens: list[int] = field(default_factory=list)
-    checkpoint: Checkpoint | None = None
-    # Audio that the checkpoint refers to, and audio that is to be heard as if no engine had been lost.
+    state: StreamState | None = None
+    # Audio that the state refers to, and audio that is to be heard as if no engine had been lost.
     known: list[Item] = field(default_factory=list)
     catch_up_until: int = 0
 
@@ -50,7 +50,7 @@ class Memory(Protocol):
     def hear(self, text: Text) -> Text | None:
         """Text from the engine; what of it is new."""
 
-    def take(self, checkpoint: Checkpoint) -> None:
+    def take(self, state: StreamState) -> None:
         """The state after all that was heard so far."""
 
 
@@ -61,7 +61,7 @@ class KeptAudio:
         self.end = spec.prefix_positions
         self.end_sample = 0
         self._spec = spec
-        self._entries: deque[Item | FlushMark] = deque()
+        self._entries: deque[Item | AskedFlush] = deque()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -76,9 +76,9 @@ class KeptAudio:
 
     def mark_flush(self, tag: int, unanswered: Collection[int], at_pause: bool = False) -> None:
         """Flushes without audio between them are one flush, unless somebody still waits for the answer."""
-        while self._entries and isinstance(self._entries[-1], FlushMark) and self._entries[-1].tag not in unanswered:
+        while self._entries and isinstance(self._entries[-1], AskedFlush) and self._entries[-1].tag not in unanswered:
             self._entries.pop()
-        self._entries.append(FlushMark(tag, at_pause))
+        self._entries.append(AskedFlush(tag, at_pause))
 
     def first(self) -> Item | None:
         return next((entry for entry in self._entries if isinstance(entry, Item)), None)
@@ -92,13 +92,13 @@ class KeptAudio:
 
     def drop_flushes(self, tag: int) -> None:
         """Let go of the flushes up to this one, as far as no audio is kept from before them."""
-        while self._entries and isinstance(self._entries[0], FlushMark) and self._entries[0].tag <= tag:
+        while self._entries and isinstance(self._entries[0], AskedFlush) and self._entries[0].tag <= tag:
             self._entries.popleft()
 
-    def split(self, position: int, tag: int) -> tuple[list[Item], list[Item | FlushMark]]:
+    def split(self, position: int, tag: int) -> tuple[list[Item], list[Item | AskedFlush]]:
         """The items before a position, and what follows them without the flushes up to `tag`."""
         before: list[Item] = []
-        after: list[Item | FlushMark] = []
+        after: list[Item | AskedFlush] = []
         for entry in self._entries:
             if isinstance(entry, Item) and entry.offset < position:
                 before.append(entry)
@@ -167,34 +167,34 @@ class TokenMemory:
     def _is_known(self, word: Word) -> bool:
         return any(known.end_sample == word.end_sample and known.text.endswith(word.text) for known in self._words)
 
-    def take(self, checkpoint: Checkpoint) -> None:
-        raise AssertionError("a model with one token per position makes no checkpoints")
+    def take(self, state: StreamState) -> None:
+        raise AssertionError("a model with one token per position saves no states")
 
 
 class WindowMemory:
-    """For models that reread their window: the last checkpoint."""
+    """For models that reread their window: the last saved state."""
 
     def __init__(self) -> None:
-        self._checkpoint: Checkpoint | None = None
+        self._state: StreamState | None = None
 
     def trim(self, kept: KeptAudio) -> None:
-        if self._checkpoint is not None:
-            kept.drop_before(self._checkpoint.audio_from)
-            kept.drop_flushes(self._checkpoint.tag)
+        if self._state is not None:
+            kept.drop_before(self._state.audio_from)
+            kept.drop_flushes(self._state.tag)
 
     def replay(self, kept: KeptAudio) -> Replay:
-        checkpoint = self._checkpoint
-        position, tag = (0, 0) if checkpoint is None else (checkpoint.position, checkpoint.tag)
+        state = self._state
+        position, tag = (0, 0) if state is None else (state.position, state.tag)
         known, entries = kept.split(position, tag)
         # As much again may come while the new engine catches up. After that, keeping up is more than equal steps.
         catch_up_until = kept.end + (kept.end - position)
-        return Replay(0, 0, entries, checkpoint=checkpoint, known=known, catch_up_until=catch_up_until)
+        return Replay(0, 0, entries, state=state, known=known, catch_up_until=catch_up_until)
 
     def hear(self, text: Text) -> Text | None:
         return text
 
-    def take(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    def take(self, state: StreamState) -> None:
+        self._state = state
 
 
 def memory_for(spec: ModelSpec, keep_positions: int) -> Memory:

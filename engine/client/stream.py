@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,21 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import messages
-from engine.boundary import codec
+from engine.boundary.preparation import make_cutter, prepare
 from engine.client.link import EngineLink
-from engine.client.processor import ItemRefused, make_cutter, prepare
-from engine.client.replay import FlushMark, KeptAudio, memory_for
+from engine.client.outputs import Outputs
+from engine.client.placement import Placement
+from engine.client.processor import ItemRefused
+from engine.client.replay import AskedFlush, KeptAudio, Replay, memory_for
+from engine.client.suspicion import Suspicion
 from engine.errors import AtCapacity, BadOption, DuplicateStream, EngineDead, EngineError, StreamFailed, StreamFinished
 from engine.messages import Item
 from engine.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
-# Outputs that may wait for a reader before its stream takes no more audio.
-MAX_QUEUED_OUTPUTS = 1024
 # Items of a replay that travel in one command.
 REPLAY_ITEMS = 64
-_FINAL = (messages.Closed, messages.Failed, messages.Dead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +43,8 @@ class EngineStream:
         self, opening: messages.Open, spec: ModelSpec, limits: StreamLimits, on_end: Callable[[EngineStream], None]
     ) -> None:
         self.id = opening.stream
-        self.link: EngineLink | None = None
-        # Since when no engine goes on with it, and how many engines died with it at the same spot of their last step.
-        self.lost_at: float | None = None
-        self.strikes = 0
-        self._spot = range(0)
-        # Whether that spot must not be computed together with another suspect's, or the stream not even reopened.
-        self.alone = False
-        self.must_wait = False
-        self._stuck_at = 0
-        self._all_by = 0
+        self.place = Placement(spec)
+        self.suspicion = Suspicion()
         self._opening = opening
         self._spec = spec
         self._limits = limits
@@ -61,20 +52,13 @@ class EngineStream:
         self._cutter = make_cutter(spec)
         self._kept = KeptAudio(spec)
         self._memory = memory_for(spec, limits.keep_positions)
-        # What the engine that carries the stream now counts less than the stream itself.
-        self._positions_before = 0
-        self._samples_before = 0
-        self._computed = spec.prefix_positions
-        self._computed_here = spec.prefix_positions  # by the engine that carries the stream now
+        self._outputs = Outputs(spec.sample_rate, self.wake)
         self._tags = 0
         self._unanswered: set[int] = set()
         self._finished = False
         self._aborted = False
         self._ended = False
         self._prepared_only = False
-        self._heard_until = 0
-        self._queue: deque[messages.Output] = deque()
-        self._news = asyncio.Event()
         self._room = asyncio.Event()
         self._opened: asyncio.Future[None] | None = None
 
@@ -108,7 +92,7 @@ class EngineStream:
         if self._cutter.samples_in:
             raise StreamFinished(self.id, "was fed samples; open another stream for prepared items")
         await self._wait_for_room()
-        link = self.link
+        link = self.place.link
         if link is None:
             raise EngineDead("the engine is being restarted; send the items again")
         checked = link.processor.check(items)
@@ -153,40 +137,32 @@ class EngineStream:
             return
         self._finished = self._aborted = True
         self._send(messages.Abort(self.id))
-        if self.link is None:
+        if self.place.link is None:
             self.end(messages.Closed(self.id, self._kept.end_sample))
 
     def __aiter__(self) -> AsyncIterator[messages.Output]:
-        return self._outputs()
-
-    async def _outputs(self) -> AsyncIterator[messages.Output]:
-        while True:
-            while self._queue:
-                output = self._queue.popleft()
-                self._room.set()
-                yield output
-                if isinstance(output, _FINAL):
-                    return
-            self._news.clear()
-            await self._news.wait()
+        return aiter(self._outputs)
 
     # For the client that owns the stream.
 
     async def open_on(self, link: EngineLink) -> None:
         """Open or reopen here, replaying what is kept. Raises what the engine answers, or EngineDead."""
-        self.link = link
         self._opened = opened = asyncio.get_running_loop().create_future()
         replay = self._memory.replay(self._kept)
-        self._positions_before, self._samples_before = replay.positions, replay.samples
-        self._computed_here = replay.positions + self._spec.prefix_positions
+        self.place.begin(link, replay)
+        suspicion = self.suspicion
         opening = replace(
             self._opening,
             forced_tokens=replay.forced_tokens,
-            checkpoint=replay.checkpoint,
+            state=replay.state,
             catch_up_until=replay.catch_up_until,
-            suspect=(self._spot.start - replay.positions, self._spot.stop - replay.positions) if self.alone else None,
+            suspect=self.place.engine_count(suspicion.spot) if suspicion.alone else None,
         )
         link.send(opening, replay.known)
+        self._send_replay(link, replay)
+        await opened
+
+    def _send_replay(self, link: EngineLink, replay: Replay) -> None:
         run: list[Item] = []
         for entry in [*replay.entries, None]:
             if run and (not isinstance(entry, Item) or len(run) == REPLAY_ITEMS):
@@ -194,11 +170,10 @@ class EngineStream:
                 run = []
             if isinstance(entry, Item):
                 run.append(entry)
-            elif isinstance(entry, FlushMark):
+            elif isinstance(entry, AskedFlush):
                 link.send(messages.Flush(self.id, entry.tag, entry.at_pause))
         if self._finished:
             link.send(messages.Finish(self.id))
-        await opened
 
     @property
     def is_open(self) -> bool:
@@ -206,58 +181,38 @@ class EngineStream:
         return not self._ended
 
     def forsake(self) -> None:
-        """Whoever wanted to open it does not any more; nobody reads its outputs."""
+        """The stream is not wanted any more by the one who opened it; nobody reads its outputs."""
         self._send(messages.Abort(self.id))
         self._ended = True
 
     def detach(self, why: str, now: float) -> None:
         """The engine is lost. Until another takes over, audio is kept and nothing is sent."""
-        self.link = None
-        if self.lost_at is None:
-            self.lost_at = now
+        self.place.lose(now, self._kept.end)
         if self._opened is not None and not self._opened.done():
             self._opened.set_exception(EngineDead(why))
-        self._stuck_at = self._computed
-        # A model that waits for a stride leaves less than one uncomputed.
-        self._all_by = self._kept.end - (self._spec.stride_positions - 1)
         self._room.set()
         if self._aborted:
             self.end(messages.Closed(self.id, self._kept.end_sample))
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the new engine has passed the point where the old one stopped."""
-        return self._computed >= min(self._all_by, self._stuck_at + 1)
-
-    def strike(self, start: int, end: int) -> None:
-        """An engine died while it computed these positions, on its own count, of this stream and perhaps others."""
-        last, spot = self._spot, range(start + self._positions_before, max(start + 1, end) + self._positions_before)
-        both = range(max(spot.start, last.start), min(spot.stop, last.stop))
-        if self.strikes and spot.stop <= last.start:
-            return  # on its way to the spot where the engine before died: that says nothing new
-        self.strikes = self.strikes + 1 if both else 1
-        self._spot = both or spot
-
-    def unheard(self) -> tuple[int, int]:
-        """What may have been computed when the engine died, as the engine counts."""
-        return self._computed_here - self._positions_before, self._kept.end - self._positions_before
+    def uncomputed(self) -> range:
+        """What may have been computed when the engine died."""
+        return self.place.uncomputed(self._kept.end)
 
     def take(self, output: messages.Output) -> None:
         """An output of the engine that carries the stream now."""
-        if self._samples_before:
-            _count_from(output, self._samples_before)
+        self.place.from_engine(output)
         match output:
             case messages.Opened():
                 self._answer_open(None)
             case messages.Text():
-                self._put(self._memory.hear(output))
+                self._outputs.put(self._memory.hear(output))
             case messages.Speech():
-                self._put(self._new_speech(output))
+                self._outputs.put_speech(output)
             case messages.Flushed():
                 if output.tag in self._unanswered:
                     self._unanswered.discard(output.tag)
-                    self._put(output)
-            case messages.Checkpoint():
+                    self._outputs.put(output)
+            case messages.StreamState():
                 self._memory.take(output)
                 self._memory.trim(self._kept)
             case messages.Failed() if self._opened is not None and not self._opened.done():
@@ -270,11 +225,10 @@ class EngineStream:
                 # It changed nothing: an answer to a command that crossed with the stream's end.
                 logger.debug("stream %s: %s", self.id, output.message)
 
-    def progress(self, progress: codec.Progress) -> None:
-        self._computed_here = progress.computed + self._positions_before
-        self._computed = max(self._computed, self._computed_here)
-        if self._computed >= self._spot.stop:
-            self.strikes, self.alone, self.must_wait = 0, False, False  # past the spot: it was not the reason
+    def progress(self, computed: int) -> None:
+        """The engine that carries the stream now has computed so far."""
+        self.place.progress(computed)
+        self.suspicion.passed(self.place.computed)
         self._memory.trim(self._kept)
         self._room.set()
 
@@ -288,7 +242,7 @@ class EngineStream:
             return
         self._ended = True
         self._answer_open(EngineDead("the stream ended before it was open"))
-        self._put(output)
+        self._outputs.put(output)
         self._room.set()
         self._on_end(self)
 
@@ -306,9 +260,9 @@ class EngineStream:
     def _has_room(self) -> bool:
         if self._ended:
             return True
-        if self._kept.end - self._computed >= self._limits.ahead_positions:
+        if self._kept.end - self.place.computed >= self._limits.ahead_positions:
             return False
-        return len(self._queue) < MAX_QUEUED_OUTPUTS and (self.link is None or self.link.has_room)
+        return not self._outputs.full and (self.place.link is None or self.place.link.has_room)
 
     def _cut_rest(self) -> list[Item]:
         delay = self._opening.delay_positions
@@ -320,15 +274,12 @@ class EngineStream:
         if not items or self._ended:
             return
         self._kept.add(items)
-        if self.link is not None:
-            positions, samples = self._positions_before, self._samples_before
-            if positions:
-                items = [replace(item, offset=item.offset - positions, sample=item.sample - samples) for item in items]
-            self.link.send(messages.Feed(self.id, []), items)
+        if self.place.link is not None:
+            self.place.link.send(messages.Feed(self.id, []), self.place.to_engine(items))
 
     def _send(self, command: messages.Command) -> None:
-        if self.link is not None and not self._ended:
-            self.link.send(command)
+        if self.place.link is not None and not self._ended:
+            self.place.link.send(command)
 
     def _answer_open(self, error: EngineError | ValueError | None) -> None:
         opened = self._opened
@@ -338,43 +289,8 @@ class EngineStream:
             opened.set_result(None)
         else:
             opened.set_exception(error)
-            # Whoever asked may have gone.
+            # The one who asked may have gone.
             opened.exception()
-
-    def _put(self, output: messages.Output | None) -> None:
-        if output is not None:
-            self._queue.append(output)
-            self._news.set()
-
-    def _new_speech(self, speech: messages.Speech) -> messages.Speech | None:
-        """Without what was heard before, if the audio is a replay."""
-        if speech.frame_samples > self._spec.sample_rate and speech.sample < self._heard_until:
-            # A long silence is one long frame, of which a part is known.
-            known = min(self._heard_until - speech.sample, speech.frame_samples)
-            speech.sample, speech.frame_samples = speech.sample + known, speech.frame_samples - known
-        if not speech.frame_samples:
-            return None
-        known = max(0, -(-(self._heard_until - speech.sample) // speech.frame_samples))
-        probabilities = speech.probabilities[known:]
-        if not probabilities:
-            return None
-        sample = speech.sample + known * speech.frame_samples
-        self._heard_until = sample + len(probabilities) * speech.frame_samples
-        return messages.Speech(self.id, sample, speech.frame_samples, probabilities)
-
-
-def _count_from(output: messages.Output, samples: int) -> None:
-    """Turn the engine's count of samples into the stream's."""
-    match output:
-        case messages.Text():
-            output.sample += samples
-            for word in output.words:
-                word.start_sample += samples
-                word.end_sample += samples
-        case messages.Speech() | messages.Flushed() | messages.Closed():
-            output.sample += samples
-        case _:
-            pass
 
 
 def _as_error(failed: messages.Failed) -> EngineError | ValueError:

@@ -37,7 +37,6 @@ class EncoderCache:
         self._stale: list[Entry] = []
         self._releasable = 0  # rows that these would give back
         self._requests: dict[str, Held] = {}
-        self._evicted: list[bytes] = []
 
     def open(self, request: str) -> Held:
         """Begin a request; returns its index of cached inputs, which the other calls take and keep up to date."""
@@ -69,10 +68,6 @@ class EncoderCache:
                 self._drop_reference(previous)
         return entry
 
-    def has_room(self, embeds: int) -> bool:
-        """Whether `reserve` would succeed. Asking changes nothing."""
-        return embeds <= len(self._free) + self._releasable
-
     def reserve(self, held: Held, index: int, key: bytes, embeds: int) -> Entry | None:
         """Rows for an item that is about to be encoded, referenced by this input; None if there is no room."""
         free = self._free
@@ -98,11 +93,6 @@ class EncoderCache:
         entry = held.pop(index, None)
         return 0 if entry is None else self._drop_reference(entry)
 
-    def take_evicted(self) -> list[bytes]:
-        """Keys evicted since the last call, without those that came back meanwhile."""
-        evicted, self._evicted = self._evicted, []
-        return [key for key in dict.fromkeys(evicted) if key not in self.entries] if evicted else evicted
-
     def _drop_reference(self, entry: Entry) -> int:
         embeds = len(entry)
         entry.references -= 1
@@ -124,7 +114,6 @@ class EncoderCache:
                 del self.entries[key]
                 self._releasable -= len(entry)
                 free += entry
-                self._evicted.append(key)
 
     def check_integrity(self) -> None:
         references: dict[bytes, int] = dict.fromkeys(self.entries, 0)

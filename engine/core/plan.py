@@ -70,8 +70,6 @@ class StepPlan:
     decode: list[DecodeTask] = field(default_factory=list)
     # The first so many tasks of `decode` belong to live streams, the others to backlog.
     live: int = 0
-    # Keys whose rows were given away since the last plan.
-    evicted: list[bytes] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -78,20 +78,20 @@ class Scheduler:
         self._opened[slot] = OpenTask(slot, name, delay, message.options, message.forced_tokens)
 
     def resume(self, message: Open, now: int) -> None:
-        """Let a stream that was just admitted stand where its checkpoint says."""
-        stream, checkpoint = self.streams[message.stream], message.checkpoint
-        assert checkpoint is not None and self.spec.rereads_window, "only windowed models have checkpoints"
+        """Let a stream that was just admitted stand where its saved state says."""
+        stream, state = self.streams[message.stream], message.state
+        assert state is not None and self.spec.rereads_window, "only windowed models have states"
         # Planning takes an item's audio away; what the runner needs of it stays.
         opened = self._opened[stream.slot]
-        opened.saved, opened.saved_items = checkpoint.parts["runner"], [replace(item) for item in message.items]
+        opened.saved, opened.saved_items = state.parts["runner"], [replace(item) for item in message.items]
         for item in message.items:
             self._append(stream, item, now)
-        if message.items and stream.available != checkpoint.position:
+        if message.items and stream.available != state.position:
             raise BadItem(
                 stream.id,
-                f"a checkpoint at position {checkpoint.position} with audio up to {stream.available}; send all of it",
+                f"a state at position {state.position} with audio up to {stream.available}; send all of it",
             )
-        stream.resume(checkpoint.parts["stream"], checkpoint.position)
+        stream.resume(state.parts["stream"], state.position)
         self._leave_behind(stream, stream.base)
         self._queue_if_due(stream)
 
@@ -193,7 +193,6 @@ class Scheduler:
             self._backlog = planner.add_all(self._backlog)
         for stream in waiting:
             (self._live if stream.live else self._backlog).append(stream)
-        plan.evicted = self.cache.take_evicted()
         return plan
 
     def commit(self, plan: StepPlan, results: list[DecodeResult]) -> list[Output]:

@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.models.attention import FP8_MAX, SMALLEST_SCALE, Heads, KvPages, Span
-from engine.models.layers import RowScale
+from engine.models.operands import FP8_MAX, SMALLEST_SCALE, Heads, KvPages, RowScale, Span
 
 # Warps that keep the memory system busy: about eight per multiprocessor of the largest current parts.
 WANTED_WARPS = 1024

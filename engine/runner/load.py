@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from engine.config import EngineConfig
 from engine.core.limits import Limits
 from engine.core.text import Vocabulary
 from engine.errors import EngineError
 from engine.models.silero import load_silero
+from engine.runner.base import Runner
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.runner.speech import SpeechDetector
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.pretrained import load_speech_model
-
-if TYPE_CHECKING:
-    from engine.server.build import EngineConfig
-    from engine.server.loop import Runner
 
 # A windowed stream needs a few megabytes; a CPU runs out of time long before that matters.
 WINDOWED_STREAMS = 64

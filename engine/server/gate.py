@@ -138,7 +138,7 @@ class SpeechGate:
     def is_open(self) -> bool:
         return self.state is GateState.OPEN
 
-    def push(self, probabilities: Iterable[float], frame_samples: int) -> list[Decision]:
+    def judge(self, probabilities: Iterable[float], frame_samples: int) -> list[Decision]:
         """Take the next frames. Decisions are in order of time, with at most one Skip, the last."""
         decisions: list[Decision] = []
         for probability in probabilities:

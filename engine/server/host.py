@@ -19,9 +19,10 @@ from engine.boundary.codec import Frames, Payload, WireCommand, WireError, WireI
 from engine.boundary.crash_record import FlightRecord
 from engine.boundary.input_cache import ReceiverCache
 from engine.boundary.sockets import BEAT_SECONDS, SILENCE_SECONDS, Arrival, EngineSocket, Numbering, package_version
-from engine.client.capacity import COUNTED_SECONDS
+from engine.config import COUNTED_SECONDS
 from engine.errors import EngineDead
-from engine.server.loop import EngineLoop, GuardedRunner
+from engine.runner.base import GuardedRunner
+from engine.server.loop import EngineLoop
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +94,9 @@ class EngineHost:
         self._progress_at = 0.0
         # What the warm-up looked up is nobody's business.
         self._queries_at_start, self._hits_at_start = loop.scheduler.cache.queries, loop.scheduler.cache.hits
-        self._live_ns, self._live_speech_ns = loop.totals.live_ns, loop.totals.live_speech_ns
+        self._live_ns, self._live_speech_ns = loop.meter.totals.live_ns, loop.meter.totals.live_speech_ns
         self._load_since = clock()
-        self.status.load_per_step, self.status.load_per_stream = loop.live_cost.shares()
+        self.status.load_per_step, self.status.load_per_stream = loop.meter.live_cost.shares()
 
     def serve(self, stop: Callable[[], bool]) -> None:
         """Until `stop` says so. Raises EngineDead when the loop has failed for all streams."""
@@ -232,8 +233,6 @@ class EngineHost:
 
     def _read_batch(self, peer: Peer, batch: codec.Batch, frames: Frames, now: float) -> list[messages.Command] | None:
         """The batch's commands with their data; None while data has to be sent again."""
-        if any(isinstance(command, codec.Reset) for command in batch.commands):
-            peer.cache.clear()
         keyed = []
         for item in _keyed_items(batch.commands):
             payload = codec.payload_of(item, frames)
@@ -270,8 +269,6 @@ class EngineHost:
                 for item in command.items:
                     if item.key:
                         next(payloads)
-            case codec.Reset():
-                pass
 
     def _with_items(
         self, peer: Peer, command: codec.WireOpen | codec.WireFeed, items: list[messages.Item]
@@ -387,10 +384,10 @@ class EngineHost:
         return progress
 
     def _measure(self, now: float) -> None:
-        scheduler, status, totals = self._loop.scheduler, self.status, self._loop.totals
+        scheduler, status, totals = self._loop.scheduler, self.status, self._loop.meter.totals
         elapsed = now - self._load_since
         if elapsed >= LOAD_SECONDS:
-            per_step, status.load_per_stream = self._loop.live_cost.shares()
+            per_step, status.load_per_stream = self._loop.meter.live_cost.shares()
             status.load = min(1.0, (totals.live_ns - self._live_ns) / 1e9 / elapsed)
             # Those who are silent are listened to as well.
             status.load_per_step = per_step + (totals.live_speech_ns - self._live_speech_ns) / 1e9 / elapsed

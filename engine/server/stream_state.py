@@ -1,4 +1,4 @@
-"""Checkpoints: the state of windowed streams as plain data, so that another engine can go on exactly there.
+"""The states of windowed streams as plain data, so that another engine can go on exactly there.
 
 What a windowed model says next depends on more than its window: on what it said in the pass before, on the utterance
 before, on where strides fall, on the speech detector's memory and the gate's. Hearing the audio of the window again
@@ -9,48 +9,32 @@ said, so that no text is without the state after it, and now and then in between
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
 
 from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
-from engine.messages import Checkpoint, Closed, Failed, Flush, Flushed, Open, Output, Saved, Speech, Text
-from engine.server.gate import SpeechGate
+from engine.messages import Closed, Failed, Flush, Flushed, Open, Output, Speech, StreamState, Text
+from engine.runner.base import SavingRunner
+from engine.server.listener import Listener
 
-# Audio in which nothing happens is checkpointed so often.
+# The state of a stream in which nothing happens is saved so often.
 QUIET_SECONDS = 1.0
 
 
-@runtime_checkable
-class SavingRunner(Protocol):
-    """A runner of a windowed model."""
-
-    def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
-        """A slot whose window is [base, end) now, and the first position whose audio it needs."""
-
-
-class SavingDetector(Protocol):
-    def save(self, stream: str) -> Saved: ...
-
-    def resume(self, stream: str, saved: Saved) -> None: ...
-
-
-class Checkpoints:
-    """Takes checkpoints of the streams of one loop, and lets streams go on from them."""
+class StreamStates:
+    """Saves the states of one loop's streams, and lets streams go on from them."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: SavingRunner,
-        detector: SavingDetector | None,
-        gates: dict[str, SpeechGate],
+        listener: Listener | None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
-        self._detector = detector
-        self._gates = gates
+        self._listener = listener
         spec = scheduler.spec
         self._quiet_positions = int(QUIET_SECONDS * spec.sample_rate / spec.samples_per_position)
-        # Of each stream: the last flush that came, and where the last checkpoint was.
+        # Of each stream: the last flush that came, and where it was when its state was last saved.
         self._tags: dict[str, int] = {}
         self._taken_at: dict[str, int] = {}
 
@@ -58,18 +42,16 @@ class Checkpoints:
         self._tags[message.stream] = message.tag
 
     def resume(self, message: Open, now: int) -> None:
-        """Put a stream that was just opened into the state of its checkpoint. Raises BadItem."""
-        checkpoint, name = message.checkpoint, message.stream
-        assert checkpoint is not None
+        """Put a stream that was just opened into the state that its message carries. Raises BadItem."""
+        state, name = message.state, message.stream
+        assert state is not None
         self._scheduler.resume(message, now)
-        self._tags[name] = checkpoint.tag
-        self._taken_at[name] = checkpoint.position
-        if self._detector is not None:
-            self._detector.resume(name, checkpoint.parts["detector"])
-        if name in self._gates:
-            self._gates[name].resume(checkpoint.parts["gate"])
+        self._tags[name] = state.tag
+        self._taken_at[name] = state.position
+        if self._listener is not None:
+            self._listener.resume(name, state.parts)
 
-    def take(self, plan: StepPlan | None, outputs: Iterable[Output]) -> list[Checkpoint]:
+    def take(self, plan: StepPlan | None, outputs: Iterable[Output]) -> list[StreamState]:
         """After a step: of all streams that ran or said something, and now and then of those that were listened to."""
         streams = self._scheduler.streams
         names = dict.fromkeys(task.stream for task in plan.decode) if plan is not None else {}
@@ -85,13 +67,11 @@ class Checkpoints:
                 self._taken_at.pop(output.stream, None)
         return [self._take(name) for name in names if name in streams]
 
-    def _take(self, name: str) -> Checkpoint:
+    def _take(self, name: str) -> StreamState:
         stream = self._scheduler.streams[name]
         runner, audio_from = self._runner.save(stream.slot, stream.base, stream.computed)
         parts = {"stream": stream.save(), "runner": runner}
-        if self._detector is not None:
-            parts["detector"] = self._detector.save(name)
-        if name in self._gates:
-            parts["gate"] = self._gates[name].save()
+        if self._listener is not None:
+            parts |= self._listener.save(name)
         self._taken_at[name] = stream.available
-        return Checkpoint(name, min(audio_from, stream.base), stream.available, self._tags.get(name, 0), parts)
+        return StreamState(name, min(audio_from, stream.base), stream.available, self._tags.get(name, 0), parts)

@@ -64,7 +64,7 @@ def run_models(options: argparse.Namespace) -> int:
 
 def default_model() -> str:
     """The name behind `default`."""
-    from engine.server.build import DEFAULT_MODEL
+    from engine.config import DEFAULT_MODEL
 
     return DEFAULT_MODEL
 

@@ -344,7 +344,7 @@ class SessionHost:
         async for output in stream:
             if generation != self._generation:
                 return
-            assert not isinstance(output, messages.Checkpoint), "checkpoints stay with the engine's client"
+            assert not isinstance(output, messages.StreamState), "states stay with the engine's client"
             self.submit(output)
             if self.session.closed:
                 self._wake.set()

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.client.capacity import COUNTED_SECONDS
+from engine.config import COUNTED_SECONDS
 from realtime.config import Config
 from realtime.dialects.base import Dialect, SessionFacts
 from realtime.errors import CloseCode, Refusal

@@ -69,7 +69,7 @@ def blockbuster() -> None:
 
 @pytest.fixture(autouse=True)
 def short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.client.handles.MEASURED_STREAMS", 3)
+    monkeypatch.setattr("engine.server.main.MEASURED_STREAMS", 3)
 
 
 @asynccontextmanager

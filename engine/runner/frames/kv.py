@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.models.attention import Heads, KvPages, PagedAttention, Span
+from engine.models.attention import PagedAttention
 from engine.models.layers import rotary_angles
+from engine.models.operands import Heads, KvPages, Span
 from engine.models.voxtral_realtime import VoxtralConfig
 from engine.spec import KvGroup
 

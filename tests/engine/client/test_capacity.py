@@ -9,8 +9,8 @@ from engine.boundary.codec import Status
 from engine.client.capacity import RETRY_LATER_S, RETRY_SOON_S, STREAMS_TO_BEGIN_WITH, capacity_of
 from engine.client.handles import RemoteEngine
 from engine.client.link import EngineLink
+from engine.client.seats import Seats
 from engine.client.stream import EngineStream
-from engine.client.supervisor import Supervisor
 
 
 def status(counted: int = 0, per_step: float = 0.0, per_stream: float = 0.0, used: int | None = None) -> Status:
@@ -56,8 +56,8 @@ def test_room_on_one_engine_is_not_used_up_by_another_that_has_too_many() -> Non
 
 
 async def test_new_streams_go_where_there_is_room_and_not_where_streams_wait() -> None:
-    supervisor = Supervisor([RemoteEngine(f"tcp://127.0.0.1:{port}") for port in (1, 2, 3, 4)], None, 0, 1.0, 0.85)
-    behind, full, busy, free = supervisor.seats
+    seats = Seats([RemoteEngine(f"tcp://127.0.0.1:{port}") for port in (1, 2, 3, 4)], max_load=0.85)
+    behind, full, busy, free = seats.all
     for seat, state, streams in (
         (behind, status(per_stream=0.1), 0),
         (full, status(counted=8, per_stream=0.1), 0),
@@ -68,4 +68,4 @@ async def test_new_streams_go_where_there_is_room_and_not_where_streams_wait() -
         state.lag_ms = 5000.0 if seat is behind else 400.0 if seat is free else 0.0
         seat.link = cast(EngineLink, SimpleNamespace(status=state))
         seat.streams = dict.fromkeys(map(str, range(streams)), cast(EngineStream, None))
-    assert supervisor.seats_by_lag() == [free, busy, full, behind]
+    assert seats.by_lag() == [free, busy, full, behind]

@@ -34,7 +34,7 @@ ITEM_BYTES = 4 * (SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Signs of life, and with them repair, more often than in earnest."""
-    for module in (engine.host, engine.link):
+    for module in (engine.server.host, engine.client.link):
         monkeypatch.setattr(module, "BEAT_SECONDS", 0.05)
 
 
@@ -218,7 +218,7 @@ async def test_a_stream_takes_no_more_audio_than_the_engine_can_follow() -> None
 
 
 async def test_a_stream_nobody_reads_takes_no_more_audio(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.client.stream.MAX_QUEUED_OUTPUTS", 5)
+    monkeypatch.setattr("engine.client.outputs.MAX_QUEUED_OUTPUTS", 5)
     async with fakes.running(EngineThread(fakes.build)) as client:
         stream = await client.open("a")
 
@@ -230,7 +230,7 @@ async def test_a_stream_nobody_reads_takes_no_more_audio(monkeypatch: pytest.Mon
         feeding = asyncio.create_task(feed())
         await asyncio.sleep(1.0)
         assert not feeding.done()
-        queued = len(stream._queue)
+        queued = len(stream._outputs)
         reader = asyncio.create_task(fakes.Transcript().collect(stream))
         await feeding
         await stream.finish()
@@ -258,7 +258,7 @@ async def test_an_engine_that_loses_its_cache_is_sent_what_it_misses(
 ) -> None:
     audio = np.tile(fakes.speech(1, 1), 6)
     wanted = await expected(audio)
-    monkeypatch.setattr(engine.host, "ReceiverCache", Forgetful)
+    monkeypatch.setattr(engine.server.host, "ReceiverCache", Forgetful)
     async with fakes.running(EngineThread(fakes.build)) as client:
         transcript = await fakes.transcribe(client, "s", audio, between=lambda _: asyncio.sleep(0.005))
         assert client.metrics().input_cache.repairs > 0
@@ -269,7 +269,7 @@ async def test_a_gateway_that_loses_its_cache_sends_again_and_repairs_nothing() 
     audio = np.tile(fakes.speech(1, 1), 4)
     wanted = await expected(audio)
     async with fakes.running(EngineThread(fakes.build)) as client:
-        (link,) = client._running.links()
+        (link,) = client._running.seats.links()
 
         async def forget(piece: int) -> None:
             await asyncio.sleep(0.005)
@@ -279,17 +279,6 @@ async def test_a_gateway_that_loses_its_cache_sends_again_and_repairs_nothing() 
         transcript = await fakes.transcribe(client, "s", audio, between=forget)
         assert client.metrics().input_cache.repairs == 0
     assert transcript.words == wanted.words
-
-
-async def test_a_reset_empties_both_sides() -> None:
-    async with fakes.running(EngineThread(fakes.build)) as client:
-        await fakes.transcribe(client, "a", fakes.speech(2, 1))
-        before = client.metrics().input_cache
-        client.reset_caches()
-        await fakes.transcribe(client, "b", fakes.speech(2, 1))
-        after = client.metrics().input_cache
-        assert after.bytes_sent == 2 * before.bytes_sent
-        assert after.repairs == 0
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -442,7 +431,7 @@ async def test_a_wrong_hash_or_an_unknown_one_is_refused_and_the_stream_goes_on(
 
 
 async def test_a_bare_hash_that_the_engine_has_lost_ends_its_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.host, "ReceiverCache", Forgetful)
+    monkeypatch.setattr(engine.server.host, "ReceiverCache", Forgetful)
     audio = fakes.speech(1, 1)
     async with fakes.running(EngineThread(fakes.build)) as client:
         items = client.render(audio).items
@@ -479,7 +468,7 @@ async def test_injection_without_a_cache_does_nothing() -> None:
 async def test_streams_go_to_the_engine_with_the_least_to_do_and_stay_there() -> None:
     async with fakes.running(EngineThread(fakes.build), EngineThread(fakes.build)) as client:
         streams = [await client.open(f"s{i}") for i in range(6)]
-        carried = [len(seat.streams) for seat in client._running.seats]
+        carried = [len(seat.streams) for seat in client._running.seats.all]
         assert carried == [3, 3]
         for stream in streams:
             await stream.abort()
@@ -509,7 +498,7 @@ async def test_two_gateways_share_an_engine_and_use_the_same_names() -> None:
 async def test_a_gateway_that_leaves_or_falls_silent_gives_its_places_back(
     quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.host, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(engine.server.host, "SILENCE_SECONDS", 0.3)
     remote = EngineThread(partial(fakes.build, max_streams=2))
     await remote.start()
     try:
@@ -521,7 +510,7 @@ async def test_a_gateway_that_leaves_or_falls_silent_gives_its_places_back(
             silent = EngineClient([RemoteEngine(remote.address)])
             await silent.start()
             await silent.open("a")
-            (link,) = silent._running.links()
+            (link,) = silent._running.seats.links()
             link._stop_timers()
             await fakes.until(lambda: watcher.capacity().used == 1)
             await fakes.until(lambda: watcher.capacity().used == 0)

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.handles import Build, Engine, EngineThread, run_engine, warm_up
+from engine.client.handles import EngineHandle, EngineThread
 from engine.errors import EngineDead
 from engine.messages import Closed
 from engine.server.loop import EngineLoop
+from engine.server.main import Build, run_engine, warm_up
 from tests.engine import fakes
 
 
@@ -28,7 +29,7 @@ def no_weights() -> EngineLoop:
 
 
 @pytest.mark.parametrize("kind", [EngineThread, fakes.process])
-async def test_an_engine_that_cannot_start_says_so_at_once(kind: Callable[[Build], Engine]) -> None:
+async def test_an_engine_that_cannot_start_says_so_at_once(kind: Callable[[Build], EngineHandle]) -> None:
     client = EngineClient([kind(no_weights)])
     with pytest.raises(EngineDead, match="before it was ready"):
         await asyncio.wait_for(client.start(), 30)

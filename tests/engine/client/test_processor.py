@@ -13,15 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.boundary.input_cache import CacheStats, SenderCache
-from engine.client.processor import (
-    ItemRefused,
-    Processor,
-    hash_payload,
-    make_cutter,
-    prepare,
-    processor_for,
-    warm_up,
-)
+from engine.boundary.preparation import hash_payload, make_cutter, prepare
+from engine.client.processor import ItemRefused, Processor, processor_for, warm_up
 from engine.client.render import check_same_model, parse_items, render
 from engine.messages import Item
 from engine.spec import FeatureShape
@@ -149,8 +142,7 @@ def test_warm_up_leaves_no_trace_and_one_failure_does_not_stop_the_other(
     broken, healthy = processor(), Processor("read-only", SPEC, SenderCache(1 << 20))
     monkeypatch.setattr(broken, "pack", lambda items: 1 / 0)
     with caplog.at_level(logging.INFO):
-        took = warm_up([broken, healthy])
-    assert took["main"] is None and took["read-only"] is not None
+        assert warm_up(broken) is None and warm_up(healthy) is not None
     assert "main processor failed" in caplog.text and "read-only processor is warm after" in caplog.text
     assert healthy.cache.keys() == [] and healthy.cache.stats == CacheStats()
 

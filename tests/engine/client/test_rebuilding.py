@@ -103,7 +103,7 @@ class Session:
             for output in self.link.step():
                 self.stream.take(output)
         for stream in self.link.loop.scheduler.streams.values():
-            self.stream.progress(codec.Progress("s", stream.computed))
+            self.stream.progress(stream.computed)
         self.link.loop.scheduler.check_integrity()
         self.most_kept = max(self.most_kept, len(self.stream._kept))
 
@@ -211,7 +211,7 @@ async def test_an_engine_that_dies_at_every_packet_gets_through() -> None:
     same((await play(build_tiny, audio, set(), deaths)).transcript, calm.transcript)
 
 
-async def test_a_stream_that_goes_on_from_a_checkpoint_is_in_that_very_state() -> None:
+async def test_a_stream_that_goes_on_from_a_saved_state_is_in_that_very_state() -> None:
     audio, session = utterances(7, 2), Session(build_tiny)
     await session.start()
     seen = set()
@@ -219,21 +219,21 @@ async def test_a_stream_that_goes_on_from_a_checkpoint_is_in_that_very_state() -
         await session.stream.feed(audio[number * PACKET : (number + 1) * PACKET])
         session.run()
         replay = session.stream._memory.replay(session.stream._kept)
-        if replay.checkpoint is None or replay.checkpoint.position != session.stream._kept.end:
+        if replay.state is None or replay.state.position != session.stream._kept.end:
             continue
         link = LocalLink(build_tiny())
-        link.send(Open("s", checkpoint=replay.checkpoint), replay.known)
+        link.send(Open("s", state=replay.state), replay.known)
         link.step()
-        checkpoints = link.loop._checkpoints
-        assert checkpoints is not None
-        again = codec.plain_output(codec.wire_output(checkpoints._take("s")))
-        assert msgspec.msgpack.encode(again) == msgspec.msgpack.encode(replay.checkpoint)
-        seen.add((replay.checkpoint.parts["gate"]["state"], bool(replay.checkpoint.parts["runner"]["committed"])))
+        states = link.loop._states
+        assert states is not None
+        again = codec.plain_output(codec.wire_output(states._take("s")))
+        assert msgspec.msgpack.encode(again) == msgspec.msgpack.encode(replay.state)
+        seen.add((replay.state.parts["gate"]["state"], bool(replay.state.parts["runner"]["committed"])))
     assert {("OPEN", True), ("QUIET", False)} <= seen
 
 
 async def test_what_is_kept_of_a_windowed_stream_is_bounded() -> None:
-    """A window, the utterance before it, and what comes between two checkpoints; not the session."""
+    """A window, the utterance before it, and what comes between two saved states; not the session."""
     session = await play(build_tiny, utterances(8, 12), set(), [])
     assert session.most_kept <= 40 + 25 + 25 + 80
 

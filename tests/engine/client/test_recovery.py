@@ -12,7 +12,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from engine.boundary.codec import Progress
 from engine.client.handles import EngineProcess, EngineThread
 from engine.errors import EngineDead
 from engine.messages import Closed, Dead, Failed
@@ -143,29 +142,6 @@ async def test_a_lone_poisonous_session_is_found_at_once() -> None:
         assert client.metrics().restarts == 2
 
 
-async def test_only_deaths_at_the_same_spot_count_and_passing_it_clears() -> None:
-    async with fakes.running(EngineThread(partial(fakes.build, step_seconds=0.05), warm=False)) as client:
-        stream = await client.open("a")
-        await stream.feed(fakes.speech(10, 1))
-        stream.detach("the engine died", 0.0)
-        for start, end, strikes in (
-            (20, 24, 1),
-            (4, 20, 1),  # on the way there
-            (22, 38, 2),
-            (23, 23, 2 + 1),  # an empty step, as a flush makes, counts as its first position
-            (24, 28, 1),  # beyond: a spot of its own
-            (27, 30, 2),
-        ):
-            stream.strike(start, end)
-            assert stream.strikes == strikes
-        stream.alone = stream.must_wait = True
-        stream.progress(Progress("a", 27))
-        assert stream.strikes == 2
-        stream.progress(Progress("a", 28))
-        assert not (stream.strikes or stream.alone or stream.must_wait)
-        stream.end(Dead("over"))
-
-
 @pytest.mark.parametrize("count", [1, 5])
 async def test_streams_that_come_and_go_with_a_poisonous_one_are_not_blamed(count: int) -> None:
     """All fed at once and as fast as it goes: they share the steps in which the engine dies."""
@@ -192,11 +168,11 @@ async def test_an_engine_killed_between_steps_makes_nobody_suspect() -> None:
         reader = asyncio.create_task(transcript.collect(stream))
         for deaths in range(1, 6):
             await stream.feed(fakes.speech(0.5, deaths))
-            await fakes.until(lambda: client.ready and stream.lost_at is None)
+            await fakes.until(lambda: client.ready and stream.place.lost_at is None)
             await asyncio.sleep(0.1)
             fakes.kill(engine.pid)
             await fakes.until(lambda seen=deaths: client.metrics().restarts == seen)
-            assert stream.strikes == 0
+            assert stream.suspicion.strikes == 0
         await stream.finish()
         await reader
         assert isinstance(transcript.last, Closed)

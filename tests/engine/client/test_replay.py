@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.client.replay import FlushMark, KeptAudio, TokenMemory, WindowMemory, memory_for
-from engine.messages import Checkpoint, Item, Text, Word
+from engine.client.replay import AskedFlush, KeptAudio, TokenMemory, WindowMemory, memory_for
+from engine.messages import Item, StreamState, Text, Word
 from tests.engine import fakes
 
 SPEC = fakes.FRAMES
@@ -41,7 +41,7 @@ def test_kept_audio_is_replayed_on_a_clock_that_starts_at_the_beginning() -> Non
     assert (replay.positions, replay.samples) == (4, 4 * fakes.POSITION)
     replayed = [entry for entry in replay.entries if isinstance(entry, Item)]
     assert [(entry.offset, entry.sample) for entry in replayed] == [(e.offset, e.sample) for e in items(0, 8)]
-    assert replay.entries[6] == FlushMark(1)
+    assert replay.entries[6] == AskedFlush(1)
     # What is kept itself stays on the stream's own clock.
     assert kept.first() == items(4, 1)[0]
 
@@ -117,39 +117,39 @@ def test_a_word_is_known_as_long_as_tokens_of_it_are_kept() -> None:
     assert memory.hear(Text("s", " dog", [Word("dog", last, last + 100)], [2])) is not None
 
 
-# A model that rereads its window goes on from its last checkpoint.
+# A model that rereads its window goes on from its last saved state.
 
 
 def windowed_items(start: int, count: int) -> list[Item]:
     return [Item(i, 1, i * fakes.POSITION, b"k%d" % i) for i in range(start, start + count)]
 
 
-def test_without_a_checkpoint_everything_is_heard_again() -> None:
+def test_without_a_state_everything_is_heard_again() -> None:
     memory, kept = WindowMemory(), KeptAudio(fakes.WINDOWED)
     kept.add(windowed_items(0, 3))
     kept.mark_flush(1, {1})
     kept.add(windowed_items(3, 2))
     memory.trim(kept)
     replay = memory.replay(kept)
-    assert replay.checkpoint is None and replay.known == []
-    assert replay.entries == [*windowed_items(0, 3), FlushMark(1), *windowed_items(3, 2)]
+    assert replay.state is None and replay.known == []
+    assert replay.entries == [*windowed_items(0, 3), AskedFlush(1), *windowed_items(3, 2)]
     assert (replay.positions, replay.samples, replay.catch_up_until) == (0, 0, 10)
 
 
-def test_a_checkpoint_says_what_was_heard_and_what_is_still_needed() -> None:
+def test_a_state_says_what_was_heard_and_what_is_still_needed() -> None:
     memory, kept = WindowMemory(), KeptAudio(fakes.WINDOWED)
     kept.add(windowed_items(0, 6))
     kept.mark_flush(1, {1})
     kept.add(windowed_items(6, 2))
     kept.mark_flush(2, {1, 2})
-    checkpoint = Checkpoint("s", audio_from=4, position=8, tag=1, parts={})
-    memory.take(checkpoint)
+    state = StreamState("s", audio_from=4, position=8, tag=1, parts={})
+    memory.take(state)
     memory.trim(kept)
     kept.add(windowed_items(8, 3))
     replay = memory.replay(kept)
-    assert replay.checkpoint is checkpoint
+    assert replay.state is state
     assert replay.known == windowed_items(4, 4)
-    assert replay.entries == [FlushMark(2), *windowed_items(8, 3)]
+    assert replay.entries == [AskedFlush(2), *windowed_items(8, 3)]
     assert replay.catch_up_until == 14, "three positions wait, and as many may come meanwhile"
 
 
@@ -158,6 +158,6 @@ def test_answered_flushes_leave_with_their_audio() -> None:
     for tag in range(1, 100):
         kept.add(windowed_items(tag - 1, 1))
         kept.mark_flush(tag, {tag})
-        memory.take(Checkpoint("s", tag, tag, tag, {}))
+        memory.take(StreamState("s", tag, tag, tag, {}))
         memory.trim(kept)
         assert len(kept) <= 1

@@ -33,7 +33,7 @@ def decide(*stretches: tuple[float, int], settings: GateSettings = SETTINGS) -> 
         decision
         for probability, frames in stretches
         for _ in range(frames)
-        for decision in gate.push([probability], FRAME)
+        for decision in gate.judge([probability], FRAME)
     ]
 
 
@@ -138,40 +138,40 @@ def test_an_utterance_never_reaches_back_into_the_one_before() -> None:
 
 def test_flush_in_a_pause_ends_the_utterance_at_the_pause() -> None:
     gate = SpeechGate(SETTINGS)
-    gate.push([SPEECH] * 20 + [QUIET] * 5, FRAME)
+    gate.judge([SPEECH] * 20 + [QUIET] * 5, FRAME)
     assert gate.flush(26 * FRAME) == [End(23 * FRAME, speech_end=20 * FRAME), Skip(26 * FRAME)]
     # What was flushed away is no part of what comes next.
-    assert gate.push([SPEECH] * 2, FRAME) == [Begin(26 * FRAME)]
+    assert gate.judge([SPEECH] * 2, FRAME) == [Begin(26 * FRAME)]
 
 
 def test_a_flush_at_a_pause_gives_the_same_whenever_it_comes() -> None:
     ends = []
     for late in range(3, 9):
         gate = SpeechGate(SETTINGS)
-        decisions = gate.push([SPEECH] * 20 + [QUIET] * late, FRAME) + gate.flush_at_pause()
-        decisions += gate.push([QUIET] * (20 - late) + [SPEECH] * 8, FRAME)
+        decisions = gate.judge([SPEECH] * 20 + [QUIET] * late, FRAME) + gate.flush_at_pause()
+        decisions += gate.judge([QUIET] * (20 - late) + [SPEECH] * 8, FRAME)
         ends.append(heard(decisions))
     assert ends == [[Begin(0), End(23 * FRAME, speech_end=20 * FRAME), Begin(35 * FRAME)]] * 6
 
 
 def test_a_flush_at_a_pause_takes_nothing_from_what_is_in_doubt() -> None:
     gate = SpeechGate(SETTINGS)
-    gate.push([QUIET] * 10 + [SPEECH] * 4, FRAME)
+    gate.judge([QUIET] * 10 + [SPEECH] * 4, FRAME)
     assert gate.flush_at_pause() == []
-    assert gate.push([SPEECH] * 4, FRAME) == [Begin(5 * FRAME)]
+    assert gate.judge([SPEECH] * 4, FRAME) == [Begin(5 * FRAME)]
 
 
 def test_flush_ends_an_open_utterance_where_the_caller_says() -> None:
     gate = SpeechGate(SETTINGS)
-    gate.push([SPEECH] * 20, FRAME)
+    gate.judge([SPEECH] * 20, FRAME)
     assert gate.flush(20 * FRAME + 100) == [End(20 * FRAME + 100, speech_end=20 * FRAME)]
     # Whoever goes on speaking is heard from there on.
-    assert gate.push([SPEECH] * 2, FRAME) == [Begin(20 * FRAME + 100)]
+    assert gate.judge([SPEECH] * 2, FRAME) == [Begin(20 * FRAME + 100)]
 
 
 def test_flush_gives_up_a_doubtful_sound() -> None:
     gate = SpeechGate(SETTINGS)
-    gate.push([SPEECH] * 5, FRAME)
+    gate.judge([SPEECH] * 5, FRAME)
     assert gate.flush(5 * FRAME) == [Skip(5 * FRAME)]
     assert gate.flush(5 * FRAME) == []
     assert not gate.is_open
@@ -179,14 +179,14 @@ def test_flush_gives_up_a_doubtful_sound() -> None:
 
 def test_flush_cannot_lie_in_the_past() -> None:
     gate = SpeechGate(SETTINGS)
-    gate.push([SPEECH] * 5, FRAME)
+    gate.judge([SPEECH] * 5, FRAME)
     with pytest.raises(ValueError, match="past"):
         gate.flush(4 * FRAME)
 
 
 def test_a_stream_that_starts_later_is_followed_from_there() -> None:
     gate = SpeechGate(SETTINGS, sample=10_000)
-    assert gate.push([SPEECH] * 8, FRAME) == [Begin(10_000)]
+    assert gate.judge([SPEECH] * 8, FRAME) == [Begin(10_000)]
 
 
 probabilities = st.lists(st.sampled_from([QUIET, QUIET, NEUTRAL, DOUBT, SPEECH, SPEECH]), max_size=120)
@@ -197,7 +197,7 @@ probabilities = st.lists(st.sampled_from([QUIET, QUIET, NEUTRAL, DOUBT, SPEECH, 
 def test_how_frames_are_grouped_changes_no_utterance(frames: list[float], cut: int) -> None:
     gate, pieces = SpeechGate(SETTINGS), []
     for start in range(0, len(frames), cut):
-        pieces += gate.push(frames[start : start + cut], FRAME)
+        pieces += gate.judge(frames[start : start + cut], FRAME)
     assert heard(pieces) == heard(decide(*[(probability, 1) for probability in frames]))
 
 
@@ -206,7 +206,7 @@ def test_how_frames_are_grouped_changes_no_utterance(frames: list[float], cut: i
 def test_decisions_move_forward_and_alternate(frames: list[float]) -> None:
     gate, last, is_open = SpeechGate(SETTINGS), 0, False
     for number, probability in enumerate(frames, 1):
-        for decision in gate.push([probability], FRAME):
+        for decision in gate.judge([probability], FRAME):
             assert last <= decision.sample <= number * FRAME
             last = decision.sample
             in_utterance = isinstance(decision, (Pause, Resume, End))

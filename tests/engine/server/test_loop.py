@@ -211,7 +211,7 @@ def test_times_say_where_the_step_went() -> None:
     loop = EngineLoop(Scheduler(SPEC, limits, runner.vocabulary), runner, clock=lambda: next(ticks))
     loop.submit([Open("a"), Feed("a", [letter(0, 1)])], 0)
     loop.step()
-    times = loop.times
+    times = loop.meter.times
     assert (times.speech_ns, times.plan_ns, times.execute_ns, times.commit_ns) == (10, 10, 10, 10)
     assert (times.streams, times.positions) == (1, 1)
 

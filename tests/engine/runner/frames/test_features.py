@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from engine.boundary.preparation import hash_payload, make_cutter, prepare
 from engine.client.client import EngineClient
 from engine.client.handles import EngineThread
-from engine.client.processor import ItemRefused, hash_payload, make_cutter, prepare
+from engine.client.processor import ItemRefused
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler

@@ -17,9 +17,10 @@ from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, OpenTask, Ste
 from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Failed, Finish, Item, Open
 from engine.messages import Feed as FeedCommand
+from engine.runner.base import GuardedRunner
 from engine.runner.device import NoDevice
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
-from engine.server.loop import EngineLoop, GuardedRunner
+from engine.server.loop import EngineLoop
 from engine.weights.checkpoint import BadCheckpoint
 from tests.engine.runner.frames.voxtral_driver import (
     SMALL,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan
 from engine.core.text import Vocabulary
-from engine.models.attention import Heads
+from engine.models.operands import Heads
 from engine.models.voxtral_realtime import STREAMING_WORD, Stack, VoxtralConfig, VoxtralRealtime, tensor_shapes
 from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
