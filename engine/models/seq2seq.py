@@ -6,6 +6,7 @@ said so far), both batched over streams. Rows of a batch are ragged; masks make 
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -167,6 +168,11 @@ class FrameConv(nn.Module):
         return weight.transpose(1, 2).flatten(1)
 
 
+# Intel and AMD processors without the VNNI instructions add products up in 16 bits, which overflow unless the input
+# keeps to 7 bits.
+_SUMS_MAY_OVERFLOW = platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_vnni_supported()
+
+
 class Int8Linear(nn.Module):
     """A linear layer with 8-bit weights and 8-bit activations.
 
@@ -184,7 +190,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         loudest = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12)
-        product: Tensor = torch.ops.quantized.linear_dynamic(x / loudest, self._packed)
+        product: Tensor = torch.ops.quantized.linear_dynamic(x / loudest, self._packed, _SUMS_MAY_OVERFLOW)
         product.mul_(loudest).mul_(self.range)
         return product if self.bias is None else product.add_(self.bias)
 

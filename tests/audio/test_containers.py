@@ -55,7 +55,8 @@ def write(
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=container, options=options) as output:
         track = output.add_stream(codec, rate=rate, layout=layout)
-        track.bit_rate = 64_000
+        # Enough for every codec's encoder on every processor to give the tone back.
+        track.bit_rate = 96_000
         convert = av.AudioResampler(format=track.codec_context.format, layout=layout, rate=rate)
         for start in range(0, sound.shape[1], 960):
             piece = np.ascontiguousarray(sound[:, start : start + 960])
