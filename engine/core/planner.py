@@ -83,26 +83,37 @@ class Planner:
     def _window_span(self, stream: Stream) -> tuple[int, int]:
         """Positions [base, end) that a model which rereads its window should read next.
 
-        A step goes on by whole strides, not to the newest sample: what a model hears, and so what it says, then does
-        not depend on how busy the machine is, as long as it keeps up. A live stream that is not far behind takes every
-        stride, also before a pause or a flush. One that is leaves strides and pauses out, unless it is behind because
-        an engine was lost.
+        The span goes on by whole strides, not to the newest sample: what a model hears, and so what it says, then does
+        not depend on how busy the machine is, as long as it keeps up.
         """
         base, done, stride = stream.base, stream.computed, self._spec.stride_positions
         limit = base + self._spec.window_positions
-        in_time = stream.live and (stream.available - done < STRIDES_IN_TIME * stride or done < stream.catch_up_until)
+        in_time = self._is_in_time(stream)
+        mark = self._next_mark(stream, limit, in_time)
+        end = min(stream.available, limit) if mark is None else mark
+        # The stride that ends at a mark is the mark's own step.
+        strides = (end - done - (mark is not None)) // stride
+        if strides >= 1 and in_time:
+            return base, done + stride
+        if strides < 1 or mark is not None:
+            return base, end
+        return base, done + strides * stride
+
+    def _is_in_time(self, stream: Stream) -> bool:
+        """Whether a stream takes every stride and every pause: a live one that is not far behind, or that is behind
+        because an engine was lost. Others leave strides and pauses out."""
+        behind = stream.available - stream.computed
+        near = behind < STRIDES_IN_TIME * self._spec.stride_positions
+        return stream.live and (near or stream.computed < stream.catch_up_until)
+
+    @staticmethod
+    def _next_mark(stream: Stream, limit: int, in_time: bool) -> int | None:
+        """Where a span must end at the latest, within its window: at a flush, or at a pause that comes before it."""
         mark = stream.flushes[0].position if stream.flushes else limit + 1
         pause = stream.next_pause()
         if pause is not None and pause <= mark and in_time:
             mark = pause
-        end = mark if mark <= limit else min(stream.available, limit)
-        # The stride that ends at a mark is the mark's own step.
-        strides = (end - done - (mark <= limit)) // stride
-        if strides >= 1 and in_time:
-            return base, done + stride
-        if mark <= limit or strides < 1:
-            return base, end
-        return base, done + strides * stride
+        return mark if mark <= limit else None
 
     def _frames_end(self, stream: Stream) -> int:
         """How far the next step of a frame-synchronous model goes; no further than computed if nothing is left."""

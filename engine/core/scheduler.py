@@ -128,8 +128,8 @@ class Scheduler:
             self._skip_to(stream, position)
 
     def pause(self, name: str, position: int) -> None:
-        """Whoever speaks paused at `position`: a live stream is heard up to there, also while it is held, and should a
-        flush there follow, its text is known already. Backlog goes on in large steps."""
+        """The speaker paused at `position`: a live stream is heard up to there, also while it is held. If a flush there
+        follows, its text is known already. Backlog goes on in large steps."""
         stream = self._open_stream(name)
         if stream.live:
             stream.pauses.append(min(position, stream.available))

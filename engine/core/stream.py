@@ -93,7 +93,7 @@ class Stream:
         self.catch_up_until = opened.catch_up_until  # positions below this are heard stride by stride, whatever waits
         self.flushes: deque[FlushMark] = deque()  # still to be reached, in order
         self.finished = False
-        self.pauses: deque[int] = deque()  # where whoever speaks paused, still to be heard, in order
+        self.pauses: deque[int] = deque()  # where the speaker paused, still to be heard, in order
         self.holding = False  # audio waits until somebody surely speaks
         self.queued = False
         self.waiting_since = 0

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from engine import messages
@@ -18,58 +16,18 @@ from engine.boundary import codec
 from engine.boundary.codec import Frames, Payload, WireCommand, WireError, WireItem
 from engine.boundary.crash_record import FlightRecord
 from engine.boundary.input_cache import ReceiverCache
-from engine.boundary.sockets import BEAT_SECONDS, SILENCE_SECONDS, Arrival, EngineSocket, Numbering, package_version
-from engine.config import COUNTED_SECONDS
+from engine.boundary.sockets import BEAT_SECONDS, SILENCE_SECONDS, Arrival, EngineSocket, package_version
 from engine.errors import EngineDead
-from engine.runner.base import GuardedRunner
+from engine.server.load_report import LoadReport
 from engine.server.loop import EngineLoop
+from engine.server.peer import HostedStream, Peer
 
 logger = logging.getLogger(__name__)
 
 # How long an acknowledgement may wait for outputs to travel with, and how often progress is worth a word.
 ACK_SECONDS = 0.02
 PROGRESS_SECONDS = 0.02
-# The load is the share of so long a time that steps of live streams took.
-LOAD_SECONDS = 1.0
 SPEECH_THRESHOLD = 0.5
-
-
-@dataclass(slots=True)
-class HostedStream:
-    """Where a stream of the loop belongs."""
-
-    peer: Peer
-    name: str
-    live: bool
-    # When it last made work; a new stream is expected to.
-    heard_at: float
-    reported: int = 0
-    speaking: bool = False
-
-
-@dataclass(slots=True)
-class Peer:
-    """One gateway."""
-
-    name: bytes
-    gateway: str
-    number: int
-    cache: ReceiverCache[Payload]
-    heard_at: float
-    numbering: Numbering = field(default_factory=Numbering)
-    inbox: deque[tuple[codec.Batch, Frames]] = field(default_factory=deque)
-    # Data that was sent again for the batch at the head of the inbox, and hashes that nobody has data for.
-    repaired: dict[bytes, Payload] = field(default_factory=dict)
-    gone: set[bytes] = field(default_factory=set)
-    asked_at: float | None = None
-    outputs: list[messages.Output] = field(default_factory=list)
-    streams: set[str] = field(default_factory=set)
-    acknowledged: int = 0
-    spoke_at: float = 0.0
-
-    def loop_name(self, stream: str) -> str:
-        """Two gateways may use the same stream id. Tells whose a stream was when the engine is gone."""
-        return f"{self.gateway}/{self.number}/{stream}"
 
 
 class EngineHost:
@@ -81,7 +39,6 @@ class EngineHost:
         clock: Callable[[], float],
         record: FlightRecord | None = None,
     ) -> None:
-        self.status = codec.Status(slots_total=loop.scheduler.limits.max_streams)
         self._loop = loop
         self._record = FlightRecord() if record is None else record
         loop.announce = self._record.write
@@ -92,11 +49,7 @@ class EngineHost:
         self._streams: dict[str, HostedStream] = {}
         self._peers_so_far = 0
         self._progress_at = 0.0
-        # What the warm-up looked up is nobody's business.
-        self._queries_at_start, self._hits_at_start = loop.scheduler.cache.queries, loop.scheduler.cache.hits
-        self._live_ns, self._live_speech_ns = loop.meter.totals.live_ns, loop.meter.totals.live_speech_ns
-        self._load_since = clock()
-        self.status.load_per_step, self.status.load_per_stream = loop.meter.live_cost.shares()
+        self._load = LoadReport(loop, clock())
 
     def serve(self, stop: Callable[[], bool]) -> None:
         """Until `stop` says so. Raises EngineDead when the loop has failed for all streams."""
@@ -159,7 +112,7 @@ class EngineHost:
         self._peers_so_far += 1
         cache: ReceiverCache[Payload] = ReceiverCache(max(0, hello.cache_bytes))
         self._peers[name] = Peer(name, hello.gateway, self._peers_so_far, cache, self._clock())
-        welcome = codec.Welcome(codec.WIRE_VERSION, package_version(), self._engine, spec, self.status)
+        welcome = codec.Welcome(codec.WIRE_VERSION, package_version(), self._engine, spec, self._load.status)
         self._socket.send(name, codec.encode(welcome))
 
     def _dismiss(self, name: bytes, why: str) -> None:
@@ -336,15 +289,12 @@ class EngineHost:
         hosted.peer.outputs.append(output)
 
     def _report(self, now: float) -> None:
-        cache, status = self._loop.scheduler.cache, self.status
-        status.slots_used = len(self._loop.scheduler.streams)
-        status.encoder_queries = cache.queries - self._queries_at_start
-        status.encoder_hits = cache.hits - self._hits_at_start
+        self._load.count(self._loop)
         progress: dict[bytes, list[codec.Progress]] = {}
         if now - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at = now
             progress = self._progress(now)
-            self._measure(now)
+            self._load.measure(self._loop, self._streams.values(), now)
         for peer in list(self._peers.values()):
             if now - peer.heard_at > SILENCE_SECONDS:
                 logger.warning("gateway %s has been silent for %.0f s; its streams end", peer.gateway, SILENCE_SECONDS)
@@ -352,7 +302,7 @@ class EngineHost:
             elif peer.outputs or peer.name in progress:
                 self._send_update(peer, progress.get(peer.name, []), now)
             elif self._beat_is_due(peer, now):
-                beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self.status)
+                beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self._load.status)
                 self._socket.send(peer.name, codec.encode(beat))
                 peer.acknowledged, peer.spoke_at = peer.numbering.taken, now
 
@@ -363,7 +313,9 @@ class EngineHost:
     def _send_update(self, peer: Peer, progress: list[codec.Progress], now: float) -> None:
         numbering = peer.numbering
         outputs = [codec.wire_output(output) for output in peer.outputs]
-        frames = codec.encode(codec.Update(numbering.next_number, numbering.taken, outputs, progress, self.status))
+        frames = codec.encode(
+            codec.Update(numbering.next_number, numbering.taken, outputs, progress, self._load.status)
+        )
         numbering.keep(frames)
         peer.outputs = []
         peer.acknowledged, peer.spoke_at = numbering.taken, now
@@ -382,31 +334,6 @@ class EngineHost:
                 report = codec.Progress(hosted.name, stream.computed)
                 progress.setdefault(hosted.peer.name, []).append(report)
         return progress
-
-    def _measure(self, now: float) -> None:
-        scheduler, status, totals = self._loop.scheduler, self.status, self._loop.meter.totals
-        elapsed = now - self._load_since
-        if elapsed >= LOAD_SECONDS:
-            per_step, status.load_per_stream = self._loop.meter.live_cost.shares()
-            status.load = min(1.0, (totals.live_ns - self._live_ns) / 1e9 / elapsed)
-            # Those who are silent are listened to as well.
-            status.load_per_step = per_step + (totals.live_speech_ns - self._live_speech_ns) / 1e9 / elapsed
-            self._live_ns, self._live_speech_ns, self._load_since = totals.live_ns, totals.live_speech_ns, now
-        spec = scheduler.spec
-        lags = [stream.lag_positions() for stream in scheduler.streams.values() if stream.live]
-        status.lag_ms = max(lags, default=0) * spec.samples_per_position * 1000 / spec.sample_rate
-        status.speaking = sum(hosted.speaking for hosted in self._streams.values())
-        counted_since = now - COUNTED_SECONDS
-        status.counted = sum(hosted.live and hosted.heard_at > counted_since for hosted in self._streams.values())
-        status.steps = totals.steps
-        status.step_ns = {
-            "speech": totals.speech_ns,
-            "plan": totals.plan_ns,
-            "execute": totals.execute_ns,
-            "commit": totals.commit_ns,
-        }
-        if isinstance(self._loop.runner, GuardedRunner):
-            status.blank_guard = self._loop.runner.blank_guard_activations
 
 
 def _keyed_items(commands: list[WireCommand]) -> Iterator[WireItem]:

@@ -127,7 +127,7 @@ async def test_as_many_as_hold_are_admitted_and_the_next_is_refused() -> None:
             await asyncio.sleep(2.5)
             # What was admitted holds: nobody waits for longer than a step or two.
             assert all(not task.done() for task in speaking)
-            assert max(link.status.lag_ms for link in client._running.links()) < 400
+            assert max(link.status.lag_ms for link in client._running.seats.links()) < 400
             response = await refusal(ws(server))
             assert response.status_code == 503 and int(response.headers["Retry-After"]) >= 1
             shown = await seen(server)
@@ -160,7 +160,7 @@ async def test_a_burst_of_connects_is_counted_before_anybody_has_spoken() -> Non
 
 
 async def test_whoever_is_silent_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.server.host.COUNTED_SECONDS", 0.3)
+    monkeypatch.setattr("engine.server.load_report.COUNTED_SECONDS", 0.3)
     monkeypatch.setattr("realtime.serving.registry.COUNTED_SECONDS", 0.3)
     async with costly_server() as (server, _), AsyncExitStack() as stack:
         quiet = [await stack.enter_async_context(greeted_client(ws(server))) for _ in range(HOLDS)]
