@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DEFAULT_MODEL = "moonshine-tiny"
-# How long a stream counts as one that speaks after it was last heard, or since it came. Long enough for the pauses of a
-# conversation: a speaker who falls silent for a moment finds the room still there.
+# A stream counts as speaking for so long after it came, and after speech was last heard in it. Long enough for the
+# pauses of a conversation: a speaker who falls silent for a moment finds the room still there.
 COUNTED_SECONDS = 30.0
 
 

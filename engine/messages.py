@@ -24,12 +24,12 @@ class Open:
     options: dict[str, str] = field(default_factory=dict)
     # Tokens already emitted for the audio that is about to be replayed; they are forced, not sampled or emitted again.
     forced_tokens: list[int] = field(default_factory=list)
-    # Go on from here instead of from the beginning. `items` is the audio that was heard by then and is needed still.
+    # Go on from here instead of from the beginning. `items` is the audio that was heard by then and is still needed.
     state: StreamState | None = None
     items: list[Item] = field(default_factory=list)
     # Audio below this position waits because an engine was lost: it is heard stride by stride, as it would have been.
     catch_up_until: int = 0
-    # Positions at which an engine died with this stream in its step: they share no step with another suspect's.
+    # An engine died while it computed these positions: no step may hold them together with another suspect's.
     suspect: tuple[int, int] | None = None
 
 
@@ -65,8 +65,8 @@ class Feed:
 class Flush:
     """Text for everything fed so far must come out without waiting for more audio; answered by `Flushed`.
 
-    `at_pause`: for everything that was said before the last pause, if the model hears a stream through a speech gate.
-    Audio behind the pause waits for what follows. So it does not matter when the message comes.
+    With `at_pause`, text is wanted only for what was said before the last pause, if the model hears the stream through
+    a speech gate. Audio after the pause waits for what follows it, so words do not depend on when the message comes.
     """
 
     stream: str
@@ -110,7 +110,7 @@ class Text:
     """New text of a stream; append-only, never revised. `words` are those this delta completed.
 
     `tokens` are all tokens since the last Text, blanks included: what a replay must force. Every sample before
-    `sample` has been heard. A long silence sends a Text with an empty delta now and then, so that neither grows stale.
+    `sample` has been heard. In a long silence a Text with an empty delta comes now and then, so that both stay fresh.
     """
 
     stream: str
@@ -134,9 +134,9 @@ class Speech:
 class StreamState:
     """All that decides what a stream of a windowed model says from here on, apart from its audio.
 
-    One goes out with all that is said: whoever has received a text has also received the state after it, and can have
-    the stream rebuilt in exactly that state. Audio from position `audio_from` on is still needed; the engine has
-    received all before `position`, and the flushes up to `tag`. What is in `parts` concerns their owners only.
+    A state goes out with every text: a gateway that has received a text has also received the state after it, and can
+    have the stream rebuilt in exactly that state. Audio from position `audio_from` on is still needed; the engine has
+    received all audio before `position`, and the flushes up to `tag`. Each of `parts` is read only by what wrote it.
     """
 
     stream: str

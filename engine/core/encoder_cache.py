@@ -1,8 +1,8 @@
 """Encoder output by content, between the step that computes it and the last step that reads it.
 
-Sessions that carry the same audio share an entry. A reference belongs to one (request, input) pair, so two equal items
-of one session (silence, say) hold two. An entry nobody references stays until its rows are needed; the one released
-longest ago goes first. Rows are counted in embeddings; row 0 belongs to the model's silence and is never handed out.
+A request is one stream here, and an input is one of its items. Streams that carry the same audio share an entry. A
+reference belongs to one (request, input) pair, so two equal items of a stream (silence, say) hold two. An entry without
+references stays until its rows are needed; the one released longest ago goes first. Row 0 is the model's silence.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class EncoderCache:
         return entry
 
     def release(self, held: Held, index: int) -> int:
-        """Give up one input's reference, if there is one (still); how many embeddings it held."""
+        """Give up one input's reference, if it has one; returns how many embeddings it held."""
         entry = held.pop(index, None)
         return 0 if entry is None else self._drop_reference(entry)
 

@@ -13,8 +13,8 @@ from engine.core.stream import Stream
 from engine.messages import Item
 from engine.spec import ModelSpec
 
-# A stream that is less than so many strides behind leaves none out. More say the same words on a busy machine, fewer
-# say them sooner.
+# A live stream that is fewer strides behind than this takes every stride. A larger number keeps words the same on a
+# busier machine; with a smaller one a late stream catches up sooner.
 STRIDES_IN_TIME = 5
 _NO_PAGES: list[tuple[int, int, int]] = []
 _NO_ROWS: list[int] = []
@@ -33,7 +33,7 @@ class Planner:
         self._one_frame = not spec.rereads_window and spec.step_positions == 1
 
     def add_all(self, queue: list[Stream]) -> list[Stream]:
-        """Add the shares of queued streams to the plan; those that must wait for the next step are left over."""
+        """Plan the queued streams in their order; returns those that must wait for the next step."""
         add = self._add
         return [stream for stream in queue if not add(stream)]
 
@@ -150,7 +150,7 @@ class Planner:
         return rows
 
     def _cached(self, stream: Stream, index: int, item: Item) -> bool:
-        """Have an item in the cache for this step; False if that is too much for a budget."""
+        """Bring an item into the cache for this step; returns False if a budget does not allow it."""
         embeds = item.embeds
         if embeds:
             if stream.held_embeds + embeds > self._spec.embeds_per_stream:
