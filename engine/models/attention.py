@@ -84,7 +84,7 @@ def gather_ring(layer: int, pages: KvPages, span: Span, dtype: torch.dtype) -> t
 
 
 def store_rows(layer: int, pages: KvPages, span: Span, rows: Tensor, values: Tensor, scales: Tensor | None) -> None:
-    """Write packed rows [streams * rows, 2, heads, dim] to their pages; of a chunk longer than the ring, its end."""
+    """Write packed rows [streams * rows, 2, heads, dim] to their pages. A chunk longer than the ring leaves its end."""
     ring_pages, page_rows = span.tables.shape[1], pages.page_rows
     kept = rows >= span.first[:, None] + span.rows - ring_pages * page_rows  # [streams, rows]
     ring_index = (rows // page_rows) % ring_pages

@@ -105,7 +105,7 @@ class SpeechModel(Protocol):
     suppressed: list[int]
 
     def go_live(self) -> None:
-        """Windows will be short and many from now on."""
+        """Called once, before live use: windows will be short and many."""
 
     def encode(self, audio: Tensor, lengths: list[int]) -> Encoded:
         """[batch, samples] of 16 kHz audio, zero behind each row's length -> what the decoder listens to."""

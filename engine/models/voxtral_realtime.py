@@ -338,7 +338,7 @@ def _run_stack(
     attention: PagedAttention,
     scales: list[RowScale] | None,
 ) -> Tensor:
-    """[rows, width] through all layers and the last norm. Each norm takes the addition before it along."""
+    """[rows, width] through all layers and the last norm. Each norm also does the addition before it."""
     residual, delta = rows, None
     for index, layer in enumerate(layers):
         residual, hidden = add_norm(residual, delta, layer.attention_norm, stack.epsilon)

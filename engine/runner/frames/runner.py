@@ -59,7 +59,7 @@ class _Slot:
     opened: bool = False
 
     def blank_run(self, known: int) -> int:
-        """Blanks at the end of the first `known` outputs, of those the model has the word in."""
+        """Length of the run of blanks that ends the first `known` outputs; outputs before the delay do not count."""
         run = 0
         for token in reversed(self.forced[self.delay : known]):
             if token != STREAMING_PAD:
@@ -147,7 +147,7 @@ class VoxtralRunner:
             self._graphs.capture()
 
     def close(self) -> None:
-        """Give the device's memory back."""
+        """Free the device's memory."""
         self._graphs = None
         del self._passes, self._slab, self._state, self._buffers
         self._caches.clear()

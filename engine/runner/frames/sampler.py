@@ -41,6 +41,6 @@ def choose(logits: Tensor, blank_runs: Tensor, guard: bool) -> Choice:
 
 
 def next_blank_runs(blank_runs: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:
-    """Blanks in a row, counting only positions where the model had the word (`chosen`), not forced ones."""
+    """Blanks in a row. Positions before the delay has passed (`chosen` is False) do not count."""
     longer = torch.where(tokens == STREAMING_PAD, blank_runs + 1, torch.zeros_like(blank_runs))
     return torch.where(chosen, longer, blank_runs)

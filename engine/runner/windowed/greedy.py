@@ -20,7 +20,8 @@ class Row:
 
     committed: list[int]
     draft: list[int]
-    # Most new tokens, and the frame from which on a token is too close to the live edge to go on from (None: go on).
+    # Most new tokens; and the frame at which decoding stops, because a token there is too close to the live edge (None:
+    # it does not stop).
     most: int
     stop_frame: float | None
     # Frames that hold audio; attention to padding behind them says nothing.

@@ -53,11 +53,11 @@ def windowed_spec(name: str, window_positions: int, stride_positions: int) -> Mo
 
 @dataclass(slots=True)
 class _Tail:
-    """The end of the utterance before: audio and the words in it, to understand the beginning of the next one by."""
+    """The end of the previous utterance, audio and words: context for the beginning of the next one."""
 
     audio: Tensor
     tokens: list[int]
-    # Position behind its last one.
+    # The position after its last one.
     end: int
 
     @property
@@ -79,7 +79,7 @@ class _Slot:
     hypothesis: list[Heard] = field(default_factory=list)
     # Something of this utterance has been committed: somebody speaks.
     spoken: bool = False
-    # The hypothesis is the whole rest of the window that starts and ends here.
+    # If set, the hypothesis is the whole rest of the window [start, end): a final pass has nothing left to decode.
     understood: tuple[int, int] | None = None
 
     def restart(self) -> None:
@@ -127,7 +127,7 @@ class WindowedRunner:
         return [results[task.slot] for task in plan.decode]
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
-        """What the slot holds as plain data, and the first position whose audio that refers to."""
+        """The slot's state as plain data, and the first position whose audio that state needs."""
         held = self._slots.get(slot) or _Slot()
         tail = held.tail if held.tail is not None and self._is_near(held.tail, base, end) else None
         saved: Saved = {
@@ -156,7 +156,7 @@ class WindowedRunner:
         self._slab[torch.tensor(task.rows)] = samples
 
     def _tail(self, task: DecodeTask) -> _Tail | None:
-        """The utterance before, if it has just ended and the window is still too young to speak for itself."""
+        """The end of the previous utterance, if it is near and the window is still too short to be understood alone."""
         tail = self._slots[task.slot].tail
         return tail if tail is not None and self._is_near(tail, task.base, task.end) else None
 
@@ -224,7 +224,7 @@ class WindowedRunner:
         return DecodeResult(timed=timed, keep_from=keep_from)
 
     def _is_understood(self, task: DecodeTask) -> bool:
-        """Whether the pass before has heard all of a window that now ends."""
+        """Whether the last pass has decoded all of a window that now ends."""
         return task.final and self._slots[task.slot].understood == (task.base, task.end)
 
     def _finish(self, task: DecodeTask) -> DecodeResult:
@@ -276,7 +276,7 @@ class WindowedRunner:
 
 
 def _resumed(saved: Saved, items: Sequence[Item]) -> _Slot:
-    """The slot that `save` saw."""
+    """The slot whose state was saved."""
     tail = None
     if saved["tail"] is not None:
         start, end, tokens = saved["tail"]

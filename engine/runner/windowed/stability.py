@@ -1,4 +1,4 @@
-"""What of a hypothesis may be said for good, where its words are, and where a window can be cut. Pure.
+"""Which part of a hypothesis may be committed, where its words are, and where a window can be cut. Pure.
 
 A windowed model hears the same audio again and again while a sentence grows. Text near the live edge still changes: the
 word may go on, and the model guesses how. What is committed is never taken back, so only the part that attends to
@@ -20,7 +20,7 @@ _SENTENCE_ENDS = frozenset(b".?!")
 _MUSIC = "\u266a".encode()
 # A word is heard within this much of the place where attention to it peaks.
 _REACH = 0.35 * POSITIONS_PER_SECOND
-# Attention that peaks this far before what has been said already is not noise of the measurement any more.
+# Attention that peaks this far before what was said already is more than noise of the measurement.
 _FAR_BACK = 0.8 * POSITIONS_PER_SECOND
 # Longest phrase looked for by the loop check, and how often it may be said in a row.
 _LOOP_TOKENS = 12
@@ -31,8 +31,8 @@ _LOOP_REPEATS = 4
 class Policy:
     """How careful to be, in positions."""
 
-    # Distance from the live edge at which a token may be committed: if two passes agree on it and the model is sure of
-    # it, and if not.
+    # Distance from the live edge at which a token may be committed: `agreed_margin` if two passes agree on it and its
+    # log-probability is at least `sure`, else `lone_margin`.
     agreed_margin: float = 0.4 * POSITIONS_PER_SECOND
     lone_margin: float = 1.2 * POSITIONS_PER_SECOND
     sure: float = -0.7
@@ -43,8 +43,8 @@ class Policy:
     # A window shorter than this has little context yet: margins are wider by `young_margin`.
     young_below: float = 3.0 * POSITIONS_PER_SECOND
     young_margin: float = 0.6 * POSITIONS_PER_SECOND
-    # The end of an utterance helps to understand the next one: how much of it, if it follows how soon, and until the
-    # next one's own window is how long.
+    # The end of an utterance helps to understand the next one: how much of it is kept, the longest gap after which it
+    # still helps, and the length of the next window from which on it is not needed.
     tail_length: float = 2.0 * POSITIONS_PER_SECOND
     tail_gap: float = 2.0 * POSITIONS_PER_SECOND
     tail_until: float = 2.5 * POSITIONS_PER_SECOND
@@ -73,8 +73,8 @@ def is_mark(piece: bytes) -> bool:
 
 
 def without_second_mark(said: list[int], new: list[Heard], pieces: list[bytes]) -> list[Heard]:
-    """`new` as it may follow what was said: the model may change its mind about a mark when it is too late for that.
-    No utterance starts with a mark either: it belongs to words that are said already."""
+    """`new` without leading marks that cannot stand there: a second mark after a committed one (the model changed its
+    mind too late), or a mark at the start of an utterance (it belongs to words that are said already)."""
     if not said or is_mark(pieces[said[-1]]):
         while new and is_mark(pieces[new[0].token]):
             new = new[1:]
@@ -91,7 +91,7 @@ def rising(peaks: list[float], floor: float) -> list[float]:
 
 
 def rereads_from(peaks: list[float], floor: float) -> int | None:
-    """Where a hypothesis starts to say audio again that was said before: two tokens in a row that look far back."""
+    """Index at which a hypothesis starts to repeat audio that was said before: two tokens in a row look far back."""
     behind = 0
     for index, peak in enumerate(peaks):
         behind = behind + 1 if peak < floor - _FAR_BACK else 0
@@ -151,7 +151,7 @@ def spans(tokens: list[Heard], before: float, after: float) -> list[tuple[float,
 
 
 def loop_start(tokens: list[int]) -> int | None:
-    """Where a phrase starts to be said over and over at the end of a hypothesis: the end of its first saying."""
+    """If a hypothesis ends in a phrase said over and over: the index after the phrase's first saying."""
     for length in range(1, min(_LOOP_TOKENS, len(tokens) // _LOOP_REPEATS) + 1):
         phrase = tokens[-length:]
         repeats, at = 1, len(tokens) - 2 * length
