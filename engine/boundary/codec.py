@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from engine import messages
 from engine.spec import ModelSpec
 
-# Raised whenever an older peer could misread what is sent.
+# Goes up whenever an older peer could misread what is sent.
 WIRE_VERSION = 3
 
 Frames = Sequence[Any]

@@ -1,4 +1,4 @@
-"""Who is in the step that runs now, written where it can be read when the process has died of it.
+"""Which streams are in the step that runs now, kept where it can be read after the engine process has died of it.
 
 A message would be lost with the process that should have sent it. The record is a few kilobytes of memory that the
 engine shares with the gateway that started it: filled before a step, wiped after it. What it holds when an engine is

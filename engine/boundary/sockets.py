@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from engine.boundary.codec import Frames
 
-# How often a side that has nothing to say says that it is alive, and how long the other believes it without a sign.
+# How often an idle side says that it is alive, and after how much silence the other side gives it up.
 # A death is noticed at once by the broken connection; silence is for machines that vanish, and may be a long step.
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
@@ -120,7 +120,7 @@ class GatewaySocket:
         self._on_disconnect = on_disconnect
         self._loop = asyncio.get_running_loop()
         self._socket = context.socket(zmq.DEALER)
-        # Credits bound what is queued; a count of messages would drop or block instead of telling anybody.
+        # `Numbering` bounds what is queued. ZeroMQ's own bound would drop or block, and tell nobody.
         self._socket.set_hwm(0)
         self._socket.linger = 0
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)

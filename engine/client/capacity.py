@@ -21,7 +21,7 @@ RETRY_LATER_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of all engines together. `used` of `total` places are taken; `counted` streams speak, `holds` could.
+    """Of all engines together. `used` of `total` places are taken; `counted` streams count as speaking, `holds` could.
 
     `free` is how many more could speak: less than `holds - counted` where one engine has more than it holds. `load` is
     the share of its time that the least busy engine spends on live streams, `load_per_stream` what one more stream

@@ -55,7 +55,7 @@ class EngineHandle(Protocol):
         """Waits until it has stopped running; says why. Never returns for an engine that is not ours to watch."""
 
     async def crashed(self) -> bool:
-        """After its connection was lost: is it known to have ended by its own doing? Ends what is left of it."""
+        """Asked after the connection was lost: is the engine known to have crashed? Ends what is left of it."""
 
     def in_flight(self) -> list[Flight] | None:
         """After its end: the streams in the step that it died in. None if that is not known."""
@@ -126,7 +126,7 @@ class EngineProcess:
         self._record.wipe()
         arguments = (self.address, self._build, self._warm, self._record_path)
         process = self._context.Process(target=_child, args=arguments, name="tickertape-engine", daemon=True)
-        # Whoever gives up waiting must still be able to stop what has been started.
+        # A caller that gives up waiting must still be able to stop what was started.
         self._process = process
         self._starting = asyncio.create_task(asyncio.to_thread(process.start))
         await asyncio.shield(self._starting)
@@ -145,7 +145,7 @@ class EngineProcess:
             process.kill()
             await _end_of(process)
             return False
-        # Whoever kills from outside says nothing about the streams; a crash does.
+        # A kill from outside says nothing about the streams; a crash does.
         return process.exitcode not in (0, -signal.SIGKILL, -signal.SIGTERM)
 
     def in_flight(self) -> list[Flight] | None:

@@ -1,7 +1,7 @@
 """A gateway's side of one conversation with one engine: batches per tick, credits, repair, and its end.
 
 A link lives as long as one connection to one engine process. When the engine dies or falls silent the link is lost for
-good; whoever owns it makes a new one, which starts with empty caches on both sides: a new epoch.
+good; its owner makes a new one, which starts with empty caches on both sides: a new epoch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
-# Commands of so long a time travel together; a command that finds the line idle leaves at once.
+# Commands of one tick travel together; a command that finds the line idle leaves at once.
 TICK_SECONDS = 0.005
 # How long an acknowledgement may wait for commands to travel with.
 ACK_SECONDS = 0.02

@@ -1,6 +1,6 @@
 """What a stream has to say to its reader: one queue, read by iteration until the last output.
 
-The queue promises that nothing is said twice: of a replay, speech that was told before is left out.
+The queue promises that nothing is said twice: speech that was told before a replay is left out of it.
 """
 
 from __future__ import annotations

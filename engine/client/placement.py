@@ -27,10 +27,10 @@ class Placement:
         self.computed = spec.prefix_positions
         self._spec = spec
         self._computed_here = spec.prefix_positions
-        # What the engine that carries the stream now counts less than the stream itself.
+        # By how much the engine that carries the stream now counts less than the stream itself does.
         self._positions_before = 0
         self._samples_before = 0
-        # What must be computed for the stream to have gone on after a loss.
+        # The stream has gone on after a loss when it is computed up to here.
         self._goes_on_at = 0
 
     def begin(self, link: EngineLink, replay: Replay) -> None:

@@ -17,7 +17,7 @@ from engine.client.stream import EngineStream
 from engine.errors import AtCapacity, EngineDead, EngineError
 
 RETRY_S = 0.25
-# A suspect that neither kills the engine nor gets on is waited for so long before the next one is tried.
+# How long a suspect that neither kills the engine nor gets on is waited for, before the next one is tried.
 PROBATION_S = 10.0
 RECOVERIES_KEPT = 256
 
@@ -59,7 +59,7 @@ class Recovery:
         return list(self._waiting)
 
     def take(self, streams: list[EngineStream]) -> None:
-        """Their engine is lost."""
+        """These streams have lost their engine."""
         if self._on_probation is not None and self._on_probation[0] in streams:
             self._on_probation = None
         self._waiting += [stream for stream in streams if stream.is_open]

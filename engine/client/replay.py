@@ -186,7 +186,7 @@ class WindowMemory:
         state = self._state
         position, tag = (0, 0) if state is None else (state.position, state.tag)
         known, entries = kept.split(position, tag)
-        # As much again may come while the new engine catches up. After that, keeping up is more than equal steps.
+        # As much audio again may come while the new engine catches up; from then on, being on time counts for more.
         catch_up_until = kept.end + (kept.end - position)
         return Replay(0, 0, entries, state=state, known=known, catch_up_until=catch_up_until)
 

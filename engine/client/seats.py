@@ -12,7 +12,7 @@ from engine.client.link import EngineLink
 from engine.client.stream import EngineStream
 from engine.errors import EngineDead, EngineError
 
-# Streams wait so long for the next stride or step even where there is plenty of room.
+# Lag that streams have even where there is plenty of room: they wait for the next stride or step.
 USUAL_LAG_MS = 1000.0
 
 

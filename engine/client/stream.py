@@ -177,7 +177,7 @@ class EngineStream:
 
     @property
     def is_open(self) -> bool:
-        """Whether more is to be said about it."""
+        """Whether its last output is still to come."""
         return not self._ended
 
     def forsake(self) -> None:

@@ -42,12 +42,13 @@ class GateSettings:
 
     # Evidence that opens the gate: a quarter of a second that leaves no doubt, or a second at a probability of 0.9.
     evidence: float = 1.5
-    # Enough if somebody spoke not longer ago than `conversation_samples`.
+    # Evidence that is enough if somebody spoke within the last `conversation_samples`.
     conversation_evidence: float = 0.2
     conversation_samples: int = 10_000 * _SAMPLES_PER_MS
     # Audio kept from before the first evidence: soft beginnings of words are noticed late.
     pre_roll_samples: int = 320 * _SAMPLES_PER_MS
-    # Below this probability nobody speaks. After so long it is a pause of the utterance, and after so long its end.
+    # Below this probability nobody speaks. Quiet of `pause_samples` is a pause of the utterance, and quiet of
+    # `hang_over_samples` is its end.
     stop_threshold: float = 0.35
     pause_samples: int = 96 * _SAMPLES_PER_MS
     hang_over_samples: int = 512 * _SAMPLES_PER_MS
@@ -88,7 +89,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Somebody speaks on after a pause: by `sample` that was clear."""
+    """The utterance goes on after a pause; at `sample` that became clear."""
 
     sample: int
 
@@ -131,7 +132,7 @@ class SpeechGate:
         return {**vars(self), "settings": None, "state": self.state.name}
 
     def resume(self, saved: dict[str, Any]) -> None:
-        """Be the gate that was saved, under this one's settings."""
+        """Take over the state of a saved gate; the settings stay this gate's own."""
         vars(self).update(saved, settings=self.settings, state=GateState[saved["state"]])
 
     @property

@@ -83,8 +83,8 @@ class Listener:
             self._hear(stretches)
 
     def end_at_pause(self, name: str) -> int | None:
-        """Nobody is speaking: an utterance that is open ends. Returns up to where the stream is heard then (None: all
-        of it, without a gate): what the gate still holds may be the beginning of the next utterance."""
+        """Nobody is speaking: an open utterance ends. Returns the position up to which the stream is heard then (None,
+        without a gate: all of it). What the gate still holds may be the beginning of the next utterance."""
         if name not in self._gates or name not in self._scheduler.streams:
             return None
         if name in self._unheard:
@@ -110,7 +110,7 @@ class Listener:
         return parts
 
     def resume(self, name: str, parts: dict[str, Saved]) -> None:
-        """Listen on where `save` was."""
+        """Listen on from a saved state."""
         self._detector.resume(name, parts["detector"])
         if name in self._gates:
             self._gates[name].resume(parts["gate"])

@@ -13,8 +13,8 @@ ENOUGH_STEPS = 8
 # How long steps are remembered, about; but not more of them than this, and the newest alone is never believed.
 MEMORY_NS = 20e9
 LEAST_SHARE_OF_NEWEST, MOST_SHARE_OF_NEWEST = 1 / 256, 1 / ENOUGH_STEPS
-# Until batches of different sizes have run, nothing tells a shared cost from a stream's own: then it is all the
-# streams' own. This is the variance of sizes at which the steps have half the say.
+# Until batches of different sizes have run, a shared cost cannot be told from the streams' own, and all of it counts as
+# the streams' own. At this variance of batch sizes, that assumption and the measured slope weigh the same.
 DOUBT = 0.05
 # No stream is free, whatever the steps say.
 LEAST_SHARE_OF_MEAN = 0.01

@@ -20,7 +20,7 @@ class LoadReport:
     def __init__(self, loop: EngineLoop, now: float) -> None:
         self.status = Status(slots_total=loop.scheduler.limits.max_streams)
         self.status.load_per_step, self.status.load_per_stream = loop.meter.live_cost.shares()
-        # What the warm-up looked up is nobody's business.
+        # Lookups of the warm-up are not reported.
         self._queries_at_start, self._hits_at_start = loop.scheduler.cache.queries, loop.scheduler.cache.hits
         self._live_ns, self._live_speech_ns = loop.meter.totals.live_ns, loop.meter.totals.live_speech_ns
         self._load_since = now

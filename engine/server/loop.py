@@ -55,7 +55,7 @@ class EngineLoop:
         self.scheduler = scheduler
         self.runner = runner
         self.meter = StepMeter(scheduler.spec, clock)
-        # Told who is about to be computed, and where: if that is the end of the engine, these are the suspects.
+        # Called with the streams and positions about to be computed: if the engine dies now, they are the suspects.
         self.announce: Callable[[list[Target]], None] | None = None
         self._outbox: list[Output] = []
         self._listener: Listener | None = None

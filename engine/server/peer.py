@@ -46,5 +46,5 @@ class Peer:
     spoke_at: float = 0.0
 
     def loop_name(self, stream: str) -> str:
-        """Two gateways may use the same stream id. Tells whose a stream was when the engine is gone."""
+        """The loop's name of a stream: two gateways may use one id, and the crash record must tell whose it was."""
         return f"{self.gateway}/{self.number}/{stream}"

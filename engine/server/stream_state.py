@@ -52,7 +52,7 @@ class StreamStates:
             self._listener.resume(name, state.parts)
 
     def take(self, plan: StepPlan | None, outputs: Iterable[Output]) -> list[StreamState]:
-        """After a step: of all streams that ran or said something, and now and then of those that were listened to."""
+        """The states to send after a step: of streams that ran or said something, now and then of those listened to."""
         streams = self._scheduler.streams
         names = dict.fromkeys(task.stream for task in plan.decode) if plan is not None else {}
         for output in outputs:

@@ -13,7 +13,7 @@ from engine.spec import ModelSpec
 
 Samples = NDArray[np.float32]
 
-# So much of a silence is listened to: whoever spoke has then stopped, and the detector's mind is made up.
+# So much of a declared silence is listened to: by then speech has ended and the detector's answer does not change.
 SETTLING_SECONDS = 2
 
 
@@ -43,7 +43,7 @@ class Unheard:
         for item in items:
             count = item.length * spec.samples_per_position if item.samples is None else item.samples
             if item.payload is None or item.payload.ndim > 1:
-                self._add_silence(count)  # whoever sends features knows already who speaks
+                self._add_silence(count)  # features cannot be listened to
             else:
                 # Without look-around and padding.
                 self._add_samples(item.payload[spec.look_back_samples : spec.look_back_samples + count])
