@@ -4,8 +4,8 @@ Two ways in, one way through: `read_file` pulls blocks out of a file of any leng
 of a stream that may never end as they arrive. Both hold no more than the piece at hand and what the codec needs.
 
 PyAV pulls bytes from a file object, so a `ContainerDecoder` has a thread on which PyAV runs, used as a coroutine:
-`push` hands one piece over and waits until PyAV asks for the next. Nothing queues up, the outcome depends on the bytes
-alone, and `push` takes as long as decoding the piece takes: call it off the event loop.
+`decode` hands one piece over and waits until PyAV asks for the next. Nothing queues up, and the outcome depends on the
+bytes alone. `decode` takes as long as the codec needs for the piece: call it off the event loop.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ContainerDecoder:
         thread.start()
         self._pipe.wait()
 
-    def push(self, data: bytes) -> list[NDArray[np.float32]]:
+    def decode(self, data: bytes) -> list[NDArray[np.float32]]:
         """Blocks of 16 kHz mono that `data` completes.
 
         Raises AudioError when the stream cannot be decoded (any further), on this and every later call; blocks from
@@ -109,18 +109,18 @@ class ContainerDecoder:
         if self._ended:
             raise ValueError("the stream has been flushed or closed")
         if data:
-            self._pipe.resume(data)
+            self._pipe.hand_over(data)
         return self._take_blocks()
 
     def flush(self) -> list[NDArray[np.float32]]:
-        """End the stream: the remaining blocks. Raises AudioError as `push` does, also if there was no audio at all."""
+        """End the stream: the remaining blocks. Raises AudioError as `decode` does, and for no audio at all."""
         self.close()
         return self._take_blocks()
 
     def close(self) -> None:
         """End the stream and its thread; harmless when done twice."""
         self._ended = True
-        self._pipe.resume(None)
+        self._pipe.hand_over(None)
 
     def abandon(self) -> None:
         """End the stream without waiting for its thread, which may be in the middle of a piece; nothing more comes."""
@@ -269,7 +269,7 @@ def _to_model_rate(frames: Iterator[av.AudioFrame]) -> Iterator[NDArray[np.float
             elif resampler.rate != frame.sample_rate:
                 yield resampler.flush()
                 resampler = Resampler(frame.sample_rate)
-            yield resampler.push(_mix_down(frame))
+            yield resampler.resample(_mix_down(frame))
     except AudioError as error:
         fault = error
     if resampler is not None:

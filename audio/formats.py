@@ -1,7 +1,7 @@
 """Raw sample formats: bytes as they arrive -> float32 mono samples in [-1, 1].
 
 A stream may be cut anywhere, also inside a sample, so a `Decoder` carries the bytes of an unfinished sample to the next
-push. Whole samples are read as views of the caller's bytes; only the conversion to float32 allocates.
+piece. Whole samples are read as views of the caller's bytes; only the conversion to float32 allocates.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ class Decoder:
         self._sample_bytes = self.encoding.sample_bytes
         self._carry = b""
 
-    def push(self, data: bytes | memoryview) -> NDArray[np.float32]:
+    def decode(self, data: bytes | memoryview) -> NDArray[np.float32]:
         """Samples completed by `data`. The result may be a view of `data`, which must not change afterwards.
 
-        Raises BadSamples and forgets nothing: the refused piece is as if it had never been pushed.
+        Raises BadSamples and forgets nothing: the refused piece is as if it had never come.
         """
         if self._carry:
             data = self._carry + data

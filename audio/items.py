@@ -70,7 +70,7 @@ class ItemCutter:
         self._filled = look_back
         self._heard = 0
 
-    def push(self, samples: NDArray[np.float32]) -> list[AudioItem]:
+    def cut(self, samples: NDArray[np.float32]) -> list[AudioItem]:
         """Take samples that follow those before them; the items they complete."""
         if samples.dtype != _FLOAT32 or samples.ndim != 1:
             raise ValueError("samples must be a one-dimensional float32 array")
@@ -87,7 +87,7 @@ class ItemCutter:
                 items.append(self._release(self._positions_per_item, self._position))
         return items
 
-    def gap(self, samples: int) -> list[AudioItem]:
+    def cut_gap(self, samples: int) -> list[AudioItem]:
         """Take `samples` samples of declared silence, without anybody having to send them."""
         if samples < 0:
             raise ValueError(f"a gap cannot have {samples} samples")
@@ -121,7 +121,7 @@ class ItemCutter:
         """Append zeros: items for positions that still touch sound, then gaps for the others.
 
         A position can only be silent throughout if the silence reaches its last look-ahead sample, and then it is
-        released here, at once. So `push` never meets one.
+        released here, at once. So `cut` never meets one.
         """
         items: list[AudioItem] = []
         while count:

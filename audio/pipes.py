@@ -31,7 +31,7 @@ class BytePipe:
 
     # The side that feeds
 
-    def resume(self, piece: bytes | None) -> None:
+    def hand_over(self, piece: bytes | None) -> None:
         """Hand over a piece, or None for the end, and wait until all of it is used."""
         if not self._finished:
             self._pieces.put(piece)

@@ -43,7 +43,7 @@ class Resampler:
                 rate, MODEL_RATE, 1, dtype="float32", quality="HQ", vr=rate == _DOUBLING_RATE
             )
 
-    def push(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+    def resample(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
         """What can be told so far; the same array when the rates are equal."""
         if self._stream is None:
             return samples
@@ -51,7 +51,7 @@ class Resampler:
         return resampled
 
     def flush(self) -> NDArray[np.float32]:
-        """The rest of what was pushed. The next sample pushed starts a new signal at the same ratio."""
+        """The rest of what has come. The next sample starts a new signal at the same ratio."""
         nothing = np.empty(0, np.float32)
         if self._stream is None:
             return nothing

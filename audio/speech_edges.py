@@ -1,4 +1,6 @@
-"""Speech probabilities -> speech started / stopped at sample positions, with hysteresis. Pure; time is a sample count.
+"""Speech probabilities -> the samples at which speech rises and falls, with hysteresis. Pure; time is a sample count.
+
+A rise begins a stretch of speech and a fall ends it. What a client calls a turn is made of them elsewhere.
 
 A frame is loud (at or over `threshold`), quiet (below `stop_threshold`) or in the band between, which changes nothing.
 
@@ -9,7 +11,7 @@ A frame is loud (at or over `threshold`), quiet (below `stop_threshold`) or in t
 | SPEAKING | stay | stay | STOPPING |
 | STOPPING | SPEAKING | stay; QUIET after `silence_samples` | the same |
 
-Events depend on the probabilities over time, not on how time is cut into frames.
+Edges depend on the probabilities over time, not on how time is cut into frames.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ MIN_STOP_THRESHOLD = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class TurnSettings:
-    """When a turn starts and stops; durations in samples."""
+class EdgeSettings:
+    """What counts as speech and as silence; durations in samples."""
 
     threshold: float
     min_speech_samples: int
@@ -44,15 +46,15 @@ class TurnSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeechStarted:
-    """`sample`: where the turn begins, prefix padding included; never inside the turn before."""
+class Rise:
+    """`sample`: where the stretch begins, prefix padding included; never inside the stretch before."""
 
     sample: int
 
 
 @dataclass(frozen=True, slots=True)
-class SpeechStopped:
-    """`sample`: where the turn ends, trailing silence included. `speech_end_sample`: where speech itself ended.
+class Fall:
+    """`sample`: where the stretch ends, trailing silence included. `speech_end_sample`: where speech itself ended.
 
     Both are one past the last sample.
     """
@@ -61,30 +63,30 @@ class SpeechStopped:
     speech_end_sample: int
 
 
-TurnEvent = SpeechStarted | SpeechStopped
+Edge = Rise | Fall
 
 
-class TurnState(Enum):
+class EdgeState(Enum):
     QUIET = auto()
     STARTING = auto()
     SPEAKING = auto()
     STOPPING = auto()
 
 
-class TurnDetector:
+class EdgeDetector:
     """Follows one session. `settings` may be replaced at any time; the next frame is judged by the new ones."""
 
-    def __init__(self, settings: TurnSettings) -> None:
+    def __init__(self, settings: EdgeSettings) -> None:
         self.settings = settings
-        self.state = TurnState.QUIET
+        self.state = EdgeState.QUIET
         # End of the last frame.
         self.sample = 0
-        # Audio before this belongs to an earlier turn or was dropped; it is not listened to again.
+        # Audio before this belongs to an earlier stretch or was dropped; it is not judged again.
         self._floor = 0
         self._speech_start = 0
         self._speech_end = 0
 
-    def push(self, probability: float, frame_samples: int) -> TurnEvent | None:
+    def judge(self, probability: float, frame_samples: int) -> Edge | None:
         """Take the next frame: its speech probability and its length."""
         if not 0 <= probability <= 1:
             raise ValueError(f"a speech probability lies in [0, 1], not {probability}")
@@ -96,68 +98,68 @@ class TurnDetector:
             return None
         loud = probability >= self.settings.threshold
         quiet = probability < self.settings.stop_threshold
-        if self.state in (TurnState.QUIET, TurnState.STARTING):
+        if self.state in (EdgeState.QUIET, EdgeState.STARTING):
             return self._listen(start, loud, quiet)
         return self._follow(start, loud, quiet)
 
-    def force_stop(self, sample: int) -> SpeechStopped | None:
-        """End the turn at `sample`, which may lie ahead of the frames seen so far; None if no turn was open.
+    def force_fall(self, sample: int) -> Fall | None:
+        """End the stretch at `sample`, which may lie ahead of the frames seen so far; None if none was open.
 
-        Either way the next turn begins at `sample` at the earliest, and frames before it are ignored.
+        Either way the next stretch begins at `sample` at the earliest, and frames before it are ignored.
         """
         self._check_not_past(sample)
-        stopped = None
-        if self.state is TurnState.SPEAKING:
-            stopped = SpeechStopped(sample, speech_end_sample=sample)
-        elif self.state is TurnState.STOPPING:
-            stopped = SpeechStopped(sample, speech_end_sample=self._speech_end)
-        self._end_turn(sample)
-        return stopped
+        fall = None
+        if self.state is EdgeState.SPEAKING:
+            fall = Fall(sample, speech_end_sample=sample)
+        elif self.state is EdgeState.STOPPING:
+            fall = Fall(sample, speech_end_sample=self._speech_end)
+        self._end_stretch(sample)
+        return fall
 
     def reset(self, sample: int | None = None) -> None:
-        """Forget an open turn without an event, as when its audio is dropped. Time goes on.
+        """Forget an open stretch without a fall, as when its audio is dropped. Time goes on.
 
         `sample` is the end of what is dropped, if it lies ahead of the frames seen so far.
         """
         end = self.sample if sample is None else sample
         self._check_not_past(end)
-        self._end_turn(end)
+        self._end_stretch(end)
 
-    def _listen(self, start: int, loud: bool, quiet: bool) -> SpeechStarted | None:
-        """QUIET and STARTING: no turn is open."""
+    def _listen(self, start: int, loud: bool, quiet: bool) -> Rise | None:
+        """QUIET and STARTING: no stretch is open."""
         if quiet:
-            self.state = TurnState.QUIET
+            self.state = EdgeState.QUIET
             return None
-        if self.state is TurnState.QUIET:
+        if self.state is EdgeState.QUIET:
             if not loud:
                 return None
-            self.state = TurnState.STARTING
+            self.state = EdgeState.STARTING
             self._speech_start = start
         if self.sample - self._speech_start < self.settings.min_speech_samples:
             return None
-        self.state = TurnState.SPEAKING
-        return SpeechStarted(max(self._speech_start - self.settings.prefix_samples, self._floor))
+        self.state = EdgeState.SPEAKING
+        return Rise(max(self._speech_start - self.settings.prefix_samples, self._floor))
 
-    def _follow(self, start: int, loud: bool, quiet: bool) -> SpeechStopped | None:
-        """SPEAKING and STOPPING: a turn is open."""
+    def _follow(self, start: int, loud: bool, quiet: bool) -> Fall | None:
+        """SPEAKING and STOPPING: a stretch is open."""
         if loud:
-            self.state = TurnState.SPEAKING
+            self.state = EdgeState.SPEAKING
             return None
-        if self.state is TurnState.SPEAKING:
+        if self.state is EdgeState.SPEAKING:
             if not quiet:
                 return None
-            self.state = TurnState.STOPPING
+            self.state = EdgeState.STOPPING
             self._speech_end = start
         silent_at = self._speech_end + self.settings.silence_samples
         if self.sample < silent_at:
             return None
         # Where silence became long enough, not where the frame happens to end. A shortened setting applies from now on.
-        stopped = SpeechStopped(max(silent_at, start), self._speech_end)
-        self._end_turn(stopped.sample)
-        return stopped
+        fall = Fall(max(silent_at, start), self._speech_end)
+        self._end_stretch(fall.sample)
+        return fall
 
-    def _end_turn(self, sample: int) -> None:
-        self.state = TurnState.QUIET
+    def _end_stretch(self, sample: int) -> None:
+        self.state = EdgeState.QUIET
         self._floor = max(sample, self._floor)
 
     def _check_not_past(self, sample: int) -> None:

@@ -136,7 +136,7 @@ class _Player:
         while not self.finished and self.next_at <= now:
             packet = self._samples[self._sent : self._sent + PACKET_SAMPLES]
             self._sent += len(packet)
-            items = prepare(cutter, cutter.push(packet), spec)
+            items = prepare(cutter, cutter.cut(packet), spec)
             self.finished = self._sent == len(self._samples)
             if self.finished:
                 silence = spec.flush_positions_for(spec.default_delay_positions)

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from engine.client.client import ClientSettings
-from engine.client.client import EngineClient as BuiltClient
+from engine.client.client import ClientSettings, EngineClient
 from engine.client.handles import EngineHandle, EngineProcess, EngineThread, RemoteEngine
 from engine.config import DEFAULT_MODEL, EngineConfig
 from realtime.config import Config, ModelConfig
 from realtime.http.gateway import Gateway, build_app
 from realtime.metrics.engine import engine_collector
 from realtime.metrics.gateway import Metrics
-from realtime.serving.engine_api import EngineClient
+from realtime.serving.engine_api import EngineApi
 from realtime.serving.uvicorn_patch import RealtimeWebSocket, patient_http
 
 log = logging.getLogger("tickertape")
@@ -70,7 +69,7 @@ class RunningServer:
         await self.task
 
 
-def build_server(engine: EngineClient, config: Config, metrics: Metrics | None = None) -> Server:
+def build_server(engine: EngineApi, config: Config, metrics: Metrics | None = None) -> Server:
     """The gateway over a running engine, ready to `serve()`."""
     app = build_app(engine, config, metrics)
     settings = config.server
@@ -98,7 +97,7 @@ def build_server(engine: EngineClient, config: Config, metrics: Metrics | None =
     return Server(uvicorn_config, app.state.gateway)
 
 
-def calm_collector() -> None:
+def freeze_modules() -> None:
     """All modules are loaded and stay: walking through them again and again would stop the event loop for tens of
     milliseconds each time."""
     gc.collect()
@@ -107,9 +106,7 @@ def calm_collector() -> None:
 
 
 @asynccontextmanager
-async def listening(
-    engine: EngineClient, config: Config, metrics: Metrics | None = None
-) -> AsyncIterator[RunningServer]:
+async def listening(engine: EngineApi, config: Config, metrics: Metrics | None = None) -> AsyncIterator[RunningServer]:
     """A gateway over a running engine, listening; stopped at the end. Raises OSError if it cannot listen."""
     server = build_server(engine, config, metrics)
     task = asyncio.create_task(_serve(server), name="server")
@@ -136,10 +133,10 @@ async def _serve(server: Server) -> None:
 async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     """Everything: the engine (ours or others'), its client, and the gateway, listening."""
     metrics = Metrics()
-    calm_collector()
+    freeze_modules()
     model = config.model
     engines: list[EngineHandle] = [RemoteEngine(address) for address in model.engines]
-    client = BuiltClient(
+    client = EngineClient(
         engines or [EngineProcess(_engine_config(model))],
         ClientSettings(cache_bytes=model.input_cache_bytes, max_load=config.limits.max_load),
     )
@@ -154,10 +151,10 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
 
 
 @asynccontextmanager
-async def engine_in_thread(model: str, device: str = "auto", max_streams: int = 0) -> AsyncIterator[BuiltClient]:
+async def engine_in_thread(model: str, device: str = "auto", max_streams: int = 0) -> AsyncIterator[EngineClient]:
     """An engine inside this process, for commands that need no server."""
     config = EngineConfig(model=model, device=device, max_streams=max_streams)
-    client = BuiltClient([EngineThread(config)])
+    client = EngineClient([EngineThread(config)])
     await client.start()
     try:
         yield client

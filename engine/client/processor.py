@@ -107,7 +107,7 @@ class Processor:
         """Run dummy audio through everything a request runs through, then forget it."""
         noise = np.random.default_rng(0).standard_normal(WARM_UP_SECONDS * self.spec.sample_rate, dtype=np.float32)
         cutter = make_cutter(self.spec)
-        items = prepare(cutter, cutter.push(noise), self.spec)
+        items = prepare(cutter, cutter.cut(noise), self.spec)
         items += prepare(cutter, cutter.flush(self.spec.flush_positions), self.spec)
         before = self.cache.stats
         self.cache.stats = type(before)()

@@ -83,7 +83,7 @@ def render(
     spec = read_only.spec
     cutter = make_cutter(spec)
     delay = spec.default_delay_positions if delay_positions is None else delay_positions
-    items = prepare(cutter, cutter.push(samples), spec)
+    items = prepare(cutter, cutter.cut(samples), spec)
     items += prepare(cutter, cutter.flush(spec.flush_positions_for(delay)), spec)
     end = items[-1].offset + items[-1].length if items else spec.prefix_positions
     return Rendered(

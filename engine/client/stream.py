@@ -74,14 +74,14 @@ class EngineStream:
             if start:
                 await asyncio.sleep(0)  # a long recording must not keep everybody else waiting
             await self._wait_for_room()
-            cut = self._cutter.push(samples[start : start + second])
+            cut = self._cutter.cut(samples[start : start + second])
             self._send_items(prepare(self._cutter, cut, self._spec))
 
     async def gap(self, samples: int) -> None:
         """So many samples of silence that nobody has to send."""
         self._check_open()
         await self._wait_for_room()
-        self._send_items(prepare(self._cutter, self._cutter.gap(samples), self._spec))
+        self._send_items(prepare(self._cutter, self._cutter.cut_gap(samples), self._spec))
 
     async def feed_items(self, items: Sequence[Item | None]) -> None:
         """Take items prepared elsewhere, as they follow one another; a hash alone is enough for data the engine holds.

@@ -85,7 +85,7 @@ def _run_noise(loop: EngineLoop, streams: int) -> None:
 def _noise(spec: ModelSpec, seed: int) -> list[messages.Item]:
     cutter = make_cutter(spec)
     noise = 0.01 * np.random.default_rng(seed).standard_normal(WARM_UP_SECONDS * spec.sample_rate, dtype=np.float32)
-    items = prepare(cutter, cutter.push(noise), spec)
+    items = prepare(cutter, cutter.cut(noise), spec)
     return items + prepare(cutter, cutter.flush(spec.flush_positions_for(spec.default_delay_positions)), spec)
 
 

@@ -33,7 +33,7 @@ class ShownWord:
     end: float
 
 
-class Captions:
+class CaptionView:
     """Give it text as it comes; `now` is always in seconds of audio time: how long the microphone has been open."""
 
     def __init__(self, console: Console, *, show_words: bool = False) -> None:
@@ -49,7 +49,7 @@ class Captions:
             console=console, refresh_per_second=REFRESH_PER_SECOND, get_renderable=self._render, transient=True
         )
 
-    def __enter__(self) -> Captions:
+    def __enter__(self) -> CaptionView:
         if self._console.is_terminal:
             self._live.start()
         return self

@@ -22,7 +22,7 @@ from engine.errors import EngineError
 from realtime.commands.caption_view import clock
 from realtime.commands.terminal import CommandFailed
 from realtime.commands.transcripts import FileTranscript
-from realtime.serving.engine_api import EngineClient, EngineStream
+from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.session.events import Samples, TimedWord
 
 # Decoded audio is handed over in pieces of about this length.
@@ -38,7 +38,7 @@ class FileFailed(Exception):
 
 
 class FileTranscriber:
-    def __init__(self, engine: EngineClient, language: str | None) -> None:
+    def __init__(self, engine: EngineApi, language: str | None) -> None:
         if engine.spec.sample_rate != MODEL_RATE:
             raise CommandFailed(f"the model wants {engine.spec.sample_rate} Hz; files are read at {MODEL_RATE} Hz only")
         self._engine = engine
@@ -76,7 +76,7 @@ class FileTranscriber:
 
     async def _listen(
         self,
-        stream: EngineStream,
+        stream: StreamApi,
         feeding: asyncio.Task[None],
         transcript: FileTranscript,
         bar: Progress,
@@ -97,14 +97,14 @@ class FileTranscriber:
                 raise EngineError(output.message)
 
 
-async def open_stream(engine: EngineClient, name: str, options: dict[str, str], *, live: bool) -> EngineStream:
+async def open_stream(engine: EngineApi, name: str, options: dict[str, str], *, live: bool) -> StreamApi:
     try:
         return await engine.open(name, live=live, options=options)
     except ValueError as error:
         raise CommandFailed(f"{engine.spec.name} does not take this: {error}") from error
 
 
-async def _feed(path: Path, stream: EngineStream, transcript: FileTranscript) -> None:
+async def _feed(path: Path, stream: StreamApi, transcript: FileTranscript) -> None:
     """Everything that can be decoded goes in; a fault in the file is raised once its good part has been finished."""
     pieces = pieces_of(path)
     try:

@@ -18,9 +18,9 @@ from engine import messages
 from engine.errors import AtCapacity, EngineError
 from realtime.dialects.json_frames import encode_json
 from realtime.errors import Refusal
-from realtime.serving.engine_api import EngineClient, EngineStream
+from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.session.events import TimedWord
-from realtime.session.words import captions, to_srt, to_vtt
+from realtime.session.subtitles import subtitles, to_srt, to_vtt
 
 FORMATS = ("json", "verbose_json", "text", "srt", "vtt")
 READ_BYTES = 256 * 1024
@@ -75,7 +75,7 @@ def read_request(form: dict[str, Any]) -> UploadRequest:
 class Transcriber:
     """Transcribes files one after another within a bound on how many run at once."""
 
-    def __init__(self, engine: EngineClient, at_once: int) -> None:
+    def __init__(self, engine: EngineApi, at_once: int) -> None:
         self._engine = engine
         self._places = asyncio.Semaphore(at_once)
 
@@ -99,7 +99,7 @@ class Transcriber:
                 await asyncio.gather(feeding, return_exceptions=True)
 
     @asynccontextmanager
-    async def _stream(self, request: UploadRequest) -> AsyncIterator[EngineStream]:
+    async def _stream(self, request: UploadRequest) -> AsyncIterator[StreamApi]:
         name = f"file_{secrets.token_hex(8)}"
         try:
             try:
@@ -118,7 +118,7 @@ class Transcriber:
             await stream.abort()
 
     async def _listen(
-        self, stream: EngineStream, feeding: asyncio.Task[None], transcript: Transcript
+        self, stream: StreamApi, feeding: asyncio.Task[None], transcript: Transcript
     ) -> AsyncIterator[str]:
         outputs = aiter(stream)
         while True:
@@ -143,11 +143,11 @@ class Transcriber:
             elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
                 raise Refusal(500, "transcription_failed", output.message, kind="server_error")
 
-    async def _feed(self, file: BinaryIO, stream: EngineStream, transcript: Transcript) -> None:
+    async def _feed(self, file: BinaryIO, stream: StreamApi, transcript: Transcript) -> None:
         decoder = await asyncio.to_thread(ContainerDecoder)
         try:
             while piece := await asyncio.to_thread(file.read, READ_BYTES):
-                await self._hear(await asyncio.to_thread(decoder.push, piece), stream, transcript)
+                await self._hear(await asyncio.to_thread(decoder.decode, piece), stream, transcript)
             await self._hear(await asyncio.to_thread(decoder.flush), stream, transcript)
             await stream.finish()
         except AudioError as error:
@@ -157,15 +157,15 @@ class Transcriber:
         finally:
             await asyncio.to_thread(decoder.close)
 
-    async def _hear(self, blocks: list[NDArray[np.float32]], stream: EngineStream, transcript: Transcript) -> None:
+    async def _hear(self, blocks: list[NDArray[np.float32]], stream: StreamApi, transcript: Transcript) -> None:
         for block in blocks:
             transcript.samples += len(block)
             await stream.feed(block)
 
 
-def render(transcript: Transcript, request: UploadRequest) -> tuple[str, str]:
+def write_answer(transcript: Transcript, request: UploadRequest) -> tuple[str, str]:
     """The body and its content type."""
-    lines = captions(transcript.words, transcript.sample_rate)
+    lines = subtitles(transcript.words, transcript.sample_rate)
     if request.response_format == "text":
         return transcript.text + "\n", "text/plain; charset=utf-8"
     if request.response_format == "srt":

@@ -32,7 +32,7 @@ from realtime.http.prepare import PrepareRoutes
 from realtime.http.uploads import UploadRoutes
 from realtime.metrics.gateway import Metrics
 from realtime.serving.connection import Connection
-from realtime.serving.engine_api import EngineClient
+from realtime.serving.engine_api import EngineApi
 from realtime.serving.fairness import Turnstile
 from realtime.serving.pace import Pace
 from realtime.serving.registry import Entry, Sessions
@@ -59,7 +59,7 @@ class _Entrance:
 class Gateway:
     """What all routes share."""
 
-    def __init__(self, engine: EngineClient, config: Config, metrics: Metrics | None = None) -> None:
+    def __init__(self, engine: EngineApi, config: Config, metrics: Metrics | None = None) -> None:
         self.engine = engine
         self.config = config
         self.metrics = metrics or Metrics()
@@ -102,7 +102,7 @@ class Gateway:
         extensions = scope.get("extensions", {})
         abort = extensions.get(ABORT_EXTENSION, _no_abort)
         nothing_waits = extensions.get(NOTHING_WAITS_EXTENSION, _unknown)
-        connection = Connection(entry.host, entry.inbox, receive, send, abort, nothing_waits, self._turnstile)
+        connection = Connection(entry.live, entry.inbox, receive, send, abort, nothing_waits, self._turnstile)
         self.sessions.attach(entry, connection)
         limits = self.config.limits
         paces = (self._pace(limits.messages_per_second), self._pace(limits.mistakes_per_second))
@@ -114,10 +114,10 @@ class Gateway:
             if hangup is not None:
                 self.metrics.closed.labels(hangup.cause).inc()
         except* OSError:
-            log.debug("session %s: the client left during the handshake", entry.host.id)
+            log.debug("session %s: the client left during the handshake", entry.live.id)
         except* Exception:
             self.metrics.closed.labels("internal").inc()
-            log.exception("session %s failed", entry.host.id)
+            log.exception("session %s failed", entry.live.id)
             await connection.close(Hangup(CloseCode.INTERNAL, "internal error", "internal"))
         finally:
             await self.sessions.detach(entry, connection)
@@ -143,7 +143,7 @@ class Gateway:
         if "model" in query:
             settings = merge_beta(settings, {"input_audio_transcription": {"model": query["model"]}})
         entry = self.sessions.create(caller, settings, BetaDialect if beta else OpenAIDialect)
-        greeting = entry.host.dialect.created(entry.host.session.settings)
+        greeting = entry.live.dialect.created(entry.live.session.settings)
         return _Entrance(entry, [encode_json(greeting)] if greeting else [], selected)
 
     def _enter_listen(self, websocket: WebSocket) -> _Entrance:
@@ -154,19 +154,19 @@ class Gateway:
         settings = settings_from_query(query)
         self.sessions.admit(caller)
         entry = self.sessions.create(caller, settings, lambda facts: DeepgramDialect(facts, query))
-        header = (b"dg-request-id", entry.host.id.encode())
+        header = (b"dg-request-id", entry.live.id.encode())
         return _Entrance(entry, [], select_subprotocol(offered), [header])
 
     def _resume(self, token: str, after: str, caller: Caller) -> tuple[Entry, list[str]]:
         entry = self.sessions.find(token, caller)
         if not after.isascii() or not after.isdigit() or len(after) > 18:
             raise Refusal(400, "invalid_value", "'after' must be the 'seq' of the last event received.", param="after")
-        missed = entry.host.frames_after(int(after))
+        missed = entry.live.frames_after(int(after))
         if missed is None:
             raise Refusal(410, "resume_too_late", "Events after this one are gone; start a new session.", param="after")
         self.metrics.resumed.inc()
         entry.inbox.reconnected()
-        return entry, [entry.host.greeting_again(), *missed]
+        return entry, [entry.live.greeting_again(), *missed]
 
     # HTTP
 
@@ -235,7 +235,7 @@ class Gateway:
         )
 
     async def prometheus(self, request: Request) -> Response:
-        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     # Life
 
@@ -250,7 +250,7 @@ class Gateway:
             await asyncio.gather(ticker, return_exceptions=True)
 
 
-def build_app(engine: EngineClient, config: Config, metrics: Metrics | None = None) -> Starlette:
+def build_app(engine: EngineApi, config: Config, metrics: Metrics | None = None) -> Starlette:
     """The whole gateway as an ASGI application over a running engine."""
     gateway = Gateway(engine, config, metrics)
     sockets = {"/v1/realtime": gateway.realtime, "/realtime": gateway.realtime, "/v1/listen": gateway.listen}

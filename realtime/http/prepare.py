@@ -83,7 +83,7 @@ def _decode(file: BinaryIO, sample_rate: int) -> Samples:
     samples = 0
     try:
         while piece := file.read(READ_BYTES):
-            blocks += decoder.push(piece)
+            blocks += decoder.decode(piece)
             samples = sum(map(len, blocks))
             if samples > MAX_RENDER_SECONDS * sample_rate:
                 text = f"At most {MAX_RENDER_SECONDS} seconds can be rendered at once; cut the audio."

@@ -1,4 +1,4 @@
-"""The HTTP side of file transcription: multipart form in; JSON, text, captions or server-sent events out."""
+"""The HTTP side of file transcription: multipart form in; JSON, text, subtitles or server-sent events out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from realtime.errors import Refusal
-from realtime.http.files import Transcriber, Transcript, UploadRequest, read_request, render, sse, sse_done
+from realtime.http.files import Transcriber, Transcript, UploadRequest, read_request, sse, sse_done, write_answer
 
 if TYPE_CHECKING:
     from realtime.http.gateway import Gateway
@@ -47,7 +47,7 @@ class UploadRoutes:
         transcript = await self._transcribe(file, wanted, request)
         await form.close()
         self._count("ok")
-        body, media_type = render(transcript, wanted)
+        body, media_type = write_answer(transcript, wanted)
         return Response(body, media_type=media_type)
 
     async def _transcribe(self, file: UploadFile, wanted: UploadRequest, request: Request) -> Transcript:

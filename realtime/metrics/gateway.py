@@ -63,7 +63,8 @@ class Metrics:
         """Show figures that somebody else counts, such as the engine's."""
         self.registry.register(_Borrowed(collect))
 
-    def render(self) -> bytes:
+    def exposition(self) -> bytes:
+        """All figures as Prometheus reads them."""
         return generate_latest(self.registry)
 
 

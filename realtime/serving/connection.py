@@ -1,4 +1,4 @@
-"""One client's socket: a reader and a writer around a session host. The shell moves bytes; the session decides.
+"""One client's socket: a reader and a writer around a live session. The shell moves bytes; the session decides.
 
 The reader never sends and the writer never reads, so a client that does not read cannot stop its own audio. Policies:
 
@@ -32,7 +32,7 @@ from realtime.dialects.vllm import VllmDialect
 from realtime.errors import ClientFault, CloseCode
 from realtime.serving.fairness import TURN_S, Turnstile
 from realtime.serving.intake import Intake
-from realtime.serving.live_session import SessionHost
+from realtime.serving.live_session import LiveSession
 from realtime.serving.pace import Pace
 from realtime.session.events import Answered, Clear, Commit, Configure, End, Hangup, Injected, Problem
 
@@ -52,10 +52,10 @@ CLOSE_GRACE_S = 5.0
 class Inbox:
     """Client messages -> core events. Knows the dialect and the audio format of the moment; survives a reconnect."""
 
-    def __init__(self, host: SessionHost, facts: SessionFacts) -> None:
-        self._host = host
+    def __init__(self, live: LiveSession, facts: SessionFacts) -> None:
+        self._live = live
         self._facts = facts
-        self._intake = Intake(host.session.settings.format)
+        self._intake = Intake(live.session.settings.format)
         self._dialect_fixed = False
         # Audio of messages that came together; decoded together, because each call has its price.
         self._pending: list[bytes] = []
@@ -66,16 +66,16 @@ class Inbox:
 
     def reconnected(self) -> None:
         """A new socket begins with a whole sample: bytes of an unfinished one were lost with the old socket."""
-        self._host.submit(self._intake.flush())
+        self._live.submit(self._intake.flush())
         self._intake.close()
-        self._intake = Intake(self._host.session.settings.format)
+        self._intake = Intake(self._live.session.settings.format)
 
     def settle(self) -> None:
         """Hand on the audio that was waiting for more of it."""
         if self._pending:
             audio = self._pending[0] if len(self._pending) == 1 else b"".join(self._pending)
             self._pending, self._pending_bytes = [], 0
-            self._host.submit(self._intake.push(audio))
+            self._live.submit(self._intake.decode(audio))
 
     async def take(self, text: str | None, data: bytes | None, *, more: bool = False) -> bool:
         """Handle one message of the client; its mistakes are answered, never raised. `more`: others wait behind it.
@@ -84,17 +84,17 @@ class Inbox:
         """
         event_id = None
         try:
-            if data is not None and self._host.session.settings.format.binary:
-                if not data and self._host.dialect.empty_frame_ends:
+            if data is not None and self._live.session.settings.format.binary:
+                if not data and self._live.dialect.empty_frame_ends:
                     await self._end()
                 await self._audio(data)
                 return False
             raw = text if text is not None else data or b""
             message = decode_json(raw) if len(raw) <= LARGE_MESSAGE else await asyncio.to_thread(decode_json, raw)
             event_id = event_id_of(message)
-            if not self._dialect_fixed and not self._host.dialect.fixed:
+            if not self._dialect_fixed and not self._live.dialect.fixed:
                 self._choose_dialect(message)
-            request = self._host.dialect.read(message, self._host.session.settings)
+            request = self._live.dialect.read(message, self._live.session.settings)
             if isinstance(request, AudioText):
                 await self._audio_text(request.data, more)
             elif isinstance(request, End):
@@ -105,7 +105,7 @@ class Inbox:
                 self.settle()
                 self._control(request)
         except ClientFault as fault:
-            self._host.outbox.put(Problem(fault.code, fault.message, fault.param, fault.event_id or event_id))
+            self._live.outbox.put(Problem(fault.code, fault.message, fault.param, fault.event_id or event_id))
             return True
         return False
 
@@ -124,39 +124,39 @@ class Inbox:
 
     async def _inject(self, request: InjectRequest) -> None:
         try:
-            taken = await self._host.inject(await asyncio.to_thread(parse_items, request.items))
+            taken = await self._live.inject(await asyncio.to_thread(parse_items, request.items))
         except ItemRefused as error:
             raise ClientFault("item_refused", f"{error}.", param="items", event_id=request.event_id) from error
-        self._host.outbox.put(Injected(taken))
+        self._live.outbox.put(Injected(taken))
 
     async def _end(self) -> None:
         self.settle()
         if self._intake.needs_thread:
-            self._host.submit(await asyncio.to_thread(self._intake.finish))
+            self._live.submit(await asyncio.to_thread(self._intake.finish))
         else:
-            self._host.submit(self._intake.finish())
-        self._host.submit(End())
+            self._live.submit(self._intake.finish())
+        self._live.submit(End())
 
     def _control(self, request: Request) -> None:
         match request:
             case Answer(body):
-                self._host.outbox.put(Answered(body))
+                self._live.outbox.put(Answered(body))
             case Configure():
                 self._configure(request)
             case GapRequest(samples):
-                self._host.submit(self._intake.flush())
-                self._host.submit(self._intake.gap(samples))
+                self._live.submit(self._intake.flush())
+                self._live.submit(self._intake.silence(samples))
             case Commit() | Clear():
                 # The resampler's last samples belong to what is committed or cleared.
-                self._host.submit(self._intake.flush())
-                self._host.submit(request)
+                self._live.submit(self._intake.flush())
+                self._live.submit(request)
 
     def _configure(self, request: Configure) -> None:
         if request.settings.format != self._intake.format:
             old, self._intake = self._intake, Intake(request.settings.format)
-            self._host.submit(old.flush())
+            self._live.submit(old.flush())
             old.close()
-        self._host.submit(request)
+        self._live.submit(request)
 
     async def _audio(self, data: bytes) -> None:
         self.settle()
@@ -164,11 +164,11 @@ class Inbox:
         for start in range(0, len(data), PIECE_BYTES):
             piece = view[start : start + PIECE_BYTES]
             if self._intake.needs_thread:
-                append = await asyncio.to_thread(self._intake.push, piece)
+                append = await asyncio.to_thread(self._intake.decode, piece)
             else:
-                append = self._intake.push(piece)
-            self._host.submit(append)
-            await self._host.room()
+                append = self._intake.decode(piece)
+            self._live.submit(append)
+            await self._live.room()
             if start:
                 await asyncio.sleep(0)
 
@@ -180,17 +180,17 @@ class Inbox:
             kind == "input_audio_buffer.commit" and "final" in message
         ):
             dialect = VllmDialect(self._facts)
-        elif kind == "transcription_session.update" and type(self._host.dialect) is OpenAIDialect:
+        elif kind == "transcription_session.update" and type(self._live.dialect) is OpenAIDialect:
             dialect = BetaDialect(self._facts)
         elif kind in ("session.update", "transcription_session.update"):
             self._dialect_fixed = True
         if dialect is not None:
             self._dialect_fixed = True
-            self._host.dialect = dialect
-            settings = dialect.start_settings(self._host.session.settings)
+            self._live.dialect = dialect
+            settings = dialect.start_settings(self._live.session.settings)
             if settings.format != self._intake.format:
                 self._intake = Intake(settings.format)
-            self._host.adopt(settings)
+            self._live.adopt(settings)
 
 
 class Connection:
@@ -198,7 +198,7 @@ class Connection:
 
     def __init__(
         self,
-        host: SessionHost,
+        live: LiveSession,
         inbox: Inbox,
         receive: Receive,
         send: SendMessage,
@@ -207,8 +207,8 @@ class Connection:
         turnstile: Turnstile,
     ) -> None:
         """`abort` cuts the socket; `nothing_waits` says that no further message has arrived yet."""
-        self.host = host
-        self.last_message_at = host.clock()
+        self.live = live
+        self.last_message_at = live.clock()
         # The client closed with 1000: it has what it wanted and will not come back.
         self.said_goodbye = False
         self._inbox = inbox
@@ -227,14 +227,14 @@ class Connection:
     ) -> Hangup | None:
         """Serve the socket; why the server closed it, or None if the client left by itself."""
         self._pace, self._pace_of_mistakes = pace, pace_of_mistakes
-        self.host.outbox.on_overrun = lambda: self.hang_up(
+        self.live.outbox.on_overrun = lambda: self.hang_up(
             Hangup(CloseCode.POLICY, "the client does not read", "slow_reader")
         )
         left = False
         try:
             async with asyncio.TaskGroup() as group:
-                self._writer = group.create_task(self._write(first_frames), name=f"writer {self.host.id}")
-                reader = group.create_task(self._read(), name=f"reader {self.host.id}")
+                self._writer = group.create_task(self._write(first_frames), name=f"writer {self.live.id}")
+                reader = group.create_task(self._read(), name=f"reader {self.live.id}")
                 # Somebody may have hung up while the socket was being opened.
                 if self._hangup is None:
                     await asyncio.wait((self._writer, reader), return_when=asyncio.FIRST_COMPLETED)
@@ -242,7 +242,7 @@ class Connection:
                 reader.cancel()
                 self._writer.cancel()
         finally:
-            self.host.outbox.on_overrun = None
+            self.live.outbox.on_overrun = None
         if self._hangup is None or left:
             return None
         await self.close(self._hangup)
@@ -263,13 +263,13 @@ class Connection:
                 self._inbox.settle()
                 self.said_goodbye = message.get("code") == CloseCode.NORMAL
                 return
-            now = self.last_message_at = self.host.clock()
+            now = self.last_message_at = self.live.clock()
             if fresh:
                 began = now
             more = not self._nothing_waits()
             mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), more=more)
-            if self.host.full:
-                await self.host.room()
+            if self.live.full:
+                await self.live.room()
             if self._pace is not None:
                 await self._pace.wait()
             if mistaken and self._pace_of_mistakes is not None:
@@ -282,19 +282,19 @@ class Connection:
 
     async def _write(self, first_frames: list[str]) -> None:
         frames: list[str] | Hangup = first_frames
-        began = self.host.clock()
+        began = self.live.clock()
         try:
             while not isinstance(frames, Hangup):
                 for frame in frames:
                     await self._send({"type": "websocket.send", "text": frame})
-                if not len(self.host.outbox):
-                    frames = await self.host.next_frames()
-                    began = self.host.clock()
+                if not len(self.live.outbox):
+                    frames = await self.live.next_frames()
+                    began = self.live.clock()
                     continue
-                if self.host.clock() - began >= TURN_S:
+                if self.live.clock() - began >= TURN_S:
                     await self._turnstile.wait()
-                    began = self.host.clock()
-                frames = await self.host.next_frames()
+                    began = self.live.clock()
+                frames = await self.live.next_frames()
         except OSError:
             # The client is gone; the reader will see that too.
             return
@@ -302,7 +302,7 @@ class Connection:
 
     async def close(self, hangup: Hangup) -> None:
         """Send the close frame, or cut the socket if its peer takes nothing."""
-        log.info("session %s: closed by the server with %d: %s", self.host.id, hangup.code, hangup.reason)
+        log.info("session %s: closed by the server with %d: %s", self.live.id, hangup.code, hangup.reason)
         closing = self._send({"type": "websocket.close", "code": int(hangup.code), "reason": hangup.reason})
         try:
             await asyncio.wait_for(closing, CLOSE_GRACE_S)
@@ -310,4 +310,4 @@ class Connection:
             self._abort()
         except Exception as error:
             # The socket is gone already; servers have their own ways of saying so.
-            log.debug("session %s: not closed: %s", self.host.id, error)
+            log.debug("session %s: not closed: %s", self.live.id, error)

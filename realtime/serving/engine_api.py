@@ -6,35 +6,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from engine import messages
+from engine.client.capacity import Capacity
 from engine.client.render import Rendered
 from engine.spec import ModelSpec
 from realtime.session.events import Samples
 
 
-class Capacity(Protocol):
-    """How full the engine is."""
-
-    @property
-    def used(self) -> int: ...
-    @property
-    def total(self) -> int: ...
-    @property
-    def speaking(self) -> int: ...
-    @property
-    def load(self) -> float: ...
-    @property
-    def retry_after_s(self) -> float: ...
-    @property
-    def counted(self) -> int: ...
-    @property
-    def holds(self) -> int: ...
-    @property
-    def free(self) -> int: ...
-    @property
-    def load_per_stream(self) -> float: ...
-
-
-class EngineStream(Protocol):
+class StreamApi(Protocol):
     """One stream of the engine: audio goes in, outputs come out by iteration."""
 
     @property
@@ -47,7 +25,7 @@ class EngineStream(Protocol):
     def __aiter__(self) -> AsyncIterator[messages.Output]: ...
 
 
-class EngineClient(Protocol):
+class EngineApi(Protocol):
     """The engine as the gateway sees it."""
 
     @property
@@ -64,4 +42,4 @@ class EngineClient(Protocol):
         live: bool = True,
         delay_positions: int | None = None,
         options: dict[str, str] | None = None,
-    ) -> EngineStream: ...
+    ) -> StreamApi: ...

@@ -32,10 +32,10 @@ class Intake:
         self._reader: _RawReader | _ContainerReader
         self._reader = _ContainerReader() if audio_format.container else _RawReader(audio_format)
 
-    def push(self, data: bytes | memoryview) -> Append:
+    def decode(self, data: bytes | memoryview) -> Append:
         """Decode a piece, cut anywhere. Raises ClientFault if it is not audio of this format."""
         try:
-            return self._reader.push(data)
+            return self._reader.decode(data)
         except AudioError as error:
             raise ClientFault("invalid_audio", f"{error}.", param="audio") from error
 
@@ -53,7 +53,7 @@ class Intake:
         except AudioError as error:
             raise ClientFault("invalid_audio", f"{error}.", param="audio") from error
 
-    def gap(self, source_samples: int) -> Gap:
+    def silence(self, source_samples: int) -> Gap:
         """Declared silence; rounded to the engine's rate."""
         rate = self.format.rate
         return Gap((source_samples * MODEL_RATE + rate // 2) // rate, source_samples, source_samples * 1000 / rate)
@@ -69,10 +69,10 @@ class _RawReader:
         self._resampler = Resampler(audio_format.rate)
         self._held_back = False
 
-    def push(self, data: bytes | memoryview) -> Append:
-        source = self._decoder.push(data)
+    def decode(self, data: bytes | memoryview) -> Append:
+        source = self._decoder.decode(data)
         self._held_back = self._held_back or len(source) > 0
-        return Append(self._resampler.push(source), len(source), len(source) * 1000 / self._rate)
+        return Append(self._resampler.resample(source), len(source), len(source) * 1000 / self._rate)
 
     def flush(self) -> Append:
         if not self._held_back:
@@ -93,8 +93,8 @@ class _ContainerReader:
     def __init__(self) -> None:
         self._decoder = ContainerDecoder()
 
-    def push(self, data: bytes | memoryview) -> Append:
-        return _joined(self._decoder.push(bytes(data)))
+    def decode(self, data: bytes | memoryview) -> Append:
+        return _joined(self._decoder.decode(bytes(data)))
 
     def flush(self) -> Append:
         # A codec cannot be flushed in the middle of its stream; what it holds comes with the next packet.

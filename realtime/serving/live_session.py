@@ -22,7 +22,7 @@ from realtime.dialects.base import Dialect
 from realtime.dialects.json_frames import encode_json
 from realtime.errors import CloseCode
 from realtime.metrics.gateway import Metrics
-from realtime.serving.engine_api import EngineClient, EngineStream
+from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.serving.outbox import Outbox
 from realtime.session.core import Session
 from realtime.session.events import (
@@ -54,7 +54,7 @@ EngineCommand = Feed | FeedGap | FlushEngine | FinishEngine | Reanchor | Reopen
 
 
 @dataclass(frozen=True, slots=True)
-class HostLimits:
+class LiveLimits:
     """Bounds of what one session may hold."""
 
     max_audio_in_flight_s: float = 60.0
@@ -73,7 +73,7 @@ def delay_positions(delay: str | int | None, spec: ModelSpec) -> int | None:
     return max(1, min(positions, spec.max_delay_positions))
 
 
-class SessionHost:
+class LiveSession:
     """The asyncio side of one session."""
 
     def __init__(
@@ -81,8 +81,8 @@ class SessionHost:
         session_id: str,
         session: Session,
         dialect: Dialect,
-        engine: EngineClient,
-        limits: HostLimits,
+        engine: EngineApi,
+        limits: LiveLimits,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
@@ -99,7 +99,7 @@ class SessionHost:
         self._max_queued_samples = int(limits.max_audio_in_flight_s * session.sample_rate)
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
-        self._stream: EngineStream | None = None
+        self._stream: StreamApi | None = None
         self._engine_settings = session.settings
         self._results: asyncio.Task[None] | None = None
         # Outputs of a stream that was left behind must not reach the core; each stream has its number.
@@ -340,7 +340,7 @@ class SessionHost:
         self.submit(EngineSwitched(base))
         self._results = group.create_task(self._deliver(stream, self._generation), name=f"results {name}")
 
-    async def _deliver(self, stream: EngineStream, generation: int) -> None:
+    async def _deliver(self, stream: StreamApi, generation: int) -> None:
         async for output in stream:
             if generation != self._generation:
                 return
@@ -359,7 +359,7 @@ class SessionHost:
         if stream is not None:
             await self._abort(stream)
 
-    async def _abort(self, stream: EngineStream) -> None:
+    async def _abort(self, stream: StreamApi) -> None:
         try:
             await stream.abort()
         except EngineError as error:

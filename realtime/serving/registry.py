@@ -19,8 +19,8 @@ from realtime.errors import CloseCode, Refusal
 from realtime.http.auth import Caller
 from realtime.metrics.gateway import Metrics
 from realtime.serving.connection import Connection, Inbox
-from realtime.serving.engine_api import EngineClient
-from realtime.serving.live_session import HostLimits, SessionHost
+from realtime.serving.engine_api import EngineApi
+from realtime.serving.live_session import LiveLimits, LiveSession
 from realtime.session.core import Session, SessionLimits
 from realtime.session.events import Hangup
 from realtime.session.settings import Settings
@@ -35,7 +35,7 @@ RATE_WINDOW_S = 60.0
 class Entry:
     """One session and, while it has a socket, its connection."""
 
-    host: SessionHost
+    live: LiveSession
     inbox: Inbox
     caller: str
     token: str
@@ -51,7 +51,7 @@ class Entry:
 
         Done now and then, not with every message: a counter costs as much as the rest of a message's way.
         """
-        received_s, heard_s = self.host.session.source_ms / 1000, self.host.session.heard_seconds
+        received_s, heard_s = self.live.session.source_ms / 1000, self.live.session.heard_seconds
         metrics.audio_in.inc(received_s - self.received_s)
         metrics.audio_heard.inc(heard_s - self.heard_s)
         self.received_s, self.heard_s = received_s, heard_s
@@ -62,7 +62,7 @@ class Sessions:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: EngineApi,
         config: Config,
         metrics: Metrics,
         clock: Callable[[], float],
@@ -88,7 +88,7 @@ class Sessions:
 
     @property
     def speaking(self) -> int:
-        return sum(entry.host.session.speaking for entry in self._entries.values())
+        return sum(entry.live.session.speaking for entry in self._entries.values())
 
     def models(self) -> list[str]:
         names = [self.engine.spec.name, self._config.model.name, *self._config.model.aliases]
@@ -109,7 +109,7 @@ class Sessions:
         capacity = self.engine.capacity()
         # Sessions without a stream have yet to send audio. Their places are taken all the same, and while they are
         # new they are expected to speak.
-        waiting = [entry for entry in self._entries.values() if not entry.host.has_stream]
+        waiting = [entry for entry in self._entries.values() if not entry.live.has_stream]
         expected = sum(entry.started_at > self._clock() - COUNTED_SECONDS for entry in waiting)
         full = capacity.used + len(waiting) >= capacity.total or expected >= capacity.free
         if full or (limits.max_sessions and len(self._entries) >= limits.max_sessions):
@@ -150,14 +150,14 @@ class Sessions:
             _counter(f"item_{secrets.token_hex(6)}"),
             SessionLimits(stall_seconds=config.session.stall_s, keep_seconds=config.session.keep_s),
         )
-        limits = HostLimits(
+        limits = LiveLimits(
             max_audio_in_flight_s=config.limits.audio_in_flight_s,
             max_outbox_events=config.limits.outbox_events,
             max_outbox_characters=config.limits.outbox_characters,
             max_log_events=config.session.resume_events,
         )
-        host = SessionHost(session_id, session, dialect, self.engine, limits, self._metrics, self._clock)
-        entry = Entry(host, Inbox(host, facts), caller.name, token, self._clock())
+        live = LiveSession(session_id, session, dialect, self.engine, limits, self._metrics, self._clock)
+        entry = Entry(live, Inbox(live, facts), caller.name, token, self._clock())
         self._entries[session_id] = entry
         self._per_caller[caller.name] += 1
         if token:
@@ -183,7 +183,7 @@ class Sessions:
     def find(self, token: str, caller: Caller) -> Entry:
         """The session a resume token belongs to. Tokens work for the caller they were given to, and for nobody else."""
         entry = self._by_token.get(token)
-        if entry is None or entry.caller != caller.name or not entry.host.resumable:
+        if entry is None or entry.caller != caller.name or not entry.live.resumable:
             self._metrics.refused.labels("resume").inc()
             raise Refusal(404, "resume_token_unknown", "There is no session to resume with this token.")
         return entry
@@ -199,14 +199,14 @@ class Sessions:
         if entry.connection is not connection:
             return
         entry.connection = None
-        may_return = entry.host.resumable and not connection.said_goodbye
+        may_return = entry.live.resumable and not connection.said_goodbye
         if may_return and self._config.session.resume_s and not self.draining:
             entry.left_at = self._clock()
             return
         await self.end(entry)
 
     async def end(self, entry: Entry) -> None:
-        if self._entries.pop(entry.host.id, None) is None:
+        if self._entries.pop(entry.live.id, None) is None:
             return
         entry.count_audio(self._metrics)
         self._by_token.pop(entry.token, None)
@@ -214,7 +214,7 @@ class Sessions:
         if self._per_caller[entry.caller] <= 0:
             del self._per_caller[entry.caller]
         entry.inbox.close()
-        await entry.host.close()
+        await entry.live.close()
 
     # Time
 
@@ -229,9 +229,9 @@ class Sessions:
     async def tick(self) -> None:
         now = self._clock()
         for entry in list(self._entries.values()):
-            entry.host.tick()
+            entry.live.tick()
             if entry.connection is None and entry.left_at is not None:
-                if not entry.host.resumable or now - entry.left_at >= self._config.session.resume_s:
+                if not entry.live.resumable or now - entry.left_at >= self._config.session.resume_s:
                     await self.end(entry)
             else:
                 self._check_time(entry, now)
@@ -255,8 +255,8 @@ class Sessions:
         self._metrics.sessions.set(len(entries))
         self._metrics.connected.set(self.connected)
         self._metrics.speaking.set(self.speaking)
-        self._metrics.queued.set(sum(entry.host.queued_seconds for entry in entries))
-        self._metrics.outbox.set(sum(len(entry.host.outbox) for entry in entries))
+        self._metrics.queued.set(sum(entry.live.queued_seconds for entry in entries))
+        self._metrics.outbox.set(sum(len(entry.live.outbox) for entry in entries))
 
     # The end
 
@@ -268,12 +268,12 @@ class Sessions:
             if entry.connection is None:
                 await self.end(entry)
             else:
-                entry.host.drain(deadline)
+                entry.live.drain(deadline)
         # Turns that are cut off at the deadline still need a moment to come out.
         while self._entries and self._clock() < deadline + 2.0:
             await asyncio.sleep(0.05)
             for entry in list(self._entries.values()):
-                entry.host.tick()
+                entry.live.tick()
         for entry in list(self._entries.values()):
             if entry.connection is not None:
                 entry.connection.hang_up(Hangup(CloseCode.RESTART, "the server is restarting", "drain"))

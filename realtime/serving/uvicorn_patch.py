@@ -1,5 +1,7 @@
-"""uvicorn's protocols with what a public realtime server needs on top: deadlines for slow handshakes, a liveness check
-that spares clients which send but do not read, and a way to cut a socket whose peer reads nothing at all.
+"""uvicorn's protocol classes, with what a public realtime server needs on top.
+
+They add a deadline for slow handshakes, a liveness check that spares clients which send but do not read, and a way to
+cut a socket whose peer reads nothing at all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where a session's turns begin and end, and what the client is told about it.
 
-The keeper counts the audio of a session: what was appended, what speech detection has judged (`covered`), and the
+`Boundaries` counts the audio of a session: what was appended, what speech detection has judged (`covered`), and the
 boundary, before which everything is committed or cleared. Without turn detection all uncommitted audio is the open
 turn; with it, speech opens a turn and a pause ends it.
 """
@@ -25,7 +25,7 @@ from realtime.session.events import (
     TimedOut,
 )
 from realtime.session.settings import Settings
-from realtime.session.turns import Items, Turn
+from realtime.session.turns import Turn, Turns
 
 # How far speech detection may be behind the audio for the end of a turn to be worth a flush at once, and how far if
 # the pause has lasted a while already (a busy engine).
@@ -45,7 +45,7 @@ class AudioCount:
     covered: int = 0
 
 
-class TurnKeeper:
+class Boundaries:
     """`do` carries an effect out, `flush` asks the engine for all text of the audio so far."""
 
     def __init__(
@@ -57,7 +57,7 @@ class TurnKeeper:
         flush: Callable[[bool], None],
     ) -> None:
         self.audio = AudioCount()
-        self.items = Items(new_item_id, sample_rate, trim_start=settings.trim_start)
+        self.turns = Turns(new_item_id, sample_rate, trim_start=settings.trim_start)
         # Audio before the boundary is committed or cleared.
         self.boundary = 0
         self._boundary_ms = 0.0
@@ -70,14 +70,14 @@ class TurnKeeper:
 
     @property
     def speaking(self) -> bool:
-        return self.items.current is not None and self.items.current.announced
+        return self.turns.current is not None and self.turns.current.announced
 
     @property
     def uncommitted_ms(self) -> float:
         return self.audio.source_ms - self._boundary_ms
 
     def check_integrity(self) -> None:
-        self.items.check_integrity()
+        self.turns.check_integrity()
         assert 0 <= self.boundary <= self.audio.appended
         assert 0 <= self.audio.covered <= self.audio.appended
 
@@ -85,7 +85,7 @@ class TurnKeeper:
 
     def configure(self, new: Settings) -> None:
         old, self._settings = self._settings, new
-        self.items.trim_start = new.trim_start
+        self.turns.trim_start = new.trim_start
         if new.turn_detection != old.turn_detection:
             self._set_watch(self.boundary)
             self._open_without_detection()
@@ -99,8 +99,8 @@ class TurnKeeper:
 
     def commit(self, event_id: str | None, now: float) -> None:
         """Commit the open turn, or without one all uncommitted audio, up to here."""
-        if self.items.current is None:
-            self.items.open(self.boundary)
+        if self.turns.current is None:
+            self.turns.open(self.boundary)
         turn = self._end(self.audio.appended, now, by_time=False, event_id=event_id)
         turn.flushed = True
         self._set_boundary(self.audio.appended, self.audio.source_ms)
@@ -110,14 +110,14 @@ class TurnKeeper:
         appended = self.audio.appended
         self._stop_announced(appended)
         if appended > self.boundary:
-            self.items.clear(self.boundary, appended)
+            self.turns.clear(self.boundary, appended)
             self._flush(False)
         self._set_boundary(appended, self.audio.source_ms)
         self._send(Cleared())
 
     def commit_late(self, sample: int, source_ms: float, event_id: str | None, now: float) -> None:
         """A commit at `sample` whose audio has been heard only now."""
-        if self.items.current is None:
+        if self.turns.current is None:
             self.refuse_commit(0.0, event_id)
         else:
             self._end(sample, now, by_time=False, event_id=event_id).flushed = True
@@ -125,7 +125,7 @@ class TurnKeeper:
 
     def clear_late(self, sample: int, source_ms: float) -> None:
         self._stop_announced(sample)
-        self.items.drop()
+        self.turns.drop()
         self._send(Cleared())
         self._pass(sample, source_ms)
 
@@ -143,12 +143,12 @@ class TurnKeeper:
         self.audio.covered += samples
         if self._watch is None:
             return
-        for sign in self._watch.push(probability, samples, self.items.current_text()):
+        for sign in self._watch.watch(probability, samples, self.turns.current_text()):
             if isinstance(sign, Started):
                 self._start(sign.sample, now)
             elif isinstance(sign, Paused):
                 self._flush(True)
-            elif self.items.current is not None:
+            elif self.turns.current is not None:
                 self._end(sign.sample, now, by_time=True)
                 self._set_boundary(sign.sample, sign.sample * 1000 / self._rate)
         detection = self._settings.turn_detection
@@ -161,18 +161,18 @@ class TurnKeeper:
         While a client sends faster than real time, audio of later turns is already with the engine; a flush there
         could cut a word in two, so it waits until detection has caught up and nobody is speaking.
         """
-        if self.items.current is not None or all(turn.flushed for turn in self.items.ended):
+        if self.turns.current is not None or all(turn.flushed for turn in self.turns.ended):
             return
         behind = (self.audio.appended - self.audio.covered) / self._rate
         pause = (self.audio.covered - self.boundary) / self._rate
         if behind <= CAUGHT_UP_SECONDS or (behind <= BUSY_SECONDS and pause >= LONG_PAUSE_SECONDS):
             self._flush(True)
-            for turn in self.items.ended:
+            for turn in self.turns.ended:
                 turn.flushed = True
 
     def end_open(self, now: float) -> None:
         """No more audio will come: a turn that is open ends with it."""
-        if self.items.current is not None:
+        if self.turns.current is not None:
             self._end(self.audio.appended, now, by_time=False)
 
     def tell(self, events: list[ServerEvent], now: float) -> None:
@@ -185,38 +185,38 @@ class TurnKeeper:
 
     def _open_without_detection(self) -> None:
         """Without turn detection all uncommitted audio is the open turn; its item is reserved from the first sample."""
-        waiting = self.items.current is None and self.audio.appended > self.boundary
+        waiting = self.turns.current is None and self.audio.appended > self.boundary
         if self._settings.turn_detection is None and waiting:
-            self.items.open(self.boundary)
+            self.turns.open(self.boundary)
 
     def _start(self, sample: int, now: float) -> None:
-        turn = self.items.current or self.items.open(max(sample, self.boundary))
+        turn = self.turns.current or self.turns.open(max(sample, self.boundary))
         if turn.announced:
             return
         turn.announced = True
         self._send(SpeechStarted(turn.item_id, turn.start))
-        self.tell(self.items.release(), now)
+        self.tell(self.turns.release(), now)
 
     def _end(self, end: int, now: float, *, by_time: bool, event_id: str | None = None) -> Turn:
         """Close the open turn at `end` and announce its item."""
         self._stop_announced(end)
-        previous = self.items.last_committed
-        turn = self.items.end(end, now, by_time=by_time)
+        previous = self.turns.last_committed
+        turn = self.turns.end(end, now, by_time=by_time)
         self._send(Committed(turn.item_id, previous, event_id))
         return turn
 
     def _end_silence(self, timeout_ms: int, now: float) -> None:
         """Commit the silence since the last turn if it has lasted so long."""
         end = self.audio.covered
-        quiet = self.items.current is None and self._watch is not None and self._watch.quiet
+        quiet = self.turns.current is None and self._watch is not None and self._watch.quiet
         if quiet and (end - self.boundary) * 1000 >= timeout_ms * self._rate:
-            turn = self.items.open(self.boundary)
+            turn = self.turns.open(self.boundary)
             self._send(TimedOut(turn.item_id, turn.start, end))
             self._end(end, now, by_time=True)
             self._set_boundary(end, end * 1000 / self._rate)
 
     def _stop_announced(self, sample: int) -> None:
-        current = self.items.current
+        current = self.turns.current
         if current is not None and current.announced:
             self._send(SpeechStopped(current.item_id, sample))
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from engine import messages
 from realtime.errors import CloseCode, IllegalEvent
-from realtime.session.boundaries import TurnKeeper
+from realtime.session.boundaries import Boundaries
 from realtime.session.events import (
     Acknowledged,
     Append,
@@ -86,8 +86,8 @@ class Session:
         self.sample_rate = sample_rate
         self.limits = limits or SessionLimits()
         self._effects: list[Effect] = []
-        self._turns = TurnKeeper(settings, sample_rate, new_item_id, self._do, self._flush)
-        self._items, self._audio = self._turns.items, self._turns.audio
+        self._boundaries = Boundaries(settings, sample_rate, new_item_id, self._do, self._flush)
+        self._turns, self._audio = self._boundaries.turns, self._boundaries.audio
         self._stall = StallGuard(sample_rate, self.limits.stall_seconds, self.limits.keep_seconds)
         # Flushes the engine has yet to answer: the sample each stands at.
         self._marks: deque[int] = deque()
@@ -126,12 +126,12 @@ class Session:
 
     @property
     def speaking(self) -> bool:
-        return self._turns.speaking
+        return self._boundaries.speaking
 
     @property
     def idle(self) -> bool:
         """Nothing is open and nothing is owed to the client."""
-        return self._items.current is None and not self._items.ended and not self._waiting
+        return self._turns.current is None and not self._turns.ended and not self._waiting
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Answer one event. An event that is illegal in this phase raises and changes nothing."""
@@ -149,7 +149,7 @@ class Session:
 
     def check_integrity(self) -> None:
         """Recompute what must hold between the parts; for tests and for idle moments."""
-        self._turns.check_integrity()
+        self._boundaries.check_integrity()
         assert self.phase is not Phase.COMMITTING or self._waiting
         assert all(mark <= self.appended for mark in self._marks)
         assert list(self._marks) == sorted(self._marks)
@@ -162,7 +162,7 @@ class Session:
     def _configure(self, event: Configure, now: float) -> None:
         old, new = self.settings, event.settings
         self.settings = new
-        self._turns.configure(new)
+        self._boundaries.configure(new)
         if self.appended and (new.engine_options(), new.delay) != (old.engine_options(), old.delay):
             self._effects.append(Reopen(new))
         self._send(SessionUpdated(new))
@@ -180,22 +180,22 @@ class Session:
         self._advance(event.samples, event.source_samples, event.source_ms, now)
 
     def _advance(self, samples: int, source_samples: int, source_ms: float, now: float) -> None:
-        self._turns.advance(samples, source_samples, source_ms)
+        self._boundaries.advance(samples, source_samples, source_ms)
         self._acknowledge(now)
 
     def _commit(self, event: Commit, now: float) -> None:
-        buffered_ms = self._turns.uncommitted_ms
+        buffered_ms = self._boundaries.uncommitted_ms
         if buffered_ms < self.settings.minimum_commit_ms:
-            self._turns.refuse_commit(buffered_ms, event.event_id)
-        elif self.settings.turn_detection is None or self._items.current is not None:
-            self._turns.commit(event.event_id, now)
+            self._boundaries.refuse_commit(buffered_ms, event.event_id)
+        elif self.settings.turn_detection is None or self._turns.current is not None:
+            self._boundaries.commit(event.event_id, now)
         else:
             # Speech detection has yet to see the end of the buffer; whether anybody spoke is known at the flush.
             self._defer(event, now)
             self._move(Phase.COMMITTING)
 
     def _clear(self, event: Clear, now: float) -> None:
-        self._turns.clear()
+        self._boundaries.clear()
 
     def _defer(self, event: Commit | Clear, now: float) -> None:
         self._waiting.append(_Waiting(event, self.appended, self.source_ms))
@@ -227,7 +227,7 @@ class Session:
         if event.delta or event.words:
             self._stall.heard_text(event, self._engine_base, now)
             self._engine_failures = 0
-            self._turns.tell(self._items.push(event, self._engine_base), now)
+            self._boundaries.tell(self._turns.route(event, self._engine_base), now)
             self._drain_if_idle()
 
     def _speech(self, event: messages.Speech, now: float) -> None:
@@ -244,7 +244,7 @@ class Session:
         self._effects.append(Measured("lag_seconds", (self.appended - self._audio.covered) / self.sample_rate))
         if not self.speaking:
             self._stall.quiet(self._audio.covered)
-        self._turns.flush_ended()
+        self._boundaries.flush_ended()
 
     def _frame(self, end: int, probability: float, now: float) -> None:
         # A replay shows frames again, and a flush may round the last one up.
@@ -252,16 +252,16 @@ class Session:
         samples = end - self._audio.covered
         if samples > 0:
             self._stall.heard_speech(probability, samples, now)
-            self._turns.hear(probability, samples, now)
+            self._boundaries.hear(probability, samples, now)
 
     def _flushed(self, event: messages.Flushed, now: float) -> None:
         if not self._marks:
             raise IllegalEvent("the engine answered a flush that nobody asked for")
         mark = self._marks.popleft()
-        self._turns.tell(self._items.settle(), now)
+        self._boundaries.tell(self._turns.settle(), now)
         while self._waiting and self._waiting[0].sample <= mark:
             self._resolve(self._waiting.popleft(), now)
-        self._turns.tell(self._items.complete_until(mark), now)
+        self._boundaries.tell(self._turns.complete_until(mark), now)
         if self.phase is Phase.COMMITTING and not self._waiting:
             self._move(Phase.ACTIVE)
         self._recall_speech(now)
@@ -274,13 +274,13 @@ class Session:
             self._speech(speech, now)
 
     def _engine_closed(self, event: messages.Closed, now: float) -> None:
-        self._turns.tell(self._items.settle(), now)
+        self._boundaries.tell(self._turns.settle(), now)
         if self.phase is Phase.FINISHING:
             while self._waiting:
                 self._resolve(self._waiting.popleft(), now)
             self._recall_speech(now)
-            self._turns.end_open(now)
-            self._turns.tell(self._items.complete_until(self.appended), now)
+            self._boundaries.end_open(now)
+            self._boundaries.tell(self._turns.complete_until(self.appended), now)
             self._send(Ended(self.appended))
             self._close_finished()
 
@@ -293,7 +293,7 @@ class Session:
             self._close(CloseCode.INTERNAL, "transcription failed", "stream_failure")
         else:
             # The failed items have had their answer; the new stream hears what came after them.
-            self._stall.forget_before(self._turns.boundary)
+            self._stall.forget_before(self._boundaries.boundary)
             self._reanchor(now)
 
     def _engine_dead(self, event: messages.Dead, now: float) -> None:
@@ -301,15 +301,15 @@ class Session:
         self._close(CloseCode.INTERNAL, "the engine stopped; connect again", "engine_stopped")
 
     def _engine_switched(self, event: EngineSwitched, now: float) -> None:
-        self._turns.tell(self._items.settle(), now)
+        self._boundaries.tell(self._turns.settle(), now)
         self._engine_base = event.base
 
     def _resolve(self, waiting: _Waiting, now: float) -> None:
         """Answer a commit or clear: the engine has said everything about the audio before it."""
         if isinstance(waiting.event, Clear):
-            self._turns.clear_late(waiting.sample, waiting.source_ms)
+            self._boundaries.clear_late(waiting.sample, waiting.source_ms)
         else:
-            self._turns.commit_late(waiting.sample, waiting.source_ms, waiting.event.event_id, now)
+            self._boundaries.commit_late(waiting.sample, waiting.source_ms, waiting.event.event_id, now)
 
     # The engine and the way out
 
@@ -323,11 +323,11 @@ class Session:
         """Go on with a new stream; what the old one still owed is asked of the new one."""
         self._effects.append(self._stall.reanchor(self.appended, now))
         self._marks.clear()
-        if self._items.ended or self._waiting:
+        if self._turns.ended or self._waiting:
             self._flush()
 
     def _fail_items(self, code: str, message: str) -> None:
-        for turn in self._items.fail_ended():
+        for turn in self._turns.fail_ended():
             self._send(ItemFailed(turn.item_id, code, message))
 
     def _acknowledge(self, now: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from audio.speech_edges import SpeechStarted, SpeechStopped, TurnDetector, TurnSettings, TurnState
+from audio.speech_edges import EdgeDetector, EdgeSettings, EdgeState, Fall, Rise
 from realtime.session.settings import TurnDetection
 from realtime.session.words import ends_sentence
 
@@ -42,24 +42,24 @@ class TurnWatch:
     """Follows the turns of one session from sample `start` on."""
 
     def __init__(self, detection: TurnDetection, sample_rate: int, start: int, *, first_frame: int) -> None:
-        """`first_frame` is where the next pushed frame begins; turns begin at `start`, which may lie ahead of it."""
+        """`first_frame` is where the next frame begins; turns begin at `start`, which may lie ahead of it."""
         self._detection = detection
         self._rate = sample_rate
         self._base = first_frame
-        self._detector = TurnDetector(self._settings(""))
+        self._detector = EdgeDetector(self._settings(""))
         self._detector.reset(max(0, start - first_frame))
         self._silent_samples = 0
         self._probed = False
 
-    def push(self, probability: float, samples: int, text: str) -> list[TurnSign]:
+    def watch(self, probability: float, samples: int, text: str) -> list[TurnSign]:
         """Take the next frame; `text` is the end of what the open turn says so far."""
         if self._detection.semantic:
             self._detector.settings = self._settings(text)
-        found = self._detector.push(probability, samples)
+        found = self._detector.judge(probability, samples)
         signs: list[TurnSign] = []
-        if isinstance(found, SpeechStarted):
+        if isinstance(found, Rise):
             signs.append(Started(self._base + found.sample))
-        elif isinstance(found, SpeechStopped):
+        elif isinstance(found, Fall):
             signs.append(Stopped(self._base + found.sample))
         if self._detection.semantic and self._pause_needs_text(samples):
             signs.append(Paused())
@@ -73,11 +73,11 @@ class TurnWatch:
     @property
     def quiet(self) -> bool:
         """Nobody speaks, and nobody may just have begun to."""
-        return self._detector.state is TurnState.QUIET
+        return self._detector.state is EdgeState.QUIET
 
     def resume_turn(self) -> None:
         """A turn is open that another watch heard begin."""
-        self._detector.state = TurnState.SPEAKING
+        self._detector.state = EdgeState.SPEAKING
 
     def restart(self, sample: int) -> None:
         """Forget an open turn; the next one begins at `sample` at the earliest."""
@@ -85,7 +85,7 @@ class TurnWatch:
 
     def _pause_needs_text(self, samples: int) -> bool:
         """True once in every pause inside a turn."""
-        if self._detector.state is not TurnState.STOPPING:
+        if self._detector.state is not EdgeState.STOPPING:
             self._silent_samples, self._probed = 0, False
             return False
         self._silent_samples += samples
@@ -94,12 +94,12 @@ class TurnWatch:
         self._probed = True
         return True
 
-    def _settings(self, text: str) -> TurnSettings:
+    def _settings(self, text: str) -> EdgeSettings:
         chosen = self._detection
         silence_ms = chosen.silence_duration_ms
         if chosen.semantic:
             silence_ms = (FINISHED_MS if ends_sentence(text) else UNFINISHED_MS)[chosen.eagerness]
-        return TurnSettings(
+        return EdgeSettings(
             threshold=chosen.threshold,
             min_speech_samples=MIN_SPEECH_MS * self._rate // 1000,
             silence_samples=silence_ms * self._rate // 1000,

@@ -1,4 +1,4 @@
-"""Where a session can stand, and which events have an answer there. Data only; `realtime.session` has the answers."""
+"""Where a session can stand, and which events have an answer there. Data only; `Session` in `core` has the answers."""
 
 from __future__ import annotations
 

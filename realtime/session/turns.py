@@ -15,7 +15,7 @@ from enum import Enum, auto
 from engine import messages
 from realtime.errors import IllegalEvent
 from realtime.session.events import Completed, Delta, ServerEvent, TimedWord
-from realtime.session.words import Cutter
+from realtime.session.words import WordCutter
 
 # Text heard outside any turn joins the next turn if it was spoken this shortly before; otherwise it was not speech.
 STRAY_SECONDS = 1.0
@@ -66,7 +66,7 @@ class Turn:
         self.state = to
 
 
-class Items:
+class Turns:
     """The turns of a session that still matter: the open one, and those that wait for their last text."""
 
     def __init__(self, new_item_id: Callable[[], str], sample_rate: int, *, trim_start: bool) -> None:
@@ -76,7 +76,7 @@ class Items:
         self.trim_start = trim_start
         self._new_item_id = new_item_id
         self._stray: deque[tuple[str, TimedWord]] = deque(maxlen=256)
-        self._cutter = Cutter()
+        self._cutter = WordCutter()
         # Where the loose end went; the rest of its word must follow it.
         self._loose_turn: Turn | None = None
         self._stray_samples = int(STRAY_SECONDS * sample_rate)
@@ -124,13 +124,13 @@ class Items:
             return ""
         return "".join(self.current.sent[-4:] + self.current.held[-4:])
 
-    def push(self, text: messages.Text, base: int) -> list[ServerEvent]:
+    def route(self, text: messages.Text, base: int) -> list[ServerEvent]:
         """Route new text of the engine stream whose first sample is `base`."""
         taker = self.ended[0] if self.ended else self.current
         if taker is not None:
             taker.tokens += len(text.tokens)
         out: list[ServerEvent] = []
-        for piece in self._cutter.push(text.delta, text.words, base):
+        for piece in self._cutter.cut_words(text.delta, text.words, base):
             place = self._loose_turn if piece.continues else self._place(piece.word)
             self._give(piece.fresh, piece.word, place)
             out += self._complete_passed(piece.word)
@@ -148,7 +148,7 @@ class Items:
 
     def settle(self) -> list[ServerEvent]:
         """The engine has said all about the audio so far: the loose end is complete."""
-        loose = self._cutter.cut()
+        loose = self._cutter.cut_loose()
         taker = self.ended[0] if self.ended else self.current
         if loose and taker is not None and taker.state is not TurnState.CLEARED:
             taker.held.append(loose)
@@ -167,7 +167,7 @@ class Items:
         for turn in failed:
             turn.move(TurnState.FAILED)
         self.ended.clear()
-        self._cutter.cut()
+        self._cutter.cut_loose()
         return failed
 
     def check_integrity(self) -> None:

@@ -19,7 +19,7 @@ def test_every_metric_on_the_dashboard_exists(engine_figures: tuple[object, obje
     metrics = Metrics()
     figures, capacity = engine_figures
     metrics.add_collector(engine_collector(lambda: figures, lambda: capacity))  # type: ignore[arg-type,return-value]
-    exposed = set(re.findall(r"^# TYPE (\S+)", metrics.render().decode(), re.MULTILINE))
+    exposed = set(re.findall(r"^# TYPE (\S+)", metrics.exposition().decode(), re.MULTILINE))
     names = exposed | {f"{name}_bucket" for name in exposed}
     dashboard = json.loads((ROOT / "deploy/grafana/dashboards/tickertape.json").read_text())
     used = {

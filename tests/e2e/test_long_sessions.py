@@ -45,7 +45,7 @@ async def test_session_of_an_hour_keeps_its_times_and_nothing_else(serve: Serve)
         await client.update(
             format={"type": "audio/pcm", "rate": 16_000}, include=["item.input_audio_transcription.words"]
         )
-        session = next(iter(running.gateway.sessions._entries.values())).host.session
+        session = next(iter(running.gateway.sessions._entries.values())).live.session
         most_kept = 0
         for minute in range(60):
             await client.append(tone(1.0, 16_000))

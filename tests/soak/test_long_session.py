@@ -46,7 +46,7 @@ class Session:
             chunk = self._chunks[self._position % 64].copy()
             # No two positions of a day sound the same.
             chunk[0] = self._position
-            items = prepare(cutter, cutter.push(chunk), spec)
+            items = prepare(cutter, cutter.cut(chunk), spec)
             began = time.thread_time_ns()
             loop.submit([Feed("long", items)], self._position)
             self._step()

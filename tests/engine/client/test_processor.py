@@ -90,7 +90,7 @@ def test_the_key_is_the_hash_of_the_payload_bytes() -> None:
 
 def test_digital_silence_hits_from_the_second_item_on() -> None:
     main, cutter = processor(), make_cutter(SPEC)
-    items = prepare(cutter, cutter.push(np.zeros(SPEC.samples_per_position * 50, np.float32)), SPEC)
+    items = prepare(cutter, cutter.cut(np.zeros(SPEC.samples_per_position * 50, np.float32)), SPEC)
     assert main.pack(items) == [True] + [False] * (len(items) - 1)
     assert main.cache.stats.hits == main.cache.stats.queries - 1 == len(items) - 1
     assert main.cache.stats.bytes_sent == SAMPLES * 4
@@ -98,7 +98,7 @@ def test_digital_silence_hits_from_the_second_item_on() -> None:
 
 def test_a_declared_gap_asks_nothing() -> None:
     main, cutter = processor(), make_cutter(SPEC)
-    items = prepare(cutter, cutter.gap(SPEC.samples_per_position * 5), SPEC)
+    items = prepare(cutter, cutter.cut_gap(SPEC.samples_per_position * 5), SPEC)
     assert items and not any(main.pack(items))
     assert main.cache.stats == CacheStats()
 
@@ -109,7 +109,7 @@ def test_items_cover_the_audio_exactly_and_padding_is_not_audio(sizes: list[int]
     cutter = make_cutter(SPEC)
     items = []
     for size in sizes:
-        items += prepare(cutter, cutter.push(np.ones(size, np.float32)), SPEC)
+        items += prepare(cutter, cutter.cut(np.ones(size, np.float32)), SPEC)
     items += prepare(cutter, cutter.flush(pads), SPEC)
     covered = sum(
         entry.length * SPEC.samples_per_position if entry.samples is None else entry.samples for entry in items

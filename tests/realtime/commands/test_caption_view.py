@@ -6,16 +6,16 @@ import io
 
 from rich.console import Console
 
-from realtime.commands.caption_view import MOST_CHARACTERS, Captions, ShownWord, clock
+from realtime.commands.caption_view import MOST_CHARACTERS, CaptionView, ShownWord, clock
 
 
-def captions(show_words: bool = False, terminal: bool = False) -> tuple[Captions, io.StringIO]:
+def view(show_words: bool = False, terminal: bool = False) -> tuple[CaptionView, io.StringIO]:
     file = io.StringIO()
-    return Captions(Console(file=file, width=60, force_terminal=terminal), show_words=show_words), file
+    return CaptionView(Console(file=file, width=60, force_terminal=terminal), show_words=show_words), file
 
 
 def test_nothing_said_shows_nothing() -> None:
-    shown, file = captions()
+    shown, file = view()
     with shown:
         shown.heard(5.0)
         shown.end_line()
@@ -24,7 +24,7 @@ def test_nothing_said_shows_nothing() -> None:
 
 
 def test_text_without_a_full_stop_is_broken_somewhere() -> None:
-    shown, file = captions()
+    shown, file = view()
     with shown:
         for _ in range(100):
             shown.add(" word", [], 1.0)
@@ -34,7 +34,7 @@ def test_text_without_a_full_stop_is_broken_somewhere() -> None:
 
 
 def test_line_starts_with_the_time_of_its_first_word_and_ends_with_the_turn() -> None:
-    shown, file = captions(show_words=True)
+    shown, file = view(show_words=True)
     with shown:
         shown.add(" Hello", [ShownWord(" Hello", 61.0, 61.5)], 62.0)
         shown.add(" there", [ShownWord(" there", 61.5, 62.0)], 63.0)
@@ -46,7 +46,7 @@ def test_line_starts_with_the_time_of_its_first_word_and_ends_with_the_turn() ->
 
 
 def test_terminal_shows_the_line_being_spoken_and_the_delay() -> None:
-    shown, file = captions(terminal=True)
+    shown, file = view(terminal=True)
     with shown:
         shown.add(" Hello", [ShownWord(" Hello", 1.0, 1.5)], 2.25)
         shown.note("reconnecting")
@@ -56,7 +56,7 @@ def test_terminal_shows_the_line_being_spoken_and_the_delay() -> None:
 
 
 def test_notes_in_a_pipe_are_written_once() -> None:
-    shown, file = captions()
+    shown, file = view()
     with shown:
         shown.note("reconnecting")
         shown.note("reconnecting")

@@ -13,7 +13,7 @@ def test_engine_counters_are_shown_with_the_gateways_own() -> None:
     seen.input_cache.queries, seen.input_cache.hits, seen.input_cache.bytes_saved = 10, 4, 4096
     metrics = Metrics()
     metrics.add_collector(engine_collector(lambda: seen, lambda: Capacity(2, 8, 1, 0.25, 1.0, holds=5)))
-    shown = metrics.render().decode().splitlines()
+    shown = metrics.exposition().decode().splitlines()
     for line in (
         "tickertape_mm_cache_queries_total 10.0",
         "tickertape_mm_cache_hits_total 4.0",
@@ -31,4 +31,4 @@ def test_engine_counters_are_shown_with_the_gateways_own() -> None:
 def test_two_gateways_in_one_process_count_apart() -> None:
     one, other = Metrics(), Metrics()
     one.measure("stalls", 1)
-    assert b"tickertape_stalls_total 1.0" in one.render() and b"tickertape_stalls_total 0.0" in other.render()
+    assert b"tickertape_stalls_total 1.0" in one.exposition() and b"tickertape_stalls_total 0.0" in other.exposition()

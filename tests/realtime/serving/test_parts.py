@@ -18,7 +18,7 @@ from realtime.errors import ClientFault, Refusal
 from realtime.http.auth import Gatekeeper, offered_key, select_subprotocol
 from realtime.metrics.gateway import Metrics
 from realtime.serving.intake import Intake
-from realtime.serving.live_session import HostLimits, SessionHost
+from realtime.serving.live_session import LiveLimits, LiveSession
 from realtime.serving.outbox import Outbox
 from realtime.serving.pace import Pace
 from realtime.session.core import Session
@@ -26,7 +26,8 @@ from realtime.session.endpointing import Paused, Started, Stopped, TurnWatch
 from realtime.session.events import Acknowledged, Append, Cleared, Delta, Hangup, TimedWord
 from realtime.session.settings import AudioFormat, Settings, TurnDetection
 from realtime.session.stall import StallGuard
-from realtime.session.words import Cutter, captions, ends_sentence, to_srt, to_vtt
+from realtime.session.subtitles import subtitles, to_srt, to_vtt
+from realtime.session.words import WordCutter, ends_sentence
 from tests.realtime.gateway_doubles import FakeEngine
 
 RATE = 16_000
@@ -65,13 +66,13 @@ def test_json_round_trip_keeps_other_alphabets() -> None:
 def test_intake_counts_every_sample_once_however_the_bytes_are_cut(cuts: list[int], rate: int) -> None:
     data = np.random.default_rng(0).integers(-3000, 3000, sum(cuts), np.int16).tobytes()
     whole, pieces = Intake(AudioFormat("audio/pcm", rate)), Intake(AudioFormat("audio/pcm", rate))
-    expected = [whole.push(data), whole.flush()]
+    expected = [whole.decode(data), whole.flush()]
     appended, start = [], 0
     for number, cut in enumerate(cuts):
         end = start + 2 * cut + (1 if number % 2 else 0)
-        appended.append(pieces.push(data[start : min(end, len(data))]))
+        appended.append(pieces.decode(data[start : min(end, len(data))]))
         start = min(end, len(data))
-    appended += [pieces.push(data[start:]), pieces.flush()]
+    appended += [pieces.decode(data[start:]), pieces.flush()]
     assert sum(item.source_samples for item in appended) == len(data) // 2
     one, other = (np.concatenate([item.samples for item in items]) for items in (expected, appended))
     assert len(one) == (len(data) // 2 * RATE + rate // 2) // rate
@@ -81,7 +82,7 @@ def test_intake_counts_every_sample_once_however_the_bytes_are_cut(cuts: list[in
 def test_intake_flush_of_nothing_is_nothing() -> None:
     intake = Intake(AudioFormat())
     assert len(intake.flush().samples) == 0
-    assert intake.gap(24_000).samples == RATE
+    assert intake.silence(24_000).samples == RATE
 
 
 # Outbox.
@@ -179,19 +180,19 @@ def test_pace_lets_a_second_through_and_then_slows() -> None:
 
 
 def test_cutter_gives_each_letter_once_whatever_the_deltas() -> None:
-    cutter = Cutter()
-    assert cutter.push(" He", [], 0) == []
+    cutter = WordCutter()
+    assert cutter.cut_words(" He", [], 0) == []
     assert cutter.take_loose() == " He"
     assert cutter.take_loose() == ""
-    (piece,) = cutter.push("llo wor", [messages.Word("Hello", 0, 10)], 100)
+    (piece,) = cutter.cut_words("llo wor", [messages.Word("Hello", 0, 10)], 100)
     assert (piece.fresh, piece.continues, piece.word) == ("llo", True, TimedWord("Hello", 100, 110))
-    assert cutter.cut() == " wor" and cutter.cut() == ""
+    assert cutter.cut_loose() == " wor" and cutter.cut_loose() == ""
 
 
 def test_cutter_takes_what_there_is_for_a_word_that_is_not_in_the_text() -> None:
-    cutter = Cutter()
-    (piece,) = cutter.push(" 5", [messages.Word("five", 0, 10)], 0)
-    assert piece.fresh == " 5" and cutter.cut() == ""
+    cutter = WordCutter()
+    (piece,) = cutter.cut_words(" 5", [messages.Word("five", 0, 10)], 0)
+    assert piece.fresh == " 5" and cutter.cut_loose() == ""
 
 
 @pytest.mark.parametrize(
@@ -202,14 +203,14 @@ def test_sentences_end_where_readers_would_say_so(text: str, ends: bool) -> None
     assert ends_sentence(text) is ends
 
 
-def test_captions_break_at_sentences_and_before_they_grow_too_long() -> None:
+def test_subtitles_break_at_sentences_and_before_they_grow_too_long() -> None:
     words = [TimedWord("Yes.", 0, RATE)]
     words += [TimedWord("word", RATE * n, RATE * n + RATE // 2) for n in range(2, 40)]
-    lines = captions(words, RATE)
+    lines = subtitles(words, RATE)
     assert lines[0].text == "Yes." and all(line.end - line.start <= 6.0 for line in lines)
     assert " ".join(line.text for line in lines) == " ".join(word.text for word in words)
-    assert captions([], RATE) == [] and to_srt([]) == "" and to_vtt([]) == "WEBVTT\n\n"
-    late = captions([TimedWord("late", 3_661 * RATE, 3_662 * RATE)], RATE)
+    assert subtitles([], RATE) == [] and to_srt([]) == "" and to_vtt([]) == "WEBVTT\n\n"
+    late = subtitles([TimedWord("late", 3_661 * RATE, 3_662 * RATE)], RATE)
     assert to_srt(late) == "1\n01:01:01,000 --> 01:01:02,000\nlate\n"
 
 
@@ -217,7 +218,7 @@ def test_captions_break_at_sentences_and_before_they_grow_too_long() -> None:
 
 
 def frames(watch: TurnWatch, probability: float, count: int, text: str = "") -> list[object]:
-    return [sign for _ in range(count) for sign in watch.push(probability, 512, text)]
+    return [sign for _ in range(count) for sign in watch.watch(probability, 512, text)]
 
 
 def test_plain_detection_ends_after_its_silence() -> None:
@@ -280,20 +281,20 @@ def test_stall_needs_speech_and_time_and_can_be_switched_off() -> None:
     assert not guard.stalled(200.0)
 
 
-# Hosts.
+# Live sessions.
 
 
-async def test_closed_host_starts_nothing_again() -> None:
+async def test_closed_session_starts_nothing_again() -> None:
     """A tick that was on its way when the session ended must not open a new engine stream."""
     engine = FakeEngine()
     session = Session(Settings(turn_detection=None), RATE, lambda: "item")
     dialect = OpenAIDialect(SessionFacts("sess", 0, RATE, "m", frozenset(), lambda: "event"))
-    host = SessionHost("sess", session, dialect, engine, HostLimits(), Metrics(), lambda: 0.0)
-    host.submit(Append(np.zeros(RATE, np.float32), RATE, 1000.0))
+    live = LiveSession("sess", session, dialect, engine, LiveLimits(), Metrics(), lambda: 0.0)
+    live.submit(Append(np.zeros(RATE, np.float32), RATE, 1000.0))
     await asyncio.sleep(0.01)
-    await host.close()
-    await host.close()
-    host.submit(Append(np.zeros(RATE, np.float32), RATE, 1000.0))
-    host.tick()
+    await live.close()
+    await live.close()
+    live.submit(Append(np.zeros(RATE, np.float32), RATE, 1000.0))
+    live.tick()
     await asyncio.sleep(0.01)
-    assert not engine.active and engine.streams[0].samples == RATE and not host.full
+    assert not engine.active and engine.streams[0].samples == RATE and not live.full

@@ -463,7 +463,7 @@ def test_a_day_of_turns_keeps_no_history() -> None:
         drive(append(0.5), word(f"w{number}", number / 2, number / 2 + 0.3), Commit(), flushed())
         drive.sent.clear()
         drive.other.clear()
-    assert not core._items.ended and core._items.current is None and not core._marks
+    assert not core._turns.ended and core._turns.current is None and not core._marks
     assert core._stall.kept_samples < RATE
 
 

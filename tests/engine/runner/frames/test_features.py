@@ -103,7 +103,7 @@ async def said(client: EngineClient, name: str, items: list[Item]) -> fakes.Tran
 async def test_features_prepared_elsewhere_cross_to_the_engine_and_are_transcribed() -> None:
     async with fakes.running(EngineThread(build, warm=False)) as client:
         cutter = make_cutter(client.spec)
-        items = prepare(cutter, cutter.push(speech_like(POSITIONS, 6)), client.spec)
+        items = prepare(cutter, cutter.cut(speech_like(POSITIONS, 6)), client.spec)
         items += prepare(cutter, cutter.flush(client.spec.flush_positions_for(6)), client.spec)
         prepared = []
         for item in items:
