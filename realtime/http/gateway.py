@@ -33,9 +33,8 @@ from realtime.http.uploads import UploadRoutes
 from realtime.metrics.gateway import Metrics
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.fairness import Turnstile
-from realtime.serving.pace import Pace
 from realtime.serving.registry import Entry, Sessions
+from realtime.serving.throttle import Pace, Turnstile
 from realtime.serving.uvicorn_patch import ABORT_EXTENSION, NOTHING_WAITS_EXTENSION
 from realtime.session.events import Hangup
 from realtime.session.settings import Settings

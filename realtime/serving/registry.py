@@ -18,8 +18,9 @@ from realtime.dialects.base import Dialect, SessionFacts
 from realtime.errors import CloseCode, Refusal
 from realtime.http.auth import Caller
 from realtime.metrics.gateway import Metrics
-from realtime.serving.connection import Connection, Inbox
+from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
+from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveLimits, LiveSession
 from realtime.session.core import Session, SessionLimits
 from realtime.session.events import Hangup

@@ -20,7 +20,7 @@ from realtime.metrics.gateway import Metrics
 from realtime.serving.intake import Intake
 from realtime.serving.live_session import LiveLimits, LiveSession
 from realtime.serving.outbox import Outbox
-from realtime.serving.pace import Pace
+from realtime.serving.throttle import Pace
 from realtime.session.core import Session
 from realtime.session.endpointing import Paused, Started, Stopped, TurnWatch
 from realtime.session.events import Acknowledged, Append, Cleared, Delta, Hangup, TimedWord

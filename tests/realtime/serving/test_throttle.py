@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from realtime.serving.fairness import Turnstile
+from realtime.serving.throttle import Turnstile
 
 
 async def count_rounds(rounds: list[int]) -> None:
