@@ -48,6 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
     for command in commands.choices.values():
         # A misspelt flag must not be taken for a longer one.
         command.allow_abbrev = False
+    # Completion scripts are made from the parser as a whole.
+    commands.choices["completion"].set_defaults(parser=parser)
     return parser
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from realtime.errors import Refusal
+from realtime.serving.caller import Caller
 from realtime.session.settings import Settings
 
 SECRET_PREFIX = "ek_"
@@ -22,14 +23,6 @@ BETA_PROTOCOL = "openai-beta.realtime-v1"
 # Sub-protocols the server may select. Deepgram's browsers send the key as the entry after `token` or `bearer`.
 KEY_FOLLOWS = ("token", "bearer")
 SELECTABLE = ("realtime", *KEY_FOLLOWS)
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who is asking: a name to count by that is not the key itself, and the settings a client secret carries."""
-
-    name: str
-    settings: Settings | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -26,11 +25,14 @@ from realtime.dialects.json_frames import decode_json, encode_json
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.openai_session import beta_session, ga_session, merge_beta, merge_ga
 from realtime.errors import ClientFault, CloseCode, Refusal
-from realtime.http.auth import BETA_PROTOCOL, Caller, Gatekeeper, offered_key, select_subprotocol
+from realtime.http.auth import BETA_PROTOCOL, Gatekeeper, select_subprotocol
+from realtime.http.context import Context
+from realtime.http.forms import FormReader
 from realtime.http.page import page_routes
 from realtime.http.prepare import PrepareRoutes
 from realtime.http.uploads import UploadRoutes
 from realtime.metrics.gateway import Metrics
+from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.registry import Entry, Sessions
@@ -58,26 +60,17 @@ class _Entrance:
 class Gateway:
     """What all routes share."""
 
-    def __init__(self, engine: EngineApi, config: Config, metrics: Metrics | None = None) -> None:
-        self.engine = engine
-        self.config = config
-        self.metrics = metrics or Metrics()
-        self.gatekeeper = Gatekeeper(config.auth.keys, config.auth.max_client_secrets)
-        self.sessions = Sessions(engine, config, self.metrics, time.monotonic, time.time)
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.engine = context.engine
+        self.config = context.config
+        self.metrics = context.metrics
+        self.sessions = context.sessions
         self.started = int(time.time())
         self._turnstile = Turnstile()
-        self.uploads = UploadRoutes(self)
-        self.prepare = PrepareRoutes(self)
-
-    def caller(self, headers: Headers, subprotocols: list[str], address: str) -> Caller:
-        try:
-            return self.gatekeeper.check(offered_key(headers, subprotocols), address)
-        except Refusal:
-            self.metrics.refused.labels("auth").inc()
-            raise
-
-    def caller_of(self, request: Request) -> Caller:
-        return self.caller(request.headers, [], request.client.host if request.client else "")
+        forms = FormReader(context)
+        self.uploads = UploadRoutes(context, forms)
+        self.prepare = PrepareRoutes(context, forms)
 
     # Realtime sockets
 
@@ -132,7 +125,7 @@ class Gateway:
         address = websocket.client.host if websocket.client else ""
         if "call_id" in query:
             raise Refusal(404, "not_found", "Calls are not served here.", param="call_id")
-        caller = self.caller(websocket.headers, offered, address)
+        caller = self.context.caller(websocket.headers, offered, address)
         selected = select_subprotocol(offered)
         if "resume" in query:
             return _Entrance(*self._resume(query["resume"], query.get("after", "0"), caller), selected)
@@ -149,7 +142,7 @@ class Gateway:
         """The same for Deepgram's clients, who say everything in the query."""
         offered: list[str] = websocket.scope.get("subprotocols", [])
         query = websocket.query_params
-        caller = self.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
+        caller = self.context.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
         settings = settings_from_query(query)
         self.sessions.admit(caller)
         entry = self.sessions.create(caller, settings, lambda facts: DeepgramDialect(facts, query))
@@ -170,11 +163,11 @@ class Gateway:
     # HTTP
 
     async def models(self, request: Request) -> Response:
-        self.caller_of(request)
+        self.context.caller_of(request)
         return JSONResponse({"object": "list", "data": [self._model(name) for name in self.sessions.models()]})
 
     async def model(self, request: Request) -> Response:
-        self.caller_of(request)
+        self.context.caller_of(request)
         name = request.path_params["name"]
         if name not in self.sessions.models():
             raise Refusal(404, "model_not_found", f"The model '{name[:200]}' does not exist.", param="model")
@@ -185,21 +178,21 @@ class Gateway:
 
     async def client_secret(self, request: Request) -> Response:
         """A short-lived key for a browser, with the settings its sessions begin with."""
-        caller = self.caller_of(request)
+        caller = self.context.caller_of(request)
         body = await _json_body(request)
         seconds = _secret_seconds(body.get("expires_after"))
         session = body.get("session")
         settings = merge_ga(Settings(), session if isinstance(session, dict) else {})
-        secret = self.gatekeeper.issue(caller, settings, seconds)
+        secret = self.context.gatekeeper.issue(caller, settings, seconds)
         facts = self.sessions.facts()
         shown = ga_session(settings, facts, secret.expires_at)
         return JSONResponse({"value": secret.value, "expires_at": secret.expires_at, "session": shown})
 
     async def beta_secret(self, request: Request) -> Response:
         """The same for clients of the beta: the settings are the body itself."""
-        caller = self.caller_of(request)
+        caller = self.context.caller_of(request)
         settings = merge_beta(Settings(), await _json_body(request))
-        secret = self.gatekeeper.issue(caller, settings, DEFAULT_SECRET_S)
+        secret = self.context.gatekeeper.issue(caller, settings, DEFAULT_SECRET_S)
         shown = beta_session(settings, self.sessions.facts())
         shown["client_secret"] = {"value": secret.value, "expires_at": secret.expires_at}
         return JSONResponse(shown)
@@ -251,7 +244,10 @@ class Gateway:
 
 def build_app(engine: EngineApi, config: Config, metrics: Metrics | None = None) -> Starlette:
     """The whole gateway as an ASGI application over a running engine."""
-    gateway = Gateway(engine, config, metrics)
+    metrics = metrics or Metrics()
+    gatekeeper = Gatekeeper(config.auth.keys, config.auth.max_client_secrets)
+    sessions = Sessions(engine, config, metrics, time.monotonic, time.time)
+    gateway = Gateway(Context(engine, config, metrics, gatekeeper, sessions))
     sockets = {"/v1/realtime": gateway.realtime, "/realtime": gateway.realtime, "/v1/listen": gateway.listen}
     routes: list[Any] = [WebSocketRoute(path, _AsgiEndpoint(serve)) for path, serve in sockets.items()]
     for prefix in ("/v1", ""):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from starlette.datastructures import UploadFile
@@ -16,11 +16,10 @@ from engine.client.processor import ItemRefused
 from engine.client.render import parse_items
 from realtime.dialects.json_frames import decode_json, encode_json
 from realtime.errors import Refusal
+from realtime.http.context import Context
 from realtime.http.files import READ_BYTES
+from realtime.http.forms import FormReader
 from realtime.session.events import Samples
-
-if TYPE_CHECKING:
-    from realtime.http.gateway import Gateway
 
 # Rendering answers in one piece; longer audio is cut by whoever sends it.
 MAX_RENDER_SECONDS = 600
@@ -30,21 +29,22 @@ MAX_INJECT_BYTES = 64 * 1024 * 1024
 class PrepareRoutes:
     """`POST /v1/audio/render` and `POST /v1/audio/inject`."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, context: Context, forms: FormReader) -> None:
+        self._context = context
+        self._forms = forms
         # The read-only processor has one cache; it is used by one request at a time, off the event loop.
         self._one_at_a_time = asyncio.Lock()
 
     async def render(self, request: Request) -> Response:
         """Positions, items with hashes, what is cached and what executing would cost; `?data=false` leaves data out."""
-        self._gateway.caller_of(request)
-        self._gateway.uploads.check(request)
-        form = await self._gateway.uploads.read_form(request)
+        self._context.caller_of(request)
+        self._forms.check(request)
+        form = await self._forms.read(request)
         try:
             file = form.get("file")
             if not isinstance(file, UploadFile):
                 raise Refusal(400, "missing_file", "The form has no file in the field 'file'.", param="file")
-            samples = await asyncio.to_thread(_decode, file.file, self._gateway.engine.spec.sample_rate)
+            samples = await asyncio.to_thread(_decode, file.file, self._context.engine.spec.sample_rate)
         finally:
             await form.close()
         with_data = request.query_params.get("data") != "false"
@@ -53,11 +53,11 @@ class PrepareRoutes:
         return Response(body, media_type="application/json")
 
     def _rendered(self, samples: Samples, with_data: bool) -> str:
-        return encode_json(self._gateway.engine.render(samples).as_json(with_data))
+        return encode_json(self._context.engine.render(samples).as_json(with_data))
 
     async def inject(self, request: Request) -> Response:
         """Items as `render` describes them; the next stream with their hashes sends no data."""
-        self._gateway.caller_of(request)
+        self._context.caller_of(request)
         body = b""
         async for chunk in request.stream():
             body += chunk
@@ -71,7 +71,7 @@ class PrepareRoutes:
         if not isinstance(items, list) or not all(item is None or isinstance(item, dict) for item in items):
             raise Refusal(400, "invalid_value", "'items' must be a list of items as render gives them.", param="items")
         try:
-            return await self._gateway.engine.inject(await asyncio.to_thread(parse_items, items))
+            return await self._context.engine.inject(await asyncio.to_thread(parse_items, items))
         except ItemRefused as error:
             raise Refusal(400, "item_refused", f"{error}.", param="items") from error
 

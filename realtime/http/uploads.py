@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.datastructures import FormData, UploadFile
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from realtime.errors import Refusal
+from realtime.http.context import Context
 from realtime.http.files import Transcriber, Transcript, UploadRequest, read_request, sse, sse_done, write_answer
-
-if TYPE_CHECKING:
-    from realtime.http.gateway import Gateway
-
-MAX_FIELDS = 200
+from realtime.http.forms import FormReader
 
 
 class UploadRoutes:
     """`POST /v1/audio/transcriptions`."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self._limits = gateway.config.limits
-        self._transcriber = Transcriber(gateway.engine, self._limits.uploads)
+    def __init__(self, context: Context, forms: FormReader) -> None:
+        self._context = context
+        self._forms = forms
+        self._limits = context.limits
+        self._transcriber = Transcriber(context.engine, self._limits.uploads)
 
     async def transcriptions(self, request: Request) -> Response:
-        self._gateway.caller_of(request)
-        self.check(request)
-        form = await self.read_form(request)
+        self._context.caller_of(request)
+        self._forms.check(request)
+        form = await self._forms.read(request)
         try:
             return await self._answer(form, request)
         except BaseException as error:
@@ -67,28 +64,6 @@ class UploadRoutes:
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
 
-    async def read_form(self, request: Request) -> FormData:
-        """The form with its file, which is on disk if it is large. Close it after use."""
-        try:
-            async with asyncio.timeout(self._limits.upload_s):
-                return await request.form(max_files=1, max_fields=MAX_FIELDS)
-        except HTTPException as error:
-            raise Refusal(400, "invalid_form", f"The form cannot be read: {error.detail}") from error
-        except TimeoutError as error:
-            raise Refusal(408, "upload_too_slow", "The file took too long to arrive.") from error
-
-    def check(self, request: Request) -> None:
-        """Refuse what can be refused before the file is read."""
-        if self._gateway.sessions.draining or not self._gateway.engine.ready:
-            text = "The server cannot take files now; try again."
-            raise Refusal(503, "server_busy", text, retry_after_s=5, kind="server_error")
-        length = request.headers.get("content-length", "")
-        if length.isdigit() and int(length) > self._limits.upload_bytes:
-            text = f"The file is larger than {self._limits.upload_bytes} bytes."
-            raise Refusal(413, "file_too_large", text, param="file")
-        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-            raise Refusal(400, "invalid_form", "Send the file as multipart/form-data, in the field 'file'.")
-
     def _read(self, form: FormData) -> tuple[UploadRequest, UploadFile]:
         file = form.get("file")
         if not isinstance(file, UploadFile):
@@ -104,7 +79,7 @@ class UploadRoutes:
 
     async def _stream(self, file: UploadFile, wanted: UploadRequest, form: FormData) -> Response:
         """Begin the answer only when the first text or the end is there: until then a refusal has its own status."""
-        transcript = Transcript(self._gateway.engine.spec.sample_rate)
+        transcript = Transcript(self._context.engine.spec.sample_rate)
         deltas = self._transcriber.deltas(file.file, wanted, transcript)
         first = await anext(deltas, None)
 
@@ -127,7 +102,7 @@ class UploadRoutes:
         return StreamingResponse(body(), media_type="text/event-stream")
 
     def _count(self, outcome: str) -> None:
-        self._gateway.metrics.uploads.labels(outcome).inc()
+        self._context.metrics.uploads.labels(outcome).inc()
 
 
 async def _disconnected(request: Request) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from realtime.errors import CloseCode
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
-from realtime.serving.throttle import TURN_S, Pace, Turnstile
+from realtime.serving.throttle import SHARE_S, Pace, Turnstile
 from realtime.session.events import Hangup
 
 log = logging.getLogger("tickertape.connection")
@@ -113,7 +113,7 @@ class Connection:
                 await self._pace_of_mistakes.wait()
             # While messages wait, receiving them gives way to nobody.
             fresh = not more
-            if more and now - began >= TURN_S:
+            if more and now - began >= SHARE_S:
                 await self._turnstile.wait()
                 fresh = True
 
@@ -128,7 +128,7 @@ class Connection:
                     frames = await self.live.next_frames()
                     began = self.live.clock()
                     continue
-                if self.live.clock() - began >= TURN_S:
+                if self.live.clock() - began >= SHARE_S:
                     await self._turnstile.wait()
                     began = self.live.clock()
                 frames = await self.live.next_frames()

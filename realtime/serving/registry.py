@@ -16,8 +16,8 @@ from engine.config import COUNTED_SECONDS
 from realtime.config import Config
 from realtime.dialects.base import Dialect, SessionFacts
 from realtime.errors import CloseCode, Refusal
-from realtime.http.auth import Caller
 from realtime.metrics.gateway import Metrics
+from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.inbox import Inbox

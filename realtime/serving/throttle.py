@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 # How long a client's messages are handled at a stretch.
-TURN_S = 0.0002
+SHARE_S = 0.0002
 
 
 class Pace:

@@ -1,0 +1,15 @@
+"""Who a session belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from realtime.session.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who is asking: a name to count by that is not the key itself, and the settings a client secret carries."""
+
+    name: str
+    settings: Settings | None = None
