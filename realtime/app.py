@@ -16,7 +16,8 @@ from engine.client.client import ClientSettings, EngineClient
 from engine.client.handles import EngineHandle, EngineProcess, EngineThread, RemoteEngine
 from engine.config import DEFAULT_MODEL, EngineConfig
 from realtime.config import Config, ModelConfig
-from realtime.http.gateway import Gateway, build_app
+from realtime.http.gateway import Gateway
+from realtime.http.routes import build_app
 from realtime.metrics.engine import engine_collector
 from realtime.metrics.gateway import Metrics
 from realtime.serving.engine_api import EngineApi
