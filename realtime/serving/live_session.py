@@ -1,17 +1,14 @@
 """One session with its engine stream: carries out what the core decides. It outlives a socket if it can be resumed.
 
 The core is called synchronously from two sides, the client's messages and the engine's outputs; its effects are
-applied at once. Engine commands go through one queue in order.
-
-Policy of that queue: it holds at most `max_audio_in_flight_s` of audio. When it is full, `room()` makes the reader of
-the socket wait, so that a client that sends faster than the engine listens is slowed by TCP and never costs memory.
+applied at once. Commands for the engine go through one queue in order, which holds at most `max_audio_in_flight_s` of
+audio; when it is full, `room()` makes the reader of the socket wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +20,9 @@ from realtime.dialects.json_frames import encode_json
 from realtime.errors import CloseCode
 from realtime.metrics.gateway import Metrics
 from realtime.serving.engine_api import EngineApi, StreamApi
+from realtime.serving.engine_queue import EngineCommand, EngineQueue
 from realtime.serving.outbox import Outbox
+from realtime.serving.sent_log import SentLog
 from realtime.session.core import Session
 from realtime.session.events import (
     Configure,
@@ -50,7 +49,6 @@ log = logging.getLogger("tickertape.session")
 
 # What the names of the OpenAI scale mean here; the medium is the model's own default.
 DELAY_MS = {"minimal": 160, "low": 320, "high": 960, "xhigh": 2400}
-EngineCommand = Feed | FeedGap | FlushEngine | FinishEngine | Reanchor | Reopen
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +90,8 @@ class LiveSession:
         self.outbox = Outbox(limits.max_outbox_events, limits.max_outbox_characters)
         self.clock = clock
         self._engine = engine
-        self._limits = limits
         self._metrics = metrics
-        self._commands: deque[EngineCommand] = deque()
-        self._queued_samples = 0
-        self._max_queued_samples = int(limits.max_audio_in_flight_s * session.sample_rate)
-        self._wake = asyncio.Event()
-        self._room = asyncio.Event()
+        self._queue = EngineQueue(int(limits.max_audio_in_flight_s * session.sample_rate), limits.max_commands)
         self._stream: StreamApi | None = None
         self._engine_settings = session.settings
         self._results: asyncio.Task[None] | None = None
@@ -107,8 +100,7 @@ class LiveSession:
         self._streams_opened = 0
         self._fed = 0
         self._task: asyncio.Task[None] | None = None
-        self._sequence = 0
-        self._log: deque[tuple[int, str]] = deque(maxlen=limits.max_log_events)
+        self._sent = SentLog(limits.max_log_events)
 
     # The client's side
 
@@ -123,7 +115,7 @@ class LiveSession:
 
     @property
     def queued_seconds(self) -> float:
-        return self._queued_samples / self.session.sample_rate
+        return self._queue.samples / self.session.sample_rate
 
     def submit(self, event: Event) -> None:
         """Hand an event to the core and apply what it decides. A closed session takes nothing more."""
@@ -152,13 +144,11 @@ class LiveSession:
     async def room(self) -> None:
         """Wait until the engine has taken enough of the queue."""
         while self.full:
-            self._room.clear()
-            await self._room.wait()
+            await self._queue.wait_for_room()
 
     @property
     def full(self) -> bool:
-        too_much = self._queued_samples > self._max_queued_samples or len(self._commands) > self._limits.max_commands
-        return too_much and not self.session.closed
+        return self._queue.full and not self.session.closed
 
     async def next_frames(self) -> list[str] | Hangup:
         """What the writer sends next."""
@@ -168,19 +158,11 @@ class LiveSession:
         return [self._frame(body) for body in self.dialect.write(event, self.session.settings)]
 
     def _frame(self, body: dict[str, object]) -> str:
-        if not self.resumable:
-            return encode_json(body)
-        self._sequence += 1
-        text = encode_json({**body, "seq": self._sequence})
-        self._log.append((self._sequence, text))
-        return text
+        return self._sent.add(body) if self.resumable else encode_json(body)
 
     def frames_after(self, sequence: int) -> list[str] | None:
         """Frames sent after the one with this number; None if some of them are gone."""
-        first = self._log[0][0] if self._log else self._sequence + 1
-        if not first - 1 <= sequence <= self._sequence:
-            return None
-        return [text for number, text in self._log if number > sequence]
+        return self._sent.after(sequence)
 
     def greeting_again(self) -> str:
         """The first frame of a socket that goes on with this session: where it stands."""
@@ -196,13 +178,10 @@ class LiveSession:
         match effect:
             case Send(event):
                 self.outbox.put(event)
-            case Feed(samples):
-                self._queued_samples += len(samples)
-                self._command(effect)
             case Hangup():
                 self.outbox.hang_up(effect)
-                self._wake.set()
-                self._room.set()
+                self._queue.wake()
+                self._queue.make_room()
             case Measured(name, value):
                 self._metrics.measure(name, value)
                 if name == "stalls":
@@ -210,16 +189,15 @@ class LiveSession:
             case Reanchor():
                 self._generation += 1
                 self._command(effect)
-            case FeedGap() | FlushEngine() | FinishEngine() | Reopen():
+            case Feed() | FeedGap() | FlushEngine() | FinishEngine() | Reopen():
                 self._command(effect)
 
     def _command(self, command: EngineCommand) -> None:
-        self._commands.append(command)
+        self._queue.put(command)
         if self._task is None:
             # Later changes of the model's options come with a Reopen, in their place among the audio.
             self._engine_settings = self.session.settings
             self._task = asyncio.create_task(self._run(), name=f"session {self.id}")
-        self._wake.set()
 
     # The engine's side
 
@@ -249,9 +227,7 @@ class LiveSession:
             if self._stream is not None:
                 await self._abort(self._stream)
             self._stream = None
-            self._commands.clear()
-            self._queued_samples = 0
-            self._room.set()
+            self._queue.clear()
 
     def _end(self, hangup: Hangup) -> None:
         self.session.abandon()
@@ -259,13 +235,13 @@ class LiveSession:
 
     async def _work(self, group: asyncio.TaskGroup) -> None:
         while not self.session.closed:
-            while self._commands and not self.session.closed:
-                await self._execute(self._commands.popleft(), group)
+            while self._queue and not self.session.closed:
+                await self._execute(self._queue.take(), group)
                 if not self.full:
-                    self._room.set()
-            self._wake.clear()
-            if not self._commands and not self.session.closed:
-                await self._wake.wait()
+                    self._queue.make_room()
+            self._queue.rest()
+            if not self._queue and not self.session.closed:
+                await self._queue.wait()
         if self._results is not None:
             self._results.cancel()
 
@@ -286,7 +262,7 @@ class LiveSession:
                 try:
                     await self._hear(samples, group)
                 finally:
-                    self._queued_samples -= len(samples)
+                    self._queue.heard(len(samples))
             case FeedGap(samples):
                 await self._hear(samples, group)
             case FlushEngine(at_pause):
@@ -347,7 +323,7 @@ class LiveSession:
             assert not isinstance(output, messages.StreamState), "states stay with the engine's client"
             self.submit(output)
             if self.session.closed:
-                self._wake.set()
+                self._queue.wake()
                 return
 
     async def _leave(self) -> None:
