@@ -26,9 +26,3 @@ def test_engine_counters_are_shown_with_the_gateways_own() -> None:
         "tickertape_stalls_total 0.0",
     ):
         assert line in shown
-
-
-def test_two_gateways_in_one_process_count_apart() -> None:
-    one, other = Metrics(), Metrics()
-    one.measure("stalls", 1)
-    assert b"tickertape_stalls_total 1.0" in one.exposition() and b"tickertape_stalls_total 0.0" in other.exposition()

@@ -1,10 +1,12 @@
-"""The turnstile: one by one, one in each round of the event loop, and nobody is lost."""
+"""The pace lets a second's worth through and then slows; the turnstile lets one client by in each round of the loop."""
 
 from __future__ import annotations
 
 import asyncio
 
-from realtime.serving.throttle import Turnstile
+import pytest
+
+from realtime.serving.throttle import Pace, Turnstile
 
 
 async def count_rounds(rounds: list[int]) -> None:
@@ -43,3 +45,12 @@ async def test_whoever_gives_up_waiting_is_passed_over() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     assert passed == ["b", "d"]
     await asyncio.wait_for(turnstile.wait(), 1)
+
+
+def test_pace_lets_a_second_through_and_then_slows() -> None:
+    now = 0.0
+    pace = Pace(10.0, lambda: now)
+    assert [pace.delay() for _ in range(10)] == [0.0] * 10
+    assert pace.delay() == pytest.approx(0.1) and pace.delay() == pytest.approx(0.2)
+    now = 10.0
+    assert pace.delay() == 0.0
