@@ -1,7 +1,7 @@
 """Containers and codecs (WebM, Ogg, MP3, FLAC, WAV, MP4, ...) -> float32 mono at 16 kHz, through PyAV.
 
-Two ways in, one way through: `read_file` pulls blocks out of a file of any length, `ContainerDecoder` takes the bytes
-of a stream that may never end as they arrive. Both hold no more than the piece at hand and what the codec needs.
+`read_file` pulls blocks out of a file of any length. `ContainerDecoder` takes the bytes of a stream that may never end,
+as they arrive. Both decode the same way, and hold no more than the piece at hand and what the codec needs.
 
 PyAV pulls bytes from a file object, so a `ContainerDecoder` has a thread on which PyAV runs, used as a coroutine:
 `decode` hands one piece over and waits until PyAV asks for the next. Nothing queues up, and the outcome depends on the
@@ -33,10 +33,10 @@ READ_BYTES = 32_768
 
 Source = BinaryIO | BytePipe | Mp4Boxes
 
-# What may be opened. Others are not sound (subtitles, images) or follow references to further files (playlists).
+# What may be opened. Other formats are not sound (subtitles, images) or refer to further files (playlists).
 FILE_FORMATS = "aac,ac3,aiff,amr,asf,au,avi,caf,eac3,flac,flv,matroska,mov,mp3,mp4,mpeg,mpegts,ogg,w64,wav,webm"
 OPEN_OPTIONS = {"format_whitelist": FILE_FORMATS, "protocol_whitelist": "none"}
-# A stream's first samples must not wait until libav has five seconds to be sure of what it has already been told.
+# libav would read five seconds before it trusts a header, and a stream's first samples must not wait for that.
 # Nobody seeks in a stream, so libav's index of it stays small.
 STREAM_OPTIONS = OPEN_OPTIONS | {"analyzeduration": "1", "indexmem": "16384"}
 
@@ -210,7 +210,7 @@ def _open(source: Source, head: bytes, container_format: str | None, options: di
 
 
 def _frames(packets: Iterator[av.Packet[AudioStream]], head: bytes) -> Iterator[av.AudioFrame]:
-    """Decoded frames up to the end or the first damage; the latter is an error, as is an end that came too early."""
+    """Decoded frames up to the end. Damage is an error, and so is an end that comes too early."""
     decoder: AudioCodecContext | None = None
     seconds = 0.0
     declared: float | None = None
@@ -259,7 +259,7 @@ def _wav_of_unknown_length(head: bytes) -> bool:
 
 
 def _to_model_rate(frames: Iterator[av.AudioFrame]) -> Iterator[NDArray[np.float32]]:
-    """Mixed down and resampled; a fault is raised after the last good sample has come out of the resampler."""
+    """The frames, mixed down and resampled. A fault is raised after the last good sample has been handed out."""
     resampler: Resampler | None = None
     fault: AudioError | None = None
     try:

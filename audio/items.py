@@ -2,7 +2,7 @@
 
 Audio comes in *segments*; a flush ends one. Position p of a segment owns samples [p * S, (p + 1) * S) and is encoded
 together with `look_back` samples before and `look_ahead` samples after them; outside the segment there is silence.
-So an item is released when its look-ahead has come, and cutting is the same however the samples arrive.
+So an item is released once its look-ahead has come, and the items are the same however the samples arrive.
 
 A position whose samples and look-around are all declared silence is a *gap*: it moves the clock and carries no audio.
 
@@ -71,7 +71,7 @@ class ItemCutter:
         self._heard = 0
 
     def cut(self, samples: NDArray[np.float32]) -> list[AudioItem]:
-        """Take samples that follow those before them; the items they complete."""
+        """Take the next samples; returns the items they complete."""
         if samples.dtype != _FLOAT32 or samples.ndim != 1:
             raise ValueError("samples must be a one-dimensional float32 array")
         items: list[AudioItem] = []
@@ -88,7 +88,7 @@ class ItemCutter:
         return items
 
     def cut_gap(self, samples: int) -> list[AudioItem]:
-        """Take `samples` samples of declared silence, without anybody having to send them."""
+        """Take `samples` samples of silence that was declared and not sent; returns the items they complete."""
         if samples < 0:
             raise ValueError(f"a gap cannot have {samples} samples")
         self.samples_in += samples
@@ -120,8 +120,8 @@ class ItemCutter:
     def _take_silence(self, count: int, audio_per_position: int) -> list[AudioItem]:
         """Append zeros: items for positions that still touch sound, then gaps for the others.
 
-        A position can only be silent throughout if the silence reaches its last look-ahead sample, and then it is
-        released here, at once. So `cut` never meets one.
+        A position is silent throughout only if the silence reaches its last look-ahead sample, and then it is released
+        here at once. So `cut` never meets a silent position.
         """
         items: list[AudioItem] = []
         while count:

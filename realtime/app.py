@@ -99,8 +99,8 @@ def build_server(engine: EngineApi, config: Config, metrics: Metrics | None = No
 
 
 def freeze_modules() -> None:
-    """All modules are loaded and stay: walking through them again and again would stop the event loop for tens of
-    milliseconds each time."""
+    """Take what is loaded now out of garbage collection. It stays for good, and each walk through it would stop the
+    event loop for tens of milliseconds."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has enough. Closing here keeps Python from complaining at exit.
+        # The reader of our output has left. Closing here keeps Python from complaining at exit.
         sys.stderr.close()
         return FAILED
     except Exception as error:

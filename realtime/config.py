@@ -46,7 +46,7 @@ class ServerConfig:
 class AuthConfig:
     # Keys that clients may use. Empty: anybody may connect, which only a loopback address allows by default.
     keys: tuple[str, ...] = ()
-    # Say so explicitly to serve without keys on an address others can reach.
+    # Must be set to serve without keys on an address that others can reach.
     no_auth: bool = False
     # Most client secrets (ek_...) that may be valid at once.
     max_client_secrets: int = 10_000

@@ -105,14 +105,14 @@ async def open_stream(engine: EngineApi, name: str, options: dict[str, str], *, 
 
 
 async def _feed(path: Path, stream: StreamApi, transcript: FileTranscript) -> None:
-    """Everything that can be decoded goes in; a fault in the file is raised once its good part has been finished."""
+    """Feed everything that can be decoded. A fault in the file is raised once its good part has been finished."""
     pieces = pieces_of(path)
     try:
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             transcript.samples += len(piece)
             await stream.feed(piece)
     finally:
-        # Whatever happened, the listener must come to an end.
+        # The listener must come to an end in any case.
         with contextlib.suppress(EngineError):
             await stream.finish()
 

@@ -1,5 +1,4 @@
-"""Sound that happens now, to captions in the terminal: from a file at its own pace or from a microphone, to an engine
-in this process or to a server."""
+"""Live captions in the terminal, of a microphone or of a file at its own pace, by an engine here or by a server."""
 
 from __future__ import annotations
 
@@ -146,7 +145,7 @@ async def _feed(
     send: Callable[[Samples], Awaitable[None]],
     finish: Callable[[], Awaitable[None]],
 ) -> None:
-    """Send the sound; whatever went wrong with it, what was sent is finished."""
+    """Send the sound. What was sent is finished even if the sound fails."""
     try:
         async for samples in sound:
             clock.start(len(samples))

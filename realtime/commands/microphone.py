@@ -1,4 +1,4 @@
-"""Sound from a microphone, by whatever this machine has for it."""
+"""Sound from a microphone, through the first recorder that this machine has."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def model_name(name: str) -> str:
 
 
 def fetch(name: str, *, fresh: bool = False) -> Path:
-    """Have a model here, saying on standard error what is fetched from where. A path to a checkpoint is itself."""
+    """The path of a model, fetched if need be; standard error says what is fetched. A path stays itself."""
     from rich.console import Console
 
     from engine.weights.store import available_models, cache_folder, pull, resolve

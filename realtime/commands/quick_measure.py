@@ -20,7 +20,7 @@ STREAMS = 2
 # The first seconds are left out: they hold less than a whole window of audio.
 WARM_UP_S = 4.0
 MEASURED_S = 8.0
-# What the engine may be kept busy with before streams wait for each other.
+# The share of its time an engine may be busy before streams wait for each other.
 USABLE_SHARE = 0.8
 
 

@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_port(host: str, port: int) -> None:
-    """Better now than after a model has been loaded."""
+    """Raise CommandFailed if the port cannot be had: better now than after a model has been loaded."""
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             pass
@@ -109,7 +109,7 @@ def set_up_logging() -> None:
 
     level = logging.DEBUG if is_debugging() else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # It says what it was told about every frame.
+    # Below that level it logs every frame.
     logging.getLogger("websockets").setLevel(logging.WARNING)
 
 

@@ -69,7 +69,7 @@ class Dialect(Protocol):
     """One way of speaking to a client."""
 
     name: str
-    # What the first telling message is cannot change this dialect any more.
+    # The dialect is certain: no message of the client changes it to another.
     fixed: bool
     # A binary frame without a byte in it means that no more audio will come.
     empty_frame_ends: bool

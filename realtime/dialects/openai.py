@@ -39,7 +39,7 @@ from realtime.session.events import (
 )
 from realtime.session.settings import INCLUDE_LOGPROBS, INCLUDE_WORDS, Settings
 
-# Sessions have no end of their own; clients that look want a moment in the future.
+# Sessions do not expire; clients that look at the expiry want a moment in the future.
 SHOWN_LIFETIME_S = 24 * 3600
 MAX_GAP_SAMPLES = 48_000 * 24 * 3600
 TRANSCRIPTION = "conversation.item.input_audio_transcription"
@@ -155,7 +155,7 @@ class OpenAIDialect:
         return self._extension(event)
 
     def _extension(self, event: ServerEvent) -> list[Json]:
-        """Events that OpenAI does not have; only clients that asked for them get them, and unknown ones harm nobody."""
+        """Events that OpenAI does not have. Most go only to clients that asked; clients ignore unknown ones."""
         match event:
             case Acknowledged():
                 return [self._event("input_audio_buffer.acknowledged", samples=event.source_samples)]

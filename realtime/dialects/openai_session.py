@@ -1,7 +1,8 @@
 """OpenAI session objects <-> Settings: the GA shape (nested) and the beta shape (flat).
 
-The merge rule: only keys that are present change, an explicit null clears. Keys, models and options nobody here knows
-are accepted in silence, because to most clients an error is fatal; only values that cannot be right are refused.
+The merge rule: a key that is present changes a setting, an explicit null clears it, other settings stay. Unknown keys,
+models and options are accepted in silence, because to most clients an error is fatal; only values that cannot be right
+are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from realtime.session.settings import (
     TurnDetection,
 )
 
-# Clients of these models leave turn detection out and mean that they commit themselves.
+# A client of these models that leaves turn detection out means to commit by itself.
 STREAMING_MODELS = ("gpt-realtime-whisper", "gpt-live-transcribe")
 DELAYS = ("minimal", "low", "medium", "high", "xhigh")
 MAX_DELAY_MS = 60_000

@@ -20,7 +20,7 @@ from realtime.session.events import (
 from realtime.session.settings import AudioFormat, Settings
 
 VLLM_RATE = 16_000
-# A position of the models that are served this way: what a client sees as prompt tokens.
+# One prompt token, as a client sees it, is one position of the models that are served this way.
 MS_PER_PROMPT_TOKEN = 80
 
 

@@ -29,7 +29,7 @@ MAX_PROMPT_CHARACTERS = 4096
 
 @dataclass(frozen=True, slots=True)
 class UploadRequest:
-    """What the client asked for; what nobody here supports was dropped already."""
+    """What the client asked for. Fields that are not supported here were dropped already."""
 
     response_format: str
     language: str | None
@@ -58,7 +58,7 @@ class Transcript:
 
 
 def read_request(form: dict[str, Any]) -> UploadRequest:
-    """Check the form fields. Lists come as `name[]` or `name`; fields nobody here knows are ignored."""
+    """Check the form fields. Lists come as `name[]` or `name`; unknown fields are ignored."""
     response_format = form.get("response_format") or "json"
     if response_format not in FORMATS:
         text = f"'response_format' must be one of {', '.join(FORMATS)}."
@@ -66,7 +66,7 @@ def read_request(form: dict[str, Any]) -> UploadRequest:
     prompt = str(form.get("prompt") or "")[:MAX_PROMPT_CHARACTERS]
     granularities = form.get("timestamp_granularities[]", form.get("timestamp_granularities"))
     stream = str(form.get("stream", "")).lower() in ("true", "1")
-    # OpenAI ignores the wish for a stream with this model, so clients of it expect one answer.
+    # OpenAI ignores `stream` for this model, so its clients expect a single answer.
     stream = stream and form.get("model") != "whisper-1"
     language = form.get("language") or None
     return UploadRequest(response_format, language, prompt, stream, words="word" in str(granularities))

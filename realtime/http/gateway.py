@@ -43,7 +43,7 @@ class _Entrance:
 
 
 class Gateway:
-    """Serves sockets, and runs what goes on while the server does."""
+    """Serves sockets, and keeps the sessions' clock ticking while the server runs."""
 
     def __init__(self, context: Context) -> None:
         self.config = context.config
@@ -117,7 +117,7 @@ class Gateway:
         return _Entrance(entry, [encode_json(greeting)] if greeting else [], selected)
 
     def _enter_listen(self, websocket: WebSocket) -> _Entrance:
-        """The same for Deepgram's clients, who say everything in the query."""
+        """The same for Deepgram's clients, which say everything in the query."""
         offered: list[str] = websocket.scope.get("subprotocols", [])
         query = websocket.query_params
         caller = self._context.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
@@ -161,5 +161,5 @@ def _unknown() -> bool:
 
 
 def refused(refusal: Refusal) -> Response:
-    """What a client is answered that gets nothing else."""
+    """A refusal as an HTTP response."""
     return JSONResponse(refusal.body(), refusal.status, refusal.headers())

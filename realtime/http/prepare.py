@@ -21,7 +21,7 @@ from realtime.http.files import READ_BYTES
 from realtime.http.forms import FormReader
 from realtime.session.events import Samples
 
-# Rendering answers in one piece; longer audio is cut by whoever sends it.
+# A rendering is answered in one piece; the client must cut longer audio itself.
 MAX_RENDER_SECONDS = 600
 MAX_INJECT_BYTES = 64 * 1024 * 1024
 
@@ -32,7 +32,7 @@ class PrepareRoutes:
     def __init__(self, context: Context, forms: FormReader) -> None:
         self._context = context
         self._forms = forms
-        # The read-only processor has one cache; it is used by one request at a time, off the event loop.
+        # The read-only processor has one cache, so one request at a time uses it, off the event loop.
         self._one_at_a_time = asyncio.Lock()
 
     async def render(self, request: Request) -> Response:

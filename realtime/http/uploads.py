@@ -48,7 +48,7 @@ class UploadRoutes:
         return Response(body, media_type=media_type)
 
     async def _transcribe(self, file: UploadFile, wanted: UploadRequest, request: Request) -> Transcript:
-        """Nobody waits for the answer to a client that is gone: its place goes to the next file."""
+        """The whole transcript. A client that leaves gives its place to the next file."""
         work = asyncio.create_task(self._transcriber.transcribe(file.file, wanted), name="upload")
         gone = asyncio.create_task(_disconnected(request), name="upload's client")
         try:
@@ -78,7 +78,7 @@ class UploadRoutes:
         return wanted, file
 
     async def _stream(self, file: UploadFile, wanted: UploadRequest, form: FormData) -> Response:
-        """Begin the answer only when the first text or the end is there: until then a refusal has its own status."""
+        """The answer begins with the first text or the end; until then a refusal can have a status of its own."""
         transcript = Transcript(self._context.engine.spec.sample_rate)
         deltas = self._transcriber.deltas(file.file, wanted, transcript)
         first = await anext(deltas, None)

@@ -111,7 +111,7 @@ class Connection:
                 await self._pace.wait()
             if mistaken and self._pace_of_mistakes is not None:
                 await self._pace_of_mistakes.wait()
-            # While messages wait, receiving them gives way to nobody.
+            # Receiving a message that waits already does not give way to other clients, so the share runs on.
             fresh = not more
             if more and now - began >= SHARE_S:
                 await self._turnstile.wait()

@@ -1,4 +1,4 @@
-"""What the gateway needs of the engine, as protocols: `engine.client` fulfils them, and so do the doubles in tests."""
+"""What the gateway needs of the engine, as protocols. `engine.client` fulfils them, and so do the doubles in tests."""
 
 from __future__ import annotations
 

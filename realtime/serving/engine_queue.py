@@ -1,7 +1,7 @@
 """What a session has for its engine stream and the stream has not taken yet: in order, and bounded.
 
-Policy when it is full: whoever reads the client's socket waits for room, so that a client that sends faster than the
-engine listens is slowed by TCP and never costs memory.
+Policy when it is full: the reader of the client's socket waits for room, so a client that sends faster than the engine
+listens is slowed by TCP and never costs memory.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ PIECE_BYTES = 64 * 1024
 
 
 class Inbox:
-    """Client messages -> core events. Knows the dialect and the audio format of the moment; survives a reconnect."""
+    """Turns client messages into core events. Outlives the socket: a reconnected client goes on with the same inbox."""
 
     def __init__(self, live: LiveSession, facts: SessionFacts) -> None:
         self._live = live
@@ -153,7 +153,7 @@ class Inbox:
                 await asyncio.sleep(0)
 
     def _choose_dialect(self, message: Json) -> None:
-        """Clients do not say which dialect they speak; their first telling message does."""
+        """Clients do not name their dialect; the first message that only one dialect has gives it away."""
         kind = message.get("type")
         dialect: Dialect | None = None
         if (kind == "session.update" and "session" not in message) or (

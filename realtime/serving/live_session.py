@@ -308,7 +308,7 @@ class LiveSession:
         try:
             stream = await self._engine.open(name, delay_positions=delay, options=options)
         except ValueError as error:
-            # An option this model does not know is harmless to the client: go on without.
+            # The client loses nothing by an option that this model does not know: go on without it.
             log.info("session %s: opened without options: %s", self.id, error)
             stream = await self._engine.open(f"{name}.plain", delay_positions=delay)
         self._stream = stream

@@ -50,7 +50,7 @@ class Entry:
     def count_audio(self, metrics: Metrics) -> None:
         """Add what came and what was heard since the last call.
 
-        Done now and then, not with every message: a counter costs as much as the rest of a message's way.
+        Called now and then, not with every message: a counter costs as much as everything else about a message.
         """
         received_s, heard_s = self.live.session.source_ms / 1000, self.live.session.heard_seconds
         metrics.audio_in.inc(received_s - self.received_s)

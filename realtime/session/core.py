@@ -6,7 +6,7 @@ in order. One engine stream runs through the whole session; turns are cut inside
 - a turn that ends asks the engine to flush; text that arrives before the answer belongs to that turn;
 - where speech detection ends a turn, audio of the next one may already be with the engine, so words are told apart
   by their times;
-- items are serialised: text of a later turn waits until every earlier turn is completed;
+- turns speak one at a time: text of a later turn waits until every earlier turn is completed;
 - samples are counted, never timed: each appended sample is fed to the engine once.
 """
 
@@ -314,7 +314,7 @@ class Session:
     # The engine and the way out
 
     def _flush(self, at_pause: bool = False) -> None:
-        # An engine that runs out says everything anyway.
+        # A stream that is being finished says everything anyway.
         if self.phase is not Phase.FINISHING:
             self._marks.append(self.appended)
             self._effects.append(FlushEngine(at_pause))

@@ -14,7 +14,7 @@ from realtime.session.words import ends_sentence
 
 # Shorter sounds are clicks, not speech.
 MIN_SPEECH_MS = 64
-# A pause this long is worth asking the model for all it has heard, so that the text can be judged.
+# After a pause this long the model is asked for all it has heard, so that the text can be judged.
 PROBE_MS = 250
 FINISHED_MS = {"high": 300, "medium": 500, "auto": 500, "low": 900}
 UNFINISHED_MS = {"high": 2000, "medium": 4000, "auto": 4000, "low": 8000}

@@ -39,7 +39,7 @@ class TurnDetection:
     prefix_padding_ms: int = 300
     silence_duration_ms: int = 500
     eagerness: str = "auto"
-    # So much audio without speech is committed as an empty item, and the client told; None: silence is just silence.
+    # Silence that lasts so long is committed as an empty item, and the client is told; None turns that off.
     idle_timeout_ms: int | None = None
     # Sub-fields that change nothing here (create_response, ...) but are echoed as the client sent them.
     extra: tuple[tuple[str, Any], ...] = ()

@@ -1,4 +1,4 @@
-"""The stall guard: speech is heard but no text comes, while everything looks healthy. Pure.
+"""The stall guard notices that speech is heard and no text comes, although everything looks healthy. Pure.
 
 It keeps the audio since the last text, bounded, so that a fresh engine stream can hear it again.
 """
@@ -29,7 +29,7 @@ class StallGuard:
         self._kept_samples = 0
         self._speech_samples = 0
         self._last_sign: float | None = None
-        # Each firing without text in between waits twice as long: music is not speech that got lost.
+        # The guard waits twice as long after each firing that brought no text: music is not speech that got lost.
         self._patience = 1
 
     @property

@@ -1,4 +1,4 @@
-"""Which text belongs to which turn: routing, serialising and completing items; pure.
+"""Which text belongs to which turn: routing text, speaking of one turn at a time, completing turns; pure.
 
 Text comes in the order it was spoken. It goes to the oldest turn that still waits for text, or, where speech detection
 ended that turn and the word was spoken after its end, to a later one. Only the oldest unfinished turn may speak to
@@ -188,9 +188,10 @@ class Turns:
             turn.words.append(word)
 
     def _complete_passed(self, word: TimedWord) -> list[ServerEvent]:
-        """Finish turns that no flush was asked for, once a word comes from behind their end: text is in order.
+        """Finish turns that no flush was asked for, once a word was spoken after their end.
 
-        The silence that ended the turn lies between its last word and its end, so that times need not be exact.
+        Text comes in order, so nothing more belongs to them. Word times need not be exact: the silence that ended a
+        turn lies between its last word and its end.
         """
         out: list[ServerEvent] = []
         while self.ended and not self.ended[0].flushed and not _within(word, self.ended[0]):
