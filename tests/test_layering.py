@@ -42,10 +42,51 @@ FLOORS: dict[str, set[str]] = {
     "engine/runner/frames": {"engine", "engine/core", "engine/models", "engine/weights", "engine/runner"},
     "engine/runner/windowed": {"engine", "engine/core", "engine/models", "engine/runner"},
     "engine/server": {"engine", "engine/boundary", "engine/core", "engine/runner", "engine/weights"},
+    "realtime": set(),
+    "realtime/session": {"audio", "engine", "realtime"},
+    "realtime/dialects": {"realtime", "realtime/session"},
+    "realtime/metrics": {"engine/client", "realtime/session"},
+    "realtime/serving": {
+        "audio",
+        "engine",
+        "engine/client",
+        "realtime",
+        "realtime/dialects",
+        "realtime/metrics",
+        "realtime/session",
+    },
+    "realtime/http": {
+        "audio",
+        "engine",
+        "engine/client",
+        "realtime",
+        "realtime/dialects",
+        "realtime/metrics",
+        "realtime/serving",
+        "realtime/session",
+    },
+    "realtime/client": set(),
+    "realtime/bench": {"audio", "realtime/client"},
+    "realtime/commands": {
+        "audio",
+        "engine",
+        "engine/client",
+        "engine/weights",
+        "realtime",
+        "realtime/bench",
+        "realtime/client",
+        "realtime/serving",
+        "realtime/session",
+    },
 }
 OPENINGS: dict[str, set[str]] = {
     # The one place in the gateway that starts an engine.
     "engine/client/handles.py": {"engine/server"},
+    # This command is the engine process.
+    "realtime/commands/engine.py": {"engine/server", "engine/boundary"},
+    # The composition root: the only module that builds objects of all packages, and the server around them.
+    "realtime/app.py": {"engine", "engine/client", "realtime/http", "realtime/metrics", "realtime/serving"},
+    "realtime/cli.py": {"engine", "realtime/commands"},
 }
 
 
@@ -127,6 +168,13 @@ def test_core_imports_only_plain_python_and_the_shared_data() -> None:
         if folder(path) == "engine/core":
             for top in {name.partition(".")[0] for name in imports(file)} - {"engine"}:
                 assert top in sys.stdlib_module_names and top not in forbidden, f"{path} imports {top}"
+
+
+def test_the_session_core_does_no_io() -> None:
+    for path, file in sources().items():
+        if folder(path) in ("realtime/session", "realtime/dialects", "audio"):
+            names = {name.partition(".")[0] for name in imports(file)}
+            assert not names & {"asyncio", "anyio", "time", "zmq", "starlette", "uvicorn", "websockets"}, path
 
 
 def test_torch_stays_where_it_lives() -> None:
