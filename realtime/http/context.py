@@ -44,4 +44,10 @@ class Context:
             raise
 
     def caller_of(self, request: Request) -> Caller:
-        return self.caller(request.headers, [], request.client.host if request.client else "")
+        """Who sends a plain request; raises Refusal. Client secrets are made for sockets alone."""
+        caller = self.caller(request.headers, [], request.client.host if request.client else "")
+        if caller.is_secret:
+            self.metrics.refused.labels("auth").inc()
+            text = "A client secret opens realtime sockets only; use an API key from your own server for this."
+            raise Refusal(403, "client_secret_not_allowed", text)
+        return caller

@@ -13,3 +13,8 @@ class Caller:
 
     name: str
     settings: Settings | None = None
+
+    @property
+    def is_secret(self) -> bool:
+        """A browser that was given a client secret. It may open sockets, and nothing else."""
+        return self.settings is not None

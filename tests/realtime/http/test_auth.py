@@ -33,6 +33,7 @@ def test_client_secrets_expire_and_are_limited() -> None:
     secret = keeper.issue(caller, Settings(language="de"), 60)
     assert keeper.check(secret.value, "").settings == Settings(language="de")
     assert keeper.check(secret.value, "").name == caller.name
+    assert keeper.check(secret.value, "").is_secret and not caller.is_secret
     keeper.issue(caller, Settings(), 60)
     with pytest.raises(Refusal) as refused:
         keeper.issue(caller, Settings(), 60)
