@@ -102,20 +102,6 @@ class EdgeDetector:
             return self._listen(start, loud, quiet)
         return self._follow(start, loud, quiet)
 
-    def force_fall(self, sample: int) -> Fall | None:
-        """End the stretch at `sample`, which may lie ahead of the frames seen so far; None if none was open.
-
-        Either way the next stretch begins at `sample` at the earliest, and frames before it are ignored.
-        """
-        self._check_not_past(sample)
-        fall = None
-        if self.state is EdgeState.SPEAKING:
-            fall = Fall(sample, speech_end_sample=sample)
-        elif self.state is EdgeState.STOPPING:
-            fall = Fall(sample, speech_end_sample=self._speech_end)
-        self._end_stretch(sample)
-        return fall
-
     def reset(self, sample: int | None = None) -> None:
         """Forget an open stretch without a fall, as when its audio is dropped. Time goes on.
 

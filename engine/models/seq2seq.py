@@ -195,11 +195,6 @@ class Int8Linear(nn.Module):
         return product if self.bias is None else product.add_(self.bias)
 
 
-def int8_supported() -> bool:
-    """Whether this build of torch has fast 8-bit kernels for this processor."""
-    return any(engine in torch.backends.quantized.supported_engines for engine in ("onednn", "x86"))
-
-
 def quantise_linears(module: nn.Module) -> None:
     """Replace every linear layer inside `module` by its 8-bit form."""
     supported = torch.backends.quantized.supported_engines

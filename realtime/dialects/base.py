@@ -86,9 +86,6 @@ class Dialect(Protocol):
     def write(self, event: ServerEvent, settings: Settings) -> list[Json]:
         """The wire form of a core event: none, one or several objects."""
 
-    def bad_message(self, fault: ClientFault) -> Json:
-        """The error event for a message that could not be read."""
-
 
 def text_field(message: Json, name: str) -> str:
     """A required string of a client event."""

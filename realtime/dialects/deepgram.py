@@ -148,9 +148,6 @@ class DeepgramDialect:
             case _:
                 return []
 
-    def bad_message(self, fault: ClientFault) -> Json:
-        return _error(fault.code, fault.message)
-
     def _delta(self, event: Delta) -> list[Json]:
         self._text += event.text
         self._words += event.words

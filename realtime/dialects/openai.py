@@ -165,9 +165,6 @@ class OpenAIDialect:
                 return [self._event("input_audio_buffer.injected", items=event.items)]
         return []
 
-    def bad_message(self, fault: ClientFault) -> Json:
-        return self._problem(fault.code, fault.message, fault.param, fault.event_id)
-
     def _event(self, kind: str, **fields: Any) -> Json:
         return {"type": kind, "event_id": self.facts.new_event_id(), **fields}
 

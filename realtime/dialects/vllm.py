@@ -89,9 +89,6 @@ class VllmDialect:
             case _:
                 return []
 
-    def bad_message(self, fault: ClientFault) -> Json:
-        return _error(fault.code, fault.message)
-
     def _usage(self, event: Completed) -> dict[str, Any]:
         milliseconds = (event.end - event.start) * 1000 // self.facts.sample_rate
         prompt = -(-milliseconds // MS_PER_PROMPT_TOKEN)

@@ -66,8 +66,6 @@ def test_an_empty_frame_is_refused(frame_samples: int) -> None:
 def test_what_was_judged_cannot_be_cut_off_again() -> None:
     detector = speaking()
     with pytest.raises(ValueError, match="past"):
-        detector.force_fall(7 * FRAME - 1)
-    with pytest.raises(ValueError, match="past"):
         detector.reset(7 * FRAME - 1)
     assert detector.state is EdgeState.SPEAKING
 
@@ -145,30 +143,30 @@ def test_a_new_threshold_judges_the_next_frame() -> None:
     assert run(detector, 0.7) == [Fall(8 * FRAME, 8 * FRAME)]
 
 
-@pytest.mark.parametrize(("probabilities", "speech_end"), [([], 9), ([QUIET], 7)])
-def test_a_forced_stop_ends_the_turn_ahead_of_the_frames(probabilities: list[float], speech_end: int) -> None:
+@pytest.mark.parametrize("probabilities", [[], [QUIET]])
+def test_a_reset_ends_the_turn_ahead_of_the_frames(probabilities: list[float]) -> None:
     detector = speaking()
     run(detector, *probabilities)
-    assert detector.force_fall(9 * FRAME) == Fall(9 * FRAME, speech_end * FRAME)
+    detector.reset(9 * FRAME)
     # Frames of the audio before still come in; they belong to the turn that was ended.
     run(detector, *[LOUD] * (2 - len(probabilities)))
     assert detector.state is EdgeState.QUIET
     assert run(detector, LOUD, LOUD) == [Rise(9 * FRAME)]
 
 
-def test_a_frame_across_a_forced_stop_counts_from_the_stop() -> None:
+def test_a_frame_across_a_reset_counts_from_the_reset() -> None:
     detector = speaking()
     middle = 7 * FRAME + FRAME // 2
-    detector.force_fall(middle)
+    detector.reset(middle)
     assert run(detector, LOUD, LOUD) == []
     assert run(detector, LOUD) == [Rise(middle)]
 
 
 @pytest.mark.parametrize("probabilities", [[QUIET], [LOUD]])
-def test_a_forced_stop_without_a_turn_is_no_event_but_a_border(probabilities: list[float]) -> None:
+def test_a_reset_without_a_turn_is_a_border(probabilities: list[float]) -> None:
     detector = EdgeDetector(SETTINGS)
     run(detector, *probabilities)
-    assert detector.force_fall(FRAME) is None
+    detector.reset(FRAME)
     assert run(detector, LOUD, LOUD) == [Rise(FRAME)]
 
 
@@ -213,6 +211,6 @@ def test_turns_alternate_and_never_overlap(settings: EdgeSettings, frames: list[
 
 def test_a_border_ahead_is_not_taken_back_by_a_reset() -> None:
     detector = speaking()
-    detector.force_fall(9 * FRAME)
+    detector.reset(9 * FRAME)
     detector.reset()
     assert run(detector, *[LOUD] * 4) == [Rise(9 * FRAME)]
