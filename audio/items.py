@@ -24,9 +24,6 @@ from numpy.typing import NDArray
 
 _FLOAT32 = np.dtype(np.float32)
 
-# A gap becomes a mask with one entry per position; masks stay small.
-MAX_GAP_POSITIONS = 64
-
 
 # Compared by identity: equality of arrays is not a bool.
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +31,7 @@ class AudioItem:
     """Audio for `length` positions from `offset`; `sample` counts audio from the first sample of the session.
 
     `pcm` holds look-back, own samples and look-ahead in one contiguous array that belongs to the item, or is None for a
-    gap.
+    gap, which is one item however long it is.
     """
 
     offset: int
@@ -143,7 +140,8 @@ class ItemCutter:
                 items.append(self._release(first_silent, audio_per_position))
             # Nothing in the window is audible any more: the rest is arithmetic, however long the silence.
             positions, count = divmod(count, self._position)
-            items += self._release_gap(positions + 1, audio_per_position)
+            self._filled -= self._position
+            items.append(self._advance(positions + 1, audio_per_position, None))
         return items
 
     def _release(self, positions: int, audio_per_position: int) -> AudioItem:
@@ -158,15 +156,6 @@ class ItemCutter:
         # A short item must not keep the whole window alive.
         pcm = window if size == len(window) else window[:size].copy()
         return self._advance(positions, audio_per_position, pcm)
-
-    def _release_gap(self, positions: int, audio_per_position: int) -> list[AudioItem]:
-        self._filled -= self._position
-        items = []
-        while positions:
-            length = min(positions, MAX_GAP_POSITIONS)
-            items.append(self._advance(length, audio_per_position, None))
-            positions -= length
-        return items
 
     def _release_unfinished(self, audio_per_position: int) -> list[AudioItem]:
         """The positions of a window that is not full: it ends with the segment, or where padding begins or ends."""

@@ -69,6 +69,8 @@ class LimitsConfig:
     mistakes_per_second: float = 50.0
     # Audio one session may have waiting for the engine before its socket is read no further.
     audio_in_flight_s: float = 60.0
+    # Longest silence that a client may declare in one message instead of sending it.
+    gap_s: float = 86_400.0
     # Events and characters that may wait for a client that does not read, before it is closed with 1008.
     outbox_events: int = 1024
     outbox_characters: int = 1_000_000

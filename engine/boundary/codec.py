@@ -18,7 +18,7 @@ from engine import messages
 from engine.spec import ModelSpec
 
 # Goes up whenever an older peer could misread what is sent.
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 Frames = Sequence[Any]
 Payload = NDArray[np.float32]

@@ -36,15 +36,13 @@ def make_cutter(spec: ModelSpec) -> ItemCutter:
 
 
 def prepare(cutter: ItemCutter, cut: Iterable[AudioItem], spec: ModelSpec) -> list[Item]:
-    """Hash what the cutter has just made. A gap has no bytes and no key, only a mask."""
+    """Hash what the cutter has just made. A gap has no bytes and no key, only a length."""
     items = []
     for piece in cut:
         positions = piece.length * spec.samples_per_position
         came = min(positions, cutter.samples_in - piece.sample)
         item = Item(piece.offset, piece.length, piece.sample, samples=None if came == positions else came)
-        if piece.pcm is None:
-            item.mask = [False] * piece.length
-        else:
+        if piece.pcm is not None:
             item.key, item.payload = hash_payload(piece.pcm), piece.pcm
         items.append(item)
     return items

@@ -68,9 +68,10 @@ class Processor:
                 f"{where}: offset {item.offset}, length {item.length}, sample {item.sample}; the length "
                 "must be at least 1, the others 0 or more"
             )
-        if item.mask is not None and not any(item.mask):
-            if item.key or item.payload is not None:
-                raise ItemRefused(f"{where}: a gap carries no audio; leave out its key and data, or its mask")
+        empty = not item.key and item.payload is None
+        if item.mask is not None and not any(item.mask) and not empty:
+            raise ItemRefused(f"{where}: a gap carries no audio; leave out its key and data, or its mask")
+        if empty and (item.mask is None or not any(item.mask)):
             return
         if not isinstance(item.key, bytes) or len(item.key) != KEY_BYTES:
             raise ItemRefused(f"{where}: the key must be {KEY_BYTES} bytes, the blake2b hash of the data")

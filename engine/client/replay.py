@@ -84,11 +84,26 @@ class KeptAudio:
         return next((entry for entry in self._entries if isinstance(entry, Item)), None)
 
     def drop_before(self, position: int) -> Item | None:
-        """Let go of all items that end before `position`, and of the flushes between them; the first that stays."""
-        while (first := self.first()) is not None and first.offset + first.length <= position:
+        """Let go of all that lies before `position`, and of the flushes there; the first item that stays.
+
+        An item of audio is kept whole, a gap is cut: however long it is, no more of it is remembered than of audio.
+        """
+        while (first := self.first()) is not None and first.offset < position:
+            if first.offset + first.length > position and first.key:
+                break
             while self._entries.popleft() is not first:
                 pass
+            if first.offset + first.length > position:
+                self._entries.appendleft(self._rest_of_gap(first, position))
         return first
+
+    def _rest_of_gap(self, gap: Item, position: int) -> Item:
+        rate = self._spec.samples_per_position
+        covered = gap.length * rate if gap.samples is None else gap.samples
+        passed = min((position - gap.offset) * rate, covered)
+        length = gap.offset + gap.length - position
+        samples = None if gap.samples is None else covered - passed
+        return replace(gap, offset=position, length=length, sample=gap.sample + passed, samples=samples)
 
     def drop_flushes(self, tag: int) -> None:
         """Let go of the flushes up to this one, as far as no audio is kept from before them."""

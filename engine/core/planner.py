@@ -17,7 +17,6 @@ from engine.spec import ModelSpec
 # busier machine; with a smaller one a late stream catches up sooner.
 STRIDES_IN_TIME = 5
 _NO_PAGES: list[tuple[int, int, int]] = []
-_NO_ROWS: list[int] = []
 
 
 class Planner:
@@ -137,13 +136,14 @@ class Planner:
             if item.offset > position:
                 rows += [SILENCE_ROW] * (item.offset - position)
                 position = item.offset
-            if item.length == 1:
-                rows.append(held[index][0] if item.embeds else SILENCE_ROW)
-                position += 1
-                continue
-            span = timeline.range(index)
-            stop = min(span.end, end)
-            rows += span.rows(held.get(index, _NO_ROWS), position - span.offset, stop - span.offset, SILENCE_ROW)
+            stop = min(item.offset + item.length, end)
+            if not item.embeds:
+                rows += [SILENCE_ROW] * (stop - position)
+            elif item.length == 1:
+                rows.append(held[index][0])
+            else:
+                span = timeline.range(index)
+                rows += span.rows(held[index], position - span.offset, stop - span.offset, SILENCE_ROW)
             position = stop
         if position < end:
             rows += [SILENCE_ROW] * (end - position)

@@ -264,7 +264,7 @@ class Scheduler:
         return stream
 
     def _append(self, stream: Stream, item: Item, now: int) -> None:
-        embeds = item.length if item.mask is None else sum(item.mask)
+        embeds = sum(item.mask) if item.mask else item.length if item.key or item.payload is not None else 0
         if embeds > self._max_item_embeds:
             raise ItemTooLarge(
                 stream.id, f"an item of {embeds} embeddings; cut items to at most {self._max_item_embeds}"

@@ -42,7 +42,7 @@ class Timeline:
         if offset < self.end or item.length < 0:
             raise ValueError(self._complaint(item))
         if item.mask is None:
-            item.embeds = item.length
+            item.embeds = item.length if item.key else 0
         else:
             span = PlaceholderRange(offset, item.length, item.mask)
             item.embeds = span.num_embeds()

@@ -63,6 +63,8 @@ class SessionFacts:
     # Set when the session can be resumed: the token, and for how many seconds it is kept after a disconnect.
     resume_token: str = ""
     resume_seconds: int = 0
+    # The longest silence a client may declare in one event.
+    gap_seconds: float = 24 * 3600.0
 
 
 class Dialect(Protocol):

@@ -41,7 +41,6 @@ from realtime.session.settings import INCLUDE_LOGPROBS, INCLUDE_WORDS, Settings
 
 # Sessions do not expire; clients that look at the expiry want a moment in the future.
 SHOWN_LIFETIME_S = 24 * 3600
-MAX_GAP_SAMPLES = 48_000 * 24 * 3600
 TRANSCRIPTION = "conversation.item.input_audio_transcription"
 CONVERSATION_EVENTS = ("conversation.item.", "response.", "output_audio_buffer.")
 
@@ -114,8 +113,11 @@ class OpenAIDialect:
             if isinstance(duration_ms, bool) or not isinstance(duration_ms, int | float):
                 raise ClientFault("invalid_value", "A gap needs 'samples' or 'duration_ms'.", param="duration_ms")
             samples = duration_ms * settings.format.rate / 1000
-        if isinstance(samples, bool) or not isinstance(samples, int | float) or not 0 <= samples <= MAX_GAP_SAMPLES:
-            raise ClientFault("invalid_value", "A gap lasts from 0 to 24 hours.", param="samples")
+        most_s = self.facts.gap_seconds
+        longest = most_s * settings.format.rate
+        if isinstance(samples, bool) or not isinstance(samples, int | float) or not 0 <= samples <= longest:
+            text = f"A gap lasts from 0 to {most_s:g} seconds (limits.gap_s)."
+            raise ClientFault("invalid_value", text, param="samples")
         return round(samples)
 
     # Server -> client

@@ -35,6 +35,9 @@ class EngineQueue:
     def put(self, command: EngineCommand) -> None:
         if isinstance(command, Feed):
             self.samples += len(command.samples)
+        elif isinstance(command, FeedGap):
+            # Declared silence is audio: a model may have to hear every position of it.
+            self.samples += command.samples
         self._commands.append(command)
         self._wake.set()
 

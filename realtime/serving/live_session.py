@@ -264,7 +264,10 @@ class LiveSession:
                 finally:
                     self._queue.heard(len(samples))
             case FeedGap(samples):
-                await self._hear(samples, group)
+                try:
+                    await self._hear(samples, group)
+                finally:
+                    self._queue.heard(samples)
             case FlushEngine(at_pause):
                 await self._flush(at_pause)
             case FinishEngine():

@@ -179,6 +179,7 @@ class Sessions:
             new_event_id=_counter(f"event_{secrets.token_hex(6)}"),
             resume_token=f"rt_{secrets.token_urlsafe(24)}" if resume_s else "",
             resume_seconds=int(resume_s),
+            gap_seconds=self._config.limits.gap_s,
         )
 
     def find(self, token: str, caller: Caller) -> Entry:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
+
 from engine import messages
 from realtime.session.events import Reanchor, Samples
 
 SPEECH_PROBABILITY = 0.6
 # Kept before the last sure point, so that a replay does not begin inside a word.
 MARGIN_SECONDS = 1.0
+# Shorter pieces of audio are kept together.
+JOINED_SAMPLES = 1600
 
 
 class StallGuard:
@@ -40,8 +44,8 @@ class StallGuard:
         """Audio that begins at sample `start` is on its way to the engine; a plain count is declared silence."""
         if not self._kept:
             self._kept_from = start
-        self._kept.append(audio)
         self._kept_samples += _length(audio)
+        self._kept.append(_joined(self._kept.pop(), audio) if self._kept and _fit(self._kept[-1], audio) else audio)
         if self._kept_samples > self._keep_samples:
             self.forget_before(self._kept_from + self._kept_samples - self._keep_samples)
 
@@ -87,6 +91,19 @@ class StallGuard:
             self._kept_samples -= dropped
             if dropped < _length(oldest):
                 self._kept.appendleft(oldest - dropped if isinstance(oldest, int) else oldest[dropped:])
+
+
+def _fit(last: Samples | int, audio: Samples | int) -> bool:
+    """Whether two pieces may become one: tiny ones must not cost more than the samples in them."""
+    if isinstance(last, int) or isinstance(audio, int):
+        return isinstance(last, int) and isinstance(audio, int)
+    return len(last) + len(audio) <= JOINED_SAMPLES
+
+
+def _joined(last: Samples | int, audio: Samples | int) -> Samples | int:
+    if isinstance(last, int) or isinstance(audio, int):
+        return _length(last) + _length(audio)
+    return np.concatenate((last, audio))
 
 
 def _length(audio: Samples | int) -> int:

@@ -260,8 +260,8 @@ class TestSpeech:
         hour, detector = 45_000, LoudnessDetector()
         loop = engine(EchoRunner(WINDOWED), detector, gated=True)
         items = [letter(position, 1, WINDOWED) for position in range(10)]
-        items += [Item(at, 64, at * 1280, mask=[False] * 64) for at in range(10, hour, 64)]
-        end = items[-1].offset + 64
+        items.append(Item(10, hour, 10 * 1280))
+        end = 10 + hour
         items += [letter(end + index, 2 if index < 10 else 0, WINDOWED) for index in range(20)]
         loop.submit([Open("a"), Feed("a", items)], 0)
         outputs = drain(loop)

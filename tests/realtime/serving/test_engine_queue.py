@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 
 from realtime.serving.engine_queue import EngineQueue
-from realtime.session.events import Feed, FlushEngine
+from realtime.session.events import Feed, FeedGap, FlushEngine
 
 
 def test_audio_counts_until_the_engine_has_heard_it() -> None:
@@ -19,6 +19,16 @@ def test_audio_counts_until_the_engine_has_heard_it() -> None:
     assert queue.take() is audio and queue.full
     queue.heard(101)
     assert not queue.full and queue.take() == FlushEngine() and len(queue) == 0
+
+
+def test_declared_silence_is_audio_too() -> None:
+    queue = EngineQueue(max_samples=100, max_commands=1000)
+    for _ in range(11):
+        queue.put(FeedGap(10))
+    assert queue.full
+    assert queue.take() == FeedGap(10)
+    queue.heard(10)
+    assert not queue.full
 
 
 def test_commands_are_bounded_too() -> None:

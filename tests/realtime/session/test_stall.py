@@ -35,3 +35,17 @@ def test_stall_needs_speech_and_time_and_can_be_switched_off() -> None:
     assert not guard.stalled(100.0)
     guard.heard_speech(0.3, 100 * RATE, 101.0)
     assert not guard.stalled(200.0)
+
+
+def test_tiny_pieces_are_kept_together() -> None:
+    """A sample a message, declared or sent, must not cost an object a sample."""
+    guard = StallGuard(RATE, 8.0, 30.0)
+    audio = np.arange(5000, dtype=np.float32)
+    for sample in range(5000):
+        guard.keep(sample, audio[sample : sample + 1])
+    for sample in range(5000, 10_000):
+        guard.keep(sample, 1)
+    replay = guard.reanchor(10_000, 0.0).replay
+    assert len(replay) <= 5 and guard.kept_samples == 10_000
+    assert replay[-1] == 5000
+    np.testing.assert_array_equal(np.concatenate([piece for piece in replay if not isinstance(piece, int)]), audio)
