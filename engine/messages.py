@@ -39,9 +39,10 @@ class Item:
 
     `payload` is float32 PCM with the model's look-back and look-ahead around the item's own samples, and `key` is the
     hash of its bytes. A gap (declared silence, lost packets) has no key and no payload, only its length: it moves the
-    clock and carries no embedding. `mask`, if there is one, says which positions of the payload do. `samples` is how much audio the item covers: less than its positions hold when
-    a flush padded it, nothing for the silence a flush inserted; None means all of its positions. The engine sets
-    `arrival` and `embeds` (positions that carry an embedding) when the item comes in.
+    clock and carries no embedding. `mask`, where there is one, says which positions of the payload carry one.
+    `samples` is how much audio the item covers: less than its positions hold when a flush padded it, nothing for the
+    silence a flush inserted; None means all of its positions. The engine sets `arrival` and `embeds` (positions that
+    carry an embedding) when the item comes in.
     """
 
     offset: int
