@@ -99,8 +99,10 @@ class EngineClient:
                 try:
                     await self._running.seats.open_on(seat, opened)
                     return opened
-                except (AtCapacity, EngineDead) as error:
+                except BaseException as error:
                     opened.forsake()
+                    if not isinstance(error, (AtCapacity, EngineDead)):
+                        raise
                     refusal = error
         except BaseException:
             self._names.discard(stream)

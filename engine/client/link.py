@@ -18,8 +18,8 @@ from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import Frames, WireCommand, WireError
 from engine.boundary.input_cache import SenderCache
-from engine.boundary.preparation import payload_bytes
 from engine.boundary.sockets import BEAT_SECONDS, SILENCE_SECONDS, Arrival, GatewaySocket, Numbering, package_version
+from engine.client.outbox import Command, Outbox, Source
 from engine.client.processor import Processor, warm_up
 from engine.errors import EngineDead, EngineError
 from engine.spec import ModelSpec
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.005
 # How long an acknowledgement may wait for commands to travel with.
 ACK_SECONDS = 0.02
-# A replay of many streams leaves in pieces, so that it stays within the credits.
-BATCH_BYTES = 1024 * 1024
 
 
 class EngineMismatch(EngineError):
@@ -46,9 +44,6 @@ class LinkEvents:
     on_progress: Callable[[codec.Progress], None]
     on_room: Callable[[], None]
     on_lost: Callable[[str], None]
-
-
-Queued = messages.Command | codec.Inject
 
 
 class EngineLink:
@@ -67,7 +62,7 @@ class EngineLink:
         self._loop = asyncio.get_running_loop()
         self._welcome: asyncio.Future[codec.Welcome] = self._loop.create_future()
         self._numbering = Numbering()
-        self._outbox: list[tuple[Queued, list[messages.Item]]] = []
+        self._outbox = Outbox()
         # Items of batches that were not taken yet: what a repair may ask for.
         self._under_way: dict[int, list[messages.Item]] = {}
         self._flush_timer: asyncio.TimerHandle | None = None
@@ -100,6 +95,8 @@ class EngineLink:
                 f"the engine at {self.address} runs tickertape {welcome.version} (wire {welcome.wire}), this gateway "
                 f"{package_version()} (wire {codec.WIRE_VERSION}); install the same version on both"
             )
+        if self.lost is not None:
+            raise EngineDead(self.lost)  # it broke while the welcome was on its way here
         self.engine, self.status = welcome.engine, welcome.status
         self.processor = Processor("main", welcome.spec, self.cache)
         # Nothing has been sent yet: the mirror is empty before and after, as the engine's cache is.
@@ -113,12 +110,18 @@ class EngineLink:
         """Whether the engine has taken enough of what was sent to be sent more."""
         return self._numbering.may_send
 
-    def send(self, command: Queued, items: list[messages.Item] | None = None) -> None:
+    def send(self, command: Command, items: list[messages.Item] | None = None) -> None:
         """Queue a command for the next batch; `items` are those it carries."""
         if self.lost is not None:
             return
-        self._outbox.append((command, items or []))
+        self._outbox.put((command, items or []))
         self._schedule_flush()
+
+    def pace(self, source: Source) -> None:
+        """Fetch what the source has to send, piece by piece, when nothing live waits."""
+        if self.lost is None:
+            self._outbox.pace(source)
+            self._schedule_flush()
 
     def close(self) -> None:
         """Leave. Idempotent; tells nobody but the engine."""
@@ -159,10 +162,10 @@ class EngineLink:
     def _flush(self) -> None:
         """Everything queued, as one message."""
         self._flush_timer = None
-        if not self._outbox or not self._numbering.may_send:
+        outbox = self._outbox.next_batch(self._numbering.next_number) if self._numbering.may_send else []
+        if not outbox:
             return
         self._flushed_at = self._loop.time()
-        outbox = self._next_batch()
         items = [item for _, carried in outbox for item in carried]
         travels = iter(self.processor.pack(items))
         payloads: list[codec.Payload] = []
@@ -173,19 +176,8 @@ class EngineLink:
         self._under_way[numbering.sent] = items
         self._acknowledge_later(cancel=True)
         self._socket.send(frames)
-        if self._outbox:
+        if self._outbox.has_more:
             self._schedule_flush()
-
-    def _next_batch(self) -> list[tuple[Queued, list[messages.Item]]]:
-        """From the head of the queue, as much as one message should carry."""
-        size = 0
-        for count, (_, items) in enumerate(self._outbox):
-            if size >= BATCH_BYTES:
-                batch, self._outbox = self._outbox[:count], self._outbox[count:]
-                return batch
-            size += sum(map(payload_bytes, items))
-        batch, self._outbox = self._outbox, []
-        return batch
 
     def _beat(self) -> None:
         if self._loop.time() - self._heard_at > SILENCE_SECONDS:
@@ -251,8 +243,9 @@ class EngineLink:
         taken = self._numbering.acknowledged(number)
         for batch in taken:
             self._under_way.pop(batch, None)
+            self._outbox.acknowledged(batch)
         if taken and self._numbering.may_send:
-            if self._outbox:
+            if self._outbox.has_more:
                 self._schedule_flush()
             self._events.on_room()
 
@@ -280,7 +273,10 @@ class EngineLink:
 
 
 def _wire_command(
-    command: Queued, carried: list[messages.Item], travels: Iterator[bool], payloads: list[codec.Payload]
+    command: messages.Command | codec.Inject,
+    carried: list[messages.Item],
+    travels: Iterator[bool],
+    payloads: list[codec.Payload],
 ) -> WireCommand:
     """A command for the header; payloads that must travel are appended to `payloads`."""
     items = []

@@ -1,20 +1,25 @@
 """Streams that lost their engine: they wait, and get another one as soon as there is one.
 
-The recovery promises: a stream that was lost is either waiting here, being reopened, on an engine, or ended; it is in
-one of these places at a time, and ends with a word to its reader when no engine comes in time.
+The recovery promises: a stream that was lost is in exactly one place. It is held until it is known who killed its
+engine, waits, is being reopened by one task, is on an engine, or has ended. Only `hold`, `release`, `forget` and the
+task that reopens a stream move it, and that task only while the stream is still its own. A stream for which no engine
+comes in time ends with a word to its reader.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine import messages
-from engine.client.seats import Seats
+from engine.client.seats import Seat, Seats
 from engine.client.stream import EngineStream
 from engine.errors import AtCapacity, EngineDead, EngineError
+
+logger = logging.getLogger(__name__)
 
 RETRY_S = 0.25
 # How long a suspect that neither kills the engine nor gets on is waited for, before the next one is tried.
@@ -36,11 +41,12 @@ class Recovery:
         self._seats = seats
         self._timeout_s = timeout_s
         self._clock = clock
+        self._held: set[EngineStream] = set()
         self._waiting: list[EngineStream] = []
+        self._reopening: dict[EngineStream, asyncio.Task[None]] = {}
         # The one suspect that is being tried, and since when.
         self._on_probation: tuple[EngineStream, float] | None = None
         self._wake = asyncio.Event()
-        self._reopening: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         while True:
@@ -52,17 +58,28 @@ class Recovery:
             self._place_waiting(self._clock())
 
     async def close(self) -> list[EngineStream]:
-        """Stop; returns the streams that still wait."""
-        for task in self._reopening:
+        """Stop; returns the streams that are on no engine."""
+        tasks = dict(self._reopening)
+        for task in tasks.values():
             task.cancel()
-        await asyncio.gather(*self._reopening, return_exceptions=True)
-        return list(self._waiting)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        return [*self._held, *self._waiting, *tasks]
 
-    def take(self, streams: list[EngineStream]) -> None:
-        """These streams have lost their engine."""
+    def hold(self, streams: list[EngineStream]) -> None:
+        """Their engine is lost; they stay here until `release`. One that no engine ever took is its opener's matter."""
         if self._on_probation is not None and self._on_probation[0] in streams:
             self._on_probation = None
-        self._waiting += [stream for stream in streams if stream.is_open]
+        for stream in streams:
+            self._reopening.pop(stream, None)
+            if stream.is_open and stream.was_opened:
+                self._held.add(stream)
+
+    def release(self, streams: list[EngineStream]) -> None:
+        """It is known who killed the engine: whoever has not ended may have another one."""
+        for stream in streams:
+            if stream in self._held:
+                self._held.remove(stream)
+                self._waiting.append(stream)
         self._wake.set()
 
     def wake(self) -> None:
@@ -71,8 +88,15 @@ class Recovery:
 
     def forget(self, stream: EngineStream) -> None:
         """The stream has ended."""
+        self._held.discard(stream)
+        self._reopening.pop(stream, None)
         if stream in self._waiting:
             self._waiting.remove(stream)
+
+    def places_of(self, stream: EngineStream) -> list[str]:
+        """Where the stream is here; at most one place."""
+        places = {"held": self._held, "waiting": self._waiting, "being reopened": self._reopening}
+        return [name for name, streams in places.items() if stream in streams]
 
     def note_progress(self, stream: EngineStream) -> None:
         """The stream may have passed the point where its last engine stopped."""
@@ -89,16 +113,15 @@ class Recovery:
     def _place_waiting(self, now: float) -> None:
         self._review_probation(now)
         for stream in list(self._waiting):
-            if not stream.is_open:
-                self._waiting.remove(stream)
-            elif self._is_too_late(stream, now):
+            if self._is_too_late(stream, now):
                 self.counts.given_up += 1
                 stream.end(messages.Dead(f"no engine came back within {self._timeout_s:g} s"))
-            elif self._seats.links() and self._may_try(stream, now):
+                continue
+            seat = self._seats.place_for_lost()
+            if seat is not None and self._may_try(stream, now):
                 self._waiting.remove(stream)
-                task = asyncio.create_task(self._reopen(stream), name=f"reopen {stream.id}")
-                self._reopening.add(task)
-                task.add_done_callback(self._reopening.discard)
+                task = asyncio.create_task(self._reopen(stream, seat), name=f"reopen {stream.id}")
+                self._reopening[stream] = task
 
     def _is_too_late(self, stream: EngineStream, now: float) -> bool:
         lost_at = stream.place.lost_at
@@ -109,7 +132,7 @@ class Recovery:
         """Suspects of an engine whose last step nobody saw are tried one at a time."""
         if not stream.suspicion.must_wait:
             return True
-        if self._on_probation is not None:
+        if self._on_probation is not None and self._on_probation[0] is not stream:
             return False
         self._on_probation = (stream, now)
         return True
@@ -122,19 +145,23 @@ class Recovery:
             suspect.suspicion.must_wait = False
             self._on_probation = None
 
-    async def _reopen(self, stream: EngineStream) -> None:
-        for seat in self._seats.by_lag():
-            try:
-                await self._seats.open_on(seat, stream)
-            except AtCapacity:
-                continue
-            except EngineDead:
-                return  # lost again while it was opening, and queued by that loss
-            except (EngineError, ValueError) as error:
-                stream.end(messages.Failed(stream.id, type(error).__name__, str(error)))
-                return
+    async def _reopen(self, stream: EngineStream, seat: Seat) -> None:
+        mine = asyncio.current_task()
+        refusal: Exception | None = None
+        try:
+            await self._seats.open_on(seat, stream)
+        except (EngineError, ValueError) as error:
+            refusal = error
+        except Exception as error:
+            logger.exception("stream %s cannot be carried over", stream.id)
+            refusal = error
+        if self._reopening.get(stream) is not mine:
+            return  # it has ended, or its engine was lost again and it is held
+        del self._reopening[stream]
+        if refusal is None:
             self.note_progress(stream)
-            return
-        stream.place.link = None
-        if stream.is_open:
+            self._wake.set()
+        elif isinstance(refusal, (AtCapacity, EngineDead)):
             self._waiting.append(stream)
+        else:
+            stream.end(messages.Failed(stream.id, type(refusal).__name__, str(refusal)))

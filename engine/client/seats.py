@@ -10,10 +10,12 @@ from engine.client.capacity import streams_held
 from engine.client.handles import EngineHandle
 from engine.client.link import EngineLink
 from engine.client.stream import EngineStream
-from engine.errors import EngineDead, EngineError
+from engine.errors import AtCapacity, EngineDead
 
 # Lag that streams have even where there is plenty of room: they wait for the next stride or step.
 USUAL_LAG_MS = 1000.0
+# How many streams an engine may be asked about at once: whether it is full is known when it answers.
+OPENING_AT_ONCE = 16
 
 
 class Seat:
@@ -23,6 +25,11 @@ class Seat:
         self.engine = engine
         self.link: EngineLink | None = None
         self.streams: dict[str, EngineStream] = {}
+        # Streams that the engine was asked to take and has not answered about.
+        self.opening = 0
+        # Which process it was that the last link led to, and the last that was heard of it.
+        self.engine_id = ""
+        self.last_status = codec.Status()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.first_try: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -51,20 +58,33 @@ class Seats:
         ready = [(seat.link.status, seat) for seat in self.all if seat.link is not None]
         return [seat for _, seat in sorted(ready, key=order)]
 
+    def place_for_lost(self) -> Seat | None:
+        """An engine that seems to have a place for a stream that lost its own: nothing is sent to one that is full."""
+        for seat in self.by_lag():
+            assert seat.link is not None
+            status = seat.link.status
+            if seat.opening < OPENING_AT_ONCE and status.slots_used + seat.opening < status.slots_total:
+                return seat
+        return None
+
     async def open_on(self, seat: Seat, stream: EngineStream) -> None:
         """Raises what the engine answers, or EngineDead; then the stream is on no engine."""
-        if seat.link is None:
+        link = seat.link
+        if link is None:
             raise EngineDead(f"the engine at {seat.engine.address} is not running at the moment")
         seat.streams[stream.id] = stream
+        seat.opening += 1
         try:
-            await stream.open_on(seat.link)
-        except asyncio.CancelledError:
-            stream.forsake()
-            seat.streams.pop(stream.id, None)
+            await stream.open_on(link)
+        except BaseException as error:
+            if isinstance(error, AtCapacity):
+                # It knows better than its last report. The next report counts again.
+                link.status.slots_used = link.status.slots_total
+            if seat.streams.get(stream.id) is stream:
+                del seat.streams[stream.id]
             raise
-        except (EngineError, ValueError):
-            seat.streams.pop(stream.id, None)
-            raise
+        finally:
+            seat.opening -= 1
 
     def leave(self, stream: EngineStream) -> None:
         """The stream has said its last word."""

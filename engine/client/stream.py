@@ -12,20 +12,18 @@ from numpy.typing import NDArray
 
 from engine import messages
 from engine.boundary.preparation import make_cutter, prepare
+from engine.client.delivery import Delivery
 from engine.client.link import EngineLink
 from engine.client.outputs import Outputs
 from engine.client.placement import Placement
 from engine.client.processor import ItemRefused
-from engine.client.replay import AskedFlush, KeptAudio, Replay, memory_for
+from engine.client.replay import KeptAudio, memory_for
 from engine.client.suspicion import Suspicion
 from engine.errors import AtCapacity, BadOption, DuplicateStream, EngineDead, EngineError, StreamFailed, StreamFinished
 from engine.messages import Item
 from engine.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
-
-# Items of a replay that travel in one command.
-REPLAY_ITEMS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +53,15 @@ class EngineStream:
         self._outputs = Outputs(spec.sample_rate, self.wake)
         self._tags = 0
         self._unanswered: set[int] = set()
+        self._was_opened = False
         self._finished = False
         self._aborted = False
         self._ended = False
         self._prepared_only = False
         self._room = asyncio.Event()
         self._opened: asyncio.Future[None] | None = None
+        # The way to the engine that carries the stream now, or is asked to.
+        self._delivery: Delivery | None = None
 
     # For the gateway.
 
@@ -136,8 +137,7 @@ class EngineStream:
         if self._ended:
             return
         self._finished = self._aborted = True
-        self._send(messages.Abort(self.id))
-        if self.place.link is None:
+        if self._delivery is None or not self._delivery.abort():
             self.end(messages.Closed(self.id, self._kept.end_sample))
 
     def __aiter__(self) -> AsyncIterator[messages.Output]:
@@ -146,7 +146,8 @@ class EngineStream:
     # For the client that owns the stream.
 
     async def open_on(self, link: EngineLink) -> None:
-        """Open or reopen here, replaying what is kept. Raises what the engine answers, or EngineDead."""
+        """Open or reopen here, replaying what is kept. Raises what the engine answers, or EngineDead; then no engine
+        carries the stream."""
         self._opened = opened = asyncio.get_running_loop().create_future()
         replay = self._memory.replay(self._kept)
         self.place.begin(link, replay)
@@ -158,41 +159,34 @@ class EngineStream:
             catch_up_until=replay.catch_up_until,
             suspect=self.place.engine_count(suspicion.spot) if suspicion.alone else None,
         )
-        link.send(opening, replay.known)
-        self._send_replay(link, replay)
-        await opened
-
-    def _send_replay(self, link: EngineLink, replay: Replay) -> None:
-        run: list[Item] = []
-        for entry in [*replay.entries, None]:
-            if run and (not isinstance(entry, Item) or len(run) == REPLAY_ITEMS):
-                link.send(messages.Feed(self.id, []), run)
-                run = []
-            if isinstance(entry, Item):
-                run.append(entry)
-            elif isinstance(entry, AskedFlush):
-                link.send(messages.Flush(self.id, entry.tag, entry.at_pause))
-        if self._finished:
-            link.send(messages.Finish(self.id))
+        self._delivery = Delivery(link, opening, replay, self._finished)
+        try:
+            await opened
+        except (EngineError, ValueError):
+            self._leave_engine()
+            raise
 
     @property
     def is_open(self) -> bool:
         """Whether its last output is still to come."""
         return not self._ended
 
+    @property
+    def was_opened(self) -> bool:
+        """Whether any engine ever carried it."""
+        return self._was_opened
+
     def forsake(self) -> None:
         """The stream is not wanted any more by the one who opened it; nobody reads its outputs."""
-        self._send(messages.Abort(self.id))
+        if self._delivery is not None:
+            self._delivery.abort()
         self._ended = True
 
     def detach(self, why: str, now: float) -> None:
         """The engine is lost. Until another takes over, audio is kept and nothing is sent."""
         self.place.lose(now, self._kept.end)
-        if self._opened is not None and not self._opened.done():
-            self._opened.set_exception(EngineDead(why))
-        self._room.set()
-        if self._aborted:
-            self.end(messages.Closed(self.id, self._kept.end_sample))
+        self._answer_open(EngineDead(why))
+        self._leave_engine()
 
     def uncomputed(self) -> range:
         """What may have been computed when the engine died."""
@@ -203,6 +197,9 @@ class EngineStream:
         self.place.from_engine(output)
         match output:
             case messages.Opened():
+                self._was_opened = True
+                if self._delivery is not None:
+                    self._delivery.opened()
                 self._answer_open(None)
             case messages.Text():
                 self._outputs.put(self._memory.hear(output))
@@ -274,12 +271,19 @@ class EngineStream:
         if not items or self._ended:
             return
         self._kept.add(items)
-        if self.place.link is not None:
-            self.place.link.send(messages.Feed(self.id, []), self.place.to_engine(items))
+        if self._delivery is not None:
+            self._delivery.send(messages.Feed(self.id, []), self.place.to_engine(items))
 
     def _send(self, command: messages.Command) -> None:
-        if self.place.link is not None and not self._ended:
-            self.place.link.send(command)
+        if self._delivery is not None and not self._ended:
+            self._delivery.send(command)
+
+    def _leave_engine(self) -> None:
+        """No engine carries the stream now."""
+        self._delivery = self.place.link = None
+        self._room.set()
+        if self._aborted:
+            self.end(messages.Closed(self.id, self._kept.end_sample))
 
     def _answer_open(self, error: EngineError | ValueError | None) -> None:
         opened = self._opened

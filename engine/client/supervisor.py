@@ -45,13 +45,13 @@ class EngineMetrics:
     recovery_seconds_sum: float = 0.0
     recent_recovery_seconds: list[float] = field(default_factory=list)
 
-    def add_link(self, link: EngineLink) -> None:
-        self.input_cache.add(link.cache.stats)
-        self.encoder_queries += link.status.encoder_queries
-        self.encoder_hits += link.status.encoder_hits
-        self.steps += link.status.steps
-        self.step_ns.update(link.status.step_ns)
-        self.blank_guard += link.status.blank_guard
+    def add_life(self, status: codec.Status) -> None:
+        """What one engine process counted from its start."""
+        self.encoder_queries += status.encoder_queries
+        self.encoder_hits += status.encoder_hits
+        self.steps += status.steps
+        self.step_ns.update(status.step_ns)
+        self.blank_guard += status.blank_guard
 
 
 class Supervisor:
@@ -98,14 +98,28 @@ class Supervisor:
         self.seats.leave(stream)
         self._recovery.forget(stream)
 
+    def place_of(self, stream: EngineStream) -> str:
+        """The one place where the stream is; for tests."""
+        places = self._recovery.places_of(stream)
+        seats = [seat for seat in self.seats.all if seat.streams.get(stream.id) is stream]
+        if not stream.is_open:
+            assert not places and not seats, f"stream {stream.id} has ended and is {places}, on {len(seats)} engines"
+            return "ended"
+        if places != ["being reopened"]:
+            places += ["on an engine"] * len(seats)
+        assert len(places) == 1 and len(seats) <= 1, f"stream {stream.id} is {places}, on {len(seats)} engines"
+        return places[0]
+
     def metrics(self) -> EngineMetrics:
         past, counts = self._past, self._recovery.counts
         total = replace(past, input_cache=replace(past.input_cache), step_ns=Counter(past.step_ns))
         total.streams_recovered, total.streams_given_up = counts.recovered, counts.given_up
         total.recovery_seconds_sum = counts.seconds_sum
         total.recent_recovery_seconds = list(self._recovery.recent_seconds)
-        for link in self.seats.links():
-            total.add_link(link)
+        for seat in self.seats.all:
+            if seat.link is not None:
+                total.input_cache.add(seat.link.cache.stats)
+            total.add_life(seat.last_status if seat.link is None else seat.link.status)
         return total
 
     # The life of an engine.
@@ -156,7 +170,14 @@ class Supervisor:
                 f"{self.spec.name!r} on the other engines; behind one gateway all must be the same"
             )
         self.spec = spec
-        seat.link = link
+        self._greet(seat, link)
+
+    def _greet(self, seat: Seat, link: EngineLink) -> None:
+        """The link is good. It may lead to the process that the last one led to, which then has not begun anew."""
+        if seat.engine_id not in ("", link.engine):
+            self._past.add_life(seat.last_status)
+            self._past.restarts += 1
+        seat.engine_id, seat.link = link.engine, link
 
     def _events(self, seat: Seat) -> LinkEvents:
         def on_output(output: messages.Output) -> None:
@@ -195,17 +216,20 @@ class Supervisor:
         streams, seat.streams = list(seat.streams.values()), {}
         assert link is not None
         link.close()
-        self._past.restarts += 1
-        self._past.add_link(link)
+        seat.last_status = link.status
+        self._past.input_cache.add(link.cache.stats)
         logger.warning("%s; %d streams will be carried over", why, len(streams))
         now = self._clock()
         for stream in streams:
             stream.detach(why, now)
-        crashed = await seat.engine.crashed() or link.engine_failed
-        poisonous = self._poisonous(seat, streams, crashed)
-        if poisonous is not None:
-            self._end_poisonous(poisonous)
-        self._recovery.take(streams)
+        self._recovery.hold(streams)
+        try:
+            crashed = await seat.engine.crashed() or link.engine_failed
+            poisonous = self._poisonous(seat, streams, crashed)
+            if poisonous is not None:
+                self._end_poisonous(poisonous)
+        finally:
+            self._recovery.release(streams)
 
     def _end_poisonous(self, stream: EngineStream) -> None:
         self._past.poisonous_streams += 1

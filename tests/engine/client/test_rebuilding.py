@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from audio.containers import read_file
 from engine.boundary import codec
+from engine.client.outbox import Source
 from engine.client.stream import EngineStream, StreamLimits
 from engine.core.limits import Limits
 from engine.core.scheduler import Scheduler
@@ -61,6 +62,10 @@ class LocalLink:
         if isinstance(command, (Open, Feed)):
             command = replace(command, items=carried)
         self.loop.submit([command], 0)
+
+    def pace(self, source: Source) -> None:
+        while (piece := source.take()) is not None:
+            self.send(cast(Command, piece[0]), piece[1])
 
     def step(self) -> list[Output]:
         result = self.loop.step()
