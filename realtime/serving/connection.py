@@ -54,6 +54,7 @@ class Connection:
         self._abort = abort
         self._nothing_waits = nothing_waits
         self._turnstile = turnstile
+        self._reader: asyncio.Task[None] | None = None
         self._writer: asyncio.Task[None] | None = None
         self._hangup: Hangup | None = None
         self._pace: Pace | None = None
@@ -64,14 +65,13 @@ class Connection:
     ) -> Hangup | None:
         """Serve the socket; why the server closed it, or None if the client left by itself."""
         self._pace, self._pace_of_mistakes = pace, pace_of_mistakes
-        self.live.outbox.on_overrun = lambda: self.hang_up(
-            Hangup(CloseCode.POLICY, "the client does not read", "slow_reader")
-        )
+        if self._hangup is None:
+            self.live.outbox.on_overrun = self._overrun
         left = False
         try:
             async with asyncio.TaskGroup() as group:
                 self._writer = group.create_task(self._write(first_frames), name=f"writer {self.live.id}")
-                reader = group.create_task(self._read(), name=f"reader {self.live.id}")
+                self._reader = reader = group.create_task(self._read(), name=f"reader {self.live.id}")
                 # Somebody may have hung up while the socket was being opened.
                 if self._hangup is None:
                     await asyncio.wait((self._writer, reader), return_when=asyncio.FIRST_COMPLETED)
@@ -79,18 +79,24 @@ class Connection:
                 reader.cancel()
                 self._writer.cancel()
         finally:
-            self.live.outbox.on_overrun = None
+            # A socket that has taken the session over has put its own there by now.
+            if self.live.outbox.on_overrun == self._overrun:
+                self.live.outbox.on_overrun = None
         if self._hangup is None or left:
             return None
         await self.close(self._hangup)
         return self._hangup
 
     def hang_up(self, hangup: Hangup) -> None:
-        """Close this socket now, ahead of what waits to be sent."""
+        """Close this socket now, ahead of what waits to be sent. Nothing that it still reads counts."""
         if self._hangup is None:
             self._hangup = hangup
-            if self._writer is not None:
-                self._writer.cancel()
+            for task in (self._reader, self._writer):
+                if task is not None:
+                    task.cancel()
+
+    def _overrun(self) -> None:
+        self.hang_up(Hangup(CloseCode.POLICY, "the client does not read", "slow_reader"))
 
     async def _read(self) -> None:
         began, fresh = 0.0, True

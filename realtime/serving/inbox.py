@@ -45,10 +45,12 @@ class Inbox:
         self._intake.close()
 
     def reconnected(self) -> None:
-        """A new socket begins with a whole sample: bytes of an unfinished one were lost with the old socket."""
-        self._live.submit(self._intake.flush())
-        self._intake.close()
-        self._intake = Intake(self._live.session.settings.format)
+        """A new socket has the session: it goes on exactly after the samples that are counted from here on.
+
+        It begins with a whole sample: bytes of an unfinished one were lost with the old socket.
+        """
+        self.settle()
+        self._intake = self._intake.on_new_socket()
 
     def settle(self) -> None:
         """Hand on the audio that was waiting for more of it."""

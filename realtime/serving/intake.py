@@ -58,6 +58,14 @@ class Intake:
         rate = self.format.rate
         return Gap((source_samples * MODEL_RATE + rate // 2) // rate, source_samples, source_samples * 1000 / rate)
 
+    def on_new_socket(self) -> Intake:
+        """The intake of a client that comes back on another socket, with the samples from where this one stands.
+
+        Raw samples go on as if nothing had happened, but for the bytes of an unfinished one. A container begins anew.
+        """
+        self._reader.close()
+        return Intake(self.format) if self.format.container else self
+
     def close(self) -> None:
         self._reader.close()
 

@@ -30,6 +30,8 @@ log = logging.getLogger("tickertape.sessions")
 
 TICK_S = 0.25
 RATE_WINDOW_S = 60.0
+# Callers whose new sessions are counted; beyond so many in a minute, those that came first are counted anew.
+MAX_COUNTED_CALLERS = 10_000
 
 
 @dataclass(slots=True)
@@ -123,6 +125,8 @@ class Sessions:
         if not limit:
             return
         now = self._clock()
+        if caller.name not in self._arrivals and len(self._arrivals) >= MAX_COUNTED_CALLERS:
+            del self._arrivals[next(iter(self._arrivals))]
         recent = self._arrivals.setdefault(caller.name, deque())
         while recent and recent[0] <= now - RATE_WINDOW_S:
             recent.popleft()
@@ -226,12 +230,15 @@ class Sessions:
             due = self._clock() + TICK_S
             await asyncio.sleep(TICK_S)
             self._metrics.loop_lag.observe(max(0.0, self._clock() - due))
-            await self.tick()
+            try:
+                await self.tick()
+            except Exception:
+                log.exception("a tick failed; the next one comes all the same")
 
     async def tick(self) -> None:
         now = self._clock()
         for entry in list(self._entries.values()):
-            entry.live.tick()
+            await self._tick_live(entry)
             if entry.connection is None and entry.left_at is not None:
                 if not entry.live.resumable or now - entry.left_at >= self._config.session.resume_s:
                     await self.end(entry)
@@ -240,6 +247,16 @@ class Sessions:
         for name in [name for name, recent in self._arrivals.items() if recent[-1] < now - RATE_WINDOW_S]:
             del self._arrivals[name]
         self._update_gauges()
+
+    async def _tick_live(self, entry: Entry) -> None:
+        """Let time pass for one session. One that fails at it ends, and the others do not notice."""
+        try:
+            entry.live.tick()
+        except Exception:
+            log.exception("session %s failed", entry.live.id)
+            if entry.connection is not None:
+                entry.connection.hang_up(Hangup(CloseCode.INTERNAL, "internal error", "internal"))
+            await self.end(entry)
 
     def _check_time(self, entry: Entry, now: float) -> None:
         limits, connection = self._config.limits, entry.connection
@@ -275,7 +292,7 @@ class Sessions:
         while self._entries and self._clock() < deadline + 2.0:
             await asyncio.sleep(0.05)
             for entry in list(self._entries.values()):
-                entry.live.tick()
+                await self._tick_live(entry)
         for entry in list(self._entries.values()):
             if entry.connection is not None:
                 entry.connection.hang_up(Hangup(CloseCode.RESTART, "the server is restarting", "drain"))
