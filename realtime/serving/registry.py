@@ -153,7 +153,11 @@ class Sessions:
             dialect.start_settings(settings),
             self.engine.spec.sample_rate,
             _counter(f"item_{secrets.token_hex(6)}"),
-            SessionLimits(stall_seconds=config.session.stall_s, keep_seconds=config.session.keep_s),
+            SessionLimits(
+                stall_seconds=config.session.stall_s,
+                keep_seconds=config.session.keep_s,
+                max_turn_seconds=config.session.turn_s,
+            ),
         )
         limits = LiveLimits(
             max_audio_in_flight_s=config.limits.audio_in_flight_s,

@@ -55,9 +55,10 @@ class Boundaries:
         new_item_id: Callable[[], str],
         do: Callable[[Effect], None],
         flush: Callable[[bool], None],
+        max_turn_seconds: float,
     ) -> None:
         self.audio = AudioCount()
-        self.turns = Turns(new_item_id, sample_rate, trim_start=settings.trim_start)
+        self.turns = Turns(new_item_id, sample_rate, trim_start=settings.trim_start, max_seconds=max_turn_seconds)
         # Audio before the boundary is committed or cleared.
         self.boundary = 0
         self._boundary_ms = 0.0
@@ -149,8 +150,9 @@ class Boundaries:
             elif isinstance(sign, Paused):
                 self._flush(True)
             elif self.turns.current is not None:
-                self._end(sign.sample, now, by_time=True)
-                self._set_boundary(sign.sample, sign.sample * 1000 / self._rate)
+                end = max(sign.sample, self.boundary)
+                self._end(end, now, by_time=True)
+                self._set_boundary(end, end * 1000 / self._rate)
         detection = self._settings.turn_detection
         if detection is not None and detection.idle_timeout_ms is not None:
             self._end_silence(detection.idle_timeout_ms, now)
@@ -178,7 +180,10 @@ class Boundaries:
     def tell(self, events: list[ServerEvent], now: float) -> None:
         for event in events:
             self._send(event)
-            if isinstance(event, Completed):
+            if isinstance(event, Completed) and event.goes_on:
+                self.boundary = min(event.end, self.audio.appended)
+                self._boundary_ms = self.boundary * 1000 / self._rate
+            elif isinstance(event, Completed):
                 self._do(Measured("final_seconds", now - event.ended_at))
 
     # Inside

@@ -60,6 +60,8 @@ class SessionLimits:
     ack_interval_seconds: float = 0.25
     # Failures of engine streams in a row, without a word in between, that end the session.
     max_engine_failures: int = 3
+    # A turn that lasts longer ends after a word, and the next one goes on.
+    max_turn_seconds: float = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,9 @@ class Session:
         self.sample_rate = sample_rate
         self.limits = limits or SessionLimits()
         self._effects: list[Effect] = []
-        self._boundaries = Boundaries(settings, sample_rate, new_item_id, self._do, self._flush)
+        self._boundaries = Boundaries(
+            settings, sample_rate, new_item_id, self._do, self._flush, self.limits.max_turn_seconds
+        )
         self._turns, self._audio = self._boundaries.turns, self._boundaries.audio
         self._stall = StallGuard(sample_rate, self.limits.stall_seconds, self.limits.keep_seconds)
         # Flushes the engine has yet to answer: the sample each stands at.
@@ -227,7 +231,7 @@ class Session:
         if event.delta or event.words:
             self._stall.heard_text(event, self._engine_base, now)
             self._engine_failures = 0
-            self._boundaries.tell(self._turns.route(event, self._engine_base), now)
+            self._boundaries.tell(self._turns.route(event, self._engine_base, now), now)
             self._drain_if_idle()
 
     def _speech(self, event: messages.Speech, now: float) -> None:

@@ -164,6 +164,8 @@ class Completed:
     tokens: int
     # The session's time at which the turn was committed.
     ended_at: float
+    # The turn was only too long: the next one goes on with its next word.
+    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)

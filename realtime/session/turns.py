@@ -3,6 +3,9 @@
 Text comes in the order it was spoken. It goes to the oldest turn that still waits for text, or, where speech detection
 ended that turn and the word was spoken after its end, to a later one. Only the oldest unfinished turn may speak to
 the client; what later turns get is held until then.
+
+What is kept of an open turn is bounded: one that lasts too long ends after a word, is completed at once, and the next
+turn goes on with the word behind it. The engine is not asked for anything, so the cut changes no word.
 """
 
 from __future__ import annotations
@@ -14,11 +17,21 @@ from enum import Enum, auto
 
 from engine import messages
 from realtime.errors import IllegalEvent
-from realtime.session.events import Completed, Delta, ServerEvent, TimedWord
+from realtime.session.events import (
+    Committed,
+    Completed,
+    Delta,
+    ServerEvent,
+    SpeechStarted,
+    SpeechStopped,
+    TimedWord,
+)
 from realtime.session.words import WordCutter
 
 # Text heard outside any turn joins the next turn if it was spoken this shortly before; otherwise it was not speech.
 STRAY_SECONDS = 1.0
+# A turn with more text than this ends, however short it is: about three hours of speech.
+MAX_TURN_CHARACTERS = 150_000
 
 
 class TurnState(Enum):
@@ -59,6 +72,8 @@ class Turn:
     # How many of `words` have gone out with a delta.
     words_sent: int = 0
     tokens: int = 0
+    # Length of all its text, sent and held.
+    characters: int = 0
 
     def move(self, to: TurnState) -> None:
         if to not in TURN_MOVES[self.state]:
@@ -69,7 +84,9 @@ class Turn:
 class Turns:
     """The turns of a session that still matter: the open one, and those that wait for their last text."""
 
-    def __init__(self, new_item_id: Callable[[], str], sample_rate: int, *, trim_start: bool) -> None:
+    def __init__(
+        self, new_item_id: Callable[[], str], sample_rate: int, *, trim_start: bool, max_seconds: float
+    ) -> None:
         self.current: Turn | None = None
         self.ended: deque[Turn] = deque()
         self.last_committed: str | None = None
@@ -80,6 +97,7 @@ class Turns:
         # Where the loose end went; the rest of its word must follow it.
         self._loose_turn: Turn | None = None
         self._stray_samples = int(STRAY_SECONDS * sample_rate)
+        self._max_samples = int(max_seconds * sample_rate)
 
     def open(self, start: int) -> Turn:
         """Reserve an item for audio from `start` on."""
@@ -97,7 +115,8 @@ class Turns:
         assert self.current is not None
         turn, self.current = self.current, None
         turn.move(TurnState.COMMITTED)
-        turn.end, turn.ended_at, turn.by_time = end, now, by_time
+        # Detection may see a pause before the last word, where a long turn was cut.
+        turn.end, turn.ended_at, turn.by_time = max(end, turn.start), now, by_time
         self.last_committed = turn.item_id
         self.ended.append(turn)
         return turn
@@ -124,7 +143,7 @@ class Turns:
             return ""
         return "".join(self.current.sent[-4:] + self.current.held[-4:])
 
-    def route(self, text: messages.Text, base: int) -> list[ServerEvent]:
+    def route(self, text: messages.Text, base: int, now: float) -> list[ServerEvent]:
         """Route new text of the engine stream whose first sample is `base`."""
         taker = self.ended[0] if self.ended else self.current
         if taker is not None:
@@ -134,6 +153,8 @@ class Turns:
             place = self._loose_turn if piece.continues else self._place(piece.word)
             self._give(piece.fresh, piece.word, place)
             out += self._complete_passed(piece.word)
+            if self._is_too_long(piece.word):
+                out += self._cut_after(piece.word, now)
         return out + self.release()
 
     def release(self) -> list[ServerEvent]:
@@ -186,6 +207,30 @@ class Turns:
         elif turn.state in (TurnState.OPEN, TurnState.COMMITTED):
             turn.held.append(text)
             turn.words.append(word)
+            turn.characters += len(text)
+
+    def _is_too_long(self, word: TimedWord) -> bool:
+        """Whether the open turn must end after this word. Not if it was given the beginning of the next word too."""
+        turn = self.current
+        if turn is None or self.ended or self._cutter.gave_loose:
+            return False
+        return word.end - turn.start >= self._max_samples or turn.characters >= MAX_TURN_CHARACTERS
+
+    def _cut_after(self, word: TimedWord, now: float) -> list[ServerEvent]:
+        """End the open turn after its last word, and go on with another."""
+        assert self.current is not None
+        out, previous = self._speak(self.current), self.last_committed
+        turn = self.end(word.end, now, by_time=True)
+        assert turn.end is not None
+        if turn.announced:
+            out.append(SpeechStopped(turn.item_id, turn.end))
+        self.ended.remove(turn)
+        out += [Committed(turn.item_id, previous), *self._complete(turn, goes_on=True)]
+        following = self.open(turn.end)
+        following.announced = turn.announced
+        if following.announced:
+            out.append(SpeechStarted(following.item_id, following.start))
+        return out
 
     def _complete_passed(self, word: TimedWord) -> list[ServerEvent]:
         """Finish turns that no flush was asked for, once a word was spoken after their end.
@@ -198,15 +243,16 @@ class Turns:
             out += self._complete(self.ended.popleft())
         return out
 
-    def _complete(self, turn: Turn) -> list[ServerEvent]:
+    def _complete(self, turn: Turn, *, goes_on: bool = False) -> list[ServerEvent]:
         if turn.state is TurnState.CLEARED:
             return []
         out = self._speak(turn)
         turn.move(TurnState.COMPLETED)
         assert turn.end is not None
         transcript = "".join(turn.sent)
+        words = tuple(turn.words)
         done = Completed(
-            turn.item_id, transcript, tuple(turn.words), turn.start, turn.end, turn.tokens, ended_at=turn.ended_at
+            turn.item_id, transcript, words, turn.start, turn.end, turn.tokens, turn.ended_at, goes_on=goes_on
         )
         return [*out, done]
 

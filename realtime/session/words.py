@@ -46,6 +46,11 @@ class WordCutter:
             pieces.append(Piece(text[given:], timed, continues=given > 0))
         return pieces
 
+    @property
+    def gave_loose(self) -> bool:
+        """Part of a word that is still to come was given away."""
+        return self._given > 0
+
     def take_loose(self) -> str:
         """Give the loose end away now; the rest of its word will follow it."""
         text = self._loose[self._given :]
