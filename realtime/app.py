@@ -33,6 +33,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.gateway = gateway
         self._listening = asyncio.Event()
+        self.stopping = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -47,6 +48,7 @@ class Server(uvicorn.Server):
             task.result()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.stopping.set()
         for server in self.servers:
             server.close()
         await self.gateway.sessions.drain(self.gateway.config.server.drain_s)
@@ -65,8 +67,14 @@ class RunningServer:
     def port(self) -> int:
         return int(self.server.servers[0].sockets[0].getsockname()[1])
 
+    async def wait_until_stopping(self) -> None:
+        """Until somebody tells it to stop, or it ends by itself; running turns may still finish then."""
+        stopping = asyncio.create_task(self.server.stopping.wait())
+        await asyncio.wait((stopping, self.task), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+
     async def wait(self) -> None:
-        """Until somebody stops it."""
+        """Until it has stopped."""
         await self.task
 
 

@@ -7,7 +7,19 @@ import sys
 from collections.abc import Sequence
 
 from engine.errors import EngineError
-from realtime.commands import bench, check_config, completion, demo, doctor, engine, mic, pull, serve, transcribe
+from realtime.commands import (
+    bench,
+    check_config,
+    completion,
+    demo,
+    doctor,
+    engine,
+    mic,
+    pull,
+    serve,
+    status,
+    transcribe,
+)
 from realtime.commands.terminal import (
     DEBUG_VARIABLE,
     FAILED,
@@ -31,7 +43,7 @@ Exit codes: 0 done, 1 something failed, 2 the command line or the configuration 
 TICKERTAPE_DEBUG=1 shows a stack trace with every error; TICKERTAPE_CACHE says where models are kept.
 """
 
-_COMMANDS = (serve, engine, transcribe, mic, bench, demo, pull, doctor, check_config, completion)
+_COMMANDS = (serve, engine, status, transcribe, mic, bench, demo, pull, doctor, check_config, completion)
 
 
 def build_parser() -> argparse.ArgumentParser:

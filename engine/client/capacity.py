@@ -20,6 +20,17 @@ RETRY_LATER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
+class EngineShare:
+    """One engine that is connected: its streams, and how busy and how late it is."""
+
+    used: int
+    total: int
+    speaking: int
+    load: float
+    lag_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
     """Of all engines together. `used` of `total` places are taken; `counted` streams count as speaking, `holds` could.
 
@@ -37,6 +48,9 @@ class Capacity:
     holds: int = 0
     free: int = 0
     load_per_stream: float = 0.0
+    # Those that are connected, of so many that should be.
+    engines: tuple[EngineShare, ...] = ()
+    engines_wanted: int = 0
 
 
 def streams_held(status: Status, max_load: float) -> int:
@@ -65,4 +79,9 @@ def capacity_of(states: Sequence[Status], max_load: float) -> Capacity:
         holds=sum(held),
         free=free,
         load_per_stream=max((state.load_per_stream for state in states), default=0.0),
+        engines=tuple(
+            EngineShare(state.slots_used, state.slots_total, state.speaking, state.load, state.lag_ms)
+            for state in states
+        ),
+        engines_wanted=len(states),
     )

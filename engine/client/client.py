@@ -7,7 +7,7 @@ rebuilt from what the gateway kept, and goes on: its reader sees a pause, not a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,7 +111,9 @@ class EngineClient:
         raise refusal
 
     def capacity(self) -> Capacity:
-        return capacity_of([link.status for link in self._running.seats.links()], self._settings.max_load)
+        seats = self._running.seats
+        connected = capacity_of([link.status for link in seats.links()], self._settings.max_load)
+        return replace(connected, engines_wanted=len(seats.all))
 
     async def inject(self, items: Sequence[Item | None]) -> int:
         """Put items prepared elsewhere into the engines' caches; returns how many were taken. Raises ItemRefused.

@@ -38,7 +38,14 @@ class Answers:
         return JSONResponse(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self._started, "owned_by": "tickertape"}
+        options = list(self._context.engine.spec.options)
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "tickertape",
+            "options": options,
+        }
 
     async def client_secret(self, request: Request) -> Response:
         """A short-lived key for a browser, with the settings its sessions begin with."""
@@ -87,6 +94,17 @@ class Answers:
                 "max_load": self._context.limits.max_load,
                 "retry_after_s": capacity.retry_after_s,
                 "draining": self._sessions.draining,
+                "engines_wanted": capacity.engines_wanted,
+                "engines": [
+                    {
+                        "streams_used": engine.used,
+                        "streams_total": engine.total,
+                        "speaking": engine.speaking,
+                        "load": round(engine.load, 3),
+                        "lag_ms": round(engine.lag_ms),
+                    }
+                    for engine in capacity.engines
+                ],
             }
         )
 
