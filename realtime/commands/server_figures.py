@@ -14,8 +14,10 @@ from realtime.commands.terminal import CommandFailed
 SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 PREFIX = "tickertape_"
 # What `/capacity` of every server has.
-ROOM = ("sessions", "connected", "speaking", "streams_used", "streams_total", "streams_counted", "streams_that_hold")
-ROOM += ("streams_free", "load", "max_load")
+ROOM = (
+    *("sessions", "connected", "speaking", "load", "max_load"),
+    *("streams_used", "streams_total", "streams_counted", "streams_that_hold", "streams_free"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,5 +43,5 @@ def test_compose_services_are_pinned_and_configured_with_real_keys() -> None:
 def test_the_image_does_not_run_as_root_and_says_when_it_is_ready() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert re.search(r"^USER tickertape$", dockerfile, re.MULTILINE)
-    assert "HEALTHCHECK" in dockerfile and "/ready" in dockerfile
+    assert "HEALTHCHECK" in dockerfile and "--ready" in dockerfile
     assert all(re.search(r":\d+\.\d+\.\d+", line) for line in dockerfile.splitlines() if line.startswith("FROM"))
