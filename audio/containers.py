@@ -1,11 +1,11 @@
 """Containers and codecs (WebM, Ogg, MP3, FLAC, WAV, MP4, ...) -> float32 mono at 16 kHz, through PyAV.
 
-Two ways in, one way through: `read_file` pulls blocks out of a file of any length, `ContainerDecoder` takes the bytes
-of a stream that may never end as they arrive. Both hold no more than the piece at hand and what the codec needs.
+`read_file` pulls blocks out of a file of any length. `ContainerDecoder` takes the bytes of a stream that may never end,
+as they arrive. Both decode the same way, and hold no more than the piece at hand and what the codec needs.
 
 PyAV pulls bytes from a file object, so a `ContainerDecoder` has a thread on which PyAV runs, used as a coroutine:
-`push` hands one piece over and waits until PyAV asks for the next. Nothing queues up, the outcome depends on the bytes
-alone, and `push` takes as long as decoding the piece takes: call it off the event loop.
+`decode` hands one piece over and waits until PyAV asks for the next. Nothing queues up, and the outcome depends on the
+bytes alone. `decode` takes as long as the codec needs for the piece: call it off the event loop.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ READ_BYTES = 32_768
 
 Source = BinaryIO | BytePipe | Mp4Boxes
 
-# What may be opened. Others are not sound (subtitles, images) or follow references to further files (playlists).
+# What may be opened. Other formats are not sound (subtitles, images) or refer to further files (playlists).
 FILE_FORMATS = "aac,ac3,aiff,amr,asf,au,avi,caf,eac3,flac,flv,matroska,mov,mp3,mp4,mpeg,mpegts,ogg,w64,wav,webm"
 OPEN_OPTIONS = {"format_whitelist": FILE_FORMATS, "protocol_whitelist": "none"}
-# A stream's first samples must not wait until libav has five seconds to be sure of what it has already been told.
+# libav would read five seconds before it trusts a header, and a stream's first samples must not wait for that.
 # Nobody seeks in a stream, so libav's index of it stays small.
 STREAM_OPTIONS = OPEN_OPTIONS | {"analyzeduration": "1", "indexmem": "16384"}
 
@@ -100,7 +100,7 @@ class ContainerDecoder:
         thread.start()
         self._pipe.wait()
 
-    def push(self, data: bytes) -> list[NDArray[np.float32]]:
+    def decode(self, data: bytes) -> list[NDArray[np.float32]]:
         """Blocks of 16 kHz mono that `data` completes.
 
         Raises AudioError when the stream cannot be decoded (any further), on this and every later call; blocks from
@@ -109,18 +109,18 @@ class ContainerDecoder:
         if self._ended:
             raise ValueError("the stream has been flushed or closed")
         if data:
-            self._pipe.resume(data)
+            self._pipe.hand_over(data)
         return self._take_blocks()
 
     def flush(self) -> list[NDArray[np.float32]]:
-        """End the stream: the remaining blocks. Raises AudioError as `push` does, also if there was no audio at all."""
+        """End the stream: the remaining blocks. Raises AudioError as `decode` does, and for no audio at all."""
         self.close()
         return self._take_blocks()
 
     def close(self) -> None:
         """End the stream and its thread; harmless when done twice."""
         self._ended = True
-        self._pipe.resume(None)
+        self._pipe.hand_over(None)
 
     def abandon(self) -> None:
         """End the stream without waiting for its thread, which may be in the middle of a piece; nothing more comes."""
@@ -210,7 +210,7 @@ def _open(source: Source, head: bytes, container_format: str | None, options: di
 
 
 def _frames(packets: Iterator[av.Packet[AudioStream]], head: bytes) -> Iterator[av.AudioFrame]:
-    """Decoded frames up to the end or the first damage; the latter is an error, as is an end that came too early."""
+    """Decoded frames up to the end. Damage is an error, and so is an end that comes too early."""
     decoder: AudioCodecContext | None = None
     seconds = 0.0
     declared: float | None = None
@@ -259,7 +259,7 @@ def _wav_of_unknown_length(head: bytes) -> bool:
 
 
 def _to_model_rate(frames: Iterator[av.AudioFrame]) -> Iterator[NDArray[np.float32]]:
-    """Mixed down and resampled; a fault is raised after the last good sample has come out of the resampler."""
+    """The frames, mixed down and resampled. A fault is raised after the last good sample has been handed out."""
     resampler: Resampler | None = None
     fault: AudioError | None = None
     try:
@@ -269,7 +269,7 @@ def _to_model_rate(frames: Iterator[av.AudioFrame]) -> Iterator[NDArray[np.float
             elif resampler.rate != frame.sample_rate:
                 yield resampler.flush()
                 resampler = Resampler(frame.sample_rate)
-            yield resampler.push(_mix_down(frame))
+            yield resampler.resample(_mix_down(frame))
     except AudioError as error:
         fault = error
     if resampler is not None:

@@ -1,7 +1,7 @@
 """Raw sample formats: bytes as they arrive -> float32 mono samples in [-1, 1].
 
 A stream may be cut anywhere, also inside a sample, so a `Decoder` carries the bytes of an unfinished sample to the next
-push. Whole samples are read as views of the caller's bytes; only the conversion to float32 allocates.
+piece. Whole samples are read as views of the caller's bytes; only the conversion to float32 allocates.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _G711_TABLES = {Encoding.ULAW: _ulaw_table(), Encoding.ALAW: _alaw_table()}
 def checked_samples(samples: NDArray[np.float32]) -> NDArray[np.float32]:
     """The samples themselves when all lie in [-1, 1]; a clipped copy when some overshoot a little.
 
-    A slight overshoot is what any integer format would have clipped too, and must not end a session. NaN, infinity and
+    An integer format would have clipped a slight overshoot too, so it must not end a session. NaN, infinity and
     values far out of range cannot be sound, and would silently ruin everything that is computed from them.
     """
     if not len(samples):
@@ -93,10 +93,10 @@ class Decoder:
         self._sample_bytes = self.encoding.sample_bytes
         self._carry = b""
 
-    def push(self, data: bytes | memoryview) -> NDArray[np.float32]:
+    def decode(self, data: bytes | memoryview) -> NDArray[np.float32]:
         """Samples completed by `data`. The result may be a view of `data`, which must not change afterwards.
 
-        Raises BadSamples and forgets nothing: the refused piece is as if it had never been pushed.
+        Raises BadSamples and forgets nothing: the refused piece is as if it had never come.
         """
         if self._carry:
             data = self._carry + data
@@ -106,7 +106,7 @@ class Decoder:
         return samples
 
     def flush(self) -> int:
-        """End the stream: forget an unfinished sample and say how many bytes of it there were; 0 in a sound stream."""
+        """End the stream. Returns how many bytes of an unfinished sample are dropped; 0 if the stream was whole."""
         dangling = len(self._carry)
         self._carry = b""
         return dangling

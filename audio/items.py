@@ -2,7 +2,7 @@
 
 Audio comes in *segments*; a flush ends one. Position p of a segment owns samples [p * S, (p + 1) * S) and is encoded
 together with `look_back` samples before and `look_ahead` samples after them; outside the segment there is silence.
-So an item is released when its look-ahead has come, and cutting is the same however the samples arrive.
+So an item is released once its look-ahead has come, and the items are the same however the samples arrive.
 
 A position whose samples and look-around are all declared silence is a *gap*: it moves the clock and carries no audio.
 
@@ -24,9 +24,6 @@ from numpy.typing import NDArray
 
 _FLOAT32 = np.dtype(np.float32)
 
-# A gap becomes a mask with one entry per position; masks stay small.
-MAX_GAP_POSITIONS = 64
-
 
 # Compared by identity: equality of arrays is not a bool.
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +31,7 @@ class AudioItem:
     """Audio for `length` positions from `offset`; `sample` counts audio from the first sample of the session.
 
     `pcm` holds look-back, own samples and look-ahead in one contiguous array that belongs to the item, or is None for a
-    gap.
+    gap, which is one item however long it is.
     """
 
     offset: int
@@ -70,8 +67,8 @@ class ItemCutter:
         self._filled = look_back
         self._heard = 0
 
-    def push(self, samples: NDArray[np.float32]) -> list[AudioItem]:
-        """Take samples that follow those before them; the items they complete."""
+    def cut(self, samples: NDArray[np.float32]) -> list[AudioItem]:
+        """Take the next samples; returns the items they complete."""
         if samples.dtype != _FLOAT32 or samples.ndim != 1:
             raise ValueError("samples must be a one-dimensional float32 array")
         items: list[AudioItem] = []
@@ -87,8 +84,8 @@ class ItemCutter:
                 items.append(self._release(self._positions_per_item, self._position))
         return items
 
-    def gap(self, samples: int) -> list[AudioItem]:
-        """Take `samples` samples of declared silence, without anybody having to send them."""
+    def cut_gap(self, samples: int) -> list[AudioItem]:
+        """Take `samples` samples of silence that was declared and not sent; returns the items they complete."""
         if samples < 0:
             raise ValueError(f"a gap cannot have {samples} samples")
         self.samples_in += samples
@@ -120,8 +117,8 @@ class ItemCutter:
     def _take_silence(self, count: int, audio_per_position: int) -> list[AudioItem]:
         """Append zeros: items for positions that still touch sound, then gaps for the others.
 
-        A position can only be silent throughout if the silence reaches its last look-ahead sample, and then it is
-        released here, at once. So `push` never meets one.
+        A position is silent throughout only if the silence reaches its last look-ahead sample, and then it is released
+        here at once. So `cut` never meets a silent position.
         """
         items: list[AudioItem] = []
         while count:
@@ -143,7 +140,8 @@ class ItemCutter:
                 items.append(self._release(first_silent, audio_per_position))
             # Nothing in the window is audible any more: the rest is arithmetic, however long the silence.
             positions, count = divmod(count, self._position)
-            items += self._release_gap(positions + 1, audio_per_position)
+            self._filled -= self._position
+            items.append(self._advance(positions + 1, audio_per_position, None))
         return items
 
     def _release(self, positions: int, audio_per_position: int) -> AudioItem:
@@ -158,15 +156,6 @@ class ItemCutter:
         # A short item must not keep the whole window alive.
         pcm = window if size == len(window) else window[:size].copy()
         return self._advance(positions, audio_per_position, pcm)
-
-    def _release_gap(self, positions: int, audio_per_position: int) -> list[AudioItem]:
-        self._filled -= self._position
-        items = []
-        while positions:
-            length = min(positions, MAX_GAP_POSITIONS)
-            items.append(self._advance(length, audio_per_position, None))
-            positions -= length
-        return items
 
     def _release_unfinished(self, audio_per_position: int) -> list[AudioItem]:
         """The positions of a window that is not full: it ends with the segment, or where padding begins or ends."""

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 from audio.errors import CorruptAudio
 
-# Boxes that describe media take kilobytes; a larger one is passed on as it comes. Size 0 means: to the end.
+# A box that describes media takes kilobytes; a larger box is passed on as it comes. A box of size 0 lasts to the end.
 MAX_BOX_BYTES = 1 << 20
 MAX_MEDIA_BYTES = 1 << 62
 # libav remembers every packet of a fragmented MP4, about 4 KB per second of audio, until it is opened again.
@@ -31,7 +31,7 @@ class BytePipe:
 
     # The side that feeds
 
-    def resume(self, piece: bytes | None) -> None:
+    def hand_over(self, piece: bytes | None) -> None:
         """Hand over a piece, or None for the end, and wait until all of it is used."""
         if not self._finished:
             self._pieces.put(piece)
@@ -51,7 +51,7 @@ class BytePipe:
     # The side that reads
 
     def read(self, size: int) -> bytes:
-        """What is there, up to `size` bytes, and nothing only at the end of the stream."""
+        """Up to `size` bytes. Waits for the next piece if nothing is there; returns nothing only at the end."""
         if self._taken == len(self._piece) and not self._ended:
             self._turns.put(None)
             piece = self._pieces.get()
@@ -86,8 +86,8 @@ class Mp4Boxes:
     """An MP4 stream, made readable for libav from front to back and without end.
 
     Boxes that are not media arrive whole: libav steps back a few bytes when it reads one; in a stream it can do so only
-    within what it was last given, and loses its place otherwise. And now and then a long stream ends, to be opened
-    again as a new one with the same header, because libav's memory of a fragmented MP4 grows with every packet.
+    within what it was last given, and loses its place otherwise. A long stream is also
+    ended now and then and opened again with the same header: libav remembers every packet of a fragmented MP4.
     """
 
     def __init__(self, pipe: BytePipe) -> None:
@@ -100,7 +100,7 @@ class Mp4Boxes:
         self._next_part = b""
 
     def start_over(self) -> bool:
-        """After the end: True if the stream goes on as a new one, to be opened again."""
+        """Ask at the end: True if the stream goes on and has to be opened again."""
         self._box, self._next_part = self._next_part and self._header + self._next_part, b""
         self._fragments = 1
         return bool(self._box)
@@ -152,7 +152,7 @@ class Mp4Boxes:
 
 
 def _points_into_file(fragment: bytes) -> bool:
-    """True if the fragment says where its media are in the file, and not as usual how far behind the fragment."""
+    """True if the fragment gives the place of its media in the file; most give the distance from the fragment."""
     _, found, track_header = fragment.partition(b"tfhd")
     # A byte of version, then three of flags, of which the last bit says that an offset into the file follows.
     return not found or bool(int.from_bytes(track_header[1:4], "big") & 1)

@@ -23,7 +23,7 @@ MIN_RATE = 8_000
 MAX_RATE = 192_000
 
 # Doubling the rate is the one case in which soxr's variable-rate filter is exact in phase and length, and it holds back
-# 30 ms where the block filter holds back 116 ms. Telephone audio is where a listener waits for us, so it is worth it.
+# 30 ms where the block filter holds back 116 ms. Telephone audio comes at this rate, and its listeners wait for us.
 _DOUBLING_RATE = MODEL_RATE // 2
 
 
@@ -43,15 +43,15 @@ class Resampler:
                 rate, MODEL_RATE, 1, dtype="float32", quality="HQ", vr=rate == _DOUBLING_RATE
             )
 
-    def push(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
-        """What can be told so far; the same array when the rates are equal."""
+    def resample(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The samples that can be computed so far; the same array when the rates are equal."""
         if self._stream is None:
             return samples
         resampled: NDArray[np.float32] = self._stream.resample_chunk(samples)
         return resampled
 
     def flush(self) -> NDArray[np.float32]:
-        """The rest of what was pushed. The next sample pushed starts a new signal at the same ratio."""
+        """The rest of what has come. The next sample starts a new signal at the same ratio."""
         nothing = np.empty(0, np.float32)
         if self._stream is None:
             return nothing

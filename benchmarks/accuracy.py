@@ -41,13 +41,14 @@ from benchmarks.recordings import (
     one_session_per_clip,
     read_manifest,
 )
-from engine.build import DEFAULT_MODEL, EngineConfig, build_loop
+from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.errors import EngineError
-from engine.models.pretrained import load_speech_model
 from engine.models.silero import load_silero
-from engine.process import warm_up
 from engine.runner.speech import SpeechDetector
-from engine.weights import WeightsError, pull, resolve
+from engine.server.build import build_loop
+from engine.server.main import warm_up
+from engine.weights.pretrained import load_speech_model
+from engine.weights.store import WeightsError, pull, resolve
 from realtime.bench.words import Normaliser, english_normaliser
 
 # The microphone stays open after the last word; the engine must find the end of speech by itself.

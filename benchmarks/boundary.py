@@ -23,16 +23,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from audio.containers import read_file
-from engine.build import DEFAULT_MODEL, EngineConfig
-from engine.client import ClientSettings, EngineClient
-from engine.client_stream import EngineStream
+from engine.client.client import ClientSettings, EngineClient
+from engine.client.handles import MODEL_MODULES, EngineProcess
+from engine.client.stream import EngineStream
+from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
-from engine.loop import EngineLoop
 from engine.messages import Closed, Command, Feed, Open, StepOutput, Text
-from engine.process import MODEL_MODULES, Build, EngineProcess
+from engine.server.loop import EngineLoop
+from engine.server.main import Build
 from engine.spec import ModelSpec
 
 # The flagship's clock: one item per 80 ms, with its look-around.
@@ -254,7 +255,7 @@ async def savings(seconds: int) -> dict[str, dict[str, float]]:
 async def first_and_tenth(model: str, speech: NDArray[np.float32], warm: bool, cache_bytes: int) -> dict[str, float]:
     """Ten short requests one after the other: seconds of the first and the tenth, and the median of the later ones."""
     config = EngineConfig(model=model, threads=1)
-    _, client = await start(config, warm=warm, preload=MODEL_MODULES, cache_bytes=cache_bytes, warm_up=warm)
+    _, client = await start(config, warm=warm, preload=MODEL_MODULES, cache_bytes=cache_bytes)
     took = []
     for index in range(10):
         # Shifted a little each time, so that no request finds the audio of another in a cache.

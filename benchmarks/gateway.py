@@ -30,7 +30,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.asyncio.server import ServerConnection, serve
 
 from engine import messages
-from engine.capacity import Capacity
+from engine.client.capacity import Capacity
 from engine.spec import ModelSpec
 from realtime.app import build_server
 from realtime.config import Config, LimitsConfig, ServerConfig

@@ -16,11 +16,11 @@ from benchmarks.random_voxtral import random_model
 from engine.core.limits import Limits
 from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
-from engine.loop import EngineLoop
 from engine.messages import Feed, Item, Open
 from engine.models.voxtral_realtime import VoxtralRealtime, voxtral_mini_4b
-from engine.runner.memory import plan_memory
-from engine.runner.runner import RunnerSettings, VoxtralRunner
+from engine.runner.frames.memory import plan_memory
+from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
+from engine.server.loop import EngineLoop
 
 DELAYS = (1, 6, 30)
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from engine.models import kernels
-from engine.models.attention import Heads, KvPages, Span, attend_reference
-from engine.models.layers import RowScale, add_norm_reference, inverse_frequencies, rotary_angles, swiglu_reference
+from engine.models.attention import attend_reference
+from engine.models.layers import add_norm_reference, inverse_frequencies, rotary_angles, swiglu_reference
+from engine.models.operands import Heads, KvPages, RowScale, Span
 from engine.models.voxtral_realtime import voxtral_mini_4b
-from engine.runner.kv import PAGE_ROWS
+from engine.runner.frames.kv import PAGE_ROWS
 
 DTYPE = torch.bfloat16
 

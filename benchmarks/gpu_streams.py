@@ -26,17 +26,17 @@ import torch
 
 from benchmarks.random_voxtral import random_model
 from benchmarks.step_cost import Bench as HostBench
-from engine.collector import calm_collector
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, DecodeTask, StepPlan
 from engine.core.scheduler import Scheduler
-from engine.loop import EngineLoop
 from engine.messages import Abort, Feed, Item, Open
 from engine.models.voxtral_realtime import voxtral_mini_4b
-from engine.runner.batch import Payloads, StepRows
 from engine.runner.device import free_memory, require_device
-from engine.runner.memory import GIB, plan_memory
-from engine.runner.runner import RunnerSettings, VoxtralRunner
+from engine.runner.frames.batch import Payloads, StepRows
+from engine.runner.frames.memory import GIB, plan_memory
+from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
+from engine.server.collector import calm_collector
+from engine.server.loop import EngineLoop
 
 POSITION_NS = 80_000_000
 MAX_LAG_MS = 80.0
@@ -189,7 +189,7 @@ class Bench:
                 continue
             feed_ns += step_began - began - elapsed
             lags += [now - began - traffic.arrival(slots[task.slot], task.start) for task in self.probe.tasks]
-            times = loop.times
+            times = loop.meter.times
             steps.append(
                 Step(
                     whole=(now - step_began) / 1e6,
@@ -309,7 +309,7 @@ def plan_commit_ms(streams: int, steps: int = 60) -> float:
     times = []
     for _ in range(steps):
         bench.tick()
-        times.append((bench.loop.times.plan_ns + bench.loop.times.commit_ns) / 1e6)
+        times.append((bench.loop.meter.times.plan_ns + bench.loop.meter.times.commit_ns) / 1e6)
     return float(np.median(times))
 
 

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from benchmarks.recordings import SAMPLE_RATE, Part, Session
 from benchmarks.scoring import Emissions, TimedWord
-from engine.loop import EngineLoop
+from engine.boundary.preparation import make_cutter, prepare
 from engine.messages import Closed, Command, Dead, Failed, Feed, Finish, Open, Output, Refused, Speech, Text
-from engine.processor import make_cutter, prepare
+from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
 
 # What a client sends at a time.
@@ -136,7 +136,7 @@ class _Player:
         while not self.finished and self.next_at <= now:
             packet = self._samples[self._sent : self._sent + PACKET_SAMPLES]
             self._sent += len(packet)
-            items = prepare(cutter, cutter.push(packet), spec)
+            items = prepare(cutter, cutter.cut(packet), spec)
             self.finished = self._sent == len(self._samples)
             if self.finished:
                 silence = spec.flush_positions_for(spec.default_delay_positions)

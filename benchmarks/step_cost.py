@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.collector import calm_collector
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
-from engine.loop import EngineLoop
 from engine.messages import Feed, Item, Open
+from engine.server.collector import calm_collector
+from engine.server.loop import EngineLoop
 from engine.spec import KvGroup, ModelSpec
 
 RETAIN_EVERYTHING = 1 << 40

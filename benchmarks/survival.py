@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from benchmarks.live_run import resident_bytes
 from benchmarks.recordings import Session, joined_sessions, read_manifest
 from benchmarks.scoring import align, plain_words
-from engine.build import DEFAULT_MODEL, EngineConfig
-from engine.client import EngineClient
+from engine.client.client import EngineClient
+from engine.client.handles import EngineProcess
+from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.messages import Closed, Text
-from engine.process import EngineProcess
 
 PACKET_SECONDS = 0.08
 PAUSE_SECONDS = 1.0

@@ -24,12 +24,12 @@ class Open:
     options: dict[str, str] = field(default_factory=dict)
     # Tokens already emitted for the audio that is about to be replayed; they are forced, not sampled or emitted again.
     forced_tokens: list[int] = field(default_factory=list)
-    # Go on from here instead of from the beginning. `items` is the audio that was heard by then and is needed still.
-    checkpoint: Checkpoint | None = None
+    # Go on from here instead of from the beginning. `items` is the audio that was heard by then and is still needed.
+    state: StreamState | None = None
     items: list[Item] = field(default_factory=list)
     # Audio below this position waits because an engine was lost: it is heard stride by stride, as it would have been.
     catch_up_until: int = 0
-    # Positions at which an engine died with this stream in its step: they share no step with another suspect's.
+    # An engine died while it computed these positions: no step may hold them together with another suspect's.
     suspect: tuple[int, int] | None = None
 
 
@@ -38,10 +38,11 @@ class Item:
     """Prepared audio for `length` positions from `offset`.
 
     `payload` is float32 PCM with the model's look-back and look-ahead around the item's own samples, and `key` is the
-    hash of its bytes. A gap (declared silence, lost packets) has a mask of all False, no key and no payload: it moves
-    the clock and carries no embedding. `samples` is how much audio the item covers: less than its positions hold when
-    a flush padded it, nothing for the silence a flush inserted; None means all of its positions. The engine sets
-    `arrival` and `embeds` (positions that carry an embedding) when the item comes in.
+    hash of its bytes. A gap (declared silence, lost packets) has no key and no payload, only its length: it moves the
+    clock and carries no embedding. `mask`, where there is one, says which positions of the payload carry one.
+    `samples` is how much audio the item covers: less than its positions hold when a flush padded it, nothing for the
+    silence a flush inserted; None means all of its positions. The engine sets `arrival` and `embeds` (positions that
+    carry an embedding) when the item comes in.
     """
 
     offset: int
@@ -65,8 +66,8 @@ class Feed:
 class Flush:
     """Text for everything fed so far must come out without waiting for more audio; answered by `Flushed`.
 
-    `at_pause`: for everything that was said before the last pause, if the model hears a stream through a speech gate.
-    Audio behind the pause waits for what follows. So it does not matter when the message comes.
+    With `at_pause`, text is wanted only for what was said before the last pause, if the model hears the stream through
+    a speech gate. Audio after the pause waits for what follows it, so words do not depend on when the message comes.
     """
 
     stream: str
@@ -110,7 +111,7 @@ class Text:
     """New text of a stream; append-only, never revised. `words` are those this delta completed.
 
     `tokens` are all tokens since the last Text, blanks included: what a replay must force. Every sample before
-    `sample` has been heard. A long silence sends a Text with an empty delta now and then, so that neither grows stale.
+    `sample` has been heard. In a long silence a Text with an empty delta comes now and then, so that both stay fresh.
     """
 
     stream: str
@@ -131,12 +132,12 @@ class Speech:
 
 
 @dataclass(slots=True)
-class Checkpoint:
+class StreamState:
     """All that decides what a stream of a windowed model says from here on, apart from its audio.
 
-    One goes out with all that is said: whoever has received a text has also received the state after it, and can have
-    the stream rebuilt in exactly that state. Audio from position `audio_from` on is still needed; the engine has
-    received all before `position`, and the flushes up to `tag`. What is in `parts` concerns their owners only.
+    A state goes out with every text: a gateway that has received a text has also received the state after it, and can
+    have the stream rebuilt in exactly that state. Audio from position `audio_from` on is still needed; the engine has
+    received all audio before `position`, and the flushes up to `tag`. Each of `parts` is read only by what wrote it.
     """
 
     stream: str
@@ -191,7 +192,7 @@ class Dead:
     message: str
 
 
-Output = Text | Speech | Checkpoint | Opened | Flushed | Closed | Failed | Refused | Dead
+Output = Text | Speech | StreamState | Opened | Flushed | Closed | Failed | Refused | Dead
 
 
 @dataclass(slots=True)

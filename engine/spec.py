@@ -68,6 +68,8 @@ class ModelSpec:
     kv_groups: tuple[KvGroup, ...] = ()
     # Features that may come in place of an item's samples; None: the model takes samples only.
     features: FeatureShape | None = None
+    # Options that a stream may be opened with, such as a language; the model refuses others.
+    options: tuple[str, ...] = ()
 
     def flush_positions_for(self, delay_positions: int) -> int:
         """Silent positions that must be computed before the last word of a stream with this delay is out."""

@@ -18,12 +18,12 @@ from multiprocessing import get_context
 import numpy as np
 
 from audio.containers import read_file
-from engine.client import EngineClient
-from engine.input_cache import SenderCache
+from engine.boundary.input_cache import SenderCache
+from engine.client.client import EngineClient
+from engine.client.handles import RemoteEngine
+from engine.client.processor import Processor
+from engine.client.render import check_same_model, parse_items, render
 from engine.messages import Failed, Text
-from engine.process import RemoteEngine
-from engine.processor import Processor
-from engine.render import check_same_model, parse_items, render
 from engine.spec import ModelSpec
 
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from engine.build import DEFAULT_MODEL, EngineConfig
-from engine.client import ClientSettings
-from engine.client import EngineClient as BuiltClient
-from engine.process import Engine, EngineProcess, EngineThread, RemoteEngine
+from engine.client.client import ClientSettings, EngineClient
+from engine.client.handles import EngineHandle, EngineProcess, EngineThread, RemoteEngine
+from engine.config import DEFAULT_MODEL, EngineConfig
 from realtime.config import Config, ModelConfig
-from realtime.engine_face import EngineClient
-from realtime.engine_metrics import engine_collector
-from realtime.metrics import Metrics
-from realtime.protocols import RealtimeWebSocket, patient_http
-from realtime.server import Gateway, build_app
+from realtime.http.gateway import Gateway
+from realtime.http.routes import build_app
+from realtime.metrics.engine import engine_collector
+from realtime.metrics.gateway import Metrics
+from realtime.serving.engine_api import EngineApi
+from realtime.serving.uvicorn_patch import RealtimeWebSocket, patient_http
 
 log = logging.getLogger("tickertape")
 
@@ -33,6 +33,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.gateway = gateway
         self._listening = asyncio.Event()
+        self.stopping = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -47,6 +48,7 @@ class Server(uvicorn.Server):
             task.result()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.stopping.set()
         for server in self.servers:
             server.close()
         await self.gateway.sessions.drain(self.gateway.config.server.drain_s)
@@ -65,12 +67,18 @@ class RunningServer:
     def port(self) -> int:
         return int(self.server.servers[0].sockets[0].getsockname()[1])
 
+    async def wait_until_stopping(self) -> None:
+        """Until somebody tells it to stop, or it ends by itself; running turns may still finish then."""
+        stopping = asyncio.create_task(self.server.stopping.wait())
+        await asyncio.wait((stopping, self.task), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+
     async def wait(self) -> None:
-        """Until somebody stops it."""
+        """Until it has stopped."""
         await self.task
 
 
-def build_server(engine: EngineClient, config: Config, metrics: Metrics | None = None) -> Server:
+def build_server(engine: EngineApi, config: Config, metrics: Metrics | None = None) -> Server:
     """The gateway over a running engine, ready to `serve()`."""
     app = build_app(engine, config, metrics)
     settings = config.server
@@ -98,18 +106,16 @@ def build_server(engine: EngineClient, config: Config, metrics: Metrics | None =
     return Server(uvicorn_config, app.state.gateway)
 
 
-def calm_collector() -> None:
-    """All modules are loaded and stay: walking through them again and again would stop the event loop for tens of
-    milliseconds each time."""
+def freeze_modules() -> None:
+    """Take what is loaded now out of garbage collection. It stays for good, and each walk through it would stop the
+    event loop for tens of milliseconds."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
 
 
 @asynccontextmanager
-async def listening(
-    engine: EngineClient, config: Config, metrics: Metrics | None = None
-) -> AsyncIterator[RunningServer]:
+async def listening(engine: EngineApi, config: Config, metrics: Metrics | None = None) -> AsyncIterator[RunningServer]:
     """A gateway over a running engine, listening; stopped at the end. Raises OSError if it cannot listen."""
     server = build_server(engine, config, metrics)
     task = asyncio.create_task(_serve(server), name="server")
@@ -136,10 +142,10 @@ async def _serve(server: Server) -> None:
 async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     """Everything: the engine (ours or others'), its client, and the gateway, listening."""
     metrics = Metrics()
-    calm_collector()
+    freeze_modules()
     model = config.model
-    engines: list[Engine] = [RemoteEngine(address) for address in model.engines]
-    client = BuiltClient(
+    engines: list[EngineHandle] = [RemoteEngine(address) for address in model.engines]
+    client = EngineClient(
         engines or [EngineProcess(_engine_config(model))],
         ClientSettings(cache_bytes=model.input_cache_bytes, max_load=config.limits.max_load),
     )
@@ -154,10 +160,10 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
 
 
 @asynccontextmanager
-async def engine_in_thread(model: str, device: str = "auto", max_streams: int = 0) -> AsyncIterator[BuiltClient]:
+async def engine_in_thread(model: str, device: str = "auto", max_streams: int = 0) -> AsyncIterator[EngineClient]:
     """An engine inside this process, for commands that need no server."""
     config = EngineConfig(model=model, device=device, max_streams=max_streams)
-    client = BuiltClient([EngineThread(config)])
+    client = EngineClient([EngineThread(config)])
     await client.start()
     try:
         yield client

@@ -7,7 +7,19 @@ import sys
 from collections.abc import Sequence
 
 from engine.errors import EngineError
-from realtime.commands import bench, check_config, completion, demo, doctor, engine, mic, pull, serve, transcribe
+from realtime.commands import (
+    bench,
+    check_config,
+    completion,
+    demo,
+    doctor,
+    engine,
+    mic,
+    pull,
+    serve,
+    status,
+    transcribe,
+)
 from realtime.commands.terminal import (
     DEBUG_VARIABLE,
     FAILED,
@@ -31,7 +43,7 @@ Exit codes: 0 done, 1 something failed, 2 the command line or the configuration 
 TICKERTAPE_DEBUG=1 shows a stack trace with every error; TICKERTAPE_CACHE says where models are kept.
 """
 
-_COMMANDS = (serve, engine, transcribe, mic, bench, demo, pull, doctor, check_config, completion)
+_COMMANDS = (serve, engine, status, transcribe, mic, bench, demo, pull, doctor, check_config, completion)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,6 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
     for command in commands.choices.values():
         # A misspelt flag must not be taken for a longer one.
         command.allow_abbrev = False
+    # Completion scripts are made from the parser as a whole.
+    commands.choices["completion"].set_defaults(parser=parser)
     return parser
 
 
@@ -65,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has enough. Closing here keeps Python from complaining at exit.
+        # The reader of our output has left. Closing here keeps Python from complaining at exit.
         sys.stderr.close()
         return FAILED
     except Exception as error:

@@ -19,6 +19,8 @@ from types import UnionType
 from typing import Any
 
 ENVIRONMENT_PREFIX = "TICKERTAPE_"
+# Shorter turns would be cut in the middle of ordinary speech.
+MIN_TURN_S = 60.0
 
 
 class ConfigError(Exception):
@@ -46,7 +48,7 @@ class ServerConfig:
 class AuthConfig:
     # Keys that clients may use. Empty: anybody may connect, which only a loopback address allows by default.
     keys: tuple[str, ...] = ()
-    # Say so explicitly to serve without keys on an address others can reach.
+    # Must be set to serve without keys on an address that others can reach.
     no_auth: bool = False
     # Most client secrets (ek_...) that may be valid at once.
     max_client_secrets: int = 10_000
@@ -69,6 +71,8 @@ class LimitsConfig:
     mistakes_per_second: float = 50.0
     # Audio one session may have waiting for the engine before its socket is read no further.
     audio_in_flight_s: float = 60.0
+    # Longest silence that a client may declare in one message instead of sending it.
+    gap_s: float = 86_400.0
     # Events and characters that may wait for a client that does not read, before it is closed with 1008.
     outbox_events: int = 1024
     outbox_characters: int = 1_000_000
@@ -88,6 +92,8 @@ class SessionConfig:
     stall_s: float = 8.0
     # Most audio kept for that.
     keep_s: float = 30.0
+    # A turn that lasts longer ends after a word, and another one goes on: what is kept of an open turn is bounded.
+    turn_s: float = 3600.0
     # How long a session whose client asked for it waits to be resumed; 0 turns resuming off.
     resume_s: float = 120.0
     # Events kept for a client that resumes.
@@ -158,6 +164,8 @@ def check(config: Config) -> None:
             raise ConfigError(f"{name}: there is no file {file!r}")
     if config.limits.max_load > 1:
         raise ConfigError(f"limits.max_load is a share and cannot be more than 1, but is {config.limits.max_load:g}")
+    if config.session.turn_s < MIN_TURN_S:
+        raise ConfigError(f"session.turn_s must be at least {MIN_TURN_S:g}, not {config.session.turn_s:g}")
     if any(len(key) < 8 for key in auth.keys):
         raise ConfigError("auth.keys: a key must have at least 8 characters")
     if auth.keys and auth.no_auth:

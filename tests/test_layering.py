@@ -1,4 +1,8 @@
-"""Who may import whom: the rules of the architecture, read off the source."""
+"""Who may import whom: the rules of the architecture, read off the source.
+
+Every folder is a floor. `FLOORS` says what the modules of a folder may import of ours; whatever is not there is not
+allowed. `OPENINGS` are the few modules that may reach further, each with its reason.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,83 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
-OURS = {"audio", "engine", "realtime"}
-TORCH_HOMES = ("engine/runner/", "engine/models/", "engine/weights.py")
+OURS = ("audio", "engine", "realtime")
+TORCH = {"torch", "torchaudio", "triton"}
+TORCH_HOMES = ("engine/runner/", "engine/models/", "engine/weights/")
+MOST_MODULES = 10
+MOST_LINES = 400
+MOST_FUNCTION_LINES = 60
+MOST_CORE_LINES = 1500
+
+# `engine` and `realtime` stand for the modules at their root: the vocabulary of either.
+FLOORS: dict[str, set[str]] = {
+    "audio": set(),
+    "engine": set(),
+    "engine/core": {"engine"},
+    "engine/boundary": {"audio", "engine"},
+    "engine/client": {"engine", "engine/boundary"},
+    "engine/models": {"engine"},
+    "engine/weights": {"engine", "engine/core", "engine/models"},
+    "engine/runner": {
+        "engine",
+        "engine/core",
+        "engine/models",
+        "engine/weights",
+        "engine/runner/frames",
+        "engine/runner/windowed",
+    },
+    "engine/runner/frames": {"engine", "engine/core", "engine/models", "engine/weights", "engine/runner"},
+    "engine/runner/windowed": {"engine", "engine/core", "engine/models", "engine/runner"},
+    "engine/server": {"engine", "engine/boundary", "engine/core", "engine/runner", "engine/weights"},
+    "realtime": set(),
+    "realtime/session": {"audio", "engine", "realtime"},
+    "realtime/dialects": {"realtime", "realtime/session"},
+    "realtime/metrics": {"engine/client", "realtime/session"},
+    "realtime/serving": {
+        "audio",
+        "engine",
+        "engine/client",
+        "realtime",
+        "realtime/dialects",
+        "realtime/metrics",
+        "realtime/session",
+    },
+    "realtime/http": {
+        "audio",
+        "engine",
+        "engine/client",
+        "realtime",
+        "realtime/dialects",
+        "realtime/metrics",
+        "realtime/serving",
+        "realtime/session",
+    },
+    "realtime/client": set(),
+    "realtime/bench": {"audio", "realtime/client"},
+    "realtime/commands": {
+        "audio",
+        "engine",
+        "engine/client",
+        "engine/weights",
+        "realtime",
+        "realtime/bench",
+        "realtime/client",
+        "realtime/serving",
+        "realtime/session",
+    },
+}
+OPENINGS: dict[str, set[str]] = {
+    # The one place in the gateway that starts an engine.
+    "engine/client/handles.py": {"engine/server"},
+    # This command is the engine process.
+    "realtime/commands/engine.py": {"engine/server", "engine/boundary"},
+    # The composition root: the only module that builds objects of all packages, and the server around them.
+    "realtime/app.py": {"engine", "engine/client", "realtime/http", "realtime/metrics", "realtime/serving"},
+    "realtime/cli.py": {"engine", "realtime/commands"},
+}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -22,57 +100,136 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def sources(package: str) -> Iterator[tuple[str, list[str]]]:
-    files = sorted((ROOT / package).rglob("*.py"))
-    assert files, f"no sources in {package}"
-    for path in files:
-        yield path.relative_to(ROOT).as_posix(), list(imports(path))
+def sources() -> dict[str, Path]:
+    """Every module of ours, by its path from the root of the repository."""
+    found = {
+        path.relative_to(ROOT).as_posix(): path for package in OURS for path in sorted((ROOT / package).rglob("*.py"))
+    }
+    assert len(found) > 100
+    return found
 
 
-def top(name: str) -> str:
-    return name.partition(".")[0]
+def module_of(name: str) -> str | None:
+    """The file that an imported name comes from, if it is one of ours."""
+    parts = name.split(".")
+    if parts[0] not in OURS:
+        return None
+    for length in range(len(parts), 0, -1):
+        stem = "/".join(parts[:length])
+        for candidate in (f"{stem}.py", f"{stem}/__init__.py"):
+            if (ROOT / candidate).is_file():
+                return candidate
+    raise AssertionError(f"{name} is imported and does not exist")
 
 
-def test_audio_imports_neither_of_the_others() -> None:
-    for path, names in sources("audio"):
-        assert not {top(name) for name in names} & {"engine", "realtime"}, path
+def folder(path: str) -> str:
+    return path.rpartition("/")[0]
 
 
-def test_engine_never_imports_realtime() -> None:
-    for path, names in sources("engine"):
-        assert "realtime" not in {top(name) for name in names}, path
+def graph() -> dict[str, set[str]]:
+    """Which files of ours each file imports."""
+    return {
+        path: {module for name in imports(file) if (module := module_of(name)) is not None and module != path}
+        for path, file in sources().items()
+    }
+
+
+def test_every_floor_imports_only_what_it_may() -> None:
+    broken = []
+    for path, imported in graph().items():
+        allowed = {folder(path)} | FLOORS[folder(path)] | OPENINGS.get(path, set())
+        broken += [f"{path} imports {module}" for module in imported if folder(module) not in allowed]
+    assert not broken, "\n".join(broken)
+
+
+def test_no_module_is_part_of_a_circle() -> None:
+    edges = graph()
+    below: dict[str, set[str]] = {}
+
+    def reach(path: str) -> set[str]:
+        seen: set[str] = set()
+        stack = list(edges[path])
+        while stack:
+            found = stack.pop()
+            if found not in seen:
+                seen.add(found)
+                stack += edges[found]
+        return seen
+
+    for path in edges:
+        below[path] = reach(path)
+    circles = [path for path in edges if path in below[path]]
+    assert not circles, f"these import each other: {circles}"
 
 
 def test_core_imports_only_plain_python_and_the_shared_data() -> None:
-    allowed = ("engine.core.", "engine.spec.", "engine.messages.", "engine.errors.")
     forbidden = {"threading", "asyncio", "time", "datetime", "multiprocessing"}
-    for path, names in sources("engine/core"):
-        for name in names:
-            assert name.startswith(allowed) or (top(name) in sys.stdlib_module_names and top(name) not in forbidden), (
-                f"{path} imports {name}"
-            )
+    for path, file in sources().items():
+        if folder(path) == "engine/core":
+            for top in {name.partition(".")[0] for name in imports(file)} - {"engine"}:
+                assert top in sys.stdlib_module_names and top not in forbidden, f"{path} imports {top}"
+
+
+def test_the_session_core_does_no_io() -> None:
+    for path, file in sources().items():
+        if folder(path) in ("realtime/session", "realtime/dialects", "audio"):
+            names = {name.partition(".")[0] for name in imports(file)}
+            assert not names & {"asyncio", "anyio", "time", "zmq", "starlette", "uvicorn", "websockets"}, path
 
 
 def test_torch_stays_where_it_lives() -> None:
-    for package in OURS:
-        for path, names in sources(package):
-            if not path.startswith(TORCH_HOMES):
-                assert not {top(name) for name in names} & {"torch", "torchaudio", "triton"}, path
+    for path, file in sources().items():
+        if not path.startswith(TORCH_HOMES):
+            assert not {name.partition(".")[0] for name in imports(file)} & TORCH, path
 
 
-def test_audio_and_gateway_sources_do_no_engine_work() -> None:
-    """Only the composition root builds across packages; the rest of the gateway talks to the engine's public face."""
-    for path, names in sources("realtime"):
-        if path == "realtime/app.py":
-            continue
-        for name in names:
-            assert not name.startswith(("engine.core", "engine.runner", "engine.models", "engine.loop")), (
-                f"{path}: {name}"
-            )
+def test_the_loop_runs_where_only_torch_and_numpy_are_installed() -> None:
+    """GPU benchmarks build the loop on machines without the server's packages."""
+    edges, seen, stack = graph(), set(), ["engine/server/loop.py", "engine/runner/load.py"]
+    while stack:
+        path = stack.pop()
+        if path not in seen:
+            seen.add(path)
+            stack += edges[path]
+    for path in seen:
+        names = {name.partition(".")[0] for name in imports(ROOT / path)}
+        assert not names & {"msgspec", "zmq", "websockets", "starlette", "uvicorn"}, path
 
 
 def test_examples_speak_the_wire_only() -> None:
     for path in sorted((ROOT / "examples").glob("*.py")):
         # That one shows the Python interface itself.
         if path.name != "prepare_elsewhere.py":
-            assert not {top(name) for name in imports(path)} & OURS, path
+            assert not {name.partition(".")[0] for name in imports(path)} & set(OURS), path
+
+
+@pytest.mark.parametrize("package", OURS)
+def test_a_root_has_few_modules(package: str) -> None:
+    modules = [path for path in (ROOT / package).glob("*.py") if path.name != "__init__.py"]
+    assert len(modules) <= MOST_MODULES
+
+
+def test_files_and_functions_are_short_enough_to_read() -> None:
+    long = []
+    for path, file in sources().items():
+        text = file.read_text()
+        if text.count("\n") > MOST_LINES:
+            long.append(f"{path}: {text.count(chr(10))} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > MOST_FUNCTION_LINES:
+                    long.append(f"{path}: {node.name} has {lines} lines")
+    assert not long, "\n".join(long)
+
+
+def test_the_core_is_small() -> None:
+    core = [file for path, file in sources().items() if folder(path) == "engine/core"]
+    assert sum(file.read_text().count("\n") for file in core) < MOST_CORE_LINES
+
+
+def test_every_folder_says_what_lives_there() -> None:
+    for path, file in sources().items():
+        if path.endswith("__init__.py"):
+            said = ast.get_docstring(ast.parse(file.read_text())) or ""
+            assert 2 <= len(said.splitlines()) <= 5, f"{path}: say in two to four lines what lives here"

@@ -1,1 +1,4 @@
-"""Trains Moonshine's encoder to stream, without transcripts. See docs/training.md; nothing else imports this."""
+"""Trains Moonshine's encoder to stream, without transcripts; docs/training.md says how.
+
+Nothing that serves imports this.
+"""

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.models.moonshine import Moonshine
-from engine.models.moonshine_streaming import StreamingSpec, pack_rows
+from engine.models.moonshine_streaming import StreamingSpec
+from engine.weights.streaming import description, pack_rows
 
 # Products that the engine takes with 8 bits lose nothing by being stored so. The third convolution is not one of them.
 _EIGHT_BIT = ("qkv_proj.weight", "o_proj.weight", "fc1.weight", "fc2.weight", "conv2.linear.weight", "cross_kv.weight")
@@ -25,7 +26,7 @@ def trained_tensors(model: Moonshine) -> dict[str, Tensor]:
 
 def save_checkpoint(model: Moonshine, spec: StreamingSpec, base: str, file: Path) -> None:
     halves = {name: value.half() for name, value in trained_tensors(model).items()}
-    save_file(halves, file, metadata=spec.metadata(base))
+    save_file(halves, file, metadata=description(spec, base))
 
 
 def export(model: Moonshine, spec: StreamingSpec, base: str, file: Path) -> str:
@@ -36,5 +37,5 @@ def export(model: Moonshine, spec: StreamingSpec, base: str, file: Path) -> str:
             tensors |= pack_rows(name, value.float())
         else:
             tensors[name] = value.to(torch.float16 if name.endswith(_HALF) else torch.float32)
-    save_file(tensors, file, metadata=spec.metadata(base))
+    save_file(tensors, file, metadata=description(spec, base))
     return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,8 +1,8 @@
 """Encoder output by content, between the step that computes it and the last step that reads it.
 
-Sessions that carry the same audio share an entry. A reference belongs to one (request, input) pair, so two equal items
-of one session (silence, say) hold two. An entry nobody references stays until its rows are needed; the one released
-longest ago goes first. Rows are counted in embeddings; row 0 belongs to the model's silence and is never handed out.
+A request is one stream here, and an input is one of its items. Streams that carry the same audio share an entry. A
+reference belongs to one (request, input) pair, so two equal items of a stream (silence, say) hold two. An entry without
+references stays until its rows are needed; the one released longest ago goes first. Row 0 is the model's silence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class EncoderCache:
         self._stale: list[Entry] = []
         self._releasable = 0  # rows that these would give back
         self._requests: dict[str, Held] = {}
-        self._evicted: list[bytes] = []
 
     def open(self, request: str) -> Held:
         """Begin a request; returns its index of cached inputs, which the other calls take and keep up to date."""
@@ -69,10 +68,6 @@ class EncoderCache:
                 self._drop_reference(previous)
         return entry
 
-    def has_room(self, embeds: int) -> bool:
-        """Whether `reserve` would succeed. Asking changes nothing."""
-        return embeds <= len(self._free) + self._releasable
-
     def reserve(self, held: Held, index: int, key: bytes, embeds: int) -> Entry | None:
         """Rows for an item that is about to be encoded, referenced by this input; None if there is no room."""
         free = self._free
@@ -94,14 +89,9 @@ class EncoderCache:
         return entry
 
     def release(self, held: Held, index: int) -> int:
-        """Give up one input's reference, if there is one (still); how many embeddings it held."""
+        """Give up one input's reference, if it has one; returns how many embeddings it held."""
         entry = held.pop(index, None)
         return 0 if entry is None else self._drop_reference(entry)
-
-    def take_evicted(self) -> list[bytes]:
-        """Keys evicted since the last call, without those that came back meanwhile."""
-        evicted, self._evicted = self._evicted, []
-        return [key for key in dict.fromkeys(evicted) if key not in self.entries] if evicted else evicted
 
     def _drop_reference(self, entry: Entry) -> int:
         embeds = len(entry)
@@ -124,7 +114,6 @@ class EncoderCache:
                 del self.entries[key]
                 self._releasable -= len(entry)
                 free += entry
-                self._evicted.append(key)
 
     def check_integrity(self) -> None:
         references: dict[bytes, int] = dict.fromkeys(self.entries, 0)

@@ -47,7 +47,7 @@ class DecodeTask:
     `rows[i]` holds the input of position `base + i`; base == start unless the model reads its window again.
     `new_pages` are the ring-table entries (group, ring index, page) that changed since the stream's last task.
     `final` asks a windowed model to commit all it has heard: no audio that belongs to this text will follow. `pause`
-    says that a final task with the same window may come next, so that it had better be understood to its end now.
+    says that the speaker paused at `end`: a final task may follow there, so the model decodes to the end right now.
     """
 
     slot: int
@@ -70,8 +70,6 @@ class StepPlan:
     decode: list[DecodeTask] = field(default_factory=list)
     # The first so many tasks of `decode` belong to live streams, the others to backlog.
     live: int = 0
-    # Keys whose rows were given away since the last plan.
-    evicted: list[bytes] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -13,11 +13,10 @@ from engine.core.stream import Stream
 from engine.messages import Item
 from engine.spec import ModelSpec
 
-# A stream that is less than so many strides behind leaves none out. More say the same words on a busy machine, fewer
-# say them sooner.
+# A live stream that is fewer strides behind than this takes every stride. A larger number keeps words the same on a
+# busier machine; with a smaller one a late stream catches up sooner.
 STRIDES_IN_TIME = 5
 _NO_PAGES: list[tuple[int, int, int]] = []
-_NO_ROWS: list[int] = []
 
 
 class Planner:
@@ -33,7 +32,7 @@ class Planner:
         self._one_frame = not spec.rereads_window and spec.step_positions == 1
 
     def add_all(self, queue: list[Stream]) -> list[Stream]:
-        """Add the shares of queued streams to the plan; those that must wait for the next step are left over."""
+        """Plan the queued streams in their order; returns those that must wait for the next step."""
         add = self._add
         return [stream for stream in queue if not add(stream)]
 
@@ -83,26 +82,37 @@ class Planner:
     def _window_span(self, stream: Stream) -> tuple[int, int]:
         """Positions [base, end) that a model which rereads its window should read next.
 
-        A step goes on by whole strides, not to the newest sample: what a model hears, and so what it says, then does
-        not depend on how busy the machine is, as long as it keeps up. A live stream that is not far behind takes every
-        stride, also before a pause or a flush. One that is leaves strides and pauses out, unless it is behind because
-        an engine was lost.
+        The span goes on by whole strides, not to the newest sample: what a model hears, and so what it says, then does
+        not depend on how busy the machine is, as long as it keeps up.
         """
         base, done, stride = stream.base, stream.computed, self._spec.stride_positions
         limit = base + self._spec.window_positions
-        in_time = stream.live and (stream.available - done < STRIDES_IN_TIME * stride or done < stream.catch_up_until)
+        in_time = self._is_in_time(stream)
+        mark = self._next_mark(stream, limit, in_time)
+        end = min(stream.available, limit) if mark is None else mark
+        # The stride that ends at a mark is the mark's own step.
+        strides = (end - done - (mark is not None)) // stride
+        if strides >= 1 and in_time:
+            return base, done + stride
+        if strides < 1 or mark is not None:
+            return base, end
+        return base, done + strides * stride
+
+    def _is_in_time(self, stream: Stream) -> bool:
+        """Whether a stream takes every stride and every pause: a live one that is not far behind, or that is behind
+        because an engine was lost. Others leave strides and pauses out."""
+        behind = stream.available - stream.computed
+        near = behind < STRIDES_IN_TIME * self._spec.stride_positions
+        return stream.live and (near or stream.computed < stream.catch_up_until)
+
+    @staticmethod
+    def _next_mark(stream: Stream, limit: int, in_time: bool) -> int | None:
+        """Where a span must end at the latest, within its window: at a flush, or at a pause that comes before it."""
         mark = stream.flushes[0].position if stream.flushes else limit + 1
         pause = stream.next_pause()
         if pause is not None and pause <= mark and in_time:
             mark = pause
-        end = mark if mark <= limit else min(stream.available, limit)
-        # The stride that ends at a mark is the mark's own step.
-        strides = (end - done - (mark <= limit)) // stride
-        if strides >= 1 and in_time:
-            return base, done + stride
-        if mark <= limit or strides < 1:
-            return base, end
-        return base, done + strides * stride
+        return mark if mark <= limit else None
 
     def _frames_end(self, stream: Stream) -> int:
         """How far the next step of a frame-synchronous model goes; no further than computed if nothing is left."""
@@ -126,20 +136,21 @@ class Planner:
             if item.offset > position:
                 rows += [SILENCE_ROW] * (item.offset - position)
                 position = item.offset
-            if item.length == 1:
-                rows.append(held[index][0] if item.embeds else SILENCE_ROW)
-                position += 1
-                continue
-            span = timeline.range(index)
-            stop = min(span.end, end)
-            rows += span.rows(held.get(index, _NO_ROWS), position - span.offset, stop - span.offset, SILENCE_ROW)
+            stop = min(item.offset + item.length, end)
+            if not item.embeds:
+                rows += [SILENCE_ROW] * (stop - position)
+            elif item.length == 1:
+                rows.append(held[index][0])
+            else:
+                span = timeline.range(index)
+                rows += span.rows(held[index], position - span.offset, stop - span.offset, SILENCE_ROW)
             position = stop
         if position < end:
             rows += [SILENCE_ROW] * (end - position)
         return rows
 
     def _cached(self, stream: Stream, index: int, item: Item) -> bool:
-        """Have an item in the cache for this step; False if that is too much for a budget."""
+        """Bring an item into the cache for this step; returns False if a budget does not allow it."""
         embeds = item.embeds
         if embeds:
             if stream.held_embeds + embeds > self._spec.embeds_per_stream:

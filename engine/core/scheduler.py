@@ -49,7 +49,7 @@ class Scheduler:
         self._reserved_embeds = 0
         self._live: list[Stream] = []
         self._backlog: list[Stream] = []
-        # Streams that may have killed an engine, and where.
+        # Streams that may have killed an engine, and the positions it died at.
         self.suspects: dict[str, range] = {}
         self._opened: dict[int, OpenTask] = {}
         self._closed_slots: list[int] = []
@@ -78,20 +78,20 @@ class Scheduler:
         self._opened[slot] = OpenTask(slot, name, delay, message.options, message.forced_tokens)
 
     def resume(self, message: Open, now: int) -> None:
-        """Let a stream that was just admitted stand where its checkpoint says."""
-        stream, checkpoint = self.streams[message.stream], message.checkpoint
-        assert checkpoint is not None and self.spec.rereads_window, "only windowed models have checkpoints"
-        # Planning takes an item's audio away; what the runner needs of it stays.
+        """Put a stream that was just admitted into its saved state."""
+        stream, state = self.streams[message.stream], message.state
+        assert state is not None and self.spec.rereads_window, "only windowed models have states"
+        # Planning takes the audio out of an item, so the runner gets copies of its own.
         opened = self._opened[stream.slot]
-        opened.saved, opened.saved_items = checkpoint.parts["runner"], [replace(item) for item in message.items]
+        opened.saved, opened.saved_items = state.parts["runner"], [replace(item) for item in message.items]
         for item in message.items:
             self._append(stream, item, now)
-        if message.items and stream.available != checkpoint.position:
+        if message.items and stream.available != state.position:
             raise BadItem(
                 stream.id,
-                f"a checkpoint at position {checkpoint.position} with audio up to {stream.available}; send all of it",
+                f"a state at position {state.position} with audio up to {stream.available}; send all of it",
             )
-        stream.resume(checkpoint.parts["stream"], checkpoint.position)
+        stream.resume(state.parts["stream"], state.position)
         self._leave_behind(stream, stream.base)
         self._queue_if_due(stream)
 
@@ -108,7 +108,7 @@ class Scheduler:
         """Everything before `position` (None: all that was fed) must become text; `Flushed` follows when it has."""
         stream = self._open_stream(name)
         position = stream.available if position is None else min(position, stream.available)
-        position = max(position, stream.computed)  # what is heard is heard
+        position = max(position, stream.computed)  # what is computed stays computed
         if stream.flushes:
             position = max(position, stream.flushes[-1].position)
         stream.flushes.append(FlushMark(position, tag))
@@ -117,7 +117,7 @@ class Scheduler:
     def skip(self, name: str, position: int) -> None:
         """Positions below this need not be heard (nobody speaks there). Only for models that reread their window.
 
-        What comes before a flush that is still to be reached is heard first.
+        Audio before a flush that is not reached yet is still heard first.
         """
         stream = self._open_stream(name)
         assert self.spec.rereads_window, "a frame-synchronous model hears every position"
@@ -128,8 +128,8 @@ class Scheduler:
             self._skip_to(stream, position)
 
     def pause(self, name: str, position: int) -> None:
-        """Whoever speaks paused at `position`: a live stream is heard up to there, also while it is held, and should a
-        flush there follow, its text is known already. Backlog goes on in large steps."""
+        """The speaker paused at `position`: a live stream is heard up to there, also while it is held. If a flush there
+        follows, its text is known already. Backlog goes on in large steps."""
         stream = self._open_stream(name)
         if stream.live:
             stream.pauses.append(min(position, stream.available))
@@ -193,7 +193,6 @@ class Scheduler:
             self._backlog = planner.add_all(self._backlog)
         for stream in waiting:
             (self._live if stream.live else self._backlog).append(stream)
-        plan.evicted = self.cache.take_evicted()
         return plan
 
     def commit(self, plan: StepPlan, results: list[DecodeResult]) -> list[Output]:
@@ -265,7 +264,7 @@ class Scheduler:
         return stream
 
     def _append(self, stream: Stream, item: Item, now: int) -> None:
-        embeds = item.length if item.mask is None else sum(item.mask)
+        embeds = sum(item.mask) if item.mask else item.length if item.key or item.payload is not None else 0
         if embeds > self._max_item_embeds:
             raise ItemTooLarge(
                 stream.id, f"an item of {embeds} embeddings; cut items to at most {self._max_item_embeds}"
@@ -281,7 +280,7 @@ class Scheduler:
         stream.available = stream.timeline.end
 
     def _hold_back(self) -> list[Stream]:
-        """Take all suspects but one off the queues: if the engine dies again, it is clear of whom."""
+        """Take all suspects but one off the queues: if the engine dies again, it is clear which stream it was."""
         reach = max(self.spec.replay_positions, self.spec.stride_positions)
         at_the_spot = []
         for stream in [*self._live, *self._backlog]:

@@ -27,8 +27,8 @@ UNPAGED = 1 << 62
 
 @dataclass(slots=True)
 class FlushMark:
-    """All text of the positions below `position` is wanted. `tag` is for the answer; None wants none. Behind it the
-    stream goes on at `resume_at`, if what lies between need not be heard."""
+    """The text of all positions below `position` is wanted. `tag` goes into the answer; None wants no answer. With
+    `resume_at`, the stream goes on there after the flush, and what lies between is not heard."""
 
     position: int
     tag: int | None
@@ -93,8 +93,8 @@ class Stream:
         self.catch_up_until = opened.catch_up_until  # positions below this are heard stride by stride, whatever waits
         self.flushes: deque[FlushMark] = deque()  # still to be reached, in order
         self.finished = False
-        self.pauses: deque[int] = deque()  # where whoever speaks paused, still to be heard, in order
-        self.holding = False  # audio waits until somebody surely speaks
+        self.pauses: deque[int] = deque()  # where the speaker paused, still to be heard, in order
+        self.holding = False  # audio waits until the gate is sure that somebody speaks
         self.queued = False
         self.waiting_since = 0
         self.rings = [RingTable(group, pool) for group, pool in zip(spec.kv_groups, pools, strict=True)]
@@ -129,7 +129,7 @@ class Stream:
         return self.pauses[0] if self.pauses else None
 
     def save(self) -> Saved:
-        """Where a stream of a windowed model stands. That no audio will follow is for its owner to say again."""
+        """The state of a windowed model's stream. `finished` is no part of it: the owner sends `Finish` again."""
         flushes = list(self.flushes)[: -1 if self.finished else None]
         return {
             "base": self.base,
@@ -142,7 +142,7 @@ class Stream:
         }
 
     def resume(self, saved: Saved, available: int) -> None:
-        """Stand where it stood; its items are in the timeline already."""
+        """Take a saved state over; the stream's items are in the timeline already."""
         self.timeline.end = self.available = available
         self.base, self.computed, self.holding = saved["base"], saved["computed"], saved["holding"]
         self.pauses = deque(saved["pauses"])
@@ -184,7 +184,7 @@ class StreamText:
         return self._say(delta, words)
 
     def end_segment(self) -> Text | None:
-        """What is unfinished ends here: the text before a flush does not wait for the text after it."""
+        """End the unfinished word: the text before a flush does not wait for the text after it."""
         words: list[Word] = []
         delta = self._finish_word(words)
         return self._say(delta, words) if delta or words else None

@@ -1,7 +1,7 @@
 """The items of one stream, in order, found by bisect; and the map from positions back to audio samples.
 
-Indices are absolute: the first item a stream ever had is 0, and pruning never renumbers. Dropping dead items off the
-front of the lists happens when they outnumber the living, so every operation is O(1) amortised or O(log n).
+Indices are absolute: the first item a stream ever had is 0, and pruning never renumbers. Pruned items are dropped off
+the front of the lists when they outnumber the living, so every operation is O(1) amortised or O(log n).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Timeline:
         if offset < self.end or item.length < 0:
             raise ValueError(self._complaint(item))
         if item.mask is None:
-            item.embeds = item.length
+            item.embeds = item.length if item.key else 0
         else:
             span = PlaceholderRange(offset, item.length, item.mask)
             item.embeds = span.num_embeds()
@@ -78,7 +78,7 @@ class Timeline:
         return self._items[lo - self._base : hi - self._base]
 
     def first_beyond(self, index: int, position: int) -> int:
-        """The first item, from `index` on, that reaches beyond a position: the next one to come if none does."""
+        """Index of the first item, from `index` on, reaching beyond a position; of the next to come if none does."""
         ends, place = self._ends, index - self._base
         while place < len(ends) and ends[place] <= position:
             place += 1
@@ -177,7 +177,7 @@ class SampleClock:
         return {"positions": list(self._positions), "samples": list(self._samples), "end_sample": self.end_sample}
 
     def resume(self, saved: Saved) -> None:
-        """Be the clock that was saved."""
+        """Take over the state of a saved clock."""
         self._positions, self._samples = list(saved["positions"]), list(saved["samples"])
         self._origin = self._samples[-1] - self._positions[-1] * self._rate
         self.end_sample = saved["end_sample"]

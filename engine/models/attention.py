@@ -17,71 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.models.layers import rotate
-
-FP8_MAX = 448.0
-# A row of zeros must not divide by zero; far below any scale that real keys and values have.
-SMALLEST_SCALE = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """Shape of one attention layer; `window` counts rows, the query's own included."""
-
-    queries: int
-    keys: int
-    dim: int
-    window: int
-
-    @property
-    def fused_width(self) -> int:
-        return (self.queries + 2 * self.keys) * self.dim
-
-
-@dataclass(frozen=True, slots=True)
-class KvPages:
-    """Pages of one stack. With 8-bit storage every row of every head has its own scale.
-
-    data: [layers, pages, 2 (key, value), heads, page_rows, dim]; scales: [layers, pages, heads, page_rows, 2] or None,
-    so that both scales of a row are one 32-bit word.
-    """
-
-    data: Tensor
-    scales: Tensor | None
-
-    @classmethod
-    def allocate(
-        cls, layers: int, pages: int, page_rows: int, heads: Heads, dtype: torch.dtype, device: torch.device | str
-    ) -> KvPages:
-        shape = (layers, pages, 2, heads.keys, page_rows, heads.dim)
-        scales = None
-        if dtype == torch.float8_e4m3fn:
-            scales = torch.zeros(layers, pages, heads.keys, page_rows, 2, dtype=torch.bfloat16, device=device)
-        return cls(torch.zeros(shape, dtype=dtype, device=device), scales)
-
-    @property
-    def page_rows(self) -> int:
-        return self.data.shape[4]
-
-    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole pages, in every layer."""
-        self.data[:, targets] = self.data[:, sources]
-        if self.scales is not None:
-            self.scales[:, targets] = self.scales[:, sources]
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The rows one call computes: `rows` new ones for each stream, from row number `first` on.
-
-    tables: [slots, ring_pages] int32; slots, first: [streams] int64; cosine, sine: [streams * rows, dim / 2].
-    """
-
-    tables: Tensor
-    slots: Tensor
-    first: Tensor
-    rows: int
-    cosine: Tensor
-    sine: Tensor
+from engine.models.operands import FP8_MAX, SMALLEST_SCALE, Heads, KvPages, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +84,7 @@ def gather_ring(layer: int, pages: KvPages, span: Span, dtype: torch.dtype) -> t
 
 
 def store_rows(layer: int, pages: KvPages, span: Span, rows: Tensor, values: Tensor, scales: Tensor | None) -> None:
-    """Write packed rows [streams * rows, 2, heads, dim] to their pages; of a chunk longer than the ring, its end."""
+    """Write packed rows [streams * rows, 2, heads, dim] to their pages. A chunk longer than the ring leaves its end."""
     ring_pages, page_rows = span.tables.shape[1], pages.page_rows
     kept = rows >= span.first[:, None] + span.rows - ring_pages * page_rows  # [streams, rows]
     ring_index = (rows // page_rows) % ring_pages

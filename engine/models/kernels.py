@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.models.attention import FP8_MAX, SMALLEST_SCALE, Heads, KvPages, Span
-from engine.models.layers import RowScale
+from engine.models.operands import FP8_MAX, SMALLEST_SCALE, Heads, KvPages, RowScale, Span
 
 # Warps that keep the memory system busy: about eight per multiprocessor of the largest current parts.
 WANTED_WARPS = 1024
@@ -147,7 +146,35 @@ def _rotate_store_kernel(
 
 
 @triton.jit
-def _paged_attention_kernel(  # noqa: PLR0915 - one loop; Triton inlines helpers, so splitting it would only hide it
+def _add_page(
+    q, k, v, pair, visible, softmax_scale, acc, running_max, running_sum, EIGHT_BIT: tl.constexpr
+):  # fmt: skip
+    """One page of keys and values into the running softmax; `pair` holds both scales of each row in one word."""
+    if EIGHT_BIT:
+        # Two bfloat16 in one word: a bfloat16 is the upper half of a float32.
+        scores = tl.dot(q, tl.trans(k.to(tl.float16)))
+        scores *= (pair << 16).to(tl.float32, bitcast=True)[None, :]
+    else:
+        scores = tl.dot(q, tl.trans(k))
+    scores *= softmax_scale  # in units of log 2, so that exp2 serves
+    scores = tl.where(visible, scores, -float("inf"))
+    new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+    safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+    weight = tl.exp2(scores - safe_max[:, None])
+    decay = tl.exp2(running_max - safe_max)
+    running_sum = running_sum * decay + tl.sum(weight, axis=1)
+    acc *= decay[:, None]
+    if EIGHT_BIT:
+        value_scale = (pair & -65536).to(tl.float32, bitcast=True)
+        weight *= value_scale[None, :] * 64.0  # keeps small weights above float16's smallest
+        acc = tl.dot(weight.to(tl.float16), v.to(tl.float16), acc)
+    else:
+        acc = tl.dot(weight.to(v.dtype), v, acc)
+    return acc, new_max, running_sum
+
+
+@triton.jit
+def _paged_attention_kernel(
     query, data, scales, table, slots, first, out, partial, partial_max, partial_sum,
     ring_pages, window, softmax_scale,
     GROUP: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
@@ -161,13 +188,11 @@ def _paged_attention_kernel(  # noqa: PLR0915 - one loop; Triton inlines helpers
     stream = tl.program_id(1)
     split = tl.program_id(2)
     start = tl.load(first + stream)
-    slot = tl.load(slots + stream)
     lowest = tl.maximum(start - window + 1, 0)
     aligned = lowest // PAGE * PAGE
     ring_start = ((aligned // PAGE) % ring_pages).to(tl.int32)
     # From here on rows are counted from `aligned`, in 32 bits.
     query_start = (start - aligned).to(tl.int32)
-    end = query_start + ROWS
 
     m = tl.arange(0, TILE)
     d = tl.arange(0, DIM)
@@ -183,9 +208,9 @@ def _paged_attention_kernel(  # noqa: PLR0915 - one loop; Triton inlines helpers
     running_max = tl.full([TILE], -float("inf"), tl.float32)
     running_sum = tl.zeros([TILE], tl.float32)
     acc = tl.zeros([TILE, DIM], tl.float32)
-    blocks = tl.cdiv(end, PAGE)
+    blocks = tl.cdiv(query_start + ROWS, PAGE)
     per_split = tl.cdiv(blocks, SPLITS)
-    table_row = table + slot * ring_pages
+    table_row = table + tl.load(slots + stream) * ring_pages
     for block in range(split * per_split, tl.minimum((split + 1) * per_split, blocks)):
         ring_index = ring_start + block
         ring_index = tl.where(ring_index >= ring_pages, ring_index - ring_pages, ring_index)
@@ -193,35 +218,17 @@ def _paged_attention_kernel(  # noqa: PLR0915 - one loop; Triton inlines helpers
         tile = data + (page * 2 * KEYS + key_head) * PAGE * DIM + r[:, None] * DIM + d[None, :]
         k = tl.load(tile)
         v = tl.load(tile + KEYS * PAGE * DIM)
-        if EIGHT_BIT:
-            # Two bfloat16 in one word: a bfloat16 is the upper half of a float32.
-            pair = tl.load(scales + (page * KEYS + key_head) * PAGE + r)
-            scores = tl.dot(q, tl.trans(k.to(tl.float16)))
-            scores *= (pair << 16).to(tl.float32, bitcast=True)[None, :]
-        else:
-            scores = tl.dot(q, tl.trans(k))
-        scores *= softmax_scale  # in units of log 2, so that exp2 serves
+        pair = tl.load(scales + (page * KEYS + key_head) * PAGE + r) if EIGHT_BIT else 0
         age = query_row[:, None] - (block * PAGE + r)[None, :]
-        scores = tl.where((age >= 0) & (age < window), scores, -float("inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-        safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
-        weight = tl.exp2(scores - safe_max[:, None])
-        decay = tl.exp2(running_max - safe_max)
-        running_sum = running_sum * decay + tl.sum(weight, axis=1)
-        acc *= decay[:, None]
-        if EIGHT_BIT:
-            value_scale = (pair & -65536).to(tl.float32, bitcast=True)
-            weight *= value_scale[None, :] * 64.0  # keeps small weights above float16's smallest
-            acc = tl.dot(weight.to(tl.float16), v.to(tl.float16), acc)
-        else:
-            acc = tl.dot(weight.to(v.dtype), v, acc)
-        running_max = new_max
+        visible = (age >= 0) & (age < window)
+        acc, running_max, running_sum = _add_page(
+            q, k, v, pair, visible, softmax_scale, acc, running_max, running_sum, EIGHT_BIT
+        )
 
     if EIGHT_BIT:
         acc *= 1.0 / 64.0
     if SPLITS == 1:
-        target = out + query_line[:, None] * DIM + d[None, :]
-        tl.store(target, acc / running_sum[:, None], mask=real[:, None])
+        tl.store(out + query_line[:, None] * DIM + d[None, :], acc / running_sum[:, None], mask=real[:, None])
     else:
         part = query_line * SPLITS + split
         tl.store(partial + part[:, None] * DIM + d[None, :], acc, mask=real[:, None])

@@ -6,19 +6,11 @@ implementation and the reference the kernels are tested against.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-
-@dataclass(frozen=True, slots=True)
-class RowScale:
-    """A factor per row, looked up: row i is multiplied by table[index[i]]. table: [kinds, width]; index: [rows]."""
-
-    table: Tensor
-    index: Tensor
+from engine.models.operands import RowScale
 
 
 def add_norm(

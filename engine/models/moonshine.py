@@ -160,7 +160,7 @@ class MoonshineEncoder(nn.Module):
         return self.layer_norm(x), frames
 
     def _normalise(self, x: Tensor, frames: list[int]) -> Tensor:
-        """The group norm takes its mean over a whole row, so padding must stay out of it: rows are normalised alone."""
+        """The group norm takes its mean over a whole row. Padding must not count, so rows are normalised one by one."""
         if min(frames) == x.shape[1]:
             alone = layer_norm(x, x.shape[1:], eps=self.groupnorm.eps)
         else:
@@ -245,7 +245,7 @@ class Moonshine(nn.Module):
         self.max_tokens = 194
         self.start_tokens = [config.start_token]
         self.end_token = config.end_token
-        # [decoder layer, head] pairs whose attention follows the audio; all heads of a size nobody has measured.
+        # [decoder layer, head] pairs whose attention follows the audio; all heads if the size was not measured.
         self.alignment_heads = _ALIGNMENT_HEADS.get(config.width) or [
             (layer, head) for layer in range(config.decoder_layers) for head in range(config.heads)
         ]

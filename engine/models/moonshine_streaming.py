@@ -11,28 +11,25 @@ nothing but its position in the stream, so any cutting of the input gives the sa
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from engine.models.checkpoint import BadCheckpoint
-from engine.models.moonshine import EncoderLayer, Moonshine, MoonshineEncoder, frames_after
-from engine.models.seq2seq import SAFE_STEPS, join_heads
+from engine.errors import EngineError
+from engine.models.moonshine import EncoderLayer, MoonshineEncoder, frames_after
+from engine.models.seq2seq import join_heads
 
 SAMPLES_PER_FRAME = 384
 # First convolution's frames in one frame; a frame hears 895 samples, those of the next one begin 384 later.
 _CONV1_PER_FRAME = 6
 _FRAME_REACH = 64 * (3 * (3 - 1) + 7 - 1) + 127
 
-# The key of the file's description, and the form of it that is read here.
-METADATA_KEY = "tickertape-streaming-encoder"
-FORMAT = 1
+
+class UntrainedBlock(EngineError):
+    """The encoder was asked to run in blocks that it was not trained for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +49,6 @@ class StreamingSpec:
     look_ahead: int
     left: int
     norm: RunningNorm
-
-    def metadata(self, base: str) -> dict[str, str]:
-        return {METADATA_KEY: json.dumps({"format": FORMAT, "base": base, **asdict(self)})}
-
-    @classmethod
-    def from_metadata(cls, metadata: dict[str, str] | None) -> StreamingSpec:
-        stored = json.loads((metadata or {})[METADATA_KEY])
-        if stored["format"] != FORMAT:
-            raise ValueError(f"its format is {stored['format']!r}, and this version reads {FORMAT}")
-        return cls(
-            blocks=tuple(stored["blocks"]),
-            look_ahead=stored["look_ahead"],
-            left=stored["left"],
-            norm=RunningNorm(**stored["norm"]),
-        )
 
 
 @dataclass(slots=True)
@@ -101,7 +83,7 @@ class StreamingEncoder:
     def __init__(self, encoder: MoonshineEncoder, spec: StreamingSpec, block: int) -> None:
         if block not in spec.blocks:
             trained = " and ".join(map(str, spec.blocks))
-            raise BadCheckpoint(f"this encoder was trained for blocks of {trained} frames, not of {block}")
+            raise UntrainedBlock(f"this encoder was trained for blocks of {trained} frames, not of {block}")
         self.spec = spec
         self.block = block
         self._encoder = encoder
@@ -226,45 +208,3 @@ def running_norm(x: Tensor, before: NormSums, norm: RunningNorm) -> tuple[Tensor
 
 def _samples_for(frames: int) -> int:
     return (frames - 1) * SAMPLES_PER_FRAME + _FRAME_REACH
-
-
-# The file: the encoder and the cross-attention inputs, matrices as 8-bit codes with a range per row.
-
-
-def load_streaming_weights(model: Moonshine, file: Path) -> StreamingSpec:
-    """Put the streaming encoder's weights in the place of the published ones; returns what they were trained for."""
-    try:
-        with safe_open(file, "pt") as stored:
-            spec = StreamingSpec.from_metadata(stored.metadata())
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}
-        weights = {name: value.float() for name, value in unpack_rows(tensors).items()}
-        problems = model.load_state_dict(weights, strict=False)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise BadCheckpoint(f"{file} is not a streaming encoder for this model: {error}") from error
-    replaced = ("encoder.", "cross_kv.")
-    missing = [name for name in problems.missing_keys if name.startswith(replaced)]
-    if missing or problems.unexpected_keys:
-        raise BadCheckpoint(f"{file} lacks {missing} and has unknown {problems.unexpected_keys}")
-    return spec
-
-
-def pack_rows(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """A matrix as codes and the largest value of each row, the form in which `Int8Linear` computes with it.
-
-    The steps are those of the processors that have the fewest, so that no other rounding follows there.
-    """
-    ranges = weight.abs().amax(dim=1).clamp(min=1e-12)
-    codes = (weight / ranges[:, None] * SAFE_STEPS).round().to(torch.int8)
-    return {f"{name}.codes": codes, f"{name}.range": ranges}
-
-
-def unpack_rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The opposite of `pack_rows` for every matrix; other tensors as they are."""
-    plain = {}
-    for name, value in tensors.items():
-        if name.endswith(".codes"):
-            matrix = name.removesuffix(".codes")
-            plain[matrix] = value.float() / SAFE_STEPS * tensors[f"{matrix}.range"][:, None]
-        elif not name.endswith(".range"):
-            plain[name] = value
-    return plain

@@ -105,7 +105,7 @@ class SpeechModel(Protocol):
     suppressed: list[int]
 
     def go_live(self) -> None:
-        """Windows will be short and many from now on."""
+        """Called once, before live use: windows will be short and many."""
 
     def encode(self, audio: Tensor, lengths: list[int]) -> Encoded:
         """[batch, samples] of 16 kHz audio, zero behind each row's length -> what the decoder listens to."""
@@ -207,11 +207,6 @@ def weight_steps() -> int:
     # Minus one sets the lower end of the range, so that the ones are the largest bytes there are.
     product = torch.ops.quantized.linear_dynamic(torch.tensor([[-1.0] + 63 * [1.0]]), packed)
     return _FULL_STEPS if abs(float(product) - 62.0) < 1.0 else SAFE_STEPS
-
-
-def int8_supported() -> bool:
-    """Whether this build of torch has fast 8-bit kernels for this processor."""
-    return any(engine in torch.backends.quantized.supported_engines for engine in ("onednn", "x86"))
 
 
 def quantise_linears(module: nn.Module) -> None:

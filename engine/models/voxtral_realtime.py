@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, pad
 
-from engine.models.attention import Heads, PagedAttention
-from engine.models.layers import RowScale, add_norm, inverse_frequencies, swiglu
+from engine.models.attention import PagedAttention
+from engine.models.layers import add_norm, inverse_frequencies, swiglu
 from engine.models.mel import HOP_SAMPLES, MelFrontEnd
+from engine.models.operands import Heads, RowScale
 
 ARCHITECTURE = "voxtral_realtime"
 BOS = 1
@@ -337,7 +338,7 @@ def _run_stack(
     attention: PagedAttention,
     scales: list[RowScale] | None,
 ) -> Tensor:
-    """[rows, width] through all layers and the last norm. Each norm takes the addition before it along."""
+    """[rows, width] through all layers and the last norm. Each norm also does the addition before it."""
     residual, delta = rows, None
     for index, layer in enumerate(layers):
         residual, hidden = add_norm(residual, delta, layer.attention_norm, stack.epsilon)

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from engine.config import EngineConfig
 from engine.core.limits import Limits
 from engine.core.text import Vocabulary
 from engine.errors import EngineError
-from engine.models.checkpoint import BadCheckpoint
-from engine.models.pretrained import load_speech_model
 from engine.models.silero import load_silero
-from engine.runner.runner import RunnerSettings, VoxtralRunner
+from engine.runner.base import Runner
+from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.runner.speech import SpeechDetector
-from engine.runner.stability import Policy
-from engine.runner.windowed import WindowedRunner, windowed_spec
+from engine.runner.windowed.runner import WindowedRunner, windowed_spec
+from engine.runner.windowed.stability import Policy
+from engine.weights.checkpoint import BadCheckpoint
+from engine.weights.pretrained import load_speech_model
 
-if TYPE_CHECKING:
-    from engine.build import EngineConfig
-    from engine.loop import Runner
-
-# A windowed stream needs a few megabytes; a CPU runs out of time long before that matters.
+# A windowed stream needs a few megabytes: a CPU runs out of time long before it runs out of memory.
 WINDOWED_STREAMS = 64
 WINDOW_POSITIONS = 192
 STRIDE_POSITIONS = 10
@@ -51,7 +48,7 @@ def load_detector(max_streams: int) -> SpeechDetector:
 
 
 def _family(path: Path) -> str:
-    """What a checkpoint says it is; one without a configuration is a windowed model's."""
+    """The family that a checkpoint names. A checkpoint without a configuration belongs to a windowed model."""
     file = path / "config.json"
     if not file.is_file():
         return ""

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from websockets.exceptions import ConnectionClosed
 
 from realtime.bench.sounds import Bank, Playlist, chunks
-from realtime.wire_client import CannotConnect, WireSession, open_session
+from realtime.client.wire_client import CannotConnect, WireSession, open_session
 
 # Sessions open this long before their audio starts, so that nobody is measured while they connect.
 CONNECT_S = 1.0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from realtime.bench.trend import Trend, percentile, trend
-from realtime.wire_client import COMPLETED, DELTA, FAILED, LAST_COMMIT
+from realtime.client.wire_client import COMPLETED, DELTA, FAILED, LAST_COMMIT
 
 SPEECH_STOPPED = "input_audio_buffer.speech_stopped"
 COMMITTED = "input_audio_buffer.committed"

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     from realtime.bench.clients import Target
     from realtime.bench.search import Objective
     from realtime.bench.sounds import BadManifest, build_bank
-    from realtime.wire_client import CannotConnect, realtime_url
+    from realtime.client.wire_client import CannotConnect, realtime_url
 
     if options.warm_up >= min(options.seconds, options.hold):
         raise UsageError("--warm-up must be shorter than --seconds and --hold")

@@ -37,10 +37,8 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from realtime.cli import build_parser
-
     write = {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}[options.shell]
-    out(write(commands_of(build_parser())))
+    out(write(commands_of(options.parser)))
     return 0
 
 

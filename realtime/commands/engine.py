@@ -42,10 +42,12 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     import signal
     import threading
+    from functools import partial
 
-    from engine.build import EngineConfig
-    from engine.process import run_engine
-    from engine.transport import check_address
+    from engine.boundary.sockets import check_address
+    from engine.config import EngineConfig
+    from engine.server.build import build_loop
+    from engine.server.main import run_engine
 
     try:
         check_address(options.listen)
@@ -58,5 +60,5 @@ def run(options: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: asked_to_stop.set())
     config = EngineConfig(name, options.device, options.max_streams, options.threads)
-    run_engine(options.listen, config, asked_to_stop.is_set)
+    run_engine(options.listen, partial(build_loop, config), asked_to_stop.is_set)
     return 0

@@ -19,11 +19,11 @@ from audio.errors import AudioError
 from audio.resample import MODEL_RATE
 from engine import messages
 from engine.errors import EngineError
-from realtime.captions import clock
+from realtime.commands.caption_view import clock
 from realtime.commands.terminal import CommandFailed
 from realtime.commands.transcripts import FileTranscript
-from realtime.engine_face import EngineClient, EngineStream
-from realtime.events import Samples, TimedWord
+from realtime.serving.engine_api import EngineApi, StreamApi
+from realtime.session.events import Samples, TimedWord
 
 # Decoded audio is handed over in pieces of about this length.
 PIECE_SAMPLES = MODEL_RATE
@@ -38,7 +38,7 @@ class FileFailed(Exception):
 
 
 class FileTranscriber:
-    def __init__(self, engine: EngineClient, language: str | None) -> None:
+    def __init__(self, engine: EngineApi, language: str | None) -> None:
         if engine.spec.sample_rate != MODEL_RATE:
             raise CommandFailed(f"the model wants {engine.spec.sample_rate} Hz; files are read at {MODEL_RATE} Hz only")
         self._engine = engine
@@ -76,7 +76,7 @@ class FileTranscriber:
 
     async def _listen(
         self,
-        stream: EngineStream,
+        stream: StreamApi,
         feeding: asyncio.Task[None],
         transcript: FileTranscript,
         bar: Progress,
@@ -97,22 +97,22 @@ class FileTranscriber:
                 raise EngineError(output.message)
 
 
-async def open_stream(engine: EngineClient, name: str, options: dict[str, str], *, live: bool) -> EngineStream:
+async def open_stream(engine: EngineApi, name: str, options: dict[str, str], *, live: bool) -> StreamApi:
     try:
         return await engine.open(name, live=live, options=options)
     except ValueError as error:
         raise CommandFailed(f"{engine.spec.name} does not take this: {error}") from error
 
 
-async def _feed(path: Path, stream: EngineStream, transcript: FileTranscript) -> None:
-    """Everything that can be decoded goes in; a fault in the file is raised once its good part has been finished."""
+async def _feed(path: Path, stream: StreamApi, transcript: FileTranscript) -> None:
+    """Feed everything that can be decoded. A fault in the file is raised once its good part has been finished."""
     pieces = pieces_of(path)
     try:
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             transcript.samples += len(piece)
             await stream.feed(piece)
     finally:
-        # Whatever happened, the listener must come to an end.
+        # The listener must come to an end in any case.
         with contextlib.suppress(EngineError):
             await stream.finish()
 

@@ -1,5 +1,4 @@
-"""Sound that happens now, to captions in the terminal: from a file at its own pace or from a microphone, to an engine
-in this process or to a server."""
+"""Live captions in the terminal, of a microphone or of a file at its own pace, by an engine here or by a server."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ from audio.errors import AudioError
 from audio.resample import MODEL_RATE
 from engine import messages
 from engine.errors import EngineError
-from realtime.captions import Captions, ShownWord
+from realtime.client.wire_client import COMPLETED, DELTA, FAILED, CannotConnect, WireSession, open_session, realtime_url
 from realtime.commands import local_engine
+from realtime.commands.caption_view import CaptionView, ShownWord
 from realtime.commands.file_reader import FileFailed, open_stream, pieces_of
 from realtime.commands.terminal import KEY_VARIABLE, CommandFailed
-from realtime.events import Samples
-from realtime.wire_client import COMPLETED, DELTA, FAILED, CannotConnect, WireSession, open_session, realtime_url
+from realtime.session.events import Samples
 
 CHUNK_SAMPLES = MODEL_RATE * 80 // 1000
 TURNS = {"type": "server_vad", "silence_duration_ms": 500}
@@ -85,7 +84,7 @@ async def _through_engine(sound: Sound, options: argparse.Namespace, console: Co
         wanted = {"language": options.language} if options.language else {}
         stream = await open_stream(client, "live", wanted, live=True)
         clock = AudioClock()
-        with Captions(console, show_words=options.words) as captions:
+        with CaptionView(console, show_words=options.words) as captions:
 
             async def listen() -> None:
                 async for output in stream:
@@ -113,7 +112,7 @@ async def _through_server(sound: Sound, options: argparse.Namespace, console: Co
             async def send(samples: Samples) -> None:
                 await session.append((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
 
-            with Captions(console, show_words=options.words) as captions:
+            with CaptionView(console, show_words=options.words) as captions:
                 listening = listen_to_server(session, captions, clock)
                 await _both(_feed(sound, clock, captions, send, session.finish), listening)
     except CannotConnect as error:
@@ -122,7 +121,7 @@ async def _through_server(sound: Sound, options: argparse.Namespace, console: Co
         raise CommandFailed(f"the server closed the connection: {error}") from error
 
 
-async def listen_to_server(session: WireSession, captions: Captions, clock: AudioClock) -> None:
+async def listen_to_server(session: WireSession, captions: CaptionView, clock: AudioClock) -> None:
     """Until the session has said its last words."""
     async for event in session.events():
         match event.get("type"):
@@ -142,11 +141,11 @@ async def listen_to_server(session: WireSession, captions: Captions, clock: Audi
 async def _feed(
     sound: Sound,
     clock: AudioClock,
-    captions: Captions,
+    captions: CaptionView,
     send: Callable[[Samples], Awaitable[None]],
     finish: Callable[[], Awaitable[None]],
 ) -> None:
-    """Send the sound; whatever went wrong with it, what was sent is finished."""
+    """Send the sound. What was sent is finished even if the sound fails."""
     try:
         async for samples in sound:
             clock.start(len(samples))

@@ -11,7 +11,7 @@ from realtime.commands.pull import fetch, model_name
 from realtime.commands.terminal import is_debugging
 
 if TYPE_CHECKING:
-    from engine.client import EngineClient
+    from engine.client.client import EngineClient
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Sound from a microphone, by whatever this machine has for it."""
+"""Sound from a microphone, through the first recorder that this machine has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from audio.formats import PCM16_SCALE
 from audio.resample import MODEL_RATE
 from realtime.commands.terminal import CommandFailed
-from realtime.events import Samples
+from realtime.session.events import Samples
 
 CHUNK_SAMPLES = MODEL_RATE * 80 // 1000
 CHUNK_BYTES = 2 * CHUNK_SAMPLES

@@ -49,7 +49,7 @@ def run_pull(options: argparse.Namespace) -> int:
 
 
 def run_models(options: argparse.Namespace) -> int:
-    from engine.weights import available_models, cache_folder
+    from engine.weights.store import available_models, cache_folder
 
     models = available_models()
     default = default_model()
@@ -64,7 +64,7 @@ def run_models(options: argparse.Namespace) -> int:
 
 def default_model() -> str:
     """The name behind `default`."""
-    from engine.build import DEFAULT_MODEL
+    from engine.config import DEFAULT_MODEL
 
     return DEFAULT_MODEL
 
@@ -75,10 +75,10 @@ def model_name(name: str) -> str:
 
 
 def fetch(name: str, *, fresh: bool = False) -> Path:
-    """Have a model here, saying on standard error what is fetched from where. A path to a checkpoint is itself."""
+    """The path of a model, fetched if need be; standard error says what is fetched. A path stays itself."""
     from rich.console import Console
 
-    from engine.weights import available_models, cache_folder, pull, resolve
+    from engine.weights.store import available_models, cache_folder, pull, resolve
 
     if name not in available_models() or (not fresh and (cache_folder() / name).exists()):
         return pull(name, note, fresh=True) if fresh else resolve(name)

@@ -10,17 +10,17 @@ import numpy as np
 
 from audio.resample import MODEL_RATE
 from engine import messages
-from engine.client import EngineClient
-from engine.client_stream import EngineStream
+from engine.client.client import EngineClient
+from engine.client.stream import EngineStream
 from realtime.commands.file_reader import pieces_of
 from realtime.commands.live_player import CHUNK_SAMPLES
-from realtime.events import Samples
+from realtime.session.events import Samples
 
 STREAMS = 2
 # The first seconds are left out: they hold less than a whole window of audio.
 WARM_UP_S = 4.0
 MEASURED_S = 8.0
-# What the engine may be kept busy with before streams wait for each other.
+# The share of its time an engine may be busy before streams wait for each other.
 USABLE_SHARE = 0.8
 
 

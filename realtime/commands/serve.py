@@ -9,6 +9,7 @@ import socket
 from typing import Any
 
 from realtime.commands.pull import fetch, model_name
+from realtime.commands.readiness import Readiness
 from realtime.commands.terminal import CommandFailed, is_debugging, note, out, read_config
 from realtime.config import Config, known_keys
 
@@ -23,6 +24,7 @@ Examples:
 Every key of the configuration is also a flag (--limits.max-sessions 100) and an environment variable
 (TICKERTAPE_LIMITS_MAX_SESSIONS=100). Flags win over the environment, which wins over the file.
 The first start fetches the model. Ctrl-C lets running turns finish, then stops; twice stops at once.
+systemd is told when the server is ready and when it stops (Type=notify); others can read --ready-fd.
 """
 
 # Short names for the keys people change most.
@@ -45,6 +47,9 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_options(parser)
+    parser.add_argument(
+        "--ready-fd", type=int, metavar="N", help="write the address to this file descriptor once the server is ready"
+    )
     parser.set_defaults(run=run)
 
 
@@ -75,6 +80,7 @@ def config_of(options: argparse.Namespace) -> Config:
 
 def run(options: argparse.Namespace) -> int:
     config = config_of(options)
+    readiness = Readiness(options.ready_fd)
     check_port(config.server.host, config.server.port)
     if not config.model.engines:
         fetch(model_name(config.model.name))
@@ -86,14 +92,14 @@ def run(options: argparse.Namespace) -> int:
     stop_by_terminate()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config))
+            runner.run(_serve(config, readiness))
     except KeyboardInterrupt:
         note("stopped")
     return 0
 
 
 def check_port(host: str, port: int) -> None:
-    """Better now than after a model has been loaded."""
+    """Raise CommandFailed if the port cannot be had: better now than after a model has been loaded."""
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             pass
@@ -109,11 +115,11 @@ def set_up_logging() -> None:
 
     level = logging.DEBUG if is_debugging() else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # It says what it was told about every frame.
+    # Below that level it logs every frame.
     logging.getLogger("websockets").setLevel(logging.WARNING)
 
 
-async def _serve(config: Config) -> None:
+async def _serve(config: Config, readiness: Readiness) -> None:
     from realtime.app import running_server
 
     note("starting the engine" if not config.model.engines else "connecting to the engines")
@@ -121,6 +127,9 @@ async def _serve(config: Config) -> None:
         out(f"the page:    {server.url}/")
         out(f"the socket:  {server.url.replace('http', 'ws', 1)}/v1/realtime")
         out("Ctrl-C stops the server.")
+        readiness.ready(server.url)
+        await server.wait_until_stopping()
+        readiness.stopping()
         await server.wait()
 
 

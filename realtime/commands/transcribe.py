@@ -1,4 +1,4 @@
-"""`tickertape transcribe`: files to text, captions or JSON, with the engine in this process."""
+"""`tickertape transcribe`: files to text, subtitles or JSON, with the engine in this process."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def add(commands: Any) -> None:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     formats = parser.add_argument_group("what to write (text if none is given)")
     formats.add_argument("--json", action="store_true", help="text, segments and length, one line for each file")
-    formats.add_argument("--srt", action="store_true", help="SubRip captions")
-    formats.add_argument("--vtt", action="store_true", help="WebVTT captions")
+    formats.add_argument("--srt", action="store_true", help="SubRip subtitles")
+    formats.add_argument("--vtt", action="store_true", help="WebVTT subtitles")
     formats.add_argument("--words", action="store_true", help="the times of every word, in text and JSON")
     formats.add_argument("--output-dir", type=Path, metavar="DIR", help="write files there instead of standard output")
     live = parser.add_argument_group("as if it were spoken now")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realtime.events import TimedWord
-from realtime.transcript import captions, to_srt, to_vtt
+from realtime.session.events import TimedWord
+from realtime.session.subtitles import subtitles, to_srt, to_vtt
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ def as_json(transcript: FileTranscript, words: bool) -> str:
         "text": transcript.text,
         "segments": [
             {"start": round(line.start, 3), "end": round(line.end, 3), "text": line.text}
-            for line in captions(transcript.words, rate)
+            for line in subtitles(transcript.words, rate)
         ],
     }
     if words:
@@ -60,11 +60,11 @@ def as_json(transcript: FileTranscript, words: bool) -> str:
 
 
 def as_srt(transcript: FileTranscript, words: bool) -> str:
-    return to_srt(captions(transcript.words, transcript.sample_rate))
+    return to_srt(subtitles(transcript.words, transcript.sample_rate))
 
 
 def as_vtt(transcript: FileTranscript, words: bool) -> str:
-    return to_vtt(captions(transcript.words, transcript.sample_rate))
+    return to_vtt(subtitles(transcript.words, transcript.sample_rate))
 
 
 # Extension -> how it is written.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from realtime.errors import ClientFault
-from realtime.events import Clear, Commit, Configure, End, ServerEvent
-from realtime.settings import Settings
+from realtime.session.events import Clear, Commit, Configure, End, ServerEvent
+from realtime.session.settings import Settings
 
 Json = dict[str, Any]
 
@@ -63,13 +63,15 @@ class SessionFacts:
     # Set when the session can be resumed: the token, and for how many seconds it is kept after a disconnect.
     resume_token: str = ""
     resume_seconds: int = 0
+    # The longest silence a client may declare in one event.
+    gap_seconds: float = 24 * 3600.0
 
 
 class Dialect(Protocol):
     """One way of speaking to a client."""
 
     name: str
-    # What the first telling message is cannot change this dialect any more.
+    # The dialect is certain: no message of the client changes it to another.
     fixed: bool
     # A binary frame without a byte in it means that no more audio will come.
     empty_frame_ends: bool
@@ -85,9 +87,6 @@ class Dialect(Protocol):
 
     def write(self, event: ServerEvent, settings: Settings) -> list[Json]:
         """The wire form of a core event: none, one or several objects."""
-
-    def bad_message(self, fault: ClientFault) -> Json:
-        """The error event for a message that could not be read."""
 
 
 def text_field(message: Json, name: str) -> str:

@@ -1,7 +1,8 @@
 """Deepgram's live dialect: choices in the query, audio in binary frames, results that name their time span.
 
-Our text is append-only, so an interim result is always the beginning of its final one, and each turn is one final
-result that is also `speech_final`.
+Our text is append-only, so an interim result is always the beginning of its final one. A turn ends with a final result
+that is also `speech_final`. Of a long turn, what has been said for a while becomes final before that, so that interim
+results repeat only what follows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from uuid import uuid4
 
 from realtime.dialects.base import Answer, Json, Nothing, Request, SessionFacts
 from realtime.errors import ClientFault, Refusal
-from realtime.events import (
+from realtime.session.events import (
     Answered,
     Commit,
     Committed,
@@ -29,7 +30,7 @@ from realtime.events import (
     SpeechStarted,
     TimedWord,
 )
-from realtime.settings import G711_RATE, MAX_RATE, MIN_RATE, AudioFormat, Settings, TurnDetection
+from realtime.session.settings import G711_RATE, MAX_RATE, MIN_RATE, AudioFormat, Settings, TurnDetection
 
 # Clients ask for tiny values out of habit; a pause this short inside a sentence is not an end.
 MIN_ENDPOINTING_MS = 300
@@ -37,6 +38,9 @@ NO_ENDPOINTING_MS = 60_000
 RAW = {"linear16": "audio/pcm", "mulaw": "audio/pcmu", "alaw": "audio/pcma"}
 CONTAINERS = ("", "flac", "ogg-opus")
 FINALIZE = "finalize"
+# So much of an open turn may be repeated in interim results before it becomes final.
+SEGMENT_CHARACTERS = 2000
+SEGMENT_SECONDS = 60
 
 
 def settings_from_query(query: Mapping[str, str]) -> Settings:
@@ -139,7 +143,10 @@ class DeepgramDialect:
             case Problem() if event.event_id == FINALIZE:
                 # A flush of nothing is answered too: clients wait for it.
                 return [self._result("", [], self._final_until, self._final_until, final=True, finalize=True)]
-            case Problem() | ItemFailed():
+            case ItemFailed():
+                self._forget(event.item_id)
+                return [_error(event.code, event.message)]
+            case Problem():
                 return [_error(event.code, event.message)]
             case Answered():
                 return [event.body]
@@ -148,33 +155,56 @@ class DeepgramDialect:
             case _:
                 return []
 
-    def bad_message(self, fault: ClientFault) -> Json:
-        return _error(fault.code, fault.message)
-
     def _delta(self, event: Delta) -> list[Json]:
-        self._text += event.text
+        self._text = (self._text + event.text).lstrip()
         self._words += event.words
-        if not self._interim:
-            return []
         start = max(self._starts.get(event.item_id, self._final_until), self._final_until)
         end = max(start, self._words[-1].end) if self._words else start
-        return [self._result(self._text, self._words, start, end, final=False)]
+        long = len(self._text) > SEGMENT_CHARACTERS or end - start > SEGMENT_SECONDS * self.facts.sample_rate
+        if long and self._words:
+            return [self._settle_segment(start, end)]
+        return [self._result(self._text, self._words, start, end)] if self._interim else []
+
+    def _settle_segment(self, start: int, end: int) -> Json:
+        """A final result for the complete words so far; what follows their last one belongs to the next result."""
+        cut = 0
+        for word in self._words:
+            cut = max(cut, self._text.find(word.text, cut) + len(word.text))
+        text, words = self._text[:cut], self._words
+        self._text, self._words, self._final_until = self._text[cut:].lstrip(), [], end
+        return self._result(text, words, start, end, final=True)
 
     def _completed(self, event: Completed) -> list[Json]:
         start = max(event.start, self._final_until)
+        end = self._final_until = max(start, event.end)
         finalize = event.item_id in self._finalized
-        self._finalized.discard(event.item_id)
-        self._starts.pop(event.item_id, None)
-        self._text, self._words, self._final_until = "", [], max(start, event.end)
-        words = list(event.words)
-        out = [self._result(event.transcript, words, start, self._final_until, final=True, finalize=finalize)]
-        if self._utterance_end and words:
-            last = self._seconds(words[-1].end)
+        spoken = bool(event.words) and not event.goes_on
+        # All of a turn has come in deltas by now; segments of it may be final already.
+        text, words = self._text, self._words
+        self._forget(event.item_id)
+        ends = spoken and not finalize
+        out = [self._result(text, words, start, end, final=True, speech_final=ends, finalize=finalize)]
+        if self._utterance_end and spoken:
+            last = self._seconds(event.words[-1].end)
             out.append({"type": "UtteranceEnd", "channel": [0, 1], "last_word_end": last})
         return out
 
+    def _forget(self, item_id: str) -> None:
+        """The turn is over: nothing of it is said again."""
+        self._finalized.discard(item_id)
+        self._starts.pop(item_id, None)
+        self._text, self._words = "", []
+
     def _result(
-        self, text: str, words: list[TimedWord], start: int, end: int, *, final: bool, finalize: bool = False
+        self,
+        text: str,
+        words: list[TimedWord],
+        start: int,
+        end: int,
+        *,
+        final: bool = False,
+        speech_final: bool = False,
+        finalize: bool = False,
     ) -> Json:
         alternative = {"transcript": text, "confidence": 1.0, "words": [self._word(word) for word in words]}
         return {
@@ -183,7 +213,7 @@ class DeepgramDialect:
             "start": self._seconds(start),
             "duration": self._seconds(end - start),
             "is_final": final,
-            "speech_final": final and bool(words) and not finalize,
+            "speech_final": speech_final,
             "from_finalize": finalize,
             "channel": {"alternatives": [alternative]},
             "metadata": {

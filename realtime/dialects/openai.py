@@ -15,9 +15,9 @@ from realtime.dialects.base import (
     event_id_of,
     text_field,
 )
-from realtime.dialects.openai_settings import beta_session, ga_session, merge_beta, merge_ga
+from realtime.dialects.openai_session import beta_session, ga_session, merge_beta, merge_ga
 from realtime.errors import ClientFault
-from realtime.events import (
+from realtime.session.events import (
     Acknowledged,
     Clear,
     Cleared,
@@ -37,11 +37,10 @@ from realtime.events import (
     TimedOut,
     TimedWord,
 )
-from realtime.settings import INCLUDE_LOGPROBS, INCLUDE_WORDS, Settings
+from realtime.session.settings import INCLUDE_LOGPROBS, INCLUDE_WORDS, Settings
 
-# Sessions have no end of their own; clients that look want a moment in the future.
+# Sessions do not expire; clients that look at the expiry want a moment in the future.
 SHOWN_LIFETIME_S = 24 * 3600
-MAX_GAP_SAMPLES = 48_000 * 24 * 3600
 TRANSCRIPTION = "conversation.item.input_audio_transcription"
 CONVERSATION_EVENTS = ("conversation.item.", "response.", "output_audio_buffer.")
 
@@ -114,8 +113,11 @@ class OpenAIDialect:
             if isinstance(duration_ms, bool) or not isinstance(duration_ms, int | float):
                 raise ClientFault("invalid_value", "A gap needs 'samples' or 'duration_ms'.", param="duration_ms")
             samples = duration_ms * settings.format.rate / 1000
-        if isinstance(samples, bool) or not isinstance(samples, int | float) or not 0 <= samples <= MAX_GAP_SAMPLES:
-            raise ClientFault("invalid_value", "A gap lasts from 0 to 24 hours.", param="samples")
+        most_s = self.facts.gap_seconds
+        longest = most_s * settings.format.rate
+        if isinstance(samples, bool) or not isinstance(samples, int | float) or not 0 <= samples <= longest:
+            text = f"A gap lasts from 0 to {most_s:g} seconds (limits.gap_s)."
+            raise ClientFault("invalid_value", text, param="samples")
         return round(samples)
 
     # Server -> client
@@ -155,7 +157,7 @@ class OpenAIDialect:
         return self._extension(event)
 
     def _extension(self, event: ServerEvent) -> list[Json]:
-        """Events that OpenAI does not have; only clients that asked for them get them, and unknown ones harm nobody."""
+        """Events that OpenAI does not have. Most go only to clients that asked; clients ignore unknown ones."""
         match event:
             case Acknowledged():
                 return [self._event("input_audio_buffer.acknowledged", samples=event.source_samples)]
@@ -164,9 +166,6 @@ class OpenAIDialect:
             case Injected():
                 return [self._event("input_audio_buffer.injected", items=event.items)]
         return []
-
-    def bad_message(self, fault: ClientFault) -> Json:
-        return self._problem(fault.code, fault.message, fault.param, fault.event_id)
 
     def _event(self, kind: str, **fields: Any) -> Json:
         return {"type": kind, "event_id": self.facts.new_event_id(), **fields}

@@ -7,11 +7,20 @@ from typing import Any
 
 from realtime.dialects.base import AudioText, Json, Nothing, Request, SessionFacts, event_id_of
 from realtime.errors import ClientFault
-from realtime.events import Commit, Completed, Configure, Delta, ItemFailed, Problem, ServerEvent, SessionUpdated
-from realtime.settings import AudioFormat, Settings
+from realtime.session.events import (
+    Commit,
+    Completed,
+    Configure,
+    Delta,
+    ItemFailed,
+    Problem,
+    ServerEvent,
+    SessionUpdated,
+)
+from realtime.session.settings import AudioFormat, Settings
 
 VLLM_RATE = 16_000
-# A position of the models that are served this way: what a client sees as prompt tokens.
+# One prompt token, as a client sees it, is one position of the models that are served this way.
 MS_PER_PROMPT_TOKEN = 80
 
 
@@ -25,6 +34,9 @@ class VllmDialect:
     def __init__(self, facts: SessionFacts) -> None:
         self.facts = facts
         self._model_known = False
+        # Audio and tokens of an utterance that was too long to be kept whole: of its parts before the last.
+        self._earlier_samples = 0
+        self._earlier_tokens = 0
 
     def start_settings(self, settings: Settings) -> Settings:
         return replace(
@@ -68,6 +80,11 @@ class VllmDialect:
         match event:
             case Delta():
                 return [{"type": "transcription.delta", "delta": event.text}]
+            case Completed() if event.goes_on:
+                # Clients take `done` for the end of their utterance, which only they decide.
+                self._earlier_samples += event.end - event.start
+                self._earlier_tokens += event.tokens
+                return []
             case Completed():
                 return [{"type": "transcription.done", "text": event.transcript, "usage": self._usage(event)}]
             case SessionUpdated():
@@ -80,16 +97,14 @@ class VllmDialect:
             case _:
                 return []
 
-    def bad_message(self, fault: ClientFault) -> Json:
-        return _error(fault.code, fault.message)
-
     def _usage(self, event: Completed) -> dict[str, Any]:
-        milliseconds = (event.end - event.start) * 1000 // self.facts.sample_rate
-        prompt = -(-milliseconds // MS_PER_PROMPT_TOKEN)
+        samples, tokens = self._earlier_samples + event.end - event.start, self._earlier_tokens + event.tokens
+        self._earlier_samples = self._earlier_tokens = 0
+        prompt = -(-(samples * 1000 // self.facts.sample_rate) // MS_PER_PROMPT_TOKEN)
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": event.tokens,
-            "total_tokens": prompt + event.tokens,
+            "completion_tokens": tokens,
+            "total_tokens": prompt + tokens,
             "prompt_tokens_details": None,
         }
 

@@ -28,7 +28,7 @@ def run(pieces: list[bytes], reader: Callable[[BytePipe], None]) -> BytePipe:
     thread.start()
     pipe.wait()
     for piece in [*pieces, None]:
-        pipe.resume(piece)
+        pipe.hand_over(piece)
     thread.join(timeout=5)
     assert not thread.is_alive()
     return pipe
@@ -37,7 +37,7 @@ def run(pieces: list[bytes], reader: Callable[[BytePipe], None]) -> BytePipe:
 def test_everybody_who_waits_is_let_go_when_the_reader_fails() -> None:
     """One thread is feeding while another one ends the stream: the reader has only one last turn to give."""
     pipe = BytePipe()
-    feeders = [threading.Thread(target=pipe.resume, args=(piece,), daemon=True) for piece in (b"broken", None)]
+    feeders = [threading.Thread(target=pipe.hand_over, args=(piece,), daemon=True) for piece in (b"broken", None)]
     for feeder in feeders:
         feeder.start()
     while pipe._pieces.qsize() < 2:
@@ -96,9 +96,9 @@ def test_a_piece_is_used_up_before_the_feeder_goes_on() -> None:
 
     threading.Thread(target=reader, daemon=True).start()
     pipe.wait()
-    pipe.resume(b"abcde")
+    pipe.hand_over(b"abcde")
     assert seen == [b"ab", b"cd", b"e"]
-    pipe.resume(None)
+    pipe.hand_over(None)
 
 
 def test_peeking_takes_nothing() -> None:

@@ -26,7 +26,7 @@ def sine(frequency: float, rate: int, seconds: float) -> NDArray[np.float32]:
 
 
 def resample(resampler: Resampler, samples: NDArray[np.float32], edges: list[int]) -> NDArray[np.float32]:
-    parts = [resampler.push(samples[a:b]) for a, b in pairwise(edges)]
+    parts = [resampler.resample(samples[a:b]) for a, b in pairwise(edges)]
     return np.concatenate([*parts, resampler.flush()])
 
 
@@ -48,7 +48,7 @@ def test_a_rate_out_of_range_is_refused(rate: int) -> None:
 def test_equal_rates_pass_the_array_itself() -> None:
     resampler = Resampler(MODEL_RATE)
     samples = noise(100)
-    assert resampler.push(samples) is samples
+    assert resampler.resample(samples) is samples
     assert len(resampler.flush()) == 0
 
 
@@ -95,7 +95,7 @@ def test_no_more_is_held_back_than_documented(rate: int) -> None:
     held_back, out = 0.0, 0
     for taken in range(len(samples)):
         held_back = max(held_back, taken - out * rate / MODEL_RATE)
-        out += len(resampler.push(samples[taken : taken + 1]))
+        out += len(resampler.resample(samples[taken : taken + 1]))
     assert held_back <= HELD_BACK_SAMPLES[rate]
 
 

@@ -26,8 +26,8 @@ def recording(encoding: Encoding, samples: int) -> bytes:
 
 def items_of(encoding: Encoding, rate: int, data: bytes, edges: list[int]) -> list[AudioItem]:
     decoder, resampler, cutter = Decoder(encoding), Resampler(rate), ItemCutter(*VOXTRAL)
-    items = [item for a, b in pairwise(edges) for item in cutter.push(resampler.push(decoder.push(data[a:b])))]
-    return items + cutter.push(resampler.flush()) + cutter.flush(DELAY_POSITIONS)
+    items = [item for a, b in pairwise(edges) for item in cutter.cut(resampler.resample(decoder.decode(data[a:b])))]
+    return items + cutter.cut(resampler.flush()) + cutter.flush(DELAY_POSITIONS)
 
 
 def as_rows(items: list[AudioItem]) -> list[tuple[int, int, int, bytes | None]]:

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks import accuracy
-from engine.weights import UnknownModel
+from engine.weights.store import UnknownModel
 
 
 class Parrot:

@@ -16,8 +16,8 @@ from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
-from engine.loop import EngineLoop
 from engine.messages import Open, Speech
+from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
 
 POSITION_SECONDS = 0.08

@@ -1,7 +1,7 @@
 import pytest
 
-from engine.capacity import Capacity
-from engine.supervisor import EngineMetrics
+from engine.client.capacity import Capacity
+from engine.client.supervisor import EngineMetrics
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 import yaml
 
 from realtime.config import ENVIRONMENT_PREFIX, known_keys
-from realtime.engine_metrics import engine_collector
-from realtime.metrics import Metrics
+from realtime.metrics.engine import engine_collector
+from realtime.metrics.gateway import Metrics
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -19,7 +19,7 @@ def test_every_metric_on_the_dashboard_exists(engine_figures: tuple[object, obje
     metrics = Metrics()
     figures, capacity = engine_figures
     metrics.add_collector(engine_collector(lambda: figures, lambda: capacity))  # type: ignore[arg-type,return-value]
-    exposed = set(re.findall(r"^# TYPE (\S+)", metrics.render().decode(), re.MULTILINE))
+    exposed = set(re.findall(r"^# TYPE (\S+)", metrics.exposition().decode(), re.MULTILINE))
     names = exposed | {f"{name}_bucket" for name in exposed}
     dashboard = json.loads((ROOT / "deploy/grafana/dashboards/tickertape.json").read_text())
     used = {
@@ -43,5 +43,5 @@ def test_compose_services_are_pinned_and_configured_with_real_keys() -> None:
 def test_the_image_does_not_run_as_root_and_says_when_it_is_ready() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert re.search(r"^USER tickertape$", dockerfile, re.MULTILINE)
-    assert "HEALTHCHECK" in dockerfile and "/ready" in dockerfile
+    assert "HEALTHCHECK" in dockerfile and "--ready" in dockerfile
     assert all(re.search(r":\d+\.\d+\.\d+", line) for line in dockerfile.splitlines() if line.startswith("FROM"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from realtime import cli
-from realtime.wire_client import CannotConnect, open_session, realtime_url
+from realtime.client.wire_client import CannotConnect, open_session, realtime_url
 from tests.e2e.conftest import Serve
 from tests.realtime.commands.conftest import sound, write_wav
 from tests.realtime.gateway_doubles import FakeEngine

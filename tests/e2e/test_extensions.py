@@ -115,6 +115,20 @@ async def test_bytes_that_are_no_container_are_an_error_and_the_session_lives(se
         assert (await client.until(COMPLETED))[-1]["transcript"] == "w1 w2"
 
 
+async def test_the_longest_gap_is_counted_in_seconds_whatever_the_rate(serve: Serve) -> None:
+    async with serve(limits={"gap_s": 60.0}) as running, greeted_client(running.ws) as client:
+        for rate in (8000, 24_000, 48_000):
+            await client.update(format={"type": "audio/pcm", "rate": rate})
+            for too_long in ({"samples": 60 * rate + 1}, {"duration_ms": 60_001}, {"duration_ms": 1e300}):
+                await client.send("input_audio_buffer.gap", **too_long)
+                error = (await client.receive())["error"]
+                assert error["code"] == "invalid_value" and "60 seconds (limits.gap_s)" in error["message"]
+        await client.send("input_audio_buffer.gap", duration_ms=60_000)
+        await client.send("input_audio_buffer.clear")
+        await client.until("input_audio_buffer.cleared")
+        assert running.engine.streams[0].samples == 60 * 16_000
+
+
 async def test_gap_moves_the_clock_without_audio(serve: Serve) -> None:
     engine = FakeEngine()
     async with serve(engine) as running, greeted_client(running.ws) as client:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from realtime.config import LimitsConfig
-from realtime.host import SessionHost
+from realtime.serving.live_session import LiveSession
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import COMPLETED, greeted_client
 from tests.realtime.gateway_doubles import FakeEngine, silence, tone
@@ -64,7 +64,7 @@ async def test_fuzz_harms_nobody_and_leaves_nothing_behind(
         assert len([name for name in tasks if name.startswith(("writer", "reader", "session", "results"))]) == 4
         gc.collect()
         # isinstance would ask objects of other libraries for their class, and some of them warn.
-        assert sum(type(item) is SessionHost for item in gc.get_objects()) == 1
+        assert sum(type(item) is LiveSession for item in gc.get_objects()) == 1
     crashes = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert not crashes, crashes[0].getMessage()
     assert sent >= MESSAGES

@@ -14,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.e2e.conftest import Serve
-from tests.e2e.raw_client import COMPLETED, greeted_client
+from tests.e2e.raw_client import COMPLETED, greeted_client, raw_client
 from tests.e2e.test_openai_client import send_audio, wav
 from tests.realtime.gateway_doubles import FakeEngine, silence, tone
 
@@ -161,11 +161,34 @@ async def test_beta_sessions_endpoint_mints_a_secret(serve: Serve) -> None:
         made = (await http.post(url, json={"turn_detection": None}, headers=headers)).json()
         assert made["turn_detection"] is None and made["client_secret"]["value"].startswith("ek_")
         secret = {"Authorization": f"Bearer {made['client_secret']['value']}", "OpenAI-Beta": "realtime=v1"}
-        from tests.e2e.raw_client import raw_client
-
         async with raw_client(running.ws, additional_headers=secret) as client:
             created = await client.receive()
             assert created["type"] == "transcription_session.created" and created["session"]["turn_detection"] is None
+
+
+@pytest.mark.parametrize("keys", [("the-real-key",), ()])
+async def test_a_client_secret_opens_sockets_and_nothing_else(serve: Serve, keys: tuple[str, ...]) -> None:
+    async with serve(auth={"keys": keys}) as running, httpx.AsyncClient() as http:
+        url = f"{running.base_url}/realtime/client_secrets"
+        secret = (await http.post(url, headers={"Authorization": "Bearer the-real-key"})).json()["value"]
+        headers = {"Authorization": f"Bearer {secret}"}
+        file = {"file": ("a.wav", wav(0.2), "audio/wav")}
+        for answer in (
+            await http.post(url, headers=headers),
+            await http.post(f"{running.base_url}/realtime/transcription_sessions", headers=headers),
+            await http.post(f"{running.base_url}/audio/transcriptions", headers=headers, files=file),
+            await http.post(f"{running.base_url}/audio/render", headers=headers, files=file),
+            await http.post(f"{running.base_url}/audio/inject", headers=headers, json={"items": []}),
+            await http.get(f"{running.base_url}/models", headers=headers),
+        ):
+            assert (answer.status_code, error_code(answer)) == (403, "client_secret_not_allowed"), answer.url
+        async with greeted_client(running.ws, additional_headers=headers):
+            pass
+        async with raw_client(
+            running.ws.replace("realtime", "listen?encoding=linear16"), additional_headers=headers
+        ) as client:
+            await client.send("CloseStream")
+            assert (await client.receive())["type"] == "Metadata"
 
 
 async def test_browsers_may_ask_from_anywhere(serve: Serve) -> None:

@@ -112,7 +112,7 @@ async def test_sender_faster_than_the_engine_is_slowed_and_memory_stays_bounded(
         async def watch() -> None:
             nonlocal most
             while True:
-                most = max(most, entry.host.queued_seconds)
+                most = max(most, entry.live.queued_seconds)
                 await asyncio.sleep(0.005)
 
         watching = asyncio.create_task(watch())
@@ -150,16 +150,16 @@ async def test_sender_of_many_mistakes_is_slowed_and_gets_every_answer(serve: Se
 async def test_client_that_does_not_read_gets_longer_deltas_and_no_loss(serve: Serve) -> None:
     async with serve() as running, greeted_client(running.ws, max_queue=1) as client:
         await client.update(turn_detection=None)
-        host = next(iter(running.gateway.sessions._entries.values())).host
+        live = next(iter(running.gateway.sessions._entries.values())).live
         resume = hold_writer(running)
         for _ in range(100):
             await client.append(tone(0.4))
         await client.send("input_audio_buffer.commit")
         for _ in range(200):
             await asyncio.sleep(0.01)
-            if host.session._items.last_committed and not host.session._items.ended:
+            if live.session._turns.last_committed and not live.session._turns.ended:
                 break
-        assert len(host.outbox) <= 4
+        assert len(live.outbox) <= 4
         resume()
         events = await client.until(COMPLETED)
         deltas = [event["delta"] for event in events if "delta" in event]
@@ -178,7 +178,7 @@ def hold_writer(running: Any) -> Any:
 async def test_client_that_never_reads_is_closed_and_others_go_on(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("realtime.connection.CLOSE_GRACE_S", 0.2)
+    monkeypatch.setattr("realtime.serving.connection.CLOSE_GRACE_S", 0.2)
     async with serve(limits={"outbox_events": 20}) as running:
         async with greeted_client(running.ws, max_queue=1) as deaf:
             await deaf.update(turn_detection=None)

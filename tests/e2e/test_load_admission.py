@@ -15,14 +15,14 @@ import httpx
 import numpy as np
 import pytest
 
-from engine.client import ClientSettings, EngineClient
+from engine.client.client import ClientSettings, EngineClient
+from engine.client.handles import EngineThread
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
-from engine.loop import EngineLoop
 from engine.messages import Open
-from engine.process import EngineThread
+from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
 from realtime.app import RunningServer, listening
 from realtime.config import Config, ServerConfig
@@ -69,7 +69,7 @@ def blockbuster() -> None:
 
 @pytest.fixture(autouse=True)
 def short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.process.MEASURED_STREAMS", 3)
+    monkeypatch.setattr("engine.server.main.MEASURED_STREAMS", 3)
 
 
 @asynccontextmanager
@@ -127,7 +127,7 @@ async def test_as_many_as_hold_are_admitted_and_the_next_is_refused() -> None:
             await asyncio.sleep(2.5)
             # What was admitted holds: nobody waits for longer than a step or two.
             assert all(not task.done() for task in speaking)
-            assert max(link.status.lag_ms for link in client._running.links()) < 400
+            assert max(link.status.lag_ms for link in client._running.seats.links()) < 400
             response = await refusal(ws(server))
             assert response.status_code == 503 and int(response.headers["Retry-After"]) >= 1
             shown = await seen(server)
@@ -143,7 +143,7 @@ async def test_as_many_as_hold_are_admitted_and_the_next_is_refused() -> None:
 async def test_without_a_measurement_the_first_few_are_admitted_and_more_when_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.capacity.STREAMS_TO_BEGIN_WITH", 2)
+    monkeypatch.setattr("engine.client.capacity.STREAMS_TO_BEGIN_WITH", 2)
     async with costly_server(warm=False) as (server, _), speakers(server, 2):
         assert (await refusal(ws(server))).status_code == 503
         await asyncio.sleep(2.5)
@@ -160,8 +160,8 @@ async def test_a_burst_of_connects_is_counted_before_anybody_has_spoken() -> Non
 
 
 async def test_whoever_is_silent_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.host.COUNTED_SECONDS", 0.3)
-    monkeypatch.setattr("realtime.sessions.COUNTED_SECONDS", 0.3)
+    monkeypatch.setattr("engine.server.load_report.COUNTED_SECONDS", 0.3)
+    monkeypatch.setattr("realtime.serving.registry.COUNTED_SECONDS", 0.3)
     async with costly_server() as (server, _), AsyncExitStack() as stack:
         quiet = [await stack.enter_async_context(greeted_client(ws(server))) for _ in range(HOLDS)]
         await quiet[0].append(tone(0.2))

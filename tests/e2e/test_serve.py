@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.process import run_engine
+from engine.server.main import run_engine
 from tests.e2e.raw_client import raw_client
 from tests.engine.fakes import build
 

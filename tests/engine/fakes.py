@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.client import ClientSettings, EngineClient
-from engine.client_stream import EngineStream
+from engine.client.client import ClientSettings, EngineClient
+from engine.client.handles import EngineHandle, EngineProcess
+from engine.client.stream import EngineStream
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, OpenTask, StepPlan, TimedToken
 from engine.core.scheduler import Limits, Scheduler
 from engine.core.text import Vocabulary
-from engine.loop import EngineLoop
 from engine.messages import Flushed, Open, Output, Saved, Speech, Text, Word
-from engine.process import Build, Engine, EngineProcess
+from engine.server.loop import EngineLoop
+from engine.server.main import Build
 from engine.spec import ModelSpec
 
 RATE = 1600
@@ -281,7 +282,7 @@ async def transcribe(
 
 
 @contextlib.asynccontextmanager
-async def running(*engines: Engine, **settings: Any) -> AsyncIterator[EngineClient]:
+async def running(*engines: EngineHandle, **settings: Any) -> AsyncIterator[EngineClient]:
     client = EngineClient(engines, ClientSettings(**settings))
     await client.start()
     try:

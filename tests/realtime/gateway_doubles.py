@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine import messages
+from engine.boundary.input_cache import SenderCache
+from engine.client.capacity import Capacity
+from engine.client.processor import Processor
+from engine.client.render import Rendered, render
 from engine.errors import AtCapacity, EngineDead, StreamFinished
-from engine.input_cache import SenderCache
-from engine.processor import Processor
-from engine.render import Rendered, render
 from engine.spec import ModelSpec
 
 RATE = 16_000
@@ -38,28 +38,6 @@ def tone(seconds: float, rate: int = 24_000, amplitude: float = 0.3) -> bytes:
 
 def silence(seconds: float, rate: int = 24_000) -> bytes:
     return bytes(2 * round(seconds * rate))
-
-
-@dataclass
-class FakeCapacity:
-    used: int
-    total: int
-    speaking: int = 0
-    load: float = 0.1
-    retry_after_s: float = 7.0
-    load_per_stream: float = 0.01
-
-    @property
-    def counted(self) -> int:
-        return self.used
-
-    @property
-    def holds(self) -> int:
-        return self.total
-
-    @property
-    def free(self) -> int:
-        return self.total - self.used
 
 
 class FakeStream:
@@ -209,8 +187,19 @@ class FakeEngine:
         self.injected += [item for item in checked if item.payload is not None]
         return len(self.injected)
 
-    def capacity(self) -> FakeCapacity:
-        return FakeCapacity(len(self.active), self.slots)
+    def capacity(self) -> Capacity:
+        used, total = len(self.active), self.slots
+        return Capacity(
+            used=used,
+            total=total,
+            speaking=0,
+            load=0.1,
+            retry_after_s=7.0,
+            counted=used,
+            holds=total,
+            free=total - used,
+            load_per_stream=0.01,
+        )
 
     async def open(
         self,

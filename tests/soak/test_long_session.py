@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from engine.loop import EngineLoop
+from engine.boundary.preparation import make_cutter, prepare
 from engine.messages import Dead, Failed, Feed, Flush, Flushed, Open, Text
-from engine.processor import make_cutter, prepare
+from engine.server.loop import EngineLoop
 from tests.engine.fakes import POSITION, RATE, build
 from tests.soak.growth import assert_flat, object_count, resident_bytes
 
@@ -46,7 +46,7 @@ class Session:
             chunk = self._chunks[self._position % 64].copy()
             # No two positions of a day sound the same.
             chunk[0] = self._position
-            items = prepare(cutter, cutter.push(chunk), spec)
+            items = prepare(cutter, cutter.cut(chunk), spec)
             began = time.thread_time_ns()
             loop.submit([Feed("long", items)], self._position)
             self._step()

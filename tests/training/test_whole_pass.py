@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.models.moonshine import frames_after
 from engine.models.moonshine_streaming import StreamingEncoder
-from engine.models.seq2seq import Encoded, Int8Linear, cross_keys_values, int8_supported
+from engine.models.seq2seq import Encoded, Int8Linear, cross_keys_values
 from tests.training.tiny import SPEC, tiny_model
 from training.masks import block_plan
 from training.whole_pass import decode_known, encode_blocks, encode_whole, rounded
@@ -66,7 +65,6 @@ def test_a_known_text_decodes_as_the_engine_decodes_it() -> None:
         assert torch.allclose(decode_known(model, tokens, heard), expected, atol=1e-5)
 
 
-@pytest.mark.skipif(not int8_supported(), reason="no 8-bit kernels for this processor")
 def test_rounded_products_are_nearly_those_of_the_8_bit_layers() -> None:
     layer = torch.nn.Linear(64, 64)
     x = torch.randn(10, 64)

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from engine.weights import pull
+from engine.weights.store import pull
 from tests.web.conftest import page_server
 from tests.web.devtools import Page, find_browser, open_page, running_browser
 

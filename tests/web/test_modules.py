@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from realtime.events import TimedWord
-from realtime.transcript import captions, to_srt, to_vtt
+from realtime.session.events import TimedWord
+from realtime.session.subtitles import subtitles, to_srt, to_vtt
 from tests.web.conftest import PageServer
 from tests.web.devtools import Page
 
@@ -36,7 +36,7 @@ async def test_captions_are_cut_as_the_server_cuts_them(page: Page, server: Page
     )
     words = [{"word": word, "start": 0.5 * n, "end": 0.5 * n + 0.4} for n, word in enumerate(spoken.split())]
     timed = [TimedWord(word, 8_000 * n, 8_000 * n + 6_400) for n, word in enumerate(spoken.split())]
-    lines = captions(timed, 16_000)
+    lines = subtitles(timed, 16_000)
     files = await run(
         page,
         server,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.weights import cache_folder, pull
+from engine.weights.store import cache_folder, pull
 from tests.web.conftest import page_server
 from tests.web.devtools import open_page, running_browser
 from tests.web.test_page import DONE, STATE, stop, texts

@@ -60,7 +60,7 @@ def frame(position: int, length: int = 1, key: bytes | None = None, spec: ModelS
 
 def gap(position: int, length: int, spec: ModelSpec = FRAMES) -> Item:
     sample = (position - spec.prefix_positions) * spec.samples_per_position
-    return Item(position, length, sample, mask=[False] * length)
+    return Item(position, length, sample)
 
 
 def answer(plan: StepPlan, token: int = 0) -> list[DecodeResult]:

@@ -13,8 +13,8 @@ from transformers import MoonshineConfig as ReferenceConfig
 from transformers import MoonshineForConditionalGeneration
 
 from engine.models.moonshine import Moonshine, MoonshineConfig
-from engine.onnx_weights import moonshine_tensors
-from engine.weights import cache_folder
+from engine.weights.onnx import moonshine_tensors
+from engine.weights.store import cache_folder
 
 SIZES = {"hidden_size": 48, "intermediate_size": 96, "vocab_size": 120}
 LAYERS = {"encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 3}
@@ -116,7 +116,7 @@ def test_published_weights_match_transformers(name: str) -> None:
     folder = cache_folder() / name
     if not folder.exists():
         pytest.skip(f"run `tickertape pull {name}` first")
-    from engine.models.pretrained import load_speech_model
+    from engine.weights.pretrained import load_speech_model
 
     model, pieces = load_speech_model(folder)
     assert isinstance(model, Moonshine)

@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 from transformers import WhisperConfig as ReferenceConfig
 from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
-from engine.models.checkpoint import BadCheckpoint
-from engine.models.pretrained import load_speech_model
 from engine.models.whisper import Whisper, WhisperConfig
+from engine.weights.checkpoint import BadCheckpoint
+from engine.weights.pretrained import load_speech_model
 
 OPENAI_NAMES = [
     ("model.", ""),

@@ -10,7 +10,7 @@ import pytest
 
 from realtime.bench.record import RunRecord, read_run
 from realtime.bench.search import Objective
-from realtime.wire_client import COMPLETED, DELTA, FAILED, LAST_COMMIT
+from realtime.client.wire_client import COMPLETED, DELTA, FAILED, LAST_COMMIT
 
 OBJECTIVE = Objective(final_p95_s=1.0, lag_p95_s=2.0)
 

@@ -165,27 +165,3 @@ def test_flags_of_serve_reach_the_configuration() -> None:
     assert (config.server.host, config.server.port, config.auth.no_auth) == ("0.0.0.0", 9, True)
     assert config.model.engines == ("tcp://a:1", "tcp://b:2") and config.model.max_streams == 3
     assert config.limits.idle_s == 5
-
-
-# Completion
-
-
-def test_completion_knows_every_command_and_option(capsys: pytest.CaptureFixture[str]) -> None:
-    for shell in ("bash", "zsh", "fish"):
-        assert cli.main(["completion", shell]) == 0
-        script = capsys.readouterr().out
-        assert all(command in script for command in COMMANDS)
-        assert "output-dir" in script and "slo-final" in script
-        assert "limits.max-sessions" not in script, "flags for every key would drown the others"
-
-
-def test_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["completion", "bash"])
-    script = capsys.readouterr().out
-    ask = """
-COMP_WORDS=(tickertape tr); COMP_CWORD=1; _tickertape; echo "${COMPREPLY[@]}"
-COMP_WORDS=(tickertape transcribe --s); COMP_CWORD=2; _tickertape; echo "${COMPREPLY[@]}"
-COMP_WORDS=(tickertape completion z); COMP_CWORD=2; _tickertape; echo "${COMPREPLY[@]}"
-"""
-    done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, timeout=30)
-    assert done.stdout.splitlines() == ["transcribe", "--srt --server", "zsh"], done.stderr

@@ -1,0 +1,210 @@
+"""Numbered messages over ZeroMQ: ipc:// by default, tcp:// for a remote engine, inproc:// within one process.
+
+A gateway connects one DEALER per engine, an engine binds one ROUTER. ZeroMQ may lose a message when a connection
+breaks, and says nothing; so messages are numbered, kept until the other side has taken them, and sent again when a
+number is missing. What is kept is bounded: a side that is owed too many acknowledgements stops sending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+from urllib.parse import urlsplit
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from engine.boundary.codec import Frames
+
+# How often an idle side says that it is alive, and after how much silence the other side gives it up.
+# A death is noticed at once by the broken connection; silence is for machines that vanish, and may be a long step.
+BEAT_SECONDS = 1.0
+SILENCE_SECONDS = 30.0
+# Bytes that may be under way in one direction without being acknowledged.
+WINDOW_BYTES = 16 * 1024 * 1024
+
+
+def package_version() -> str:
+    try:
+        return version("tickertape")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def check_address(address: str) -> str:
+    """The address itself, or an error that says what an address looks like."""
+    parts = urlsplit(address)
+    usable = {
+        "ipc": bool(parts.netloc or parts.path),
+        "inproc": bool(parts.netloc),
+        "tcp": ":" in parts.netloc and parts.netloc.rsplit(":", 1)[1].isdigit(),
+    }
+    if not usable.get(parts.scheme, False):
+        raise ValueError(f"{address!r} is not an engine address; use ipc:///path/to/socket or tcp://host:port")
+    return address
+
+
+class Arrival(Enum):
+    """What a numbered message turns out to be."""
+
+    NEXT = "next"
+    REPEATED = "repeated"
+    AFTER_A_GAP = "after a gap"
+
+
+class Numbering:
+    """Both directions of one conversation, seen from one side. Does no I/O."""
+
+    def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
+        self.sent = 0
+        self.taken = 0
+        self.unacknowledged_bytes = 0
+        self._window_bytes = window_bytes
+        self._kept: deque[tuple[int, list[Any], int]] = deque()
+
+    @property
+    def may_send(self) -> bool:
+        return self.unacknowledged_bytes < self._window_bytes
+
+    @property
+    def next_number(self) -> int:
+        return self.sent + 1
+
+    def keep(self, frames: list[Any]) -> None:
+        """Remember what was sent under the next number, until it is acknowledged."""
+        size = sum(len(memoryview(frame).cast("B")) for frame in frames)
+        self.sent += 1
+        self.unacknowledged_bytes += size
+        self._kept.append((self.sent, frames, size))
+
+    def acknowledged(self, number: int) -> list[int]:
+        """The other side has taken everything up to `number`; returns what it had not confirmed before."""
+        numbers = []
+        while self._kept and self._kept[0][0] <= number:
+            kept, _, size = self._kept.popleft()
+            self.unacknowledged_bytes -= size
+            numbers.append(kept)
+        return numbers
+
+    def kept_since(self, number: int) -> list[list[Any]]:
+        """What must be sent again when the other side misses `number`."""
+        return [frames for kept, frames, _ in self._kept if kept >= number]
+
+    def arrive(self, number: int, waiting: int = 0) -> Arrival:
+        """Judge an arriving number, with `waiting` messages arrived but not taken. Changes nothing; `take` does."""
+        expected = self.taken + waiting + 1
+        if number == expected:
+            return Arrival.NEXT
+        return Arrival.REPEATED if number < expected else Arrival.AFTER_A_GAP
+
+    def take(self, number: int) -> None:
+        assert number == self.taken + 1, f"message {number} taken after {self.taken}"
+        self.taken = number
+
+
+class GatewaySocket:
+    """A gateway's connection to one engine on the running event loop. `on_frames` is called for every message."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        on_frames: Callable[[Frames], None],
+        on_disconnect: Callable[[], None],
+    ) -> None:
+        self._on_frames = on_frames
+        self._on_disconnect = on_disconnect
+        self._loop = asyncio.get_running_loop()
+        self._socket = context.socket(zmq.DEALER)
+        # `Numbering` bounds what is queued. ZeroMQ's own bound would drop or block, and tell nobody.
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(check_address(address))
+        self._closed = False
+        self._reading = False
+        self._loop.add_reader(self._socket.fileno(), self._read)
+        self._loop.add_reader(self._monitor.fileno(), self._watch)
+        # The descriptors signal a change, not a state: they stay quiet until what is there has been read.
+        self._read()
+        self._watch()
+
+    def send(self, frames: list[Any]) -> None:
+        if self._closed:
+            return
+        self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
+        # Sending may swallow the signal that something has arrived, so look.
+        if not self._reading:
+            self._reading = True
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        self._reading = False
+        while not self._closed:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._on_frames([frame.buffer for frame in frames])
+
+    def _watch(self) -> None:
+        while not self._closed:
+            try:
+                recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_disconnect()
+
+    def close(self, last: list[Any] | None = None) -> None:
+        """Idempotent. `last` is given a moment to leave."""
+        if self._closed:
+            return
+        if last is not None:
+            self._socket.send_multipart(last, flags=zmq.NOBLOCK)
+        self._closed = True
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_reader(self._monitor.fileno())
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close(linger=0 if last is None else 200)
+
+
+class EngineSocket:
+    """The engine's end: blocking, for a thread of its own; every message comes with the name of its gateway."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.set_hwm(0)
+        self._socket.linger = 500
+        try:
+            self._socket.bind(check_address(address))
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ValueError(f"cannot listen on {address!r}: {error}; choose another address") from None
+
+    @property
+    def bound_to(self) -> str:
+        """The address itself, with the port chosen by the system where it was left open."""
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def wait(self, seconds: float) -> bool:
+        """Whether a message is there, after at most so long."""
+        return bool(self._socket.poll(int(seconds * 1000), zmq.POLLIN))
+
+    def receive(self) -> tuple[bytes, Frames] | None:
+        """The next message, if one is there; payloads stay in the buffers they arrived in."""
+        try:
+            name, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return name.bytes, [frame.buffer for frame in frames]
+
+    def send(self, name: bytes, frames: list[Any]) -> None:
+        self._socket.send_multipart([name, *frames], flags=zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close()

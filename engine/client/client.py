@@ -1,0 +1,161 @@
+"""The gateway's face of one or several engines.
+
+A stream stays on its engine. When that engine is lost the stream waits for it to come back or moves to another, is
+rebuilt from what the gateway kept, and goes on: its reader sees a pause, not a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine import messages
+from engine.boundary import codec
+from engine.boundary.input_cache import SenderCache
+from engine.client.capacity import Capacity, capacity_of
+from engine.client.handles import EngineHandle
+from engine.client.processor import Processor, processor_for, warm_up
+from engine.client.render import Rendered, render
+from engine.client.stream import EngineStream, StreamLimits
+from engine.client.supervisor import EngineMetrics, Supervisor
+from engine.errors import AtCapacity, DuplicateStream, EngineDead, EngineError
+from engine.messages import Item
+from engine.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """`model` is what the engines must run; None takes whatever they run, if it is the same everywhere."""
+
+    model: str | None = None
+    cache_bytes: int = 64 * 1024 * 1024
+    # Audio kept per stream for a replay, and audio the engine may be behind before a stream takes no more.
+    keep_seconds: float = 120.0
+    ahead_seconds: float = 60.0
+    # How long streams wait for an engine before they end.
+    recovery_timeout_s: float = 120.0
+    # How busy live streams may keep an engine before it counts as full; 0 counts places only.
+    max_load: float = 0.95
+
+
+class EngineClient:
+    """Made and used inside one event loop: `start` it, open streams, `close` it."""
+
+    def __init__(self, engines: Sequence[EngineHandle], settings: ClientSettings | None = None) -> None:
+        if not engines:
+            raise ValueError("a client needs at least one engine")
+        self._settings = settings or ClientSettings()
+        self._engines = engines
+        self._supervisor: Supervisor | None = None
+        self._read_only: Processor | None = None
+        self._names: set[str] = set()
+
+    async def start(self) -> None:
+        """Returns when everything is warm. Raises EngineDead or EngineMismatch."""
+        settings = self._settings
+        supervisor = Supervisor(
+            self._engines, settings.model, settings.cache_bytes, settings.recovery_timeout_s, settings.max_load
+        )
+        await supervisor.start()
+        self._supervisor = supervisor
+        self._read_only = Processor("read-only", self.spec, SenderCache(settings.cache_bytes))
+        warm_up(self._read_only)
+
+    async def close(self) -> None:
+        if self._supervisor is not None:
+            await self._supervisor.close()
+
+    @property
+    def spec(self) -> ModelSpec:
+        spec = self._running.spec
+        assert spec is not None, "a started supervisor knows the model"
+        return spec
+
+    @property
+    def ready(self) -> bool:
+        """Whether a stream could be opened now: an engine is warm, and so are the processors."""
+        return self._read_only is not None and self._supervisor is not None and bool(self._supervisor.seats.links())
+
+    async def open(
+        self,
+        stream: str,
+        *,
+        live: bool = True,
+        delay_positions: int | None = None,
+        options: dict[str, str] | None = None,
+    ) -> EngineStream:
+        """A new stream on the engine with the least lag. Raises AtCapacity, ValueError (bad options) or EngineDead."""
+        if stream in self._names:
+            raise DuplicateStream(stream, "is open already; use another id")
+        opening = messages.Open(stream, live, delay_positions, dict(options or {}))
+        refusal: EngineError = EngineDead("no engine is running at the moment; try again in a few seconds")
+        self._names.add(stream)
+        try:
+            for seat in self._running.seats.by_lag():
+                opened = EngineStream(opening, self.spec, self._limits(), self._ended)
+                try:
+                    await self._running.seats.open_on(seat, opened)
+                    return opened
+                except BaseException as error:
+                    opened.forsake()
+                    if not isinstance(error, (AtCapacity, EngineDead)):
+                        raise
+                    refusal = error
+        except BaseException:
+            self._names.discard(stream)
+            raise
+        self._names.discard(stream)
+        raise refusal
+
+    def capacity(self) -> Capacity:
+        seats = self._running.seats
+        connected = capacity_of([link.status for link in seats.links()], self._settings.max_load)
+        return replace(connected, engines_wanted=len(seats.all))
+
+    async def inject(self, items: Sequence[Item | None]) -> int:
+        """Put items prepared elsewhere into the engines' caches; returns how many were taken. Raises ItemRefused.
+
+        Without a cache this does nothing and counts nothing. Items that are None, or have no data, are skipped.
+        """
+        links = self._running.seats.links()
+        if not links or not links[0].cache.enabled:
+            return 0
+        processor = self._processor_for(executes=True)
+        checked = [item for item in processor.check(items) if item.payload is not None]
+        if checked:
+            for link in links:
+                link.send(codec.Inject([]), checked)
+        return len(checked)
+
+    def render(self, samples: NDArray[np.float32], delay_positions: int | None = None) -> Rendered:
+        """Prepare audio without executing it; says what an engine holds of it already. Raises ItemRefused."""
+        links = self._running.seats.links()
+        engine_holds = links[0].cache if links else SenderCache(0)
+        return render(self._processor_for(executes=False), samples, engine_holds, delay_positions)
+
+    def _processor_for(self, executes: bool) -> Processor:
+        assert self._read_only is not None, "start the client first"
+        links = self._running.seats.links()
+        return processor_for(executes, links[0].processor if links else self._read_only, self._read_only)
+
+    def metrics(self) -> EngineMetrics:
+        return self._running.metrics()
+
+    @property
+    def _running(self) -> Supervisor:
+        assert self._supervisor is not None, "start the client first"
+        return self._supervisor
+
+    def _limits(self) -> StreamLimits:
+        per_second = self.spec.sample_rate / self.spec.samples_per_position
+        return StreamLimits(
+            keep_positions=int(self._settings.keep_seconds * per_second),
+            ahead_positions=int(self._settings.ahead_seconds * per_second),
+        )
+
+    def _ended(self, stream: EngineStream) -> None:
+        self._names.discard(stream.id)
+        self._running.ended(stream)

@@ -1,0 +1,301 @@
+"""A gateway's side of one conversation with one engine: batches per tick, credits, repair, and its end.
+
+A link lives as long as one connection to one engine process. When the engine dies or falls silent the link is lost for
+good; its owner makes a new one, which starts with empty caches on both sides: a new epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from engine import messages
+from engine.boundary import codec
+from engine.boundary.codec import Frames, WireCommand, WireError
+from engine.boundary.input_cache import SenderCache
+from engine.boundary.sockets import BEAT_SECONDS, SILENCE_SECONDS, Arrival, GatewaySocket, Numbering, package_version
+from engine.client.outbox import Command, Outbox, Source
+from engine.client.processor import Processor, warm_up
+from engine.errors import EngineDead, EngineError
+from engine.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+# Commands of one tick travel together; a command that finds the line idle leaves at once.
+TICK_SECONDS = 0.005
+# How long an acknowledgement may wait for commands to travel with.
+ACK_SECONDS = 0.02
+
+
+class EngineMismatch(EngineError):
+    """The engine is of another version or runs another model than this gateway can use."""
+
+
+@dataclass(slots=True)
+class LinkEvents:
+    """What a link tells its owner."""
+
+    on_output: Callable[[messages.Output], None]
+    on_progress: Callable[[codec.Progress], None]
+    on_room: Callable[[], None]
+    on_lost: Callable[[str], None]
+
+
+class EngineLink:
+    """Made by `connect`."""
+
+    def __init__(self, address: str, cache_bytes: int, events: LinkEvents) -> None:
+        self.address = address
+        self.engine = ""
+        self.status = codec.Status()
+        self.cache = SenderCache(cache_bytes)
+        self.lost: str | None = None
+        # The engine itself said that its runner failed.
+        self.engine_failed = False
+        self._cache_bytes = cache_bytes
+        self._events = events
+        self._loop = asyncio.get_running_loop()
+        self._welcome: asyncio.Future[codec.Welcome] = self._loop.create_future()
+        self._numbering = Numbering()
+        self._outbox = Outbox()
+        # Items of batches that were not taken yet: what a repair may ask for.
+        self._under_way: dict[int, list[messages.Item]] = {}
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._ack_timer: asyncio.TimerHandle | None = None
+        self._beat_timer: asyncio.TimerHandle | None = None
+        self._flushed_at = 0.0
+        self._heard_at = self._loop.time()
+
+    async def connect(
+        self, context: zmq.Context[zmq.Socket[bytes]], gateway: str, model: str | None, timeout_s: float
+    ) -> ModelSpec:
+        """Say hello and wait for the engine to be warm. Raises EngineDead or EngineMismatch."""
+        self._socket = GatewaySocket(context, self.address, self._receive, self._disconnected)
+        hello = codec.Hello(codec.WIRE_VERSION, package_version(), gateway, self._cache_bytes, model)
+        self._socket.send(codec.encode(hello))
+        try:
+            welcome = await asyncio.wait_for(asyncio.shield(self._welcome), timeout_s)
+        except TimeoutError:
+            self.close()
+            raise EngineDead(
+                f"no engine answers at {self.address} within {timeout_s:g} s; "
+                f"start one with `tickertape engine --listen {self.address}`"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+        if welcome.wire != codec.WIRE_VERSION:
+            self.close()
+            raise EngineMismatch(
+                f"the engine at {self.address} runs tickertape {welcome.version} (wire {welcome.wire}), this gateway "
+                f"{package_version()} (wire {codec.WIRE_VERSION}); install the same version on both"
+            )
+        if self.lost is not None:
+            raise EngineDead(self.lost)  # it broke while the welcome was on its way here
+        self.engine, self.status = welcome.engine, welcome.status
+        self.processor = Processor("main", welcome.spec, self.cache)
+        # Nothing has been sent yet: the mirror is empty before and after, as the engine's cache is.
+        warm_up(self.processor)
+        self._heard_at = self._loop.time()
+        self._beat_timer = self._loop.call_later(BEAT_SECONDS, self._beat)
+        return welcome.spec
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the engine has taken enough of what was sent to be sent more."""
+        return self._numbering.may_send
+
+    def send(self, command: Command, items: list[messages.Item] | None = None) -> None:
+        """Queue a command for the next batch; `items` are those it carries."""
+        if self.lost is not None:
+            return
+        self._outbox.put((command, items or []))
+        self._schedule_flush()
+
+    def pace(self, source: Source) -> None:
+        """Fetch what the source has to send, piece by piece, when nothing live waits."""
+        if self.lost is None:
+            self._outbox.pace(source)
+            self._schedule_flush()
+
+    def close(self) -> None:
+        """Leave. Idempotent; tells nobody but the engine."""
+        if self.lost is None:
+            self.lost = "closed"
+            self._socket.close(codec.encode(codec.Bye()))
+        self._stop_timers()
+
+    def _lose(self, why: str) -> None:
+        if self.lost is not None:
+            return
+        self.lost = why
+        self._stop_timers()
+        self._socket.close()
+        if not self._welcome.done():
+            self._welcome.set_exception(EngineMismatch(f"the engine at {self.address} refuses: {why}"))
+        elif self.engine:
+            self._events.on_lost(why)
+
+    def _stop_timers(self) -> None:
+        for timer in (self._flush_timer, self._ack_timer, self._beat_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def _disconnected(self) -> None:
+        # Before the welcome nothing is lost: the socket goes on trying until the time is up.
+        if self._welcome.done():
+            self._lose(f"the connection to the engine at {self.address} broke")
+
+    # Sending.
+
+    def _schedule_flush(self) -> None:
+        if self._flush_timer is None and self._numbering.may_send:
+            wait = self._flushed_at + TICK_SECONDS - self._loop.time()
+            # Even an idle line waits for the rest of the event loop's turn: commands made together travel together.
+            self._flush_timer = self._loop.call_later(max(0.0, wait), self._flush)
+
+    def _flush(self) -> None:
+        """Everything queued, as one message."""
+        self._flush_timer = None
+        outbox = self._outbox.next_batch(self._numbering.next_number) if self._numbering.may_send else []
+        if not outbox:
+            return
+        self._flushed_at = self._loop.time()
+        items = [item for _, carried in outbox for item in carried]
+        travels = iter(self.processor.pack(items))
+        payloads: list[codec.Payload] = []
+        commands = [_wire_command(command, carried, travels, payloads) for command, carried in outbox]
+        numbering = self._numbering
+        frames = codec.encode(codec.Batch(numbering.next_number, numbering.taken, commands), payloads)
+        numbering.keep(frames)
+        self._under_way[numbering.sent] = items
+        self._acknowledge_later(cancel=True)
+        self._socket.send(frames)
+        if self._outbox.has_more:
+            self._schedule_flush()
+
+    def _beat(self) -> None:
+        if self._loop.time() - self._heard_at > SILENCE_SECONDS:
+            self._lose(f"the engine at {self.address} has been silent for {SILENCE_SECONDS:g} s")
+            return
+        self._send_beat()
+        self._beat_timer = self._loop.call_later(BEAT_SECONDS, self._beat)
+
+    def _send_beat(self) -> None:
+        self._acknowledge_later(cancel=True)
+        self._socket.send(codec.encode(codec.Beat(self._numbering.sent, self._numbering.taken)))
+
+    def _acknowledge_later(self, cancel: bool = False) -> None:
+        if cancel:
+            if self._ack_timer is not None:
+                self._ack_timer.cancel()
+                self._ack_timer = None
+        elif self._ack_timer is None:
+            self._ack_timer = self._loop.call_later(ACK_SECONDS, self._send_beat)
+
+    # Receiving.
+
+    def _receive(self, frames: Frames) -> None:
+        try:
+            message = codec.decode(frames, to_engine=False)
+        except WireError as error:
+            self._lose(str(error))
+            return
+        self._heard_at = self._loop.time()
+        self._dispatch(message)
+
+    def _dispatch(self, message: Any) -> None:
+        match message:
+            case codec.Welcome():
+                if not self._welcome.done():
+                    self._welcome.set_result(message)
+            case codec.Unwelcome():
+                self._lose(message.message)
+            case codec.Update():
+                self._acknowledged(message.ack)
+                arrival = self._numbering.arrive(message.seq)
+                if arrival is Arrival.NEXT:
+                    self._numbering.take(message.seq)
+                    self._acknowledge_later()
+                    self._take(message)
+                elif arrival is Arrival.AFTER_A_GAP:
+                    self._ask_again()
+            case codec.Beat():
+                self.status = message.status or self.status
+                self._acknowledged(message.ack)
+                if message.sent > self._numbering.taken:
+                    self._ask_again()
+            case codec.Again():
+                for kept in self._numbering.kept_since(message.seq):
+                    self._socket.send(kept)
+            case codec.Missing():
+                self._repair(message)
+
+    def _ask_again(self) -> None:
+        self._socket.send(codec.encode(codec.Again(self._numbering.taken + 1)))
+
+    def _acknowledged(self, number: int) -> None:
+        taken = self._numbering.acknowledged(number)
+        for batch in taken:
+            self._under_way.pop(batch, None)
+            self._outbox.acknowledged(batch)
+        if taken and self._numbering.may_send:
+            if self._outbox.has_more:
+                self._schedule_flush()
+            self._events.on_room()
+
+    def _take(self, update: codec.Update) -> None:
+        self.status = update.status
+        for output in update.outputs:
+            if isinstance(output, codec.WireDead):
+                self.engine_failed = True
+                self._lose(output.message)
+                return
+            self._events.on_output(codec.plain_output(output))
+        for progress in update.progress:
+            self._events.on_progress(progress)
+
+    def _repair(self, missing: codec.Missing) -> None:
+        """The two caches have drifted apart: forget exactly what the engine misses, and send the data again."""
+        held = {item.key: item for item in self._under_way.get(missing.seq, []) if item.payload is not None}
+        found = [held[key] for key in missing.keys if key in held]
+        gone = [key for key in missing.keys if key not in held]
+        logger.warning("the engine at %s misses %d items; sending them again", self.address, len(missing.keys))
+        self.cache.forget(gone)
+        self.cache.repair({item.key: item.payload.nbytes for item in found})
+        items = [codec.wire_item(item, frame) for frame, item in enumerate(found, 1)]
+        self._socket.send(codec.encode(codec.Repair(missing.seq, items, gone), [item.payload for item in found]))
+
+
+def _wire_command(
+    command: messages.Command | codec.Inject,
+    carried: list[messages.Item],
+    travels: Iterator[bool],
+    payloads: list[codec.Payload],
+) -> WireCommand:
+    """A command for the header; payloads that must travel are appended to `payloads`."""
+    items = []
+    for item in carried:
+        frame = None
+        if next(travels):
+            payloads.append(item.payload)
+            frame = len(payloads)
+        items.append(codec.wire_item(item, frame))
+    match command:
+        case messages.Open():
+            return codec.wire_open(command, items)
+        case messages.Feed():
+            return codec.WireFeed(command.stream, items)
+        case messages.Flush():
+            return codec.WireFlush(command.stream, command.tag, command.at_pause)
+        case messages.Finish():
+            return codec.WireFinish(command.stream)
+        case messages.Abort():
+            return codec.WireAbort(command.stream)
+        case codec.Inject():
+            return codec.Inject(items)

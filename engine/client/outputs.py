@@ -1,0 +1,70 @@
+"""What a stream has to say to its reader: one queue, read by iteration until the last output.
+
+The queue promises that nothing is said twice: speech that was told before a replay is left out of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from engine import messages
+
+# Outputs that may wait for a reader before its stream takes no more audio.
+MAX_QUEUED_OUTPUTS = 1024
+_FINAL = (messages.Closed, messages.Failed, messages.Dead)
+
+
+class Outputs:
+    """`on_read` is called when there is room for more."""
+
+    def __init__(self, sample_rate: int, on_read: Callable[[], None]) -> None:
+        self._sample_rate = sample_rate
+        self._on_read = on_read
+        self._queue: deque[messages.Output] = deque()
+        self._news = asyncio.Event()
+        # Speech before this sample has been told.
+        self._told_until = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def full(self) -> bool:
+        return len(self._queue) >= MAX_QUEUED_OUTPUTS
+
+    def put(self, output: messages.Output | None) -> None:
+        if output is not None:
+            self._queue.append(output)
+            self._news.set()
+
+    def put_speech(self, speech: messages.Speech) -> None:
+        self.put(self._new_part(speech))
+
+    async def __aiter__(self) -> AsyncIterator[messages.Output]:
+        while True:
+            while self._queue:
+                output = self._queue.popleft()
+                self._on_read()
+                yield output
+                if isinstance(output, _FINAL):
+                    return
+            self._news.clear()
+            await self._news.wait()
+
+    def _new_part(self, speech: messages.Speech) -> messages.Speech | None:
+        """The speech without what was told before, if the audio is a replay."""
+        if speech.frame_samples > self._sample_rate and speech.sample < self._told_until:
+            # A long silence is one long frame, of which a part is known.
+            known = min(self._told_until - speech.sample, speech.frame_samples)
+            speech.sample, speech.frame_samples = speech.sample + known, speech.frame_samples - known
+        if not speech.frame_samples:
+            return None
+        known = max(0, -(-(self._told_until - speech.sample) // speech.frame_samples))
+        probabilities = speech.probabilities[known:]
+        if not probabilities:
+            return None
+        sample = speech.sample + known * speech.frame_samples
+        self._told_until = sample + len(probabilities) * speech.frame_samples
+        return messages.Speech(speech.stream, sample, speech.frame_samples, probabilities)

@@ -1,0 +1,167 @@
+"""Streams that lost their engine: they wait, and get another one as soon as there is one.
+
+The recovery promises: a stream that was lost is in exactly one place. It is held until it is known who killed its
+engine, waits, is being reopened by one task, is on an engine, or has ended. Only `hold`, `release`, `forget` and the
+task that reopens a stream move it, and that task only while the stream is still its own. A stream for which no engine
+comes in time ends with a word to its reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine import messages
+from engine.client.seats import Seat, Seats
+from engine.client.stream import EngineStream
+from engine.errors import AtCapacity, EngineDead, EngineError
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.25
+# How long a suspect that neither kills the engine nor gets on is waited for, before the next one is tried.
+PROBATION_S = 10.0
+RECOVERIES_KEPT = 256
+
+
+@dataclass(slots=True)
+class RecoveryCounts:
+    recovered: int = 0
+    given_up: int = 0
+    seconds_sum: float = 0.0
+
+
+class Recovery:
+    def __init__(self, seats: Seats, timeout_s: float, clock: Callable[[], float]) -> None:
+        self.counts = RecoveryCounts()
+        self.recent_seconds: deque[float] = deque(maxlen=RECOVERIES_KEPT)
+        self._seats = seats
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._held: set[EngineStream] = set()
+        self._waiting: list[EngineStream] = []
+        self._reopening: dict[EngineStream, asyncio.Task[None]] = {}
+        # The one suspect that is being tried, and since when.
+        self._on_probation: tuple[EngineStream, float] | None = None
+        self._wake = asyncio.Event()
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await asyncio.wait_for(self._wake.wait(), RETRY_S if self._waiting else None)
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            self._place_waiting(self._clock())
+
+    async def close(self) -> list[EngineStream]:
+        """Stop; returns the streams that are on no engine."""
+        tasks = dict(self._reopening)
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        return [*self._held, *self._waiting, *tasks]
+
+    def hold(self, streams: list[EngineStream]) -> None:
+        """Their engine is lost; they stay here until `release`. One that no engine ever took is its opener's matter."""
+        if self._on_probation is not None and self._on_probation[0] in streams:
+            self._on_probation = None
+        for stream in streams:
+            self._reopening.pop(stream, None)
+            if stream.is_open and stream.was_opened:
+                self._held.add(stream)
+
+    def release(self, streams: list[EngineStream]) -> None:
+        """It is known who killed the engine: whoever has not ended may have another one."""
+        for stream in streams:
+            if stream in self._held:
+                self._held.remove(stream)
+                self._waiting.append(stream)
+        self._wake.set()
+
+    def wake(self) -> None:
+        """An engine is there that was not before."""
+        self._wake.set()
+
+    def forget(self, stream: EngineStream) -> None:
+        """The stream has ended."""
+        self._held.discard(stream)
+        self._reopening.pop(stream, None)
+        if stream in self._waiting:
+            self._waiting.remove(stream)
+
+    def places_of(self, stream: EngineStream) -> list[str]:
+        """Where the stream is here; at most one place."""
+        places = {"held": self._held, "waiting": self._waiting, "being reopened": self._reopening}
+        return [name for name, streams in places.items() if stream in streams]
+
+    def note_progress(self, stream: EngineStream) -> None:
+        """The stream may have passed the point where its last engine stopped."""
+        lost_at = stream.place.lost_at
+        if lost_at is None or not stream.place.goes_on:
+            return
+        stream.place.lost_at = None
+        took = self._clock() - lost_at
+        self.recent_seconds.append(took)
+        self.counts.seconds_sum += took
+        self.counts.recovered += 1
+        self._wake.set()
+
+    def _place_waiting(self, now: float) -> None:
+        self._review_probation(now)
+        for stream in list(self._waiting):
+            if self._is_too_late(stream, now):
+                self.counts.given_up += 1
+                stream.end(messages.Dead(f"no engine came back within {self._timeout_s:g} s"))
+                continue
+            seat = self._seats.place_for_lost()
+            if seat is not None and self._may_try(stream, now):
+                self._waiting.remove(stream)
+                task = asyncio.create_task(self._reopen(stream, seat), name=f"reopen {stream.id}")
+                self._reopening[stream] = task
+
+    def _is_too_late(self, stream: EngineStream, now: float) -> bool:
+        lost_at = stream.place.lost_at
+        assert lost_at is not None, "only streams that were lost wait"
+        return now - lost_at > self._timeout_s
+
+    def _may_try(self, stream: EngineStream, now: float) -> bool:
+        """Suspects of an engine whose last step nobody saw are tried one at a time."""
+        if not stream.suspicion.must_wait:
+            return True
+        if self._on_probation is not None and self._on_probation[0] is not stream:
+            return False
+        self._on_probation = (stream, now)
+        return True
+
+    def _review_probation(self, now: float) -> None:
+        if self._on_probation is None:
+            return
+        suspect, since = self._on_probation
+        if not suspect.suspicion.strikes or not suspect.is_open or now - since > PROBATION_S:
+            suspect.suspicion.must_wait = False
+            self._on_probation = None
+
+    async def _reopen(self, stream: EngineStream, seat: Seat) -> None:
+        mine = asyncio.current_task()
+        refusal: Exception | None = None
+        try:
+            await self._seats.open_on(seat, stream)
+        except (EngineError, ValueError) as error:
+            refusal = error
+        except Exception as error:
+            logger.exception("stream %s cannot be carried over", stream.id)
+            refusal = error
+        if self._reopening.get(stream) is not mine:
+            return  # it has ended, or its engine was lost again and it is held
+        del self._reopening[stream]
+        if refusal is None:
+            self.note_progress(stream)
+            self._wake.set()
+        elif isinstance(refusal, (AtCapacity, EngineDead)):
+            self._waiting.append(stream)
+        else:
+            stream.end(messages.Failed(stream.id, type(refusal).__name__, str(refusal)))

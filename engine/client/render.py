@@ -1,0 +1,143 @@
+"""Prepare audio without executing it: what `POST /v1/audio/render` answers, and the way back in for such items.
+
+A rendered item can be stored, sent elsewhere, and injected into any engine that runs the same model.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.boundary.input_cache import SenderCache
+from engine.boundary.preparation import make_cutter, payload_bytes, prepare
+from engine.client.processor import ItemRefused, Processor
+from engine.messages import Item
+from engine.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Items of one piece of audio, and what executing them would cost."""
+
+    model: str
+    samples: int
+    positions: int
+    items: list[Item]
+    # For each item: does the engine hold its data already?
+    cached: list[bool]
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(map(payload_bytes, self.items))
+
+    @property
+    def bytes_to_send(self) -> int:
+        """What would cross to the engine: each hash it does not hold, once."""
+        return sum({item.key: payload_bytes(item) for item in self._uncached()}.values())
+
+    @property
+    def positions_to_encode(self) -> int:
+        return sum({item.key: item.length for item in self._uncached()}.values())
+
+    def _uncached(self) -> list[Item]:
+        return [item for item, cached in zip(self.items, self.cached, strict=True) if item.key and not cached]
+
+    def as_json(self, with_data: bool = True) -> dict[str, Any]:
+        """Plain data. An item whose hash came before in the list is sent without data: the hash says it all."""
+        described: set[bytes] = set()
+        items = []
+        for item, cached in zip(self.items, self.cached, strict=True):
+            entry = describe(item, with_data=with_data and item.key not in described)
+            items.append(entry | {"bytes": payload_bytes(item), "cached": cached})
+            described.add(item.key)
+        return {
+            "model": self.model,
+            "samples": self.samples,
+            "positions": self.positions,
+            "items": items,
+            "payload_bytes": self.payload_bytes,
+            "cost": {
+                "bytes_to_send": self.bytes_to_send,
+                "positions_to_encode": self.positions_to_encode,
+                "positions_to_decode": self.positions,
+            },
+        }
+
+
+def render(
+    read_only: Processor,
+    samples: NDArray[np.float32],
+    engine_holds: SenderCache,
+    delay_positions: int | None = None,
+) -> Rendered:
+    """Cut and hash one complete piece of audio at the model's rate; neither the engine nor its mirror notices."""
+    if samples.ndim != 1 or samples.dtype != np.float32:
+        raise ItemRefused(
+            f"audio of shape {samples.shape} and type {samples.dtype}; give one channel of float32 samples"
+        )
+    spec = read_only.spec
+    cutter = make_cutter(spec)
+    delay = spec.default_delay_positions if delay_positions is None else delay_positions
+    items = prepare(cutter, cutter.cut(samples), spec)
+    items += prepare(cutter, cutter.flush(spec.flush_positions_for(delay)), spec)
+    end = items[-1].offset + items[-1].length if items else spec.prefix_positions
+    return Rendered(
+        model=spec.name,
+        samples=len(samples),
+        positions=end - spec.prefix_positions,
+        items=items,
+        cached=[item.key in engine_holds for item in items],
+    )
+
+
+def describe(item: Item, with_data: bool) -> dict[str, Any]:
+    """One item as plain data; the opposite of `parse_items`."""
+    entry: dict[str, Any] = {"offset": item.offset, "length": item.length, "sample": item.sample}
+    if item.samples is not None:
+        entry["samples"] = item.samples
+    if item.mask is not None:
+        entry["mask"] = item.mask
+    if item.key:
+        entry["hash"] = item.key.hex()
+    if with_data and item.payload is not None:
+        entry["data"] = b64encode(item.payload.data).decode()
+        entry["shape"] = list(item.payload.shape)
+    return entry
+
+
+def parse_items(entries: Sequence[Mapping[str, Any] | None]) -> list[Item | None]:
+    """Items that came as plain data. Hashes are verified where they are used, not here."""
+    return [None if entry is None else _parse_item(entry) for entry in entries]
+
+
+def _parse_item(entry: Mapping[str, Any]) -> Item:
+    try:
+        key = bytes.fromhex(entry.get("hash", ""))
+        payload = None
+        if entry.get("data") is not None:
+            payload = np.frombuffer(b64decode(entry["data"], validate=True), dtype=np.float32)
+            payload = payload.reshape(entry.get("shape", [-1]))
+        mask = entry.get("mask")
+        return Item(
+            int(entry["offset"]),
+            int(entry["length"]),
+            int(entry["sample"]),
+            key,
+            payload,
+            None if mask is None else [bool(flag) for flag in mask],
+            entry.get("samples"),
+        )
+    except KeyError as error:
+        raise ItemRefused(f"an item lacks {error}; an item has offset, length, sample, hash and data") from None
+    except (TypeError, ValueError) as error:
+        raise ItemRefused(f"an item is malformed: {error}") from None
+
+
+def check_same_model(rendered_for: str, spec: ModelSpec) -> None:
+    if rendered_for != spec.name:
+        raise ItemRefused(f"these items were prepared for {rendered_for!r}; this engine runs {spec.name!r}")

@@ -1,0 +1,306 @@
+"""One stream as the gateway sees it: audio in, outputs out, on whichever engine carries it at the moment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine import messages
+from engine.boundary.preparation import make_cutter, prepare
+from engine.client.delivery import Delivery
+from engine.client.link import EngineLink
+from engine.client.outputs import Outputs
+from engine.client.placement import Placement
+from engine.client.processor import ItemRefused
+from engine.client.replay import KeptAudio, memory_for
+from engine.client.suspicion import Suspicion
+from engine.errors import AtCapacity, BadOption, DuplicateStream, EngineDead, EngineError, StreamFailed, StreamFinished
+from engine.messages import Item
+from engine.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """How much audio of a stream a gateway holds: what a replay needs, and what the engine has not computed yet."""
+
+    keep_positions: int
+    ahead_positions: int
+
+
+class EngineStream:
+    """Made by `EngineClient.open`; iterate over it for outputs until it ends."""
+
+    def __init__(
+        self, opening: messages.Open, spec: ModelSpec, limits: StreamLimits, on_end: Callable[[EngineStream], None]
+    ) -> None:
+        self.id = opening.stream
+        self.place = Placement(spec)
+        self.suspicion = Suspicion()
+        self._opening = opening
+        self._spec = spec
+        self._limits = limits
+        self._on_end = on_end
+        self._cutter = make_cutter(spec)
+        self._kept = KeptAudio(spec)
+        self._memory = memory_for(spec, limits.keep_positions)
+        self._outputs = Outputs(spec.sample_rate, self.wake)
+        self._tags = 0
+        self._unanswered: set[int] = set()
+        self._was_opened = False
+        self._finished = False
+        self._aborted = False
+        self._ended = False
+        self._prepared_only = False
+        self._room = asyncio.Event()
+        self._opened: asyncio.Future[None] | None = None
+        # The way to the engine that carries the stream now, or is asked to.
+        self._delivery: Delivery | None = None
+
+    # For the gateway.
+
+    async def feed(self, samples: NDArray[np.float32]) -> None:
+        """Take audio at the model's rate; waits while the engine is too far behind or nobody reads the outputs."""
+        self._check_open()
+        if self._prepared_only:
+            raise StreamFinished(self.id, "was fed prepared items; open another stream for samples")
+        second = self._spec.sample_rate
+        for start in range(0, len(samples), second):
+            if start:
+                await asyncio.sleep(0)  # a long recording must not keep everybody else waiting
+            await self._wait_for_room()
+            cut = self._cutter.cut(samples[start : start + second])
+            self._send_items(prepare(self._cutter, cut, self._spec))
+
+    async def gap(self, samples: int) -> None:
+        """So many samples of silence that nobody has to send."""
+        self._check_open()
+        await self._wait_for_room()
+        self._send_items(prepare(self._cutter, self._cutter.cut_gap(samples), self._spec))
+
+    async def feed_items(self, items: Sequence[Item | None]) -> None:
+        """Take items prepared elsewhere, as they follow one another; a hash alone is enough for data the engine holds.
+
+        Raises ItemRefused, and then has taken none of them.
+        """
+        self._check_open()
+        if self._cutter.samples_in:
+            raise StreamFinished(self.id, "was fed samples; open another stream for prepared items")
+        await self._wait_for_room()
+        link = self.place.link
+        if link is None:
+            raise EngineDead("the engine is being restarted; send the items again")
+        checked = link.processor.check(items)
+        arriving = {item.key for item in checked if item.payload is not None}
+        for item in checked:
+            if item.key and item.payload is None and item.key not in arriving and item.key not in link.cache:
+                raise ItemRefused(f"the engine has never seen {item.key.hex()}; send the item's data with its hash")
+        self._prepared_only = True
+        if checked:
+            shift, later = self._kept.end - checked[0].offset, self._kept.end_sample - checked[0].sample
+            self._send_items(
+                [replace(item, offset=item.offset + shift, sample=item.sample + later) for item in checked]
+            )
+
+    async def flush(self, at_pause: bool = False) -> int:
+        """Ask for the text of everything fed so far; the tag comes back in `Flushed`.
+
+        `at_pause`: of everything before the last pause, for a model that knows pauses. Where the audio is cut into
+        positions then does not depend on when this was called, and neither do the words that follow.
+        """
+        self._check_open()
+        await self._wait_for_room()
+        at_pause = at_pause and self._spec.rereads_window
+        if not at_pause:
+            self._send_items(self._cut_rest())
+        self._tags += 1
+        self._kept.mark_flush(self._tags, self._unanswered, at_pause)
+        self._unanswered.add(self._tags)
+        self._send(messages.Flush(self.id, self._tags, at_pause))
+        return self._tags
+
+    async def finish(self) -> None:
+        """No more audio; the outputs end with `Closed` when all is said."""
+        self._check_open()
+        self._send_items(self._cut_rest())
+        self._finished = True
+        self._send(messages.Finish(self.id))
+
+    async def abort(self) -> None:
+        """Forget the stream now. Harmless when it has ended."""
+        if self._ended:
+            return
+        self._finished = self._aborted = True
+        if self._delivery is None or not self._delivery.abort():
+            self.end(messages.Closed(self.id, self._kept.end_sample))
+
+    def __aiter__(self) -> AsyncIterator[messages.Output]:
+        return aiter(self._outputs)
+
+    # For the client that owns the stream.
+
+    async def open_on(self, link: EngineLink) -> None:
+        """Open or reopen here, replaying what is kept. Raises what the engine answers, or EngineDead; then no engine
+        carries the stream."""
+        self._opened = opened = asyncio.get_running_loop().create_future()
+        replay = self._memory.replay(self._kept)
+        self.place.begin(link, replay)
+        suspicion = self.suspicion
+        opening = replace(
+            self._opening,
+            forced_tokens=replay.forced_tokens,
+            state=replay.state,
+            catch_up_until=replay.catch_up_until,
+            suspect=self.place.engine_count(suspicion.spot) if suspicion.alone else None,
+        )
+        self._delivery = Delivery(link, opening, replay, self._finished)
+        try:
+            await opened
+        except (EngineError, ValueError):
+            self._leave_engine()
+            raise
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its last output is still to come."""
+        return not self._ended
+
+    @property
+    def was_opened(self) -> bool:
+        """Whether any engine ever carried it."""
+        return self._was_opened
+
+    def forsake(self) -> None:
+        """The stream is not wanted any more by the one who opened it; nobody reads its outputs."""
+        if self._delivery is not None:
+            self._delivery.abort()
+        self._ended = True
+
+    def detach(self, why: str, now: float) -> None:
+        """The engine is lost. Until another takes over, audio is kept and nothing is sent."""
+        self.place.lose(now, self._kept.end)
+        self._answer_open(EngineDead(why))
+        self._leave_engine()
+
+    def uncomputed(self) -> range:
+        """What may have been computed when the engine died."""
+        return self.place.uncomputed(self._kept.end)
+
+    def take(self, output: messages.Output) -> None:
+        """An output of the engine that carries the stream now."""
+        self.place.from_engine(output)
+        match output:
+            case messages.Opened():
+                self._was_opened = True
+                if self._delivery is not None:
+                    self._delivery.opened()
+                self._answer_open(None)
+            case messages.Text():
+                self._outputs.put(self._memory.hear(output))
+            case messages.Speech():
+                self._outputs.put_speech(output)
+            case messages.Flushed():
+                if output.tag in self._unanswered:
+                    self._unanswered.discard(output.tag)
+                    self._outputs.put(output)
+            case messages.StreamState():
+                self._memory.take(output)
+                self._memory.trim(self._kept)
+            case messages.Failed() if self._opened is not None and not self._opened.done():
+                self._answer_open(_as_error(output))
+            case messages.Closed() | messages.Failed() | messages.Dead():
+                self.end(output)
+            case messages.Refused() if output.code == DuplicateStream.__name__:
+                self._answer_open(DuplicateStream(self.id, "is open already; use another id"))
+            case messages.Refused():
+                # It changed nothing: an answer to a command that crossed with the stream's end.
+                logger.debug("stream %s: %s", self.id, output.message)
+
+    def progress(self, computed: int) -> None:
+        """The engine that carries the stream now has computed so far."""
+        self.place.progress(computed)
+        self.suspicion.passed(self.place.computed)
+        self._memory.trim(self._kept)
+        self._room.set()
+
+    def wake(self) -> None:
+        """Something that audio was waiting for may have changed."""
+        self._room.set()
+
+    def end(self, output: messages.Output) -> None:
+        """The last output. Idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        self._answer_open(EngineDead("the stream ended before it was open"))
+        self._outputs.put(output)
+        self._room.set()
+        self._on_end(self)
+
+    # Inside.
+
+    def _check_open(self) -> None:
+        if self._finished:
+            raise StreamFinished(self.id, "was finished; open a new stream for more audio")
+
+    async def _wait_for_room(self) -> None:
+        while not self._has_room():
+            self._room.clear()
+            await self._room.wait()
+
+    def _has_room(self) -> bool:
+        if self._ended:
+            return True
+        if self._kept.end - self.place.computed >= self._limits.ahead_positions:
+            return False
+        return not self._outputs.full and (self.place.link is None or self.place.link.has_room)
+
+    def _cut_rest(self) -> list[Item]:
+        delay = self._opening.delay_positions
+        pads = self._spec.flush_positions_for(self._spec.default_delay_positions if delay is None else delay)
+        return prepare(self._cutter, self._cutter.flush(pads), self._spec)
+
+    def _send_items(self, items: list[Item]) -> None:
+        # After the engine has ended the stream its outputs say so; audio on its way is not an error.
+        if not items or self._ended:
+            return
+        self._kept.add(items)
+        if self._delivery is not None:
+            self._delivery.send(messages.Feed(self.id, []), self.place.to_engine(items))
+
+    def _send(self, command: messages.Command) -> None:
+        if self._delivery is not None and not self._ended:
+            self._delivery.send(command)
+
+    def _leave_engine(self) -> None:
+        """No engine carries the stream now."""
+        self._delivery = self.place.link = None
+        self._room.set()
+        if self._aborted:
+            self.end(messages.Closed(self.id, self._kept.end_sample))
+
+    def _answer_open(self, error: EngineError | ValueError | None) -> None:
+        opened = self._opened
+        if opened is None or opened.done():
+            return
+        if error is None:
+            opened.set_result(None)
+        else:
+            opened.set_exception(error)
+            # The one who asked may have gone.
+            opened.exception()
+
+
+def _as_error(failed: messages.Failed) -> EngineError | ValueError:
+    text = failed.message.removeprefix(f"stream {failed.stream!r}: ")
+    if failed.code == AtCapacity.__name__:
+        return AtCapacity(failed.stream, text)
+    if failed.code == BadOption.__name__:
+        return ValueError(failed.message)
+    return StreamFailed(failed.stream, text)

@@ -1,0 +1,254 @@
+"""Keeps engines connected: starts those that are ours, shakes hands, notices deaths, and hands streams to recovery."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from uuid import uuid4
+
+import zmq
+
+from engine import messages
+from engine.boundary import codec
+from engine.boundary.input_cache import CacheStats
+from engine.client.handles import EngineHandle
+from engine.client.link import EngineLink, EngineMismatch, LinkEvents
+from engine.client.recovery import RETRY_S, Recovery
+from engine.client.seats import Seat, Seats
+from engine.client.stream import EngineStream
+from engine.client.suspicion import convict
+from engine.errors import EngineDead, StreamFailed
+from engine.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+MAX_BACKOFF_S = 5.0
+
+
+@dataclass(slots=True)
+class EngineMetrics:
+    """Counters since the start, across engine restarts."""
+
+    input_cache: CacheStats = field(default_factory=CacheStats)
+    encoder_queries: int = 0
+    encoder_hits: int = 0
+    steps: int = 0
+    step_ns: Counter[str] = field(default_factory=Counter)
+    blank_guard: int = 0
+    restarts: int = 0
+    streams_recovered: int = 0
+    streams_given_up: int = 0
+    poisonous_streams: int = 0
+    recovery_seconds_sum: float = 0.0
+    recent_recovery_seconds: list[float] = field(default_factory=list)
+
+    def add_life(self, status: codec.Status) -> None:
+        """What one engine process counted from its start."""
+        self.encoder_queries += status.encoder_queries
+        self.encoder_hits += status.encoder_hits
+        self.steps += status.steps
+        self.step_ns.update(status.step_ns)
+        self.blank_guard += status.blank_guard
+
+
+class Supervisor:
+    def __init__(
+        self, engines: Sequence[EngineHandle], model: str | None, cache_bytes: int, timeout_s: float, max_load: float
+    ) -> None:
+        self.spec: ModelSpec | None = None
+        self.seats = Seats(engines, max_load)
+        self._model = model
+        self._cache_bytes = cache_bytes
+        self._gateway = uuid4().hex
+        self._clock = asyncio.get_running_loop().time
+        self._recovery = Recovery(self.seats, timeout_s, self._clock)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._past = EngineMetrics()
+
+    async def start(self) -> None:
+        """Connect to the engines. One of several is enough; none, or one with another model, is an error."""
+        self._tasks = [asyncio.create_task(self._hold(seat), name=seat.engine.address) for seat in self.seats.all]
+        self._tasks.append(asyncio.create_task(self._recovery.run(), name="recovery of streams"))
+        results = await asyncio.gather(*(seat.first_try for seat in self.seats.all), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        mismatches = [error for error in errors if isinstance(error, EngineMismatch)]
+        if mismatches or len(errors) == len(self.seats.all):
+            await self.close()
+            raise (mismatches or errors)[0]
+
+    async def close(self) -> None:
+        """End all streams, leave the engines, and stop those that are ours."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        waiting = await self._recovery.close()
+        for stream in [*waiting, *self.seats.streams()]:
+            stream.end(messages.Dead("the server is shutting down"))
+        for seat in self.seats.all:
+            if seat.link is not None:
+                seat.link.close()
+                seat.link = None
+        await asyncio.gather(*(seat.engine.stop() for seat in self.seats.all))
+
+    def ended(self, stream: EngineStream) -> None:
+        """The stream has said its last word."""
+        self.seats.leave(stream)
+        self._recovery.forget(stream)
+
+    def place_of(self, stream: EngineStream) -> str:
+        """The one place where the stream is; for tests."""
+        places = self._recovery.places_of(stream)
+        seats = [seat for seat in self.seats.all if seat.streams.get(stream.id) is stream]
+        if not stream.is_open:
+            assert not places and not seats, f"stream {stream.id} has ended and is {places}, on {len(seats)} engines"
+            return "ended"
+        if places != ["being reopened"]:
+            places += ["on an engine"] * len(seats)
+        assert len(places) == 1 and len(seats) <= 1, f"stream {stream.id} is {places}, on {len(seats)} engines"
+        return places[0]
+
+    def metrics(self) -> EngineMetrics:
+        past, counts = self._past, self._recovery.counts
+        total = replace(past, input_cache=replace(past.input_cache), step_ns=Counter(past.step_ns))
+        total.streams_recovered, total.streams_given_up = counts.recovered, counts.given_up
+        total.recovery_seconds_sum = counts.seconds_sum
+        total.recent_recovery_seconds = list(self._recovery.recent_seconds)
+        for seat in self.seats.all:
+            if seat.link is not None:
+                total.input_cache.add(seat.link.cache.stats)
+            total.add_life(seat.last_status if seat.link is None else seat.link.status)
+        return total
+
+    # The life of an engine.
+
+    async def _hold(self, seat: Seat) -> None:
+        """Have the engine running and connected, for ever."""
+        backoff = RETRY_S
+        while True:
+            try:
+                await self._connect(seat)
+            except Exception as error:
+                if not seat.first_try.done():
+                    seat.first_try.set_exception(error)
+                    seat.first_try.exception()
+                logger.error("the engine at %s cannot be used: %s", seat.engine.address, error)
+                await asyncio.sleep(backoff)
+                backoff = min(2 * backoff, MAX_BACKOFF_S)
+                continue
+            backoff = RETRY_S
+            if not seat.first_try.done():
+                seat.first_try.set_result(None)
+            self._recovery.wake()
+            why = await self._loss_of(seat)
+            await self._lose(seat, why)
+
+    async def _connect(self, seat: Seat) -> None:
+        """Start the engine if it is ours, and shake hands; gives up when its process does."""
+        await seat.engine.start()
+        seat.lost = asyncio.get_running_loop().create_future()
+        link = EngineLink(seat.engine.address, self._cache_bytes, self._events(seat))
+        connecting = asyncio.create_task(
+            link.connect(zmq.Context.instance(), self._gateway, self._model, seat.engine.start_timeout_s)
+        )
+        exited = asyncio.create_task(seat.engine.exited())
+        try:
+            await asyncio.wait({connecting, exited}, return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done():
+                raise EngineDead(f"{exited.result()} before it was ready; its log says why")
+            spec = connecting.result()
+        finally:
+            for task in (connecting, exited):
+                task.cancel()
+            await asyncio.gather(connecting, exited, return_exceptions=True)
+        if self.spec is not None and spec != self.spec:
+            link.close()
+            raise EngineMismatch(
+                f"the engine at {seat.engine.address} runs {spec.name!r} with other settings or another model than "
+                f"{self.spec.name!r} on the other engines; behind one gateway all must be the same"
+            )
+        self.spec = spec
+        self._greet(seat, link)
+
+    def _greet(self, seat: Seat, link: EngineLink) -> None:
+        """The link is good. It may lead to the process that the last one led to, which then has not begun anew."""
+        if seat.engine_id not in ("", link.engine):
+            self._past.add_life(seat.last_status)
+            self._past.restarts += 1
+        seat.engine_id, seat.link = link.engine, link
+
+    def _events(self, seat: Seat) -> LinkEvents:
+        def on_output(output: messages.Output) -> None:
+            stream = None if isinstance(output, messages.Dead) else seat.streams.get(output.stream)
+            if stream is not None:
+                stream.take(output)
+
+        def on_progress(progress: codec.Progress) -> None:
+            stream = seat.streams.get(progress.stream)
+            if stream is not None:
+                stream.progress(progress.computed)
+                self._recovery.note_progress(stream)
+
+        def on_room() -> None:
+            for stream in seat.streams.values():
+                stream.wake()
+
+        def on_lost(why: str) -> None:
+            if not seat.lost.done():
+                seat.lost.set_result(why)
+
+        return LinkEvents(on_output, on_progress, on_room, on_lost)
+
+    async def _loss_of(self, seat: Seat) -> str:
+        exited = asyncio.create_task(seat.engine.exited())
+        try:
+            await asyncio.wait({seat.lost, exited}, return_when=asyncio.FIRST_COMPLETED)
+            return seat.lost.result() if seat.lost.done() else exited.result()
+        finally:
+            exited.cancel()
+            await asyncio.gather(exited, return_exceptions=True)
+
+    async def _lose(self, seat: Seat, why: str) -> None:
+        """Take the streams off a dead engine, end the one that killed it if that is clear, and queue the others."""
+        link, seat.link = seat.link, None
+        streams, seat.streams = list(seat.streams.values()), {}
+        assert link is not None
+        link.close()
+        seat.last_status = link.status
+        self._past.input_cache.add(link.cache.stats)
+        logger.warning("%s; %d streams will be carried over", why, len(streams))
+        now = self._clock()
+        for stream in streams:
+            stream.detach(why, now)
+        self._recovery.hold(streams)
+        try:
+            crashed = await seat.engine.crashed() or link.engine_failed
+            poisonous = self._poisonous(seat, streams, crashed)
+            if poisonous is not None:
+                self._end_poisonous(poisonous)
+        finally:
+            self._recovery.release(streams)
+
+    def _end_poisonous(self, stream: EngineStream) -> None:
+        self._past.poisonous_streams += 1
+        text = "was ended because the engine died each time it reached this audio; other streams go on"
+        error = StreamFailed(stream.id, text)
+        stream.end(messages.Failed(stream.id, type(error).__name__, str(error)))
+
+    def _poisonous(self, seat: Seat, streams: list[EngineStream], crashed: bool) -> EngineStream | None:
+        """The one stream that the death must be blamed on, if there is one."""
+        flights = seat.engine.in_flight()
+        by_suspicion = {stream.suspicion: stream for stream in streams}
+        if flights is None:
+            suspects = {stream.suspicion: stream.uncomputed() for stream in streams}
+        else:
+            ours = {flight.stream_of(self._gateway): flight for flight in flights}
+            suspects = {
+                stream.suspicion: stream.place.own_count(ours[stream.id].start, ours[stream.id].end)
+                for stream in streams
+                if stream.id in ours
+            }
+        guilty = convict(suspects, step_known=flights is not None, crashed=crashed)
+        return None if guilty is None else by_suspicion[guilty]

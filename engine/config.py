@@ -1,0 +1,28 @@
+"""How an engine is to be built, and what gateway and engine must agree on: plain data for both processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_MODEL = "moonshine-tiny"
+# A stream counts as speaking for so long after it came, and after speech was last heard in it. Long enough for the
+# pauses of a conversation: a speaker who falls silent for a moment finds the room still there.
+COUNTED_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Travels to the process that runs the engine; weights and torch are loaded there, from what it says."""
+
+    # A name that `tickertape pull` knows, or the path of a checkpoint.
+    model: str = DEFAULT_MODEL
+    # auto, cpu or cuda.
+    device: str = "auto"
+    # Streams at once; 0 takes what the device allows.
+    max_streams: int = 0
+    # CPU threads for the model; 0 leaves the choice to the model's family.
+    threads: int = 0
+    # Frame-synchronous models: tokens the decoder looks back on, 8-bit keys and values, the guard against blank ruts.
+    decoder_window: int = 1024
+    kv_8bit: bool = False
+    blank_guard: bool = True

@@ -1,0 +1,66 @@
+"""What the engine's loop asks of a model's runner and of a speech detector. Protocols only, free of torch."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.core.plan import DecodeResult, StepPlan
+from engine.core.text import Vocabulary
+from engine.messages import Open, Saved, Speech
+from engine.spec import ModelSpec
+
+
+class Runner(Protocol):
+    """Owns the model and the accelerator. `execute` answers the plan's decode tasks in their order."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+
+    def check_open(self, message: Open) -> None:
+        """Raises ValueError if the model does not take these options."""
+
+    def execute(self, plan: StepPlan) -> list[DecodeResult]: ...
+
+    def warm_up(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class GuardedRunner(Protocol):
+    """A runner that keeps streams from falling silent over speech, and counts the tokens this changed."""
+
+    blank_guard_activations: int
+
+
+@runtime_checkable
+class SavingRunner(Protocol):
+    """A runner of a windowed model."""
+
+    def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
+        """The state of a slot whose window is [base, end), and the first position whose audio that state needs."""
+
+
+class Detector(Protocol):
+    """Speech probabilities for the new samples of many streams at once."""
+
+    def open(self, stream: str, sample: int = 0) -> None: ...
+
+    def close(self, stream: str) -> None: ...
+
+    def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]: ...
+
+    def pass_silence(self, stream: str, samples: int) -> Speech:
+        """`samples` more of a silence in which nothing changes any more: one long frame, without listening."""
+
+    def save(self, stream: str) -> Saved:
+        """All that decides what is heard next, as plain data."""
+
+    def resume(self, stream: str, saved: Saved) -> None:
+        """Take over a saved state."""

@@ -1,0 +1,91 @@
+"""The passes over the model: one position of many streams, a chunk of one stream, and the openings all streams share.
+
+A batched pass reads and writes fixed places only, so that it can be recorded as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.models.voxtral_realtime import BOS, MAX_DELAY_POSITIONS, STREAMING_PAD, VoxtralRealtime
+from engine.runner.frames.batch import NOT_FORCED, SlotState, StepBuffers
+from engine.runner.frames.kv import StackCache
+from engine.runner.frames.sampler import choose, next_blank_runs
+from engine.runner.frames.slab import EncoderSlab
+
+
+class ModelPasses:
+    def __init__(
+        self,
+        model: VoxtralRealtime,
+        encoder: StackCache,
+        decoder: StackCache,
+        slab: EncoderSlab,
+        state: SlotState,
+        buffers: StepBuffers,
+        prefix_positions: int,
+        blank_guard: bool,
+    ) -> None:
+        self._model = model
+        self._encoder = encoder
+        self._decoder = decoder
+        self._slab = slab
+        self._state = state
+        self._buffers = buffers
+        self._prefix = prefix_positions
+        self._guard = blank_guard
+        self._kernels = model.device.type == "cuda"
+
+    def batch(self, size: int) -> None:
+        """One position of each stream in the buffers, `size` rows with the padding; results go to the buffers."""
+        state, model = self._state, self._model
+        slots, positions, inputs, forced, targets = self._buffers.numbers(size)
+        self._slab.rows.index_copy_(0, targets, model.stem_rows(self._buffers.samples[:size]))
+        delays = state.delays[slots]
+        hidden = self._forward(slots, positions, 1, inputs, state.tokens[slots], delays, self._kernels)
+        choice = choose(model.logits(hidden), state.blank_runs[slots], self._guard)
+        tokens = torch.where(forced == NOT_FORCED, choice.tokens, forced)
+        chosen = positions >= self._prefix + delays
+        state.blank_runs[slots] = next_blank_runs(state.blank_runs[slots], tokens, chosen)
+        state.tokens[slots] = tokens
+        guarded = choice.guarded & (forced == NOT_FORCED)
+        self._buffers.results[:, :size] = torch.stack([tokens, choice.failed.long(), guarded.long()])
+
+    def chunk(self, slot: int, position: int, inputs: list[int], tokens: list[int], delay: int) -> Tensor:
+        """Positions of one stream whose tokens are known: `tokens[i]` is what position `position + i` is fed.
+
+        Returns the last hidden rows, [positions, width].
+        """
+        numbers = torch.tensor([inputs, tokens], dtype=torch.int64).to(self._model.device)
+        where = torch.tensor([slot, position], dtype=torch.int64).to(self._model.device)
+        delays = torch.full_like(numbers[0], delay)
+        return self._forward(where[:1], where[1:], len(inputs), numbers[0], numbers[1], delays, use_kernels=False)
+
+    def openings(self) -> None:
+        """Keys and values of the silence before every stream, for each delay. The encoder does not know the delay."""
+        model, positions, count = self._model, self._prefix, MAX_DELAY_POSITIONS
+        delays = torch.arange(1, count + 1, device=model.device)
+        attention = self._encoder.opening_attention(torch.zeros_like(delays[:1]), positions, model.audio_frequencies)
+        audio = model.encode(model.opening_rows(positions), attention)
+        tokens = torch.full((positions,), STREAMING_PAD, dtype=torch.int64, device=model.device)
+        tokens[0] = BOS
+        attention = self._decoder.opening_attention(delays - 1, positions, model.text_frequencies)
+        model.decode(audio.repeat(count, 1), tokens.repeat(count), delays.repeat_interleave(positions), attention)
+
+    def _forward(
+        self,
+        slots: Tensor,
+        positions: Tensor,
+        count: int,
+        inputs: Tensor,
+        tokens: Tensor,
+        delays: Tensor,
+        use_kernels: bool,
+    ) -> Tensor:
+        """`count` positions of each stream -> the decoder's last hidden rows, [streams * count, width]."""
+        model = self._model
+        attention = self._encoder.attention(slots, positions, count, model.audio_frequencies, use_kernels)
+        audio = model.encode(self._slab.rows[inputs], attention)
+        attention = self._decoder.attention(slots, positions, count, model.text_frequencies, use_kernels)
+        return model.decode(audio, tokens, delays, attention)

@@ -1,0 +1,253 @@
+"""The frame-synchronous runner: executes plans for Voxtral Realtime, one position per stream and 80 ms.
+
+A live step is one batched pass over every stream in the plan: encode new items into the slab, gather each stream's
+input row, run encoder and decoder over paged keys and values, choose a token and keep it on the device as the stream's
+next input. On CUDA that pass is a recorded graph. A replayed stream repeats known tokens, so whole stretches of it run
+as one chunk; everything else that has more than one position to do takes turns in further passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.core.plan import DecodeResult, DecodeTask, OpenTask, StepPlan
+from engine.core.text import Vocabulary
+from engine.messages import Open
+from engine.models.voxtral_realtime import (
+    MAX_DELAY_POSITIONS,
+    STREAMING_PAD,
+    VoxtralConfig,
+    VoxtralRealtime,
+    tensor_shapes,
+)
+from engine.runner.device import free_memory, require_device
+from engine.runner.frames.batch import NOT_FORCED, Payloads, SlotState, StepBuffers, StepRows
+from engine.runner.frames.graphs import StepGraphs
+from engine.runner.frames.kv import StackCache, stack_layouts
+from engine.runner.frames.memory import MemoryPlan, plan_memory, voxtral_spec
+from engine.runner.frames.passes import ModelPasses
+from engine.runner.frames.slab import EncoderSlab
+from engine.weights.checkpoint import read_config, read_tensors
+from engine.weights.tekken import read_tekken
+
+# More streams than this in one step run as several passes; the weights are then a small part of the cost.
+LARGEST_BATCH = 512
+BROKEN_LOGITS = "the model's output is not a number; the audio may hold values that are not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSettings:
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+    # torch.float8_e4m3fn halves the memory of a stream.
+    kv_dtype: torch.dtype = torch.bfloat16
+    decoder_window: int = 1024
+    max_streams: int | None = None
+    blank_guard: bool = True
+    graphs: bool = True
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What the host knows of a stream: its delay, and the outputs that are known before they are computed."""
+
+    delay: int
+    forced: list[int]
+    opened: bool = False
+
+    def blank_run(self, known: int) -> int:
+        """Length of the run of blanks that ends the first `known` outputs; outputs before the delay do not count."""
+        run = 0
+        for token in reversed(self.forced[self.delay : known]):
+            if token != STREAMING_PAD:
+                break
+            run += 1
+        return run
+
+
+# A decode task under way, with the tokens of the positions that are computed.
+_Work = tuple[DecodeTask, list[int]]
+
+
+class VoxtralRunner:
+    def __init__(self, model: VoxtralRealtime, vocabulary: Vocabulary, memory: MemoryPlan, settings: RunnerSettings):
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()  # fusing the weights left holes that the pages need
+        layouts = stack_layouts(model.config, settings.decoder_window, settings.kv_dtype)
+        self.spec = voxtral_spec(model.config, layouts, "voxtral-realtime")
+        self.vocabulary = vocabulary
+        self.memory = memory
+        # Times the guard against the blank rut changed a token.
+        self.blank_guard_activations = 0
+        prefix = self.spec.prefix_positions
+        self._caches = [
+            StackCache(layout, pages, memory.streams, openings, prefix, settings.kv_dtype, model.device)
+            for layout, pages, openings in zip(layouts, memory.group_pages, (1, MAX_DELAY_POSITIONS), strict=True)
+        ]
+        self._state = SlotState(memory.streams, model.device)
+        self._slab = EncoderSlab(model, self.spec, memory.cache_embeds)
+        self._buffers = StepBuffers(
+            capacity=min(memory.streams, LARGEST_BATCH),
+            payload_samples=self._slab.payload_samples,
+            padding_slot=memory.streams,
+            spare_row=self._slab.spare_row,
+            device=model.device,
+        )
+        encoder, decoder = self._caches
+        self._passes = ModelPasses(
+            model, encoder, decoder, self._slab, self._state, self._buffers, prefix, settings.blank_guard
+        )
+        use_graphs = model.device.type == "cuda" and settings.graphs
+        self._graphs = StepGraphs(self._passes.batch, self._buffers.capacity) if use_graphs else None
+        self._slots: dict[int, _Slot] = {}
+        self._warm = False
+
+    @classmethod
+    def from_checkpoint(cls, directory: Path, settings: RunnerSettings) -> VoxtralRunner:
+        """Load a checkpoint directory. Raises before anything is allocated if the device or its memory will not do."""
+        config = VoxtralConfig.from_dict(read_config(directory))
+        device = require_device(settings.device)
+        memory = plan_memory(
+            config,
+            free_memory(device),
+            decoder_window=settings.decoder_window,
+            dtype=settings.dtype,
+            kv_dtype=settings.kv_dtype,
+            max_streams=settings.max_streams,
+        )
+        vocabulary = read_tekken(directory / "tekken.json", config.vocabulary)
+        tied = {"lm_head.weight": "model.language_model.embed_tokens.weight"} if config.tied else None
+        tensors = read_tensors(directory, tensor_shapes(config), settings.dtype, device, tied=tied)
+        return cls(VoxtralRealtime(config, tensors), vocabulary, memory, settings)
+
+    def check_open(self, message: Open) -> None:
+        delay = message.delay_positions
+        if delay is not None and not 1 <= delay <= MAX_DELAY_POSITIONS:
+            unit = self.spec.samples_per_position * 1000 // self.spec.sample_rate
+            raise ValueError(
+                f"a delay of {delay * unit} ms; this model takes {unit} to {MAX_DELAY_POSITIONS * unit} ms "
+                f"in steps of {unit} ms"
+            )
+        if message.options:
+            raise ValueError(f"this model takes no options, got {', '.join(sorted(message.options))}")
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compute what all streams share (silence, openings), then record the step for every batch size."""
+        if self._warm:
+            return
+        self._warm = True
+        self._slab.write_silence()
+        self._passes.openings()
+        if self._graphs is not None:
+            self._buffers.upload(StepRows([], [], [], []), Payloads([], []))
+            self._graphs.capture()
+
+    def close(self) -> None:
+        """Free the device's memory."""
+        self._graphs = None
+        del self._passes, self._slab, self._state, self._buffers
+        self._caches.clear()
+        self._slots.clear()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> list[DecodeResult]:
+        self.warm_up()
+        for slot in plan.closed:
+            self._slots.pop(slot, None)
+        if plan.opened:
+            self._open(plan.opened)
+        self._update_tables(plan.decode)
+        payloads, errors = self._slab.payloads(plan.encode)
+        work: list[_Work] = [(task, []) for task in plan.decode]
+        chunks = [share for share in work if share[0].end - share[0].start > 1 and share[0].stream not in errors]
+        capacity = self._buffers.capacity
+        if chunks or len(payloads.rows) > min(len(work) - len(errors), capacity):
+            self._slab.encode(payloads)
+            payloads = Payloads([], [])
+        for task, tokens in chunks:
+            self._replay(task, tokens)
+        while due := [
+            share for share in work if share[0].start + len(share[1]) < share[0].end and share[0].stream not in errors
+        ]:
+            for start in range(0, len(due), capacity):
+                self._run_batch(due[start : start + capacity], payloads, errors)
+                payloads = Payloads([], [])
+        return [DecodeResult(tokens, (), None, errors.get(task.stream)) for task, tokens in work]
+
+    # Changes since the last plan
+
+    def _open(self, opened: list[OpenTask]) -> None:
+        for task in opened:
+            # Before the delay has passed the model has nothing to speak of: its output is blank whatever it hears.
+            blanks = [STREAMING_PAD] * (task.delay_positions - len(task.forced_tokens))
+            self._slots[task.slot] = _Slot(task.delay_positions, [*task.forced_tokens, *blanks])
+        slots, delays = [task.slot for task in opened], [task.delay_positions for task in opened]
+        self._state.set(slots, tokens=[STREAMING_PAD] * len(opened), delays=delays, runs=[0] * len(opened))
+
+    def _update_tables(self, tasks: list[DecodeTask]) -> None:
+        """Enter new pages, and fill those of a stream's first task with the opening it shares."""
+        changed = [task for task in tasks if task.new_pages]
+        if not changed:
+            return
+        for group, cache in enumerate(self._caches):
+            cache.update_table(
+                [
+                    (task.slot, index, page)
+                    for task in changed
+                    for owner, index, page in task.new_pages
+                    if owner == group
+                ]
+            )
+        fresh = [task.slot for task in changed if not self._slots[task.slot].opened]
+        if fresh:
+            encoder, decoder = self._caches
+            encoder.open_streams([0] * len(fresh), fresh)
+            decoder.open_streams([self._slots[slot].delay - 1 for slot in fresh], fresh)
+            for slot in fresh:
+                self._slots[slot].opened = True
+
+    # Decoding
+
+    def _replay(self, task: DecodeTask, tokens: list[int]) -> None:
+        """Run a stretch of known tokens as one chunk."""
+        slot, prefix = self._slots[task.slot], self.spec.prefix_positions
+        forced, begin = slot.forced, task.start - prefix
+        end = min(task.end - prefix, len(forced))
+        if end - begin < 2:
+            return
+        fed = [forced[begin - 1] if begin else STREAMING_PAD, *forced[begin : end - 1]]
+        self._passes.chunk(task.slot, task.start, task.rows[: end - begin], fed, slot.delay)
+        self._state.set([task.slot], [forced[end - 1]], [slot.delay], [slot.blank_run(end)])
+        tokens += forced[begin:end]
+
+    def _run_batch(self, batch: list[_Work], payloads: Payloads, errors: dict[str, str]) -> None:
+        """The next position of each stream in `batch`, as one pass."""
+        slots = [task.slot for task, _ in batch]
+        positions = [task.start + len(tokens) for task, tokens in batch]
+        inputs = [task.rows[len(tokens)] for task, tokens in batch]
+        self._buffers.upload(StepRows(slots, positions, inputs, self._forced_at(slots, positions)), payloads)
+        if self._graphs is not None:
+            self._graphs.run(len(batch))
+        else:
+            self._passes.batch(len(batch))
+        outcome = self._buffers.download(len(batch))
+        self.blank_guard_activations += outcome.guarded
+        for (_, tokens), token in zip(batch, outcome.tokens, strict=True):
+            tokens.append(token)
+        for row in outcome.failed:
+            errors[batch[row][0].stream] = BROKEN_LOGITS
+
+    def _forced_at(self, slots: list[int], positions: list[int]) -> list[int]:
+        """The outputs that are known before they are computed."""
+        known, prefix = self._slots, self.spec.prefix_positions
+        forced = []
+        for slot, position in zip(slots, positions, strict=True):
+            outputs, index = known[slot].forced, position - prefix
+            forced.append(outputs[index] if index < len(outputs) else NOT_FORCED)
+        return forced

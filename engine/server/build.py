@@ -1,0 +1,19 @@
+"""From a configuration to an engine loop that runs it: weights, runner, speech detection, limits."""
+
+from __future__ import annotations
+
+from engine.config import EngineConfig
+from engine.core.scheduler import Scheduler
+from engine.runner.load import load_detector, load_runner
+from engine.server.gate import GateSettings
+from engine.server.loop import EngineLoop
+from engine.weights.store import resolve
+
+
+def build_loop(config: EngineConfig) -> EngineLoop:
+    """Load the model and what surrounds it. Raises EngineError with what to change."""
+    runner, limits = load_runner(resolve(config.model), config)
+    scheduler = Scheduler(runner.spec, limits, runner.vocabulary)
+    # A frame-synchronous model was trained to hear silence; a windowed one makes words up in it.
+    gate = GateSettings() if runner.spec.rereads_window else None
+    return EngineLoop(scheduler, runner, load_detector(limits.max_streams), gate)

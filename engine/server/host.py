@@ -1,0 +1,342 @@
+"""The engine's shell: commands from any number of gateways into one loop, and each step's outputs back to their owners.
+
+Single-threaded, like the loop it hosts: take what has arrived, run a step, send one message to each gateway concerned.
+Every gateway has its own mirror, its own numbering and its own streams, and can neither see nor harm the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from engine import messages
+from engine.boundary import codec
+from engine.boundary.codec import Frames, Payload, WireCommand, WireError, WireItem
+from engine.boundary.crash_record import FlightRecord
+from engine.boundary.input_cache import ReceiverCache
+from engine.boundary.sockets import BEAT_SECONDS, SILENCE_SECONDS, Arrival, EngineSocket, package_version
+from engine.errors import EngineDead
+from engine.server.load_report import LoadReport
+from engine.server.loop import EngineLoop
+from engine.server.peer import HostedStream, Peer
+
+logger = logging.getLogger(__name__)
+
+# How long an acknowledgement may wait for outputs to travel with, and how often progress is worth a word.
+ACK_SECONDS = 0.02
+PROGRESS_SECONDS = 0.02
+SPEECH_THRESHOLD = 0.5
+
+
+class EngineHost:
+    def __init__(
+        self,
+        loop: EngineLoop,
+        socket: EngineSocket,
+        engine: str,
+        clock: Callable[[], float],
+        record: FlightRecord | None = None,
+    ) -> None:
+        self._loop = loop
+        self._record = FlightRecord() if record is None else record
+        loop.announce = self._record.write
+        self._socket = socket
+        self._engine = engine
+        self._clock = clock
+        self._peers: dict[bytes, Peer] = {}
+        self._streams: dict[str, HostedStream] = {}
+        self._peers_so_far = 0
+        self._progress_at = 0.0
+        self._load = LoadReport(loop, clock())
+
+    def serve(self, stop: Callable[[], bool]) -> None:
+        """Until `stop` says so. Raises EngineDead when the loop has failed for all streams."""
+        while not stop():
+            self._socket.wait(0 if self._loop.has_work() or self._runnable() else self._patience())
+            self.tick()
+        self._loop.runner.close()
+
+    def tick(self) -> None:
+        """Take in all that has come, run one step, and say what there is to say."""
+        while (arrived := self._socket.receive()) is not None:
+            self._receive(*arrived)
+        now = self._clock()
+        for peer in list(self._peers.values()):
+            self._take_batches(peer, now)
+        dead = self._step()
+        self._report(now)
+        if dead is not None:
+            raise EngineDead(dead)
+
+    def _patience(self) -> float:
+        """How long nothing needs to happen unless a message comes."""
+        owed = any(peer.numbering.taken > peer.acknowledged for peer in self._peers.values())
+        return ACK_SECONDS if owed else BEAT_SECONDS / 4
+
+    def _runnable(self) -> bool:
+        return any(peer.inbox and peer.asked_at is None and peer.numbering.may_send for peer in self._peers.values())
+
+    # Arrivals.
+
+    def _receive(self, name: bytes, frames: Frames) -> None:
+        peer = self._peers.get(name)
+        try:
+            message = codec.decode(frames, to_engine=True)
+            if isinstance(message, codec.Hello):
+                self._greet(name, message)
+            elif peer is None:
+                self._dismiss(name, "this engine does not know the connection; connect again")
+            else:
+                peer.heard_at = self._clock()
+                self._dispatch(peer, message, frames)
+        except WireError as error:
+            logger.warning("a gateway sent something unreadable: %s", error)
+            self._dismiss(name, str(error))
+
+    def _greet(self, name: bytes, hello: codec.Hello) -> None:
+        spec = self._loop.scheduler.spec
+        if hello.wire != codec.WIRE_VERSION:
+            self._dismiss(
+                name,
+                f"the engine runs tickertape {package_version()} (wire {codec.WIRE_VERSION}), the gateway "
+                f"{hello.version} (wire {hello.wire}); install the same version on both",
+            )
+            return
+        if hello.model not in (None, spec.name):
+            self._dismiss(name, f"the engine runs {spec.name!r}, the gateway wants {hello.model!r}")
+            return
+        for old in [peer for peer in self._peers.values() if peer.gateway == hello.gateway]:
+            self._drop(old)
+        self._peers_so_far += 1
+        cache: ReceiverCache[Payload] = ReceiverCache(max(0, hello.cache_bytes))
+        self._peers[name] = Peer(name, hello.gateway, self._peers_so_far, cache, self._clock())
+        welcome = codec.Welcome(codec.WIRE_VERSION, package_version(), self._engine, spec, self._load.status)
+        self._socket.send(name, codec.encode(welcome))
+
+    def _dismiss(self, name: bytes, why: str) -> None:
+        peer = self._peers.get(name)
+        if peer is not None:
+            self._drop(peer)
+        self._socket.send(name, codec.encode(codec.Unwelcome(why)))
+
+    def _drop(self, peer: Peer) -> None:
+        """Forget a gateway and everything it had open."""
+        del self._peers[peer.name]
+        for stream in peer.streams:
+            del self._streams[stream]
+        self._submit([messages.Abort(stream) for stream in peer.streams])
+
+    def _dispatch(self, peer: Peer, message: Any, frames: Frames) -> None:
+        numbering = peer.numbering
+        match message:
+            case codec.Batch():
+                numbering.acknowledged(message.ack)
+                arrival = numbering.arrive(message.seq, len(peer.inbox))
+                if arrival is Arrival.NEXT:
+                    peer.inbox.append((message, frames))
+                elif arrival is Arrival.AFTER_A_GAP:
+                    self._ask_again(peer)
+            case codec.Beat():
+                numbering.acknowledged(message.ack)
+                if message.sent > numbering.taken + len(peer.inbox):
+                    self._ask_again(peer)
+            case codec.Again():
+                for kept in numbering.kept_since(message.seq):
+                    self._socket.send(peer.name, kept)
+            case codec.Repair():
+                self._take_repair(peer, message, frames)
+            case codec.Bye():
+                self._drop(peer)
+
+    def _take_repair(self, peer: Peer, repair: codec.Repair, frames: Frames) -> None:
+        if repair.seq != peer.numbering.taken + 1:
+            return  # an answer to a question that was asked twice
+        for item in repair.items:
+            payload = codec.payload_of(item, frames)
+            if payload is not None:
+                peer.repaired[item.key] = payload
+        peer.gone.update(repair.gone)
+        peer.asked_at = None
+
+    def _ask_again(self, peer: Peer) -> None:
+        again = codec.Again(peer.numbering.taken + len(peer.inbox) + 1)
+        self._socket.send(peer.name, codec.encode(again))
+
+    # Batches into the loop.
+
+    def _take_batches(self, peer: Peer, now: float) -> None:
+        # A gateway that does not take its outputs is not served until it does: that bounds what waits for it.
+        while peer.inbox and peer.numbering.may_send:
+            batch, frames = peer.inbox[0]
+            try:
+                commands = self._read_batch(peer, batch, frames, now)
+            except WireError as error:
+                self._dismiss(peer.name, str(error))
+                return
+            if commands is None:
+                return
+            peer.inbox.popleft()
+            peer.numbering.take(batch.seq)
+            self._submit(commands)
+
+    def _submit(self, commands: list[messages.Command]) -> None:
+        self._loop.submit(commands, time.monotonic_ns())
+
+    def _read_batch(self, peer: Peer, batch: codec.Batch, frames: Frames, now: float) -> list[messages.Command] | None:
+        """The batch's commands with their data; None while data has to be sent again."""
+        keyed = []
+        for item in _keyed_items(batch.commands):
+            payload = codec.payload_of(item, frames)
+            keyed.append((item.key, 0 if payload is None else payload.nbytes, payload))
+        missing = [key for key in peer.cache.missing(keyed, peer.repaired) if key not in peer.gone]
+        if missing:
+            if peer.asked_at is None or now - peer.asked_at > BEAT_SECONDS:
+                peer.asked_at = now
+                self._socket.send(peer.name, codec.encode(codec.Missing(batch.seq, missing)))
+            return None
+        sized = [
+            (key, peer.repaired[key].nbytes if data is None and key in peer.repaired else size, data)
+            for key, size, data in keyed
+        ]
+        payloads = iter(peer.cache.unpack(sized, peer.repaired))
+        peer.repaired, peer.gone, peer.asked_at = {}, set(), None
+        return [plain for command in batch.commands for plain in self._plain(peer, command, payloads)]
+
+    def _plain(
+        self, peer: Peer, command: WireCommand, payloads: Iterator[Payload | None]
+    ) -> Iterator[messages.Command]:
+        """A command as the loop understands it, under the name the loop knows the stream by."""
+        match command:
+            case codec.WireOpen() | codec.WireFeed():
+                items = [codec.plain_item(item, next(payloads) if item.key else None) for item in command.items]
+                yield from self._with_items(peer, command, items)
+            case codec.WireFlush():
+                yield messages.Flush(peer.loop_name(command.stream), command.tag, command.at_pause)
+            case codec.WireFinish():
+                yield messages.Finish(peer.loop_name(command.stream))
+            case codec.WireAbort():
+                yield messages.Abort(peer.loop_name(command.stream))
+            case codec.Inject():
+                for item in command.items:
+                    if item.key:
+                        next(payloads)
+
+    def _with_items(
+        self, peer: Peer, command: codec.WireOpen | codec.WireFeed, items: list[messages.Item]
+    ) -> Iterator[messages.Command]:
+        name = peer.loop_name(command.stream)
+        if isinstance(command, codec.WireOpen):
+            self._expect(peer, command, name)
+        lost = [item for item in items if item.key and item.payload is None]
+        if lost and name in self._streams:
+            yield self._end_for_lost_data(name, command.stream, lost[0])
+        elif isinstance(command, codec.WireOpen):
+            yield codec.plain_open(command, name, items)
+        elif name in self._streams:
+            yield messages.Feed(name, items)
+
+    def _expect(self, peer: Peer, command: codec.WireOpen, name: str) -> None:
+        if name not in self._streams:
+            self._streams[name] = HostedStream(peer, command.stream, command.live, self._clock())
+            peer.streams.add(name)
+            self._progress_at = 0.0
+
+    def _end_for_lost_data(self, name: str, stream: str, item: messages.Item) -> messages.Command:
+        why = f"the engine does not hold the hash {item.key.hex()} and no data came with it; send the item's data"
+        self._streams[name].peer.outputs.append(messages.Failed(stream, "BadItem", f"stream {stream!r}: {why}"))
+        self._forget(name)
+        return messages.Abort(name)
+
+    def _forget(self, name: str) -> None:
+        hosted = self._streams.pop(name, None)
+        if hosted is not None:
+            hosted.peer.streams.discard(name)
+            self._progress_at = 0.0
+
+    # Outputs.
+
+    def _step(self) -> str | None:
+        """Run one step if there is one to run; the reason if the engine died of it."""
+        dead = None
+        if self._loop.has_work():
+            result = self._loop.step()
+            for output in [] if result is None else result.outputs:
+                if isinstance(output, messages.Dead):
+                    dead = output.message
+                    for peer in self._peers.values():
+                        peer.outputs.append(output)
+                else:
+                    self._route(output)
+            if dead is None:
+                self._record.wipe()
+        return dead
+
+    def _route(self, output: Any) -> None:
+        hosted = self._streams.get(output.stream)
+        if hosted is None:
+            return
+        if isinstance(output, (messages.Failed, messages.Refused)):
+            output.message = output.message.replace(output.stream, hosted.name)
+        if isinstance(output, messages.Speech) and output.probabilities:
+            hosted.speaking = output.probabilities[-1] >= SPEECH_THRESHOLD
+            if max(output.probabilities) >= SPEECH_THRESHOLD:
+                hosted.heard_at = self._clock()
+        if isinstance(output, (messages.Closed, messages.Failed)):
+            self._forget(output.stream)
+        output.stream = hosted.name
+        hosted.peer.outputs.append(output)
+
+    def _report(self, now: float) -> None:
+        self._load.count(self._loop)
+        progress: dict[bytes, list[codec.Progress]] = {}
+        if now - self._progress_at >= PROGRESS_SECONDS:
+            self._progress_at = now
+            progress = self._progress(now)
+            self._load.measure(self._loop, self._streams.values(), now)
+        for peer in list(self._peers.values()):
+            if now - peer.heard_at > SILENCE_SECONDS:
+                logger.warning("gateway %s has been silent for %.0f s; its streams end", peer.gateway, SILENCE_SECONDS)
+                self._drop(peer)
+            elif peer.outputs or peer.name in progress:
+                self._send_update(peer, progress.get(peer.name, []), now)
+            elif self._beat_is_due(peer, now):
+                beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self._load.status)
+                self._socket.send(peer.name, codec.encode(beat))
+                peer.acknowledged, peer.spoke_at = peer.numbering.taken, now
+
+    def _beat_is_due(self, peer: Peer, now: float) -> bool:
+        owed = peer.numbering.taken > peer.acknowledged
+        return now - peer.spoke_at >= (ACK_SECONDS if owed else BEAT_SECONDS)
+
+    def _send_update(self, peer: Peer, progress: list[codec.Progress], now: float) -> None:
+        numbering = peer.numbering
+        outputs = [codec.wire_output(output) for output in peer.outputs]
+        frames = codec.encode(
+            codec.Update(numbering.next_number, numbering.taken, outputs, progress, self._load.status)
+        )
+        numbering.keep(frames)
+        peer.outputs = []
+        peer.acknowledged, peer.spoke_at = numbering.taken, now
+        self._socket.send(peer.name, frames)
+
+    def _progress(self, now: float) -> dict[bytes, list[codec.Progress]]:
+        """Of every stream that moved since the last time."""
+        progress: dict[bytes, list[codec.Progress]] = {}
+        moving_is_work = not self._loop.silence_is_free
+        for name, stream in self._loop.scheduler.streams.items():
+            hosted = self._streams.get(name)
+            if hosted is not None and hosted.reported != stream.computed:
+                hosted.reported = stream.computed
+                if moving_is_work:
+                    hosted.heard_at = now
+                report = codec.Progress(hosted.name, stream.computed)
+                progress.setdefault(hosted.peer.name, []).append(report)
+        return progress
+
+
+def _keyed_items(commands: list[WireCommand]) -> Iterator[WireItem]:
+    for command in commands:
+        if isinstance(command, (codec.WireOpen, codec.WireFeed, codec.Inject)):
+            yield from (item for item in command.items if item.key)

@@ -1,0 +1,155 @@
+"""Who speaks, and what of it a model should hear: the speech detector, the gates behind it, and audio that waits.
+
+The listener promises: each sample of a stream is listened to once, in order, before the step that may read it is
+planned; what was found goes out as `Speech`; and with gate settings a model hears only what its gate lets by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from engine.core.scheduler import Scheduler
+from engine.messages import Item, Output, Saved, Speech
+from engine.runner.base import Detector
+from engine.server.gate import Begin, Decision, End, GateSettings, Pause, Resume, Skip, SpeechGate
+from engine.server.unheard import Stretch, Unheard
+
+# A stream that is about to be computed, and the positions [start, end).
+Target = tuple[str, int, int]
+
+
+class Listener:
+    """`say` takes what was found, `announce` is told who is listened to."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        detector: Detector,
+        gate: GateSettings | None,
+        say: Callable[[Output], None],
+        announce: Callable[[Iterable[Target]], None],
+    ) -> None:
+        self._detector = detector
+        self._gates: dict[str, SpeechGate] = {}
+        # What part of the audio that was listened to last belongs to live streams.
+        self.live_share = 0.0
+        self._scheduler = scheduler
+        self._gate_settings = gate
+        self._say = say
+        self._announce = announce
+        self._open: set[str] = set()
+        self._unheard: dict[str, Unheard] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._unheard)
+
+    def open(self, name: str) -> None:
+        """Listen to a stream that was just admitted."""
+        self._detector.open(name)
+        self._open.add(name)
+        if self._gate_settings is not None:
+            self._gates[name] = SpeechGate(self._gate_settings)
+            self._scheduler.hold(name, True)
+
+    def close(self, name: str) -> None:
+        """Forget a stream. Harmless for one that was never listened to, such as one whose opening was refused."""
+        if name in self._open:
+            self._open.remove(name)
+            self._detector.close(name)
+            self._gates.pop(name, None)
+            self._unheard.pop(name, None)
+
+    def take(self, name: str, items: Sequence[Item]) -> None:
+        """Audio that has come; it waits for the next `listen`."""
+        if name not in self._unheard:
+            self._unheard[name] = Unheard(self._scheduler.spec)
+        self._unheard[name].add(items)
+
+    def listen(self) -> None:
+        """Find speech in what has come since the last call, and let the models skip what nobody says."""
+        streams = self._scheduler.streams
+        waiting, self._unheard = self._unheard, {}
+        unheard = {name: audio for name, audio in waiting.items() if name in streams}
+        samples = sum(audio.length for audio in unheard.values())
+        live_samples = sum(audio.length for name, audio in unheard.items() if streams[name].live)
+        self.live_share = live_samples / samples if samples else 0.0
+        stretches = {name: audio.stretches for name, audio in unheard.items()}
+        if self._scheduler.suspects:
+            # One of them may have killed an engine: listened to alone, it is found out.
+            for name in stretches:
+                self._hear({name: stretches[name]})
+        else:
+            self._hear(stretches)
+
+    def end_at_pause(self, name: str) -> int | None:
+        """Nobody is speaking: an open utterance ends. Returns the position up to which the stream is heard then (None,
+        without a gate: all of it). What the gate still holds may be the beginning of the next utterance."""
+        if name not in self._gates or name not in self._scheduler.streams:
+            return None
+        if name in self._unheard:
+            self.listen()
+        gate = self._gates[name]
+        self._obey(name, gate.flush_at_pause())
+        return self._scheduler.streams[name].clock.position_at(gate.floor)
+
+    def end_now(self, name: str) -> None:
+        """Text is wanted now: what the gate holds open ends here, and what is in doubt will not be heard."""
+        gate, stream = self._gates.get(name), self._scheduler.streams.get(name)
+        if gate is None or stream is None or stream.finished:
+            return
+        if name in self._unheard:
+            self.listen()
+        self._obey(name, gate.flush(stream.clock.end_sample))
+
+    def save(self, name: str) -> dict[str, Saved]:
+        """All that decides what is heard of a stream from here on, as plain data."""
+        parts = {"detector": self._detector.save(name)}
+        if name in self._gates:
+            parts["gate"] = self._gates[name].save()
+        return parts
+
+    def resume(self, name: str, parts: dict[str, Saved]) -> None:
+        """Listen on from a saved state."""
+        self._detector.resume(name, parts["detector"])
+        if name in self._gates:
+            self._gates[name].resume(parts["gate"])
+
+    def _hear(self, unheard: dict[str, list[Stretch]]) -> None:
+        """Listen to streams side by side; almost always all there is of each is one stretch."""
+        streams = self._scheduler.streams
+        self._announce((name, streams[name].computed, streams[name].available) for name in unheard)
+        for turn in range(max((len(stretches) for stretches in unheard.values()), default=0)):
+            present = [(name, stretches[turn]) for name, stretches in unheard.items() if turn < len(stretches)]
+            for speech in self._detector.detect([(name, stretch.samples()) for name, stretch in present]):
+                self._found(speech)
+            for name, stretch in present:
+                if stretch.silence:
+                    self._found(self._detector.pass_silence(name, stretch.silence))
+
+    def _found(self, speech: Speech) -> None:
+        self._say(speech)
+        gate = self._gates.get(speech.stream)
+        if gate is not None and not self._scheduler.streams[speech.stream].finished:
+            self._obey(speech.stream, gate.judge(speech.probabilities, speech.frame_samples))
+
+    def _obey(self, name: str, decisions: list[Decision]) -> None:
+        """Have the scheduler do what a gate decided."""
+        scheduler = self._scheduler
+        clock, rate = scheduler.streams[name].clock, scheduler.spec.samples_per_position
+        for decision in decisions:
+            match decision:
+                case Begin():
+                    scheduler.skip(name, clock.position_at(decision.sample))
+                    scheduler.hold(name, False)
+                case Pause():
+                    scheduler.pause(name, clock.position_at(decision.sample + rate - 1))
+                    scheduler.hold(name, True)
+                case Resume():
+                    scheduler.hold(name, False)
+                case End():
+                    # Audio of a burst may be here already from behind the utterance: that is not part of it.
+                    scheduler.flush(name, None, clock.position_at(decision.sample + rate - 1))
+                    scheduler.hold(name, True)
+                case Skip():
+                    scheduler.skip(name, clock.position_at(decision.sample))

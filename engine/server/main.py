@@ -1,0 +1,112 @@
+"""The engine process: build the engine, warm it up, listen, serve. What a first user would wait for happens here."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import zmq
+
+from engine import messages
+from engine.boundary.crash_record import FlightRecord
+from engine.boundary.preparation import WARM_UP_SECONDS, make_cutter, prepare
+from engine.boundary.sockets import EngineSocket, check_address
+from engine.errors import EngineDead, EngineError
+from engine.server.collector import calm_collector
+from engine.server.host import EngineHost
+from engine.server.loop import EngineLoop
+from engine.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+# Builds the loop where it will run; must be picklable to run in another process.
+Build = Callable[[], EngineLoop]
+
+# Streams whose steps are measured at the start.
+MEASURED_STREAMS = 8
+
+
+def run_engine(
+    address: str, build: Build, stop: Callable[[], bool], warm: bool = True, record: FlightRecord | None = None
+) -> None:
+    """Build, warm up, listen and serve until `stop`. Raises EngineDead when the runner fails for all streams."""
+    check_address(address)
+    began = time.perf_counter()
+    loop = build()
+    logger.info("the model is loaded after %.1f s", time.perf_counter() - began)
+    if warm:
+        began = time.perf_counter()
+        warm_up(loop)
+        logger.info("the model is warm after %.1f s", time.perf_counter() - began)
+    calm_collector()
+    socket = EngineSocket(zmq.Context.instance(), address)
+    try:
+        logger.info("%s listens on %s", loop.scheduler.spec.name, socket.bound_to)
+        EngineHost(loop, socket, uuid4().hex, time.monotonic, record).serve(stop)
+    finally:
+        socket.close()
+        loop.runner.close()
+
+
+def warm_up(loop: EngineLoop) -> None:
+    """Let the model run what a first user would have to wait for: its own warm-up, then one whole short stream.
+
+    Where noise costs what speech does, more streams show what a step costs, so that the first users are not turned
+    away for want of a measurement. A model that hears speech alone has to wait for some.
+    """
+    loop.runner.warm_up()
+    _run_noise(loop, 1)
+    loop.meter.live_cost.forget()
+    if not loop.silence_is_free:
+        _run_noise(loop, 1)
+        _run_noise(loop, min(MEASURED_STREAMS, loop.scheduler.limits.max_streams))
+
+
+def _run_noise(loop: EngineLoop, streams: int) -> None:
+    """So many short streams at once, from beginning to end. Raises EngineDead if the model fails."""
+    for number in range(streams):
+        name = f"warm-up {number}"
+        items = _noise(loop.scheduler.spec, number)
+        loop.submit([messages.Open(name), messages.Feed(name, items), messages.Finish(name)], time.monotonic_ns())
+    while loop.has_work():
+        result = loop.step()
+        for output in [] if result is None else result.outputs:
+            if isinstance(output, (messages.Dead, messages.Failed)):
+                raise EngineDead(f"warm-up failed: {output.message}")
+
+
+def _noise(spec: ModelSpec, seed: int) -> list[messages.Item]:
+    cutter = make_cutter(spec)
+    noise = 0.01 * np.random.default_rng(seed).standard_normal(WARM_UP_SECONDS * spec.sample_rate, dtype=np.float32)
+    items = prepare(cutter, cutter.cut(noise), spec)
+    return items + prepare(cutter, cutter.flush(spec.flush_positions_for(spec.default_delay_positions)), spec)
+
+
+def run_child(address: str, build: Build, warm: bool, record_path: Path) -> None:
+    """Main function of an engine that a gateway starts; it ends with that gateway."""
+    asked_to_stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
+    # Ctrl-C reaches the whole group; the gateway decides when its engine stops.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    threading.Thread(target=_stop_with_parent, args=(asked_to_stop,), daemon=True).start()
+    try:
+        run_engine(address, build, asked_to_stop.is_set, warm, FlightRecord.at(record_path))
+    except EngineError as error:
+        # Its text says what to change; where in the code it came up does not help.
+        logger.error("%s", error)
+        raise SystemExit(1) from None
+
+
+def _stop_with_parent(asked_to_stop: threading.Event) -> None:
+    gateway = multiprocessing.parent_process()
+    assert gateway is not None
+    gateway.join()
+    asked_to_stop.set()

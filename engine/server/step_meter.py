@@ -1,0 +1,92 @@
+"""Where the time of steps goes, part by part, and what of it live streams cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.core.plan import StepPlan
+from engine.server.live_cost import LiveCost
+from engine.spec import ModelSpec
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Where the last step's time went, in nanoseconds, and what it did."""
+
+    speech_ns: int = 0
+    plan_ns: int = 0
+    execute_ns: int = 0
+    commit_ns: int = 0
+    streams: int = 0
+    positions: int = 0
+    # The part of it that live streams caused, and what of that was listening for speech.
+    live_ns: float = 0.0
+    live_speech_ns: float = 0.0
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Where all steps' time went since the start, in nanoseconds."""
+
+    steps: int = 0
+    speech_ns: int = 0
+    plan_ns: int = 0
+    execute_ns: int = 0
+    commit_ns: int = 0
+    live_ns: float = 0.0
+    live_speech_ns: float = 0.0
+
+    def add(self, times: StepTimes) -> None:
+        self.steps += 1
+        self.speech_ns += times.speech_ns
+        self.plan_ns += times.plan_ns
+        self.execute_ns += times.execute_ns
+        self.commit_ns += times.commit_ns
+        self.live_ns += times.live_ns
+        self.live_speech_ns += times.live_speech_ns
+
+
+class StepMeter:
+    """One lap for each part of a step; `end` adds the step to the totals and to what live streams cost."""
+
+    def __init__(self, spec: ModelSpec, clock: Callable[[], int]) -> None:
+        self.times = StepTimes()
+        self.totals = StepTotals()
+        self.live_cost = LiveCost()
+        self._position_ns = spec.samples_per_position * 1e9 / spec.sample_rate
+        self._clock = clock
+        self._mark = 0
+
+    def begin(self) -> None:
+        self._mark = self._clock()
+
+    def lap(self) -> int:
+        """Nanoseconds since the lap before."""
+        before, self._mark = self._mark, self._clock()
+        return self._mark - before
+
+    def end(self, plan: StepPlan | None, live_share_heard: float) -> None:
+        """The step is over. `live_share_heard` is the part of the listening that was for live streams."""
+        times = self.times
+        times.live_speech_ns = times.speech_ns * live_share_heard
+        times.live_ns = times.live_speech_ns
+        if plan is not None:
+            times.streams = len(plan.decode)
+            times.positions = sum(task.end - task.start for task in plan.decode)
+            live_ns = (times.plan_ns + times.execute_ns + times.commit_ns) * _live_part(plan)
+            times.live_ns += live_ns
+            # Streams that heard nothing new cost nothing worth counting: their text was there already.
+            heard = [task.end - task.start for task in plan.decode[: plan.live] if task.end > task.start]
+            if heard:
+                self.live_cost.add(len(heard), live_ns, sum(heard) * self._position_ns, self._mark)
+        self.totals.add(times)
+
+
+def _live_part(plan: StepPlan) -> float:
+    """What part of a plan's work is for live streams."""
+    live = plan.live
+    if live in (0, len(plan.decode)):
+        return float(live > 0)
+    read = sum(task.end - task.base for task in plan.decode)
+    return sum(task.end - task.base for task in plan.decode[:live]) / read

@@ -1,0 +1,77 @@
+"""The states of windowed streams as plain data, so that another engine can go on exactly there.
+
+What a windowed model says next depends on more than its window: on what it said in the pass before, on the utterance
+before, on where strides fall, on the speech detector's memory and the gate's. Hearing the audio of the window again
+gives other words now and then. So the state itself goes to the gateway, a few kilobytes at a time: with all that is
+said, so that no text is without the state after it, and now and then in between, so that little has to be heard again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.core.plan import StepPlan
+from engine.core.scheduler import Scheduler
+from engine.messages import Closed, Failed, Flush, Flushed, Open, Output, Speech, StreamState, Text
+from engine.runner.base import SavingRunner
+from engine.server.listener import Listener
+
+# The state of a stream in which nothing happens is saved so often.
+QUIET_SECONDS = 1.0
+
+
+class StreamStates:
+    """Saves the states of one loop's streams, and lets streams go on from them."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: SavingRunner,
+        listener: Listener | None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._listener = listener
+        spec = scheduler.spec
+        self._quiet_positions = int(QUIET_SECONDS * spec.sample_rate / spec.samples_per_position)
+        # Of each stream: the last flush that came, and where it was when its state was last saved.
+        self._tags: dict[str, int] = {}
+        self._taken_at: dict[str, int] = {}
+
+    def note_flush(self, message: Flush) -> None:
+        self._tags[message.stream] = message.tag
+
+    def resume(self, message: Open, now: int) -> None:
+        """Put a stream that was just opened into the state that its message carries. Raises BadItem."""
+        state, name = message.state, message.stream
+        assert state is not None
+        self._scheduler.resume(message, now)
+        self._tags[name] = state.tag
+        self._taken_at[name] = state.position
+        if self._listener is not None:
+            self._listener.resume(name, state.parts)
+
+    def take(self, plan: StepPlan | None, outputs: Iterable[Output]) -> list[StreamState]:
+        """The states to send after a step: of streams that ran or said something, now and then of those listened to."""
+        streams = self._scheduler.streams
+        names = dict.fromkeys(task.stream for task in plan.decode) if plan is not None else {}
+        for output in outputs:
+            if isinstance(output, (Text, Flushed)):
+                names[output.stream] = None
+            elif isinstance(output, Speech) and output.stream in streams:
+                position = streams[output.stream].available
+                if position - self._taken_at.get(output.stream, 0) >= self._quiet_positions:
+                    names[output.stream] = None
+            elif isinstance(output, (Closed, Failed)) and output.stream not in streams:
+                self._tags.pop(output.stream, None)
+                self._taken_at.pop(output.stream, None)
+        return [self._take(name) for name in names if name in streams]
+
+    def _take(self, name: str) -> StreamState:
+        stream = self._scheduler.streams[name]
+        runner, audio_from = self._runner.save(stream.slot, stream.base, stream.computed)
+        parts = {"stream": stream.save(), "runner": runner}
+        if self._listener is not None:
+            parts |= self._listener.save(name)
+        self._taken_at[name] = stream.available
+        return StreamState(name, min(audio_from, stream.base), stream.available, self._tags.get(name, 0), parts)

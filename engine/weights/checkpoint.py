@@ -1,0 +1,126 @@
+"""Checkpoint directories in safetensors format, whole or sharded, against the tensors that a model expects."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import EngineError
+
+CONFIG_FILE = "config.json"
+# Tensors that older releases of a format named otherwise: the old beginning of a name -> the beginning it has now.
+RENAMED_PREFIXES = {
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+    "audio_tower.": "model.audio_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
+NAMES_SHOWN = 8
+
+
+class BadCheckpoint(EngineError):
+    """The directory is not a checkpoint of this model. The text names what is wrong."""
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadCheckpoint(f"{directory} has no readable {CONFIG_FILE}: {error.strerror}") from None
+    except ValueError as error:
+        raise BadCheckpoint(f"{directory / CONFIG_FILE} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise BadCheckpoint(f"{directory / CONFIG_FILE} is not a JSON object")
+    return config
+
+
+def read_tensors(
+    directory: Path,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    tied: dict[str, str] | None = None,
+) -> dict[str, Tensor]:
+    """Every tensor of `shapes`, by name. Missing, extra and mis-shaped tensors are refused together, by name.
+
+    `tied` maps a name that may be present to the tensor it must be equal to; it is checked and then left out.
+    """
+    from safetensors import safe_open
+
+    tied = tied or {}
+    sources: dict[str, tuple[Path, str]] = {}
+    problems: list[str] = []
+    for file in _tensor_files(directory):
+        with safe_open(file, "pt") as tensors:
+            for stored in tensors.keys():
+                name = _current_name(stored)
+                if name in sources:
+                    problems.append(f"{name} is there twice")
+                sources[name] = (file, stored)
+                found = tuple(tensors.get_slice(stored).get_shape())
+                wanted = shapes.get(tied.get(name, name))
+                if wanted is not None and found != wanted:
+                    problems.append(f"{name} has shape {list(found)} instead of {list(wanted)}")
+    problems += [f"{name} is missing" for name in shapes if name not in sources]
+    problems += [f"{name} is not a tensor of this model" for name in sources if name not in shapes and name not in tied]
+    if problems:
+        raise BadCheckpoint(f"{directory} does not fit the model: {_shorten(problems)}")
+    return _load(sources, shapes, dtype, device, tied)
+
+
+def _load(
+    sources: dict[str, tuple[Path, str]],
+    shapes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    tied: dict[str, str],
+) -> dict[str, Tensor]:
+    from safetensors import safe_open
+
+    loaded: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
+    for file in sorted({file for file, _ in sources.values()}):
+        with safe_open(file, "pt") as tensors:
+            for name, (source, stored) in sources.items():
+                if source == file:
+                    target = loaded if name in shapes else copies
+                    target[name] = tensors.get_tensor(stored).to(device, dtype)
+    for name, copy in copies.items():
+        if not torch.equal(copy, loaded[tied[name]]):
+            raise BadCheckpoint(f"{name} differs from {tied[name]}, which the config says it is tied to")
+    return loaded
+
+
+def _tensor_files(directory: Path) -> list[Path]:
+    """The shards that the index names, or the single file."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise BadCheckpoint(f"{index} is not a weight index: {error}") from None
+        files = [directory / name for name in names]
+    else:
+        files = [directory / "model.safetensors"]
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise BadCheckpoint(f"{directory} lacks {_shorten(absent)}")
+    return files
+
+
+def _current_name(name: str) -> str:
+    for old, new in RENAMED_PREFIXES.items():
+        if name.startswith(old):
+            return new + name[len(old) :]
+    return name
+
+
+def _shorten(problems: list[str]) -> str:
+    shown = "; ".join(problems[:NAMES_SHOWN])
+    rest = len(problems) - NAMES_SHOWN
+    return f"{shown}; and {rest} more" if rest > 0 else shown

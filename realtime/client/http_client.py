@@ -1,0 +1,161 @@
+"""Plain HTTP requests to a running server, with nothing but the standard library."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import secrets
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+from urllib.parse import quote, urlsplit
+
+from realtime.client.wire_client import CannotConnect
+
+TIMEOUT_S = 10.0
+PIECE_BYTES = 64 * 1024
+# Schemes as people write them, and whether they are encrypted.
+SCHEMES = {"http": False, "ws": False, "https": True, "wss": True}
+# However long an answer may rightly take, a server that is gone without a word is noticed by the system.
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+
+
+class FileUnreadable(Exception):
+    """The file that was to be sent cannot be read, or is not what it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    body: bytes
+
+    def json(self) -> Any:
+        """Raises ValueError."""
+        return json.loads(self.body)
+
+    @property
+    def refusal(self) -> str:
+        """What the server says against it, or that it says nothing."""
+        try:
+            message = self.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = "it gives no reason"
+        return f"refused with {self.status}: {message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Fields and a file, as browsers send them. `size` None: the file ends when it ends."""
+
+    fields: Sequence[tuple[str, str]]
+    name: str
+    file: BinaryIO
+    size: int | None
+    on_sent: Callable[[int], None] = lambda sent: None
+
+
+class HttpServer:
+    """A server given as people write it: `host:port`, its page, its `/v1`, or its socket. All raise CannotConnect."""
+
+    def __init__(self, url: str, key: str | None = None, trust: ssl.SSLContext | None = None) -> None:
+        split = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            self._port = split.port
+        except ValueError:
+            raise CannotConnect(f"{url!r} has a port that cannot be; write http://HOST:PORT") from None
+        if split.scheme not in SCHEMES or not split.hostname:
+            raise CannotConnect(f"{url!r} is not the address of a server; write http://HOST:PORT")
+        self._encrypted = SCHEMES[split.scheme]
+        self._host = split.hostname
+        self._path = split.path.rstrip("/").removesuffix("/realtime").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._trust = trust
+        self.url = f"{'https' if self._encrypted else 'http'}://{split.netloc.rpartition('@')[2]}{self._path}"
+
+    def get(self, path: str) -> Answer:
+        with closing(self._connect()) as connection:
+            return self._ask(connection, lambda: connection.request("GET", self._path + path, headers=self._headers))
+
+    def upload(self, form: Form) -> Answer:
+        """Send a file to be transcribed, and wait as long as that takes. Raises FileUnreadable."""
+        path = f"{self._path}/v1/audio/transcriptions"
+        boundary = secrets.token_hex(16)
+        headers = self._headers | {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+        head, tail = _head(form, boundary), f"\r\n--{boundary}--\r\n".encode()
+        chunked = form.size is None
+        headers |= {"Transfer-Encoding": "chunked"} if chunked else {}
+        headers |= {} if form.size is None else {"Content-Length": str(len(head) + form.size + len(tail))}
+
+        def body() -> Iterator[bytes]:
+            yield head
+            yield from _pieces(form)
+            yield tail
+
+        with closing(self._connect()) as connection:
+            connection.sock.settimeout(None)
+            return self._ask(
+                connection, lambda: connection.request("POST", path, body(), headers, encode_chunked=chunked)
+            )
+
+    def _connect(self) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
+        if self._encrypted:
+            trust = self._trust or ssl.create_default_context()
+            connection = http.client.HTTPSConnection(self._host, self._port, timeout=TIMEOUT_S, context=trust)
+        try:
+            connection.connect()
+        except TimeoutError as error:
+            raise CannotConnect(f"{self.url} did not answer within {TIMEOUT_S:g} s") from error
+        except ssl.SSLError as error:
+            raise CannotConnect(f"{self.url} cannot be trusted: {error}") from error
+        except OSError as error:
+            text = f"no server answers at {self.url} ({error.strerror or error}); start one with `tickertape serve`"
+            raise CannotConnect(text) from error
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, seconds in KEEPALIVE.items():
+            if hasattr(socket, option):
+                connection.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+        return connection
+
+    def _ask(self, connection: http.client.HTTPConnection, request: Callable[[], None]) -> Answer:
+        try:
+            try:
+                request()
+            except (BrokenPipeError, ConnectionResetError):
+                # A server that refuses does not read to the end; its reason may be there all the same.
+                pass
+            with connection.getresponse() as response:
+                return Answer(response.status, response.read())
+        except TimeoutError as error:
+            raise CannotConnect(f"{self.url} did not answer within {TIMEOUT_S:g} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise CannotConnect(f"{self.url} broke off: {error or type(error).__name__}") from error
+
+
+def _head(form: Form, boundary: str) -> bytes:
+    part = f"--{boundary}\r\nContent-Disposition: form-data; name="
+    parts = [f'{part}"{name}"\r\n\r\n{value}\r\n' for name, value in form.fields]
+    name = quote(form.name, safe=" ()[]!#&+,'=@")
+    parts.append(f'{part}"file"; filename="{name}"\r\nContent-Type: application/octet-stream\r\n\r\n')
+    return "".join(parts).encode()
+
+
+def _pieces(form: Form) -> Iterator[bytes]:
+    sent = 0
+    while form.size is None or sent < form.size:
+        wanted = PIECE_BYTES if form.size is None else min(PIECE_BYTES, form.size - sent)
+        try:
+            # A pipe gives what it has.
+            piece = form.file.read1(wanted) if form.size is None else form.file.read(wanted)  # type: ignore[attr-defined]
+        except OSError as error:
+            raise FileUnreadable(f"cannot be read: {error.strerror}") from error
+        if not piece:
+            if form.size is not None:
+                raise FileUnreadable(f"became shorter while it was sent: {sent} of {form.size} bytes are left")
+            return
+        sent += len(piece)
+        form.on_sent(sent)
+        yield piece

@@ -1,0 +1,130 @@
+"""Live captions in a terminal: finished lines scroll by, the line being spoken grows, a status line shows the delay.
+
+Where there is no terminal (a pipe, a log) only finished lines are written.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from realtime.session.words import ends_sentence
+
+# A line ends with its turn, with a sentence once it is long enough to be worth a line, or when it is too long to read.
+ENOUGH_CHARACTERS = 60
+MOST_CHARACTERS = 200
+REFRESH_PER_SECOND = 8
+# Delays that are kept, for the middle of them to be shown.
+RECENT_WORDS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class ShownWord:
+    """A word with the seconds of audio it spans."""
+
+    text: str
+    start: float
+    end: float
+
+
+class CaptionView:
+    """Give it text as it comes; `now` is always in seconds of audio time: how long the microphone has been open."""
+
+    def __init__(self, console: Console, *, show_words: bool = False) -> None:
+        self.delays: deque[float] = deque(maxlen=RECENT_WORDS)
+        self._console = console
+        self._show_words = show_words
+        self._line = ""
+        self._words: list[ShownWord] = []
+        self._last: ShownWord | None = None
+        self._now = 0.0
+        self._note = ""
+        self._live = Live(
+            console=console, refresh_per_second=REFRESH_PER_SECOND, get_renderable=self._render, transient=True
+        )
+
+    def __enter__(self) -> CaptionView:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end_line()
+        if self._console.is_terminal:
+            self._live.stop()
+        if self.typical_delay is not None:
+            said = (
+                f"words were shown {self.typical_delay:.2f} s after they were spoken (the middle of {len(self.delays)})"
+            )
+            self._print(Text(said, "dim"))
+
+    def add(self, delta: str, words: Sequence[ShownWord], now: float) -> None:
+        """Text that will not change any more, and the words it completed."""
+        self._now = max(now, self._now)
+        self._line += delta
+        for word in words:
+            self.delays.append(now - word.end)
+            self._words.append(word)
+            self._last = word
+        if len(self._line) > MOST_CHARACTERS or (len(self._line) > ENOUGH_CHARACTERS and ends_sentence(self._line)):
+            self.end_line()
+
+    def heard(self, now: float) -> None:
+        """Time goes on, whether or not anybody speaks."""
+        self._now = max(now, self._now)
+
+    def note(self, text: str) -> None:
+        """A state worth a word, such as a lost connection; an empty text takes it back."""
+        if text and not self._console.is_terminal and text != self._note:
+            self._print(Text(text, "yellow"))
+        self._note = text
+
+    def end_line(self) -> None:
+        line, words = self._line.strip(), self._words
+        self._line, self._words = "", []
+        if not line:
+            return
+        if self._live.is_started:
+            # What is about to scroll by must not be seen twice.
+            self._live.refresh()
+        at = words[0].start if words else self._now
+        shown = Text.assemble((f"{clock(at)}  ", "dim"), line)
+        self._print(shown)
+        if self._show_words and words:
+            times = "  ".join(f"{word.text.strip()} {word.start:.2f}-{word.end:.2f}" for word in words)
+            self._print(Text(times, "dim"))
+
+    def _print(self, text: Text) -> None:
+        # In a pipe a line is a line, however long.
+        self._console.print(text, soft_wrap=not self._console.is_terminal)
+
+    @property
+    def typical_delay(self) -> float | None:
+        """Seconds from the end of a word to its appearance, the middle of the recent ones."""
+        ordered = sorted(self.delays)
+        return ordered[len(ordered) // 2] if ordered else None
+
+    def _render(self) -> Group:
+        status = [f"● {clock(self._now)}"]
+        if self.delays:
+            status.append(f"behind {self.delays[-1]:.2f} s (typically {self.typical_delay:.2f} s)")
+        if self._last is not None:
+            status.append(f"“{self._last.text.strip()}” {self._last.start:.2f}-{self._last.end:.2f} s")
+        lines = [Text(self._line.strip(), "bold"), Text("  ".join(status), "dim")]
+        if self._note:
+            lines.append(Text(self._note, "yellow"))
+        return Group(*lines)
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(max(seconds, 0.0), 60)
+    hours, minutes = divmod(int(minutes), 60)
+    return f"{hours}:{minutes:02}:{rest:04.1f}" if hours else f"{minutes:02}:{rest:04.1f}"

@@ -1,0 +1,117 @@
+"""`tickertape status`: a live view of a running server, one object for programs, or a yes or no for health checks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any
+
+from realtime.commands.terminal import FAILED, KEY_VARIABLE, OK, CommandFailed, out, read_config
+
+if TYPE_CHECKING:
+    from realtime.client.http_client import HttpServer
+    from realtime.config import ServerConfig
+
+EPILOG = """\
+Examples:
+  tickertape status                           the server of this machine's configuration, until Ctrl-C
+  tickertape status https://captions.example
+  tickertape status --json | jq .load         one object, once
+  tickertape status --ready                   exit code 0 if it takes sessions, else 1: for health checks
+
+Without a URL the address, port and certificate come from the configuration, as `tickertape serve` reads it: --config,
+then the environment. A server that goes away is waited for. In a pipe every look is one line. TICKERTAPE_API_KEY is
+sent to a server that wants a key. Times in --json count from the server's start, in the view from the last minute.
+"""
+# Addresses that mean "all of them"; a server that listens on them is asked at the loopback address.
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def add(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "status",
+        help="watch a running server: sessions, load, lag, engines",
+        description="Watch a running server: sessions, load, lag, engines.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("url", nargs="?", help="the server; the one of the configuration if not given")
+    parser.add_argument("--config", metavar="FILE", help="the configuration that the server has")
+    parser.add_argument("--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between two looks")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="print one JSON object and exit")
+    how.add_argument("--ready", action="store_true", help="exit with 0 if the server takes sessions, with 1 if not")
+    parser.set_defaults(run=run)
+
+
+def _interval(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError("must lie between 0.1 and 3600 seconds")
+    return value
+
+
+def run(options: argparse.Namespace) -> int:
+    from realtime.client.wire_client import CannotConnect
+
+    try:
+        server = _server(options)
+        if options.ready:
+            return _say_whether_ready(server)
+        if options.json:
+            return _print_json(server)
+        from realtime.commands.status_view import watch
+
+        watch(server, options.interval)
+    except CannotConnect as error:
+        raise CommandFailed(str(error)) from error
+    except KeyboardInterrupt:
+        return OK
+    return OK
+
+
+def _say_whether_ready(server: HttpServer) -> int:
+    from realtime.commands.server_figures import readiness
+
+    ready, word = readiness(server)
+    out(word)
+    return OK if ready else FAILED
+
+
+def _print_json(server: HttpServer) -> int:
+    import json
+
+    from realtime.commands.server_figures import look
+
+    out(json.dumps(look(server).as_json(server.url)))
+    return OK
+
+
+def _server(options: argparse.Namespace) -> HttpServer:
+    from realtime.client.http_client import HttpServer
+
+    key = os.environ.get(KEY_VARIABLE)
+    if options.url:
+        return HttpServer(options.url, key)
+    settings = read_config(options.config, {}).server
+    return HttpServer(own_url(settings), key, _own_trust(settings))
+
+
+def own_url(settings: ServerConfig) -> str:
+    """Where a server with these settings is reached from its own machine."""
+    host = ANY_ADDRESS.get(settings.host, settings.host)
+    scheme = "https" if settings.tls_cert else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
+
+
+def _own_trust(settings: ServerConfig) -> Any:
+    """Trust in the very certificate that the server shows: it is made for its public name, not for this address."""
+    if settings.tls_cert is None:
+        return None
+    import ssl
+
+    trust = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trust.check_hostname = False
+    trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    trust.load_verify_locations(settings.tls_cert)
+    return trust

@@ -1,0 +1,257 @@
+"""OpenAI session objects <-> Settings: the GA shape (nested) and the beta shape (flat).
+
+The merge rule: a key that is present changes a setting, an explicit null clears it, other settings stay. Unknown keys,
+models and options are accepted in silence, because to most clients an error is fatal; only values that cannot be right
+are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from realtime.dialects.base import Json, SessionFacts
+from realtime.errors import ClientFault
+from realtime.session.settings import (
+    G711_RATE,
+    INCLUDE_RESUME,
+    MAX_RATE,
+    MIN_RATE,
+    AudioFormat,
+    Settings,
+    TurnDetection,
+)
+
+# A client of these models that leaves turn detection out means to commit by itself.
+STREAMING_MODELS = ("gpt-realtime-whisper", "gpt-live-transcribe")
+DELAYS = ("minimal", "low", "medium", "high", "xhigh")
+MAX_DELAY_MS = 60_000
+EAGERNESS = ("low", "medium", "high", "auto")
+# What OpenAI allows for the time without speech.
+IDLE_TIMEOUT_MS = (5000, 30_000)
+BETA_FORMATS = {"pcm16": "audio/pcm", "g711_ulaw": "audio/pcmu", "g711_alaw": "audio/pcma"}
+DEFAULT_PCM_RATE = 24_000
+CONTAINER_RATE = 48_000
+
+
+def _fault(param: str, message: str) -> ClientFault:
+    return ClientFault("invalid_value", message, param=f"session.{param}")
+
+
+def _object(value: Any, param: str) -> Json:
+    if not isinstance(value, dict):
+        raise _fault(param, f"'session.{param}' must be an object.")
+    return value
+
+
+def _number(value: Any, param: str, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise _fault(param, f"'session.{param}' must be a number from {low:g} to {high:g}.")
+    return value
+
+
+def merge_ga(settings: Settings, session: Json) -> Settings:
+    """The settings after a GA `session` object; flat beta keys in it are understood too."""
+    if any(key in session for key in ("input_audio_format", "input_audio_transcription", "turn_detection")):
+        settings = _merge_beta_keys(settings, session)
+    audio = session.get("audio")
+    audio_input = _object(audio, "audio").get("input") if audio is not None else None
+    if audio_input is not None:
+        settings = _merge_input(settings, _object(audio_input, "audio.input"), "audio.input.")
+    return _finish(_merge_include(settings, session))
+
+
+def merge_beta(settings: Settings, session: Json) -> Settings:
+    """The settings after a flat `transcription_session` object."""
+    return _finish(_merge_include(_merge_beta_keys(settings, session), session))
+
+
+def _merge_beta_keys(settings: Settings, session: Json) -> Settings:
+    renamed: Json = {}
+    if "input_audio_format" in session:
+        name = session["input_audio_format"]
+        if name is not None and (not isinstance(name, str) or name not in BETA_FORMATS):
+            raise _fault("input_audio_format", f"'session.input_audio_format' must be one of {list(BETA_FORMATS)}.")
+        renamed["format"] = {"type": BETA_FORMATS[name or "pcm16"]}
+    for beta, name in (
+        ("input_audio_transcription", "transcription"),
+        ("input_audio_noise_reduction", "noise_reduction"),
+        ("turn_detection", "turn_detection"),
+    ):
+        if beta in session:
+            renamed[name] = session[beta]
+    return _merge_input(settings, renamed, "")
+
+
+def _merge_include(settings: Settings, session: Json) -> Settings:
+    if "include" not in session:
+        return settings
+    include = session["include"]
+    if include is None:
+        return replace(settings, include=None)
+    if not isinstance(include, list) or not all(isinstance(value, str) for value in include):
+        raise _fault("include", "'session.include' must be a list of strings.")
+    return replace(settings, include=tuple(include))
+
+
+def _finish(settings: Settings) -> Settings:
+    if not settings.turns_chosen and (settings.model or "").startswith(STREAMING_MODELS):
+        return replace(settings, turn_detection=None)
+    return settings
+
+
+def _merge_input(settings: Settings, given: Json, path: str) -> Settings:
+    changes: dict[str, Any] = {}
+    if "format" in given:
+        changes["format"] = _format(given["format"], path + "format")
+    if "noise_reduction" in given:
+        changes["noise_reduction"] = given["noise_reduction"]
+    if "turn_detection" in given:
+        changes["turn_detection"] = _turn_detection(given["turn_detection"], path + "turn_detection")
+        changes["turns_chosen"] = True
+    if "transcription" in given:
+        changes |= _transcription(given["transcription"], path + "transcription")
+    return replace(settings, **changes)
+
+
+def _format(value: Any, path: str) -> AudioFormat:
+    if value is None:
+        return AudioFormat()
+    given = _object(value, path)
+    kind = given.get("type", "audio/pcm")
+    binary = given.get("transport") == "binary"
+    if kind in ("audio/pcmu", "audio/pcma"):
+        return AudioFormat(kind, G711_RATE, binary)
+    if kind in ("audio/webm", "audio/ogg"):
+        return AudioFormat(kind, CONTAINER_RATE, binary)
+    if kind not in ("audio/pcm", "audio/pcm-f32"):
+        known = "audio/pcm, audio/pcm-f32, audio/pcmu, audio/pcma, audio/webm or audio/ogg"
+        raise _fault(path + ".type", f"'session.{path}.type' must be {known}.")
+    rate = given.get("rate")
+    checked = _number(DEFAULT_PCM_RATE if rate is None else rate, path + ".rate", MIN_RATE, MAX_RATE)
+    if checked != int(checked):
+        raise _fault(path + ".rate", f"'session.{path}.rate' must be a whole number.")
+    return AudioFormat(kind, int(checked), binary)
+
+
+def _turn_detection(value: Any, path: str) -> TurnDetection | None:
+    if value is None:
+        return None
+    given = _object(value, path)
+    kind = given.get("type", "server_vad")
+    if kind not in ("server_vad", "semantic_vad"):
+        raise _fault(path + ".type", f"'session.{path}.type' must be server_vad or semantic_vad.")
+    present = {key: item for key, item in given.items() if item is not None and key != "type"}
+    changes: dict[str, Any] = {"semantic": kind == "semantic_vad"}
+    if "threshold" in present:
+        # A threshold of exactly 0 would hear speech in everything; the nearest sensible value is taken.
+        changes["threshold"] = max(0.01, float(_number(present.pop("threshold"), path + ".threshold", 0, 1)))
+    for name in ("prefix_padding_ms", "silence_duration_ms"):
+        if name in present:
+            changes[name] = int(_number(present.pop(name), f"{path}.{name}", 0, 60_000))
+    if "idle_timeout_ms" in present and kind == "server_vad":
+        timeout_ms = _number(present.pop("idle_timeout_ms"), path + ".idle_timeout_ms", *IDLE_TIMEOUT_MS)
+        changes["idle_timeout_ms"] = int(timeout_ms)
+    eagerness = present.pop("eagerness", "auto")
+    if eagerness not in EAGERNESS:
+        raise _fault(path + ".eagerness", f"'session.{path}.eagerness' must be one of {list(EAGERNESS)}.")
+    return TurnDetection(**changes, eagerness=eagerness, extra=tuple(present.items()))
+
+
+def _transcription(value: Any, path: str) -> dict[str, Any]:
+    if value is None:
+        return {"model": None, "language": None, "prompt": "", "languages": (), "keywords": (), "delay": None}
+    given = _object(value, path)
+    changes: dict[str, Any] = {}
+    for name in ("model", "language", "prompt"):
+        if name in given:
+            item = given[name]
+            if item is not None and not isinstance(item, str):
+                raise _fault(f"{path}.{name}", f"'session.{path}.{name}' must be a string.")
+            changes[name] = item or ("" if name == "prompt" else None)
+    for name in ("languages", "keywords"):
+        if name in given:
+            items = given[name] or []
+            if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+                raise _fault(f"{path}.{name}", f"'session.{path}.{name}' must be a list of strings.")
+            changes[name] = tuple(items)
+    if "delay" in given:
+        delay = given["delay"]
+        if delay is not None and delay not in DELAYS:
+            delay = int(_number(delay, path + ".delay", 0, MAX_DELAY_MS))
+        changes["delay"] = delay
+    return changes
+
+
+def _turn_object(turns: TurnDetection | None) -> Json | None:
+    if turns is None:
+        return None
+    extra = dict(turns.extra)
+    if turns.semantic:
+        return {"type": "semantic_vad", "eagerness": turns.eagerness, **extra}
+    return {
+        "type": "server_vad",
+        "threshold": turns.threshold,
+        "prefix_padding_ms": turns.prefix_padding_ms,
+        "silence_duration_ms": turns.silence_duration_ms,
+        **({} if turns.idle_timeout_ms is None else {"idle_timeout_ms": turns.idle_timeout_ms}),
+        **extra,
+    }
+
+
+def _transcription_object(settings: Settings, facts: SessionFacts) -> Json:
+    shown: Json = {
+        "model": settings.model or facts.model,
+        "language": settings.language,
+        "prompt": settings.prompt,
+    }
+    if settings.languages:
+        shown["languages"] = list(settings.languages)
+    if settings.keywords:
+        shown["keywords"] = list(settings.keywords)
+    if settings.delay is not None:
+        shown["delay"] = settings.delay
+    return shown
+
+
+def ga_session(settings: Settings, facts: SessionFacts, expires_at: int) -> Json:
+    """The effective session in the GA shape."""
+    audio_format: Json = {"type": settings.format.type}
+    if settings.format.type.startswith("audio/pcm") and settings.format.type not in ("audio/pcmu", "audio/pcma"):
+        audio_format["rate"] = settings.format.rate
+    if settings.format.binary:
+        audio_format["transport"] = "binary"
+    shown: Json = {
+        "type": "transcription",
+        "object": "realtime.transcription_session",
+        "id": facts.session_id,
+        "expires_at": expires_at,
+        "audio": {
+            "input": {
+                "format": audio_format,
+                "transcription": _transcription_object(settings, facts),
+                "noise_reduction": settings.noise_reduction,
+                "turn_detection": _turn_object(settings.turn_detection),
+            }
+        },
+        "include": list(settings.include) if settings.include is not None else None,
+    }
+    if settings.wants(INCLUDE_RESUME) and facts.resume_token:
+        shown["resume"] = {"token": facts.resume_token, "keep_seconds": facts.resume_seconds}
+    return shown
+
+
+def beta_session(settings: Settings, facts: SessionFacts) -> Json:
+    """The effective session in the flat beta shape."""
+    names = {kind: name for name, kind in BETA_FORMATS.items()}
+    return {
+        "id": facts.session_id,
+        "object": "realtime.transcription_session",
+        "input_audio_format": names.get(settings.format.type, "pcm16"),
+        "input_audio_transcription": _transcription_object(settings, facts),
+        "input_audio_noise_reduction": settings.noise_reduction,
+        "turn_detection": _turn_object(settings.turn_detection),
+        "modalities": ["text"],
+        "include": list(settings.include) if settings.include is not None else None,
+        "client_secret": None,
+    }

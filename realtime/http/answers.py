@@ -1,0 +1,131 @@
+"""Plain HTTP answers: models, client secrets, health and figures."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from realtime.dialects.json_frames import decode_json
+from realtime.dialects.openai_session import beta_session, ga_session, merge_beta, merge_ga
+from realtime.errors import Refusal
+from realtime.http.context import Context
+from realtime.session.settings import Settings
+
+MIN_SECRET_S, DEFAULT_SECRET_S, MAX_SECRET_S = 10, 600, 7200
+MAX_JSON_BODY = 1024 * 1024
+
+
+class Answers:
+    """One method answers one path."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._sessions = context.sessions
+        self._started = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        self._context.caller_of(request)
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._sessions.models()]})
+
+    async def model(self, request: Request) -> Response:
+        self._context.caller_of(request)
+        name = request.path_params["name"]
+        if name not in self._sessions.models():
+            raise Refusal(404, "model_not_found", f"The model '{name[:200]}' does not exist.", param="model")
+        return JSONResponse(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        options = list(self._context.engine.spec.options)
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "tickertape",
+            "options": options,
+        }
+
+    async def client_secret(self, request: Request) -> Response:
+        """A short-lived key for a browser, with the settings its sessions begin with."""
+        caller = self._context.caller_of(request)
+        body = await _json_body(request)
+        seconds = _secret_seconds(body.get("expires_after"))
+        session = body.get("session")
+        settings = merge_ga(Settings(), session if isinstance(session, dict) else {})
+        secret = self._context.gatekeeper.issue(caller, settings, seconds)
+        facts = self._sessions.facts()
+        shown = ga_session(settings, facts, secret.expires_at)
+        return JSONResponse({"value": secret.value, "expires_at": secret.expires_at, "session": shown})
+
+    async def beta_secret(self, request: Request) -> Response:
+        """The same for clients of the beta: the settings are the body itself."""
+        caller = self._context.caller_of(request)
+        settings = merge_beta(Settings(), await _json_body(request))
+        secret = self._context.gatekeeper.issue(caller, settings, DEFAULT_SECRET_S)
+        shown = beta_session(settings, self._sessions.facts())
+        shown["client_secret"] = {"value": secret.value, "expires_at": secret.expires_at}
+        return JSONResponse(shown)
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        if self._sessions.draining or not self._context.engine.ready:
+            reason = "draining" if self._sessions.draining else "starting"
+            return JSONResponse({"status": reason}, 503, {"Retry-After": "5"})
+        return JSONResponse({"status": "ready"})
+
+    async def capacity(self, request: Request) -> Response:
+        capacity = self._context.engine.capacity()
+        return JSONResponse(
+            {
+                "sessions": len(self._sessions),
+                "connected": self._sessions.connected,
+                "speaking": self._sessions.speaking,
+                "streams_used": capacity.used,
+                "streams_total": capacity.total,
+                "streams_counted": capacity.counted,
+                "streams_that_hold": capacity.holds,
+                "streams_free": capacity.free,
+                "load": round(capacity.load, 3),
+                "load_per_stream": round(capacity.load_per_stream, 4),
+                "max_load": self._context.limits.max_load,
+                "retry_after_s": capacity.retry_after_s,
+                "draining": self._sessions.draining,
+                "engines_wanted": capacity.engines_wanted,
+                "engines": [
+                    {
+                        "streams_used": engine.used,
+                        "streams_total": engine.total,
+                        "speaking": engine.speaking,
+                        "load": round(engine.load, 3),
+                        "lag_ms": round(engine.lag_ms),
+                    }
+                    for engine in capacity.engines
+                ],
+            }
+        )
+
+    async def prometheus(self, request: Request) -> Response:
+        return Response(self._context.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _json_body(request: Request) -> dict[str, Any]:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_JSON_BODY:
+            raise Refusal(413, "body_too_large", "The body is too large.")
+    return decode_json(body) if body.strip() else {}
+
+
+def _secret_seconds(expires_after: Any) -> int:
+    if expires_after is None:
+        return DEFAULT_SECRET_S
+    seconds = expires_after.get("seconds", DEFAULT_SECRET_S) if isinstance(expires_after, dict) else None
+    if isinstance(seconds, bool) or not isinstance(seconds, int) or not MIN_SECRET_S <= seconds <= MAX_SECRET_S:
+        text = f"'expires_after.seconds' must lie between {MIN_SECRET_S} and {MAX_SECRET_S}."
+        raise Refusal(400, "invalid_value", text, param="expires_after.seconds")
+    return seconds

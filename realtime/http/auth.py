@@ -1,0 +1,108 @@
+"""Who may connect: keys and short-lived client secrets, wherever clients put them.
+
+Secrets never reach a log or a reply; they are kept as digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from realtime.errors import Refusal
+from realtime.serving.caller import Caller
+from realtime.session.settings import Settings
+
+SECRET_PREFIX = "ek_"
+KEY_PROTOCOL_PREFIX = "openai-insecure-api-key."
+BETA_PROTOCOL = "openai-beta.realtime-v1"
+# Sub-protocols the server may select. Deepgram's browsers send the key as the entry after `token` or `bearer`.
+KEY_FOLLOWS = ("token", "bearer")
+SELECTABLE = ("realtime", *KEY_FOLLOWS)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSecret:
+    value: str
+    expires_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    expires_at: float
+    owner: str
+    settings: Settings
+
+
+def select_subprotocol(offered: Iterable[str]) -> str | None:
+    """What the server answers to an offer. Never an entry that carries a secret."""
+    return next((name for name in offered if name in SELECTABLE), None)
+
+
+def offered_key(headers: Mapping[str, str], subprotocols: list[str]) -> str | None:
+    """The key of a request, from any of the places clients use."""
+    authorization = headers.get("authorization", "")
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() in ("bearer", "token") and value.strip():
+        return value.strip()
+    if headers.get("api-key"):
+        return headers["api-key"]
+    for name in subprotocols:
+        if name.startswith(KEY_PROTOCOL_PREFIX):
+            return name.removeprefix(KEY_PROTOCOL_PREFIX)
+    for name, follower in zip(subprotocols, subprotocols[1:], strict=False):
+        if name in KEY_FOLLOWS:
+            return follower
+    return None
+
+
+class Gatekeeper:
+    """Checks keys and issues client secrets."""
+
+    def __init__(self, keys: Iterable[str], max_client_secrets: int, clock: Callable[[], float] = time.time) -> None:
+        self._digests = [_digest(key) for key in keys]
+        self._issued: OrderedDict[bytes, _Issued] = OrderedDict()
+        self._max_client_secrets = max_client_secrets
+        self._clock = clock
+
+    def check(self, key: str | None, address: str) -> Caller:
+        """Who this is; raises a 401 Refusal for a key that is missing, wrong or expired."""
+        if key is not None and key.startswith(SECRET_PREFIX):
+            issued = self._issued.get(_digest(key))
+            if issued is not None and issued.expires_at > self._clock():
+                return Caller(issued.owner, issued.settings)
+            if self._digests:
+                raise _unauthorized("The client secret is not valid any more; ask for a new one.")
+        if not self._digests:
+            return Caller(f"address {address}")
+        if key is None:
+            raise _unauthorized("A key is required: send 'Authorization: Bearer <key>'.")
+        digest = _digest(key)
+        # Every stored key is compared, so that the time taken says nothing about which one was close.
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if not any(matches):
+            raise _unauthorized("Incorrect API key provided.")
+        return Caller(f"key {matches.index(True)}")
+
+    def issue(self, caller: Caller, settings: Settings, seconds: int) -> ClientSecret:
+        """A secret that opens sessions with these settings until it expires."""
+        now = self._clock()
+        self._issued = OrderedDict((key, value) for key, value in self._issued.items() if value.expires_at > now)
+        if len(self._issued) >= self._max_client_secrets:
+            raise Refusal(429, "too_many_client_secrets", "Too many client secrets are valid; let some expire first.")
+        value = SECRET_PREFIX + secrets.token_urlsafe(24)
+        expires_at = int(now) + seconds
+        self._issued[_digest(value)] = _Issued(expires_at, caller.name, settings)
+        return ClientSecret(value, expires_at)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _unauthorized(message: str) -> Refusal:
+    return Refusal(401, "invalid_api_key", message)

@@ -1,0 +1,228 @@
+"""Files sent to `POST /v1/audio/transcriptions`: backlog work on the engine, which live sessions always precede."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from audio.containers import ContainerDecoder
+from audio.errors import AudioError
+from engine import messages
+from engine.errors import AtCapacity, EngineError
+from realtime.dialects.json_frames import encode_json
+from realtime.errors import Refusal
+from realtime.serving.engine_api import EngineApi, StreamApi
+from realtime.session.events import TimedWord
+from realtime.session.subtitles import subtitles, to_srt, to_vtt
+
+FORMATS = ("json", "verbose_json", "text", "srt", "vtt")
+READ_BYTES = 256 * 1024
+MAX_PROMPT_CHARACTERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class UploadRequest:
+    """What the client asked for. Fields that are not supported here were dropped already."""
+
+    response_format: str
+    language: str | None
+    prompt: str
+    stream: bool
+    words: bool
+
+    def options(self) -> dict[str, str]:
+        given = {"language": self.language, "prompt": self.prompt}
+        return {name: value for name, value in given.items() if value}
+
+
+@dataclass(slots=True)
+class Transcript:
+    """What came out of a file."""
+
+    sample_rate: int
+    text: str = ""
+    words: list[TimedWord] = field(default_factory=list)
+    samples: int = 0
+    tokens: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.samples / self.sample_rate
+
+
+def read_request(form: dict[str, Any]) -> UploadRequest:
+    """Check the form fields. Lists come as `name[]` or `name`; unknown fields are ignored."""
+    response_format = form.get("response_format") or "json"
+    if response_format not in FORMATS:
+        text = f"'response_format' must be one of {', '.join(FORMATS)}."
+        raise Refusal(400, "invalid_value", text, param="response_format")
+    prompt = str(form.get("prompt") or "")[:MAX_PROMPT_CHARACTERS]
+    granularities = form.get("timestamp_granularities[]", form.get("timestamp_granularities"))
+    stream = str(form.get("stream", "")).lower() in ("true", "1")
+    # OpenAI ignores `stream` for this model, so its clients expect a single answer.
+    stream = stream and form.get("model") != "whisper-1"
+    language = form.get("language") or None
+    return UploadRequest(response_format, language, prompt, stream, words="word" in str(granularities))
+
+
+class Transcriber:
+    """Transcribes files one after another within a bound on how many run at once."""
+
+    def __init__(self, engine: EngineApi, at_once: int) -> None:
+        self._engine = engine
+        self._places = asyncio.Semaphore(at_once)
+
+    async def transcribe(self, file: BinaryIO, request: UploadRequest) -> Transcript:
+        transcript = Transcript(self._engine.spec.sample_rate)
+        async for _ in self.deltas(file, request, transcript):
+            pass
+        return transcript
+
+    async def deltas(self, file: BinaryIO, request: UploadRequest, transcript: Transcript) -> AsyncIterator[str]:
+        """Text as it comes; `transcript` is complete when this ends. Raises Refusal."""
+        async with self._places, self._stream(request) as stream:
+            # The first piece shows whether this is audio at all, before any answer is begun.
+            feeding = asyncio.create_task(self._feed(file, stream, transcript), name=f"feed {stream.id}")
+            try:
+                async for delta in self._listen(stream, feeding, transcript):
+                    yield delta
+                await feeding
+            finally:
+                feeding.cancel()
+                await asyncio.gather(feeding, return_exceptions=True)
+
+    @asynccontextmanager
+    async def _stream(self, request: UploadRequest) -> AsyncIterator[StreamApi]:
+        name = f"file_{secrets.token_hex(8)}"
+        try:
+            try:
+                stream = await self._engine.open(name, live=False, options=request.options())
+            except ValueError:
+                stream = await self._engine.open(f"{name}.plain", live=False)
+        except AtCapacity as error:
+            retry_s = max(1, round(self._engine.capacity().retry_after_s))
+            text = "The server is at capacity; try again."
+            raise Refusal(503, "server_busy", text, retry_after_s=retry_s, kind="server_error") from error
+        except EngineError as error:
+            raise _engine_gone() from error
+        try:
+            yield stream
+        finally:
+            await stream.abort()
+
+    async def _listen(
+        self, stream: StreamApi, feeding: asyncio.Task[None], transcript: Transcript
+    ) -> AsyncIterator[str]:
+        outputs = aiter(stream)
+        while True:
+            waiting = asyncio.ensure_future(anext(outputs))
+            try:
+                await asyncio.wait((waiting, feeding), return_when=asyncio.FIRST_COMPLETED)
+                if feeding.done():
+                    # A file that cannot be decoded ends here, whatever was heard before.
+                    feeding.result()
+                output = await waiting
+            finally:
+                waiting.cancel()
+            if isinstance(output, messages.Text) and (output.delta or output.words):
+                delta = output.delta if transcript.text else output.delta.lstrip()
+                transcript.text += delta
+                transcript.tokens += len(output.tokens)
+                transcript.words += [TimedWord(w.text, w.start_sample, w.end_sample) for w in output.words]
+                if delta:
+                    yield delta
+            elif isinstance(output, messages.Closed):
+                return
+            elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
+                raise Refusal(500, "transcription_failed", output.message, kind="server_error")
+
+    async def _feed(self, file: BinaryIO, stream: StreamApi, transcript: Transcript) -> None:
+        decoder = await asyncio.to_thread(ContainerDecoder)
+        try:
+            while piece := await asyncio.to_thread(file.read, READ_BYTES):
+                await self._hear(await asyncio.to_thread(decoder.decode, piece), stream, transcript)
+            await self._hear(await asyncio.to_thread(decoder.flush), stream, transcript)
+            await stream.finish()
+        except AudioError as error:
+            raise Refusal(400, error.code, f"{error}.", param="file") from error
+        except EngineError as error:
+            raise _engine_gone() from error
+        finally:
+            await asyncio.to_thread(decoder.close)
+
+    async def _hear(self, blocks: list[NDArray[np.float32]], stream: StreamApi, transcript: Transcript) -> None:
+        for block in blocks:
+            transcript.samples += len(block)
+            await stream.feed(block)
+
+
+def write_answer(transcript: Transcript, request: UploadRequest) -> tuple[str, str]:
+    """The body and its content type."""
+    lines = subtitles(transcript.words, transcript.sample_rate)
+    if request.response_format == "text":
+        return transcript.text + "\n", "text/plain; charset=utf-8"
+    if request.response_format == "srt":
+        return to_srt(lines), "text/plain; charset=utf-8"
+    if request.response_format == "vtt":
+        return to_vtt(lines), "text/plain; charset=utf-8"
+    usage = {"type": "duration", "seconds": round(transcript.seconds, 3)}
+    if request.response_format == "json":
+        return encode_json({"text": transcript.text, "usage": usage}), "application/json"
+    body: dict[str, Any] = {
+        "task": "transcribe",
+        "language": request.language or "english",
+        "duration": round(transcript.seconds, 3),
+        "text": transcript.text,
+        "segments": [_segment(number, line) for number, line in enumerate(lines)],
+        "usage": usage,
+    }
+    if request.words:
+        rate = transcript.sample_rate
+        body["words"] = [
+            {"word": word.text, "start": round(word.start / rate, 3), "end": round(word.end / rate, 3)}
+            for word in transcript.words
+        ]
+    return encode_json(body), "application/json"
+
+
+def _segment(number: int, line: Any) -> dict[str, Any]:
+    return {
+        "id": number,
+        "seek": 0,
+        "start": round(line.start, 3),
+        "end": round(line.end, 3),
+        "text": line.text,
+        "tokens": [],
+        "temperature": 0.0,
+        "avg_logprob": 0.0,
+        "compression_ratio": 1.0,
+        "no_speech_prob": 0.0,
+    }
+
+
+def sse(body: dict[str, Any]) -> str:
+    return f"data: {encode_json(body)}\n\n"
+
+
+def sse_done(transcript: Transcript) -> Iterator[str]:
+    audio_tokens = round(transcript.seconds * 12.5)
+    usage = {
+        "type": "tokens",
+        "input_tokens": audio_tokens,
+        "output_tokens": transcript.tokens,
+        "total_tokens": audio_tokens + transcript.tokens,
+        "input_token_details": {"text_tokens": 0, "audio_tokens": audio_tokens},
+    }
+    yield sse({"type": "transcript.text.done", "text": transcript.text, "usage": usage})
+    yield "data: [DONE]\n\n"
+
+
+def _engine_gone() -> Refusal:
+    return Refusal(503, "engine_unavailable", "The engine is not available; try again.", None, 5, "server_error")

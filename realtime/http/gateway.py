@@ -1,0 +1,165 @@
+"""Realtime sockets: who is let in, with which session, and the life of a socket from the handshake to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from realtime.dialects.deepgram import DeepgramDialect, settings_from_query
+from realtime.dialects.json_frames import encode_json
+from realtime.dialects.openai import BetaDialect, OpenAIDialect
+from realtime.dialects.openai_session import merge_beta
+from realtime.errors import CloseCode, Refusal
+from realtime.http.auth import BETA_PROTOCOL, select_subprotocol
+from realtime.http.context import Context
+from realtime.serving.caller import Caller
+from realtime.serving.connection import Connection
+from realtime.serving.registry import Entry
+from realtime.serving.throttle import Pace, Turnstile
+from realtime.serving.uvicorn_patch import ABORT_EXTENSION, NOTHING_WAITS_EXTENSION
+from realtime.session.events import Hangup
+from realtime.session.settings import Settings
+
+log = logging.getLogger("tickertape.server")
+
+
+@dataclass(frozen=True, slots=True)
+class _Entrance:
+    """How a socket is let in: its session, and what it is told first."""
+
+    entry: Entry
+    first_frames: list[str]
+    subprotocol: str | None
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+class Gateway:
+    """Serves sockets, and keeps the sessions' clock ticking while the server runs."""
+
+    def __init__(self, context: Context) -> None:
+        self.config = context.config
+        self.metrics = context.metrics
+        self.sessions = context.sessions
+        self._context = context
+        self._turnstile = Turnstile()
+
+    async def realtime(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI endpoint: sockets are served without Starlette's wrapper, which costs time per message."""
+        await self._serve_socket(self._enter, scope, receive, send)
+
+    async def listen(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._serve_socket(self._enter_listen, scope, receive, send)
+
+    async def _serve_socket(
+        self, enter: Callable[[WebSocket], _Entrance], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        websocket = WebSocket(scope, receive, send)
+        try:
+            entrance = enter(websocket)
+        except Refusal as refusal:
+            await websocket.send_denial_response(refused(refusal))
+            return
+        entry = entrance.entry
+        extensions = scope.get("extensions", {})
+        abort = extensions.get(ABORT_EXTENSION, _no_abort)
+        nothing_waits = extensions.get(NOTHING_WAITS_EXTENSION, _unknown)
+        connection = Connection(entry.live, entry.inbox, receive, send, abort, nothing_waits, self._turnstile)
+        self.sessions.attach(entry, connection)
+        limits = self.config.limits
+        paces = (self._pace(limits.messages_per_second), self._pace(limits.mistakes_per_second))
+        try:
+            await receive()
+            accept = {"type": "websocket.accept", "subprotocol": entrance.subprotocol, "headers": entrance.headers}
+            await send(accept)
+            hangup = await connection.run(entrance.first_frames, *paces)
+            if hangup is not None:
+                self.metrics.closed.labels(hangup.cause).inc()
+        except* OSError:
+            log.debug("session %s: the client left during the handshake", entry.live.id)
+        except* Exception:
+            self.metrics.closed.labels("internal").inc()
+            log.exception("session %s failed", entry.live.id)
+            await connection.close(Hangup(CloseCode.INTERNAL, "internal error", "internal"))
+        finally:
+            await self.sessions.detach(entry, connection)
+
+    @staticmethod
+    def _pace(per_second: float) -> Pace | None:
+        return Pace(per_second, time.monotonic) if per_second else None
+
+    def _enter(self, websocket: WebSocket) -> _Entrance:
+        """Find or make the session of a socket that asks to be opened; raises Refusal."""
+        query = websocket.query_params
+        offered: list[str] = websocket.scope.get("subprotocols", [])
+        address = websocket.client.host if websocket.client else ""
+        if "call_id" in query:
+            raise Refusal(404, "not_found", "Calls are not served here.", param="call_id")
+        caller = self._context.caller(websocket.headers, offered, address)
+        selected = select_subprotocol(offered)
+        if "resume" in query:
+            return _Entrance(*self._resume(query["resume"], query.get("after", "0"), caller), selected)
+        self.sessions.admit(caller)
+        beta = websocket.headers.get("openai-beta") == "realtime=v1" or BETA_PROTOCOL in offered
+        settings = caller.settings or Settings()
+        if "model" in query:
+            settings = merge_beta(settings, {"input_audio_transcription": {"model": query["model"]}})
+        entry = self.sessions.create(caller, settings, BetaDialect if beta else OpenAIDialect)
+        greeting = entry.live.dialect.created(entry.live.session.settings)
+        return _Entrance(entry, [encode_json(greeting)] if greeting else [], selected)
+
+    def _enter_listen(self, websocket: WebSocket) -> _Entrance:
+        """The same for Deepgram's clients, which say everything in the query."""
+        offered: list[str] = websocket.scope.get("subprotocols", [])
+        query = websocket.query_params
+        caller = self._context.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
+        settings = settings_from_query(query)
+        self.sessions.admit(caller)
+        entry = self.sessions.create(caller, settings, lambda facts: DeepgramDialect(facts, query))
+        header = (b"dg-request-id", entry.live.id.encode())
+        return _Entrance(entry, [], select_subprotocol(offered), [header])
+
+    def _resume(self, token: str, after: str, caller: Caller) -> tuple[Entry, list[str]]:
+        entry = self.sessions.find(token, caller)
+        if not after.isascii() or not after.isdigit() or len(after) > 18:
+            raise Refusal(400, "invalid_value", "'after' must be the 'seq' of the last event received.", param="after")
+        missed = entry.live.frames_after(int(after))
+        if missed is None:
+            raise Refusal(410, "resume_too_late", "Events after this one are gone; start a new session.", param="after")
+        self.metrics.resumed.inc()
+        entry.inbox.reconnected()
+        return entry, [entry.live.greeting_again(), *missed]
+
+    # Life
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        ticker = asyncio.create_task(self.sessions.run_ticker(), name="ticker")
+        try:
+            yield
+        finally:
+            await self.sessions.drain(0.0)
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+
+
+def _no_abort() -> None:
+    """Under another server than ours there is no way to cut a socket."""
+
+
+def _unknown() -> bool:
+    """Under another server nothing is known of messages that wait."""
+    return True
+
+
+def refused(refusal: Refusal) -> Response:
+    """A refusal as an HTTP response."""
+    return JSONResponse(refusal.body(), refusal.status, refusal.headers())

@@ -1,0 +1,96 @@
+"""Preparing audio without transcribing it, and taking items that were prepared elsewhere into the engines' caches."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, BinaryIO
+
+import numpy as np
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+from starlette.responses import Response
+
+from audio.containers import ContainerDecoder
+from audio.errors import AudioError
+from engine.client.processor import ItemRefused
+from engine.client.render import parse_items
+from realtime.dialects.json_frames import decode_json, encode_json
+from realtime.errors import Refusal
+from realtime.http.context import Context
+from realtime.http.files import READ_BYTES
+from realtime.http.forms import FormReader
+from realtime.session.events import Samples
+
+# A rendering is answered in one piece; the client must cut longer audio itself.
+MAX_RENDER_SECONDS = 600
+MAX_INJECT_BYTES = 64 * 1024 * 1024
+
+
+class PrepareRoutes:
+    """`POST /v1/audio/render` and `POST /v1/audio/inject`."""
+
+    def __init__(self, context: Context, forms: FormReader) -> None:
+        self._context = context
+        self._forms = forms
+        # The read-only processor has one cache, so one request at a time uses it, off the event loop.
+        self._one_at_a_time = asyncio.Lock()
+
+    async def render(self, request: Request) -> Response:
+        """Positions, items with hashes, what is cached and what executing would cost; `?data=false` leaves data out."""
+        self._context.caller_of(request)
+        self._forms.check(request)
+        form = await self._forms.read(request)
+        try:
+            file = form.get("file")
+            if not isinstance(file, UploadFile):
+                raise Refusal(400, "missing_file", "The form has no file in the field 'file'.", param="file")
+            samples = await asyncio.to_thread(_decode, file.file, self._context.engine.spec.sample_rate)
+        finally:
+            await form.close()
+        with_data = request.query_params.get("data") != "false"
+        async with self._one_at_a_time:
+            body = await asyncio.to_thread(self._rendered, samples, with_data)
+        return Response(body, media_type="application/json")
+
+    def _rendered(self, samples: Samples, with_data: bool) -> str:
+        return encode_json(self._context.engine.render(samples).as_json(with_data))
+
+    async def inject(self, request: Request) -> Response:
+        """Items as `render` describes them; the next stream with their hashes sends no data."""
+        self._context.caller_of(request)
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_INJECT_BYTES:
+                raise Refusal(413, "body_too_large", f"Send at most {MAX_INJECT_BYTES} bytes of items at once.")
+        taken = await self._inject(await asyncio.to_thread(decode_json, body))
+        return Response(encode_json({"injected": taken}), media_type="application/json")
+
+    async def _inject(self, body: dict[str, Any]) -> int:
+        items = body.get("items")
+        if not isinstance(items, list) or not all(item is None or isinstance(item, dict) for item in items):
+            raise Refusal(400, "invalid_value", "'items' must be a list of items as render gives them.", param="items")
+        try:
+            return await self._context.engine.inject(await asyncio.to_thread(parse_items, items))
+        except ItemRefused as error:
+            raise Refusal(400, "item_refused", f"{error}.", param="items") from error
+
+
+def _decode(file: BinaryIO, sample_rate: int) -> Samples:
+    """The whole file at the model's rate. Runs in a thread."""
+    decoder = ContainerDecoder()
+    blocks: list[Samples] = []
+    samples = 0
+    try:
+        while piece := file.read(READ_BYTES):
+            blocks += decoder.decode(piece)
+            samples = sum(map(len, blocks))
+            if samples > MAX_RENDER_SECONDS * sample_rate:
+                text = f"At most {MAX_RENDER_SECONDS} seconds can be rendered at once; cut the audio."
+                raise Refusal(413, "audio_too_long", text, param="file")
+        blocks += decoder.flush()
+    except AudioError as error:
+        raise Refusal(400, error.code, f"{error}.", param="file") from error
+    finally:
+        decoder.close()
+    return np.concatenate(blocks)

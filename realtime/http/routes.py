@@ -1,0 +1,103 @@
+"""Every path of the gateway on one port, and how errors become answers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from realtime.config import Config
+from realtime.errors import ClientFault, Refusal
+from realtime.http.answers import Answers
+from realtime.http.auth import Gatekeeper
+from realtime.http.context import Context
+from realtime.http.forms import FormReader
+from realtime.http.gateway import Gateway, refused
+from realtime.http.page import page_routes
+from realtime.http.prepare import PrepareRoutes
+from realtime.http.uploads import UploadRoutes
+from realtime.metrics.gateway import Metrics
+from realtime.serving.engine_api import EngineApi
+from realtime.serving.registry import Sessions
+
+
+def build_app(engine: EngineApi, config: Config, metrics: Metrics | None = None) -> Starlette:
+    """The whole gateway as an ASGI application over a running engine."""
+    metrics = metrics or Metrics()
+    gatekeeper = Gatekeeper(config.auth.keys, config.auth.max_client_secrets)
+    sessions = Sessions(engine, config, metrics, time.monotonic, time.time)
+    context = Context(engine, config, metrics, gatekeeper, sessions)
+    gateway = Gateway(context)
+    handlers: dict[Any, Any] = {Refusal: _on_refusal, ClientFault: _on_fault, 404: _on_not_found, 405: _on_wrong_method}
+    cors = Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+    app = Starlette(
+        routes=[*_sockets(gateway), *_answers(context), *page_routes()],
+        middleware=[cors],
+        exception_handlers=handlers,
+        lifespan=gateway.lifespan,
+    )
+    app.state.gateway = gateway
+    return app
+
+
+def _sockets(gateway: Gateway) -> list[WebSocketRoute]:
+    paths = {"/v1/realtime": gateway.realtime, "/realtime": gateway.realtime, "/v1/listen": gateway.listen}
+    return [WebSocketRoute(path, _AsgiEndpoint(serve)) for path, serve in paths.items()]
+
+
+def _answers(context: Context) -> list[Route]:
+    answers, forms = Answers(context), FormReader(context)
+    uploads, prepare = UploadRoutes(context, forms), PrepareRoutes(context, forms)
+    routes: list[Route] = []
+    for prefix in ("/v1", ""):
+        routes += [
+            Route(f"{prefix}/models", answers.models),
+            Route(f"{prefix}/models/{{name:path}}", answers.model),
+            Route(f"{prefix}/audio/transcriptions", uploads.transcriptions, methods=["POST"]),
+            Route(f"{prefix}/audio/render", prepare.render, methods=["POST"]),
+            Route(f"{prefix}/audio/inject", prepare.inject, methods=["POST"]),
+            Route(f"{prefix}/realtime/client_secrets", answers.client_secret, methods=["POST"]),
+            Route(f"{prefix}/realtime/transcription_sessions", answers.beta_secret, methods=["POST"]),
+        ]
+    return [
+        *routes,
+        Route("/health", answers.health),
+        Route("/ready", answers.ready),
+        Route("/capacity", answers.capacity),
+        Route("/metrics", answers.prometheus),
+    ]
+
+
+class _AsgiEndpoint:
+    """Starlette passes scope, receive and send to an object as they are."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+async def _on_refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return refused(error)
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ClientFault)
+    return refused(Refusal(400, error.code, error.message, error.param))
+
+
+async def _on_not_found(request: Request, error: Exception) -> Response:
+    return refused(Refusal(404, "not_found", f"There is no {request.method} {request.url.path[:200]} here."))
+
+
+async def _on_wrong_method(request: Request, error: Exception) -> Response:
+    return refused(Refusal(405, "method_not_allowed", f"{request.method} is not possible here."))

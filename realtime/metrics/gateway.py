@@ -1,0 +1,76 @@
+"""Every metric of the gateway, named once. Each app has its own registry, so that several can live in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from realtime.session.events import MEASURES
+
+# Around the frame of 80 ms that live models step by, up to what nobody would call live.
+LAG_BUCKETS = (0.02, 0.04, 0.08, 0.12, 0.16, 0.24, 0.32, 0.5, 0.8, 1.2, 2.0, 4.0, 8.0, 30.0)
+FINAL_BUCKETS = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2, 2.0, 4.0, 8.0)
+LOOP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
+
+
+class Metrics:
+    """The gateway's own figures; the engine adds its collectors to the same registry."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"tickertape_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"tickertape_{name}", text, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"tickertape_{name}", text, buckets=buckets, registry=registry)
+
+        self.sessions = gauge("sessions", "Sessions that exist, connected or waiting to be resumed")
+        self.connected = gauge("sessions_connected", "Sessions with a socket")
+        self.speaking = gauge("sessions_speaking", "Sessions in which somebody is speaking now")
+        self.opened = counter("sessions_opened", "Sessions opened, by wire dialect at the time", "dialect")
+        self.resumed = counter("sessions_resumed", "Sessions continued by a reconnected client")
+        self.refused = counter("refused", "Connections and requests refused, by reason", "reason")
+        self.closed = counter("closed", "Sockets closed by the server, by reason", "reason")
+        self.lag = histogram("lag_seconds", "Audio received but not yet heard by the engine", LAG_BUCKETS)
+        self.final = histogram("final_seconds", "From the end of a turn to its completed transcript", FINAL_BUCKETS)
+        self.stalls = counter("stalls", "Speech without text: streams re-anchored from kept audio")
+        self.engine_failures = counter("stream_failures", "Engine streams that failed and were replaced")
+        self.audio_in = counter("audio_received_seconds", "Audio received from clients")
+        self.audio_heard = counter("audio_heard_seconds", "Audio the engine has listened to")
+        self.queued = gauge("audio_queued_seconds", "Audio waiting in the gateway for the engine, all sessions")
+        self.outbox = gauge("outbox_events", "Events waiting for slow clients, all sessions")
+        self.loop_lag = histogram("loop_lag_seconds", "How late the event loop runs a timer", LOOP_BUCKETS)
+        self.uploads = counter("uploads", "Files sent to the transcription endpoint, by outcome", "outcome")
+        self._measures: dict[str, Callable[[float], None]] = {
+            "lag_seconds": self.lag.observe,
+            "final_seconds": self.final.observe,
+            "stalls": self.stalls.inc,
+            "engine_failures": self.engine_failures.inc,
+        }
+        assert set(self._measures) == MEASURES
+
+    def measure(self, name: str, value: float) -> None:
+        self._measures[name](value)
+
+    def add_collector(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        """Show figures that somebody else counts, such as the engine's."""
+        self.registry.register(_Borrowed(collect))
+
+    def exposition(self) -> bytes:
+        """All figures as Prometheus reads them."""
+        return generate_latest(self.registry)
+
+
+class _Borrowed(Collector):
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterable[Metric]:
+        return self._collect()

@@ -1,0 +1,156 @@
+"""One client's socket: a reader and a writer around a live session. The shell moves bytes; the session decides.
+
+The reader never sends and the writer never reads, so a client that does not read cannot stop its own audio. Policies:
+
+- the reader takes the next message only when the session has room, so a fast sender is slowed by TCP;
+- the writer's queue is the session's outbox (see there); when it overruns, the socket is closed with 1008, and cut if
+  the client does not even read that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from realtime.errors import CloseCode
+from realtime.serving.inbox import Inbox
+from realtime.serving.live_session import LiveSession
+from realtime.serving.throttle import SHARE_S, Pace, Turnstile
+from realtime.session.events import Hangup
+
+log = logging.getLogger("tickertape.connection")
+
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+SendMessage = Callable[[AsgiMessage], Awaitable[None]]
+
+# How long a client that overran its outbox may take to read the close frame.
+CLOSE_GRACE_S = 5.0
+
+
+class Connection:
+    """Runs one socket until either side has had enough."""
+
+    def __init__(
+        self,
+        live: LiveSession,
+        inbox: Inbox,
+        receive: Receive,
+        send: SendMessage,
+        abort: Callable[[], None],
+        nothing_waits: Callable[[], bool],
+        turnstile: Turnstile,
+    ) -> None:
+        """`abort` cuts the socket; `nothing_waits` says that no further message has arrived yet."""
+        self.live = live
+        self.last_message_at = live.clock()
+        # The client closed with 1000: it has what it wanted and will not come back.
+        self.said_goodbye = False
+        self._inbox = inbox
+        self._receive = receive
+        self._send = send
+        self._abort = abort
+        self._nothing_waits = nothing_waits
+        self._turnstile = turnstile
+        self._reader: asyncio.Task[None] | None = None
+        self._writer: asyncio.Task[None] | None = None
+        self._hangup: Hangup | None = None
+        self._pace: Pace | None = None
+        self._pace_of_mistakes: Pace | None = None
+
+    async def run(
+        self, first_frames: list[str], pace: Pace | None = None, pace_of_mistakes: Pace | None = None
+    ) -> Hangup | None:
+        """Serve the socket; why the server closed it, or None if the client left by itself."""
+        self._pace, self._pace_of_mistakes = pace, pace_of_mistakes
+        if self._hangup is None:
+            self.live.outbox.on_overrun = self._overrun
+        left = False
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._writer = group.create_task(self._write(first_frames), name=f"writer {self.live.id}")
+                self._reader = reader = group.create_task(self._read(), name=f"reader {self.live.id}")
+                # Somebody may have hung up while the socket was being opened.
+                if self._hangup is None:
+                    await asyncio.wait((self._writer, reader), return_when=asyncio.FIRST_COMPLETED)
+                left = reader.done() and not reader.cancelled()
+                reader.cancel()
+                self._writer.cancel()
+        finally:
+            # A socket that has taken the session over has put its own there by now.
+            if self.live.outbox.on_overrun == self._overrun:
+                self.live.outbox.on_overrun = None
+        if self._hangup is None or left:
+            return None
+        await self.close(self._hangup)
+        return self._hangup
+
+    def hang_up(self, hangup: Hangup) -> None:
+        """Close this socket now, ahead of what waits to be sent. Nothing that it still reads counts."""
+        if self._hangup is None:
+            self._hangup = hangup
+            for task in (self._reader, self._writer):
+                if task is not None:
+                    task.cancel()
+
+    def _overrun(self) -> None:
+        self.hang_up(Hangup(CloseCode.POLICY, "the client does not read", "slow_reader"))
+
+    async def _read(self) -> None:
+        began, fresh = 0.0, True
+        while True:
+            message = await self._receive()
+            if message["type"] != "websocket.receive":
+                self._inbox.settle()
+                self.said_goodbye = message.get("code") == CloseCode.NORMAL
+                return
+            now = self.last_message_at = self.live.clock()
+            if fresh:
+                began = now
+            more = not self._nothing_waits()
+            mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), more=more)
+            if self.live.full:
+                await self.live.room()
+            if self._pace is not None:
+                await self._pace.wait()
+            if mistaken and self._pace_of_mistakes is not None:
+                await self._pace_of_mistakes.wait()
+            # Receiving a message that waits already does not give way to other clients, so the share runs on.
+            fresh = not more
+            if more and now - began >= SHARE_S:
+                await self._turnstile.wait()
+                fresh = True
+
+    async def _write(self, first_frames: list[str]) -> None:
+        frames: list[str] | Hangup = first_frames
+        began = self.live.clock()
+        try:
+            while not isinstance(frames, Hangup):
+                for frame in frames:
+                    await self._send({"type": "websocket.send", "text": frame})
+                if not len(self.live.outbox):
+                    frames = await self.live.next_frames()
+                    began = self.live.clock()
+                    continue
+                if self.live.clock() - began >= SHARE_S:
+                    await self._turnstile.wait()
+                    began = self.live.clock()
+                frames = await self.live.next_frames()
+        except OSError:
+            # The client is gone; the reader will see that too.
+            return
+        self._hangup = frames
+
+    async def close(self, hangup: Hangup) -> None:
+        """Send the close frame, or cut the socket if its peer takes nothing."""
+        log.info("session %s: closed by the server with %d: %s", self.live.id, hangup.code, hangup.reason)
+        closing = self._send({"type": "websocket.close", "code": int(hangup.code), "reason": hangup.reason})
+        try:
+            await asyncio.wait_for(closing, CLOSE_GRACE_S)
+        except TimeoutError:
+            self._abort()
+        except Exception as error:
+            # The socket is gone already; servers have their own ways of saying so.
+            log.debug("session %s: not closed: %s", self.live.id, error)

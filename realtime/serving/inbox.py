@@ -1,0 +1,175 @@
+"""Messages of one client -> events for its session, in the client's dialect and audio format of the moment."""
+
+from __future__ import annotations
+
+import asyncio
+
+from engine.client.processor import ItemRefused
+from engine.client.render import parse_items
+from realtime.dialects.base import (
+    Answer,
+    AudioText,
+    Dialect,
+    GapRequest,
+    InjectRequest,
+    Request,
+    SessionFacts,
+    event_id_of,
+)
+from realtime.dialects.json_frames import Json, decode_base64, decode_json
+from realtime.dialects.openai import BetaDialect, OpenAIDialect
+from realtime.dialects.vllm import VllmDialect
+from realtime.errors import ClientFault
+from realtime.serving.intake import Intake
+from realtime.serving.live_session import LiveSession
+from realtime.session.events import Answered, Clear, Commit, Configure, End, Injected, Problem
+
+# Messages longer than this are parsed off the event loop; audio is decoded in pieces of at most this size.
+LARGE_MESSAGE = 256 * 1024
+PIECE_BYTES = 64 * 1024
+
+
+class Inbox:
+    """Turns client messages into core events. Outlives the socket: a reconnected client goes on with the same inbox."""
+
+    def __init__(self, live: LiveSession, facts: SessionFacts) -> None:
+        self._live = live
+        self._facts = facts
+        self._intake = Intake(live.session.settings.format)
+        self._dialect_fixed = False
+        # Audio of messages that came together; decoded together, because each call has its price.
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+
+    def close(self) -> None:
+        self._intake.close()
+
+    def reconnected(self) -> None:
+        """A new socket has the session: it goes on exactly after the samples that are counted from here on.
+
+        It begins with a whole sample: bytes of an unfinished one were lost with the old socket.
+        """
+        self.settle()
+        self._intake = self._intake.on_new_socket()
+
+    def settle(self) -> None:
+        """Hand on the audio that was waiting for more of it."""
+        if self._pending:
+            audio = self._pending[0] if len(self._pending) == 1 else b"".join(self._pending)
+            self._pending, self._pending_bytes = [], 0
+            self._live.submit(self._intake.decode(audio))
+
+    async def take(self, text: str | None, data: bytes | None, *, more: bool = False) -> bool:
+        """Handle one message of the client; its mistakes are answered, never raised. `more`: others wait behind it.
+
+        Returns whether it was a mistake.
+        """
+        event_id = None
+        try:
+            if data is not None and self._live.session.settings.format.binary:
+                if not data and self._live.dialect.empty_frame_ends:
+                    await self._end()
+                await self._audio(data)
+                return False
+            raw = text if text is not None else data or b""
+            message = decode_json(raw) if len(raw) <= LARGE_MESSAGE else await asyncio.to_thread(decode_json, raw)
+            event_id = event_id_of(message)
+            if not self._dialect_fixed and not self._live.dialect.fixed:
+                self._choose_dialect(message)
+            request = self._live.dialect.read(message, self._live.session.settings)
+            if isinstance(request, AudioText):
+                await self._audio_text(request.data, more)
+            elif isinstance(request, End):
+                await self._end()
+            elif isinstance(request, InjectRequest):
+                await self._inject(request)
+            else:
+                self.settle()
+                self._control(request)
+        except ClientFault as fault:
+            self._live.outbox.put(Problem(fault.code, fault.message, fault.param, fault.event_id or event_id))
+            return True
+        return False
+
+    async def _audio_text(self, text: str, more: bool) -> None:
+        if len(text) > LARGE_MESSAGE:
+            await self._audio(await asyncio.to_thread(decode_base64, text))
+        elif len(text) > PIECE_BYTES or not self._intake.takes_anything:
+            await self._audio(decode_base64(text))
+        else:
+            # The usual case, without a detour: a short piece of raw samples.
+            audio = decode_base64(text)
+            self._pending.append(audio)
+            self._pending_bytes += len(audio)
+            if not more or self._pending_bytes >= PIECE_BYTES:
+                self.settle()
+
+    async def _inject(self, request: InjectRequest) -> None:
+        try:
+            taken = await self._live.inject(await asyncio.to_thread(parse_items, request.items))
+        except ItemRefused as error:
+            raise ClientFault("item_refused", f"{error}.", param="items", event_id=request.event_id) from error
+        self._live.outbox.put(Injected(taken))
+
+    async def _end(self) -> None:
+        self.settle()
+        if self._intake.needs_thread:
+            self._live.submit(await asyncio.to_thread(self._intake.finish))
+        else:
+            self._live.submit(self._intake.finish())
+        self._live.submit(End())
+
+    def _control(self, request: Request) -> None:
+        match request:
+            case Answer(body):
+                self._live.outbox.put(Answered(body))
+            case Configure():
+                self._configure(request)
+            case GapRequest(samples):
+                self._live.submit(self._intake.flush())
+                self._live.submit(self._intake.silence(samples))
+            case Commit() | Clear():
+                # The resampler's last samples belong to what is committed or cleared.
+                self._live.submit(self._intake.flush())
+                self._live.submit(request)
+
+    def _configure(self, request: Configure) -> None:
+        if request.settings.format != self._intake.format:
+            old, self._intake = self._intake, Intake(request.settings.format)
+            self._live.submit(old.flush())
+            old.close()
+        self._live.submit(request)
+
+    async def _audio(self, data: bytes) -> None:
+        self.settle()
+        view = memoryview(data)
+        for start in range(0, len(data), PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
+            if self._intake.needs_thread:
+                append = await asyncio.to_thread(self._intake.decode, piece)
+            else:
+                append = self._intake.decode(piece)
+            self._live.submit(append)
+            await self._live.room()
+            if start:
+                await asyncio.sleep(0)
+
+    def _choose_dialect(self, message: Json) -> None:
+        """Clients do not name their dialect; the first message that only one dialect has gives it away."""
+        kind = message.get("type")
+        dialect: Dialect | None = None
+        if (kind == "session.update" and "session" not in message) or (
+            kind == "input_audio_buffer.commit" and "final" in message
+        ):
+            dialect = VllmDialect(self._facts)
+        elif kind == "transcription_session.update" and type(self._live.dialect) is OpenAIDialect:
+            dialect = BetaDialect(self._facts)
+        elif kind in ("session.update", "transcription_session.update"):
+            self._dialect_fixed = True
+        if dialect is not None:
+            self._dialect_fixed = True
+            self._live.dialect = dialect
+            settings = dialect.start_settings(self._live.session.settings)
+            if settings.format != self._intake.format:
+                self._intake = Intake(settings.format)
+            self._live.adopt(settings)

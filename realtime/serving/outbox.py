@@ -1,0 +1,74 @@
+"""What a client has still to be sent: bounded, and kind to a slow reader.
+
+Policy when the client reads too slowly: a delta that waits behind another delta of the same item is merged into it, so
+a slow reader gets fewer, longer deltas and no text is lost. When even that grows past the limits, the outbox is
+overrun and the socket is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from realtime.session.events import Acknowledged, Delta, Hangup, ServerEvent
+
+
+class Outbox:
+    """A queue of core events with one reader; putting never waits."""
+
+    def __init__(self, max_events: int, max_characters: int) -> None:
+        self._max_events = max_events
+        self._max_characters = max_characters
+        self._events: deque[ServerEvent] = deque()
+        self._characters = 0
+        self._hangup: Hangup | None = None
+        self._overrun = False
+        # Told once when the reader has fallen too far behind.
+        self.on_overrun: Callable[[], None] | None = None
+        self._wake = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    @property
+    def overrun(self) -> bool:
+        """The reader fell too far behind; nothing more is taken."""
+        return self._overrun
+
+    def put(self, event: ServerEvent) -> None:
+        if self._overrun or self._hangup is not None:
+            return
+        last = self._events[-1] if self._events else None
+        if isinstance(event, Delta):
+            self._characters += len(event.text)
+            if isinstance(last, Delta) and last.item_id == event.item_id:
+                event = replace(event, text=last.text + event.text, words=last.words + event.words)
+                self._events.pop()
+        elif isinstance(event, Acknowledged) and isinstance(last, Acknowledged):
+            self._events.pop()
+        self._events.append(event)
+        self._overrun = len(self._events) > self._max_events or self._characters > self._max_characters
+        self._wake.set()
+        if self._overrun and self.on_overrun is not None:
+            self.on_overrun()
+
+    def hang_up(self, hangup: Hangup) -> None:
+        """Close the socket after everything that was put before."""
+        if self._hangup is None:
+            self._hangup = hangup
+            self._wake.set()
+
+    async def get(self) -> ServerEvent | Hangup:
+        """The next event; the hang-up comes last and again on every later call."""
+        while not self._events and self._hangup is None:
+            self._wake.clear()
+            await self._wake.wait()
+        if self._events:
+            event = self._events.popleft()
+            if isinstance(event, Delta):
+                self._characters -= len(event.text)
+            return event
+        assert self._hangup is not None
+        return self._hangup

@@ -1,0 +1,30 @@
+"""The last frames a client was sent, numbered, for a client that comes back and has missed some."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from realtime.dialects.json_frames import encode_json
+
+
+class SentLog:
+    """Holds the newest `max_events` frames; older ones are gone."""
+
+    def __init__(self, max_events: int) -> None:
+        self._sequence = 0
+        self._frames: deque[tuple[int, str]] = deque(maxlen=max_events)
+
+    def add(self, body: dict[str, Any]) -> str:
+        """The frame for this body, with the next number in it."""
+        self._sequence += 1
+        text = encode_json({**body, "seq": self._sequence})
+        self._frames.append((self._sequence, text))
+        return text
+
+    def after(self, sequence: int) -> list[str] | None:
+        """Frames sent after the one with this number; None if some of them are gone."""
+        first = self._frames[0][0] if self._frames else self._sequence + 1
+        if not first - 1 <= sequence <= self._sequence:
+            return None
+        return [text for number, text in self._frames if number > sequence]

@@ -1,0 +1,161 @@
+"""uvicorn's protocol classes, with what a public realtime server needs on top.
+
+They add a deadline for slow handshakes, a liveness check that spares clients which send but do not read, and a way to
+cut a socket whose peer reads nothing at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.utils import ClientDisconnected
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+# What a connection may ask of its socket, beyond ASGI.
+ABORT_EXTENSION = "tickertape.abort"
+NOTHING_WAITS_EXTENSION = "tickertape.nothing_waits"
+
+
+# Messages and bytes that may wait for the application before the socket is read no further. uvicorn stops reading after
+# every single message, which costs two system calls each.
+MAX_WAITING = 32
+MAX_WAITING_BYTES = 256 * 1024
+
+
+class _Mailbox:
+    """A queue with one reader, cheaper than asyncio's; takes the place of uvicorn's."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Any] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self.bytes = 0
+
+    def put_nowait(self, message: Any) -> None:
+        self._messages.append(message)
+        self.bytes += _size(message)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> Any:
+        while not self._messages:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        message = self._messages.popleft()
+        self.bytes -= _size(message)
+        return message
+
+    def empty(self) -> bool:
+        return not self._messages
+
+    @property
+    def full(self) -> bool:
+        return len(self._messages) >= MAX_WAITING or self.bytes >= MAX_WAITING_BYTES
+
+
+def _size(message: Any) -> int:
+    return len(message.get("text") or message.get("bytes") or "")
+
+
+class RealtimeWebSocket(WebSocketsSansIOProtocol):
+    """A WebSocket that counts any byte from its peer as a sign of life, not only pongs.
+
+    A client that only sends stops reading after a few messages and then answers no ping; it is alive all the same.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._heard_at = 0.0
+        self._mailbox = _Mailbox()
+        self.queue = self._mailbox  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_at = self.loop.time()
+        super().data_received(data)
+
+    def send_receive_event_to_app(self) -> None:
+        data = self.frames[0] if len(self.frames) == 1 else b"".join(self.frames)
+        self.frames = []
+        if self.close_sent:
+            return
+        if self.curr_msg_data_type == "text":
+            try:
+                self._mailbox.put_nowait({"type": "websocket.receive", "text": str(data, "utf-8")})
+            except UnicodeDecodeError:
+                self.conn.fail(1007, "text frames must be UTF-8")
+                self.handle_parser_exception()
+                return
+        else:
+            self._mailbox.put_nowait({"type": "websocket.receive", "bytes": bytes(data)})
+        if not self.read_paused and self._mailbox.full:
+            self.read_paused = True
+            self.transport.pause_reading()
+
+    def keepalive_timeout(self) -> None:
+        silent_for = self.loop.time() - self._heard_at
+        timeout = self.ping_timeout
+        if timeout is not None and silent_for < timeout or self.read_paused:
+            # Reading is paused while the session is busy: silence is then our own doing.
+            self.pong_timer = None
+            self.pending_ping_payload = None
+            self.schedule_ping()
+            return
+        super().keepalive_timeout()
+
+    async def send(self, message: Any) -> None:
+        # The transport knows of a lost peer before the protocol is told.
+        if self.transport.is_closing() and not self.close_sent:
+            raise ClientDisconnected
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
+            # A refusal is an answer too; uvicorn would log an error for each of them.
+            self.handshake_complete = True
+
+    async def run_asgi(self) -> None:
+        extensions: dict[str, Any] = self.scope["extensions"]
+        extensions[ABORT_EXTENSION] = self.transport.abort
+        extensions[NOTHING_WAITS_EXTENSION] = self._mailbox.empty
+        await super().run_asgi()
+
+
+class PatientHttp(H11Protocol):
+    """HTTP that gives a new connection only so long to send its request head."""
+
+    handshake_s = 10.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._deadline: asyncio.TimerHandle | None = self.loop.call_later(self.handshake_s, self._too_slow)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._in_time()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None:
+            self._in_time()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._in_time()
+        super().handle_websocket_upgrade(event)
+
+    def _in_time(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _too_slow(self) -> None:
+        self._deadline = None
+        self.transport.abort()
+
+
+def patient_http(handshake_s: float) -> type[PatientHttp]:
+    """The HTTP protocol with this deadline; uvicorn takes a class."""
+    return type("PatientHttp", (PatientHttp,), {"handshake_s": handshake_s})

@@ -1,0 +1,366 @@
+"""The heart of the gateway: one session as a pure state machine, `handle(event, now) -> effects`.
+
+No I/O, no clock, no asyncio: the shell delivers client events and engine outputs in order and carries the effects out
+in order. One engine stream runs through the whole session; turns are cut inside it:
+
+- a turn that ends asks the engine to flush; text that arrives before the answer belongs to that turn;
+- where speech detection ends a turn, audio of the next one may already be with the engine, so words are told apart
+  by their times;
+- turns speak one at a time: text of a later turn waits until every earlier turn is completed;
+- samples are counted, never timed: each appended sample is fed to the engine once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine import messages
+from realtime.errors import CloseCode, IllegalEvent
+from realtime.session.boundaries import Boundaries
+from realtime.session.events import (
+    Acknowledged,
+    Append,
+    Clear,
+    Closing,
+    Commit,
+    Configure,
+    Drain,
+    Effect,
+    End,
+    Ended,
+    EngineSwitched,
+    Event,
+    Feed,
+    FeedGap,
+    FinishEngine,
+    FlushEngine,
+    Gap,
+    Hangup,
+    ItemFailed,
+    Measured,
+    Reopen,
+    Send,
+    ServerEvent,
+    SessionUpdated,
+    Tick,
+)
+from realtime.session.phases import MOVES, TABLE, Phase
+from realtime.session.settings import INCLUDE_ACKS, Settings
+from realtime.session.stall import StallGuard
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """Numbers of the configuration that the core itself needs."""
+
+    stall_seconds: float = 8.0
+    keep_seconds: float = 30.0
+    ack_interval_seconds: float = 0.25
+    # Failures of engine streams in a row, without a word in between, that end the session.
+    max_engine_failures: int = 3
+    # A turn that lasts longer ends after a word, and the next one goes on.
+    max_turn_seconds: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A commit or clear that cannot be answered yet, and where in the audio it stands."""
+
+    event: Commit | Clear
+    sample: int
+    source_ms: float
+
+
+class Session:
+    """One client's session. See the module for the rules it keeps."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        sample_rate: int,
+        new_item_id: Callable[[], str],
+        limits: SessionLimits | None = None,
+    ) -> None:
+        self.settings = settings
+        self.phase = Phase.ACTIVE
+        self.sample_rate = sample_rate
+        self.limits = limits or SessionLimits()
+        self._effects: list[Effect] = []
+        self._boundaries = Boundaries(
+            settings, sample_rate, new_item_id, self._do, self._flush, self.limits.max_turn_seconds
+        )
+        self._turns, self._audio = self._boundaries.turns, self._boundaries.audio
+        self._stall = StallGuard(sample_rate, self.limits.stall_seconds, self.limits.keep_seconds)
+        # Flushes the engine has yet to answer: the sample each stands at.
+        self._marks: deque[int] = deque()
+        self._waiting: deque[_Waiting] = deque()
+        self._held_speech: list[messages.Speech] = []
+        self._engine_base = 0
+        self._acked_samples = 0
+        self._acked_at = 0.0
+        self._drain_deadline: float | None = None
+        self._engine_failures = 0
+
+    # What the shell may ask
+
+    @property
+    def closed(self) -> bool:
+        return self.phase is Phase.CLOSED
+
+    @property
+    def appended(self) -> int:
+        """Samples fed to the engine so far."""
+        return self._audio.appended
+
+    @property
+    def source_samples(self) -> int:
+        """Samples of the client's own that they came from."""
+        return self._audio.source_samples
+
+    @property
+    def source_ms(self) -> float:
+        return self._audio.source_ms
+
+    @property
+    def heard_seconds(self) -> float:
+        """How much of the audio the engine has listened to."""
+        return self._audio.covered / self.sample_rate
+
+    @property
+    def speaking(self) -> bool:
+        return self._boundaries.speaking
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is open and nothing is owed to the client."""
+        return self._turns.current is None and not self._turns.ended and not self._waiting
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Answer one event. An event that is illegal in this phase raises and changes nothing."""
+        handler = TABLE[self.phase].get(type(event))
+        if handler is None:
+            raise IllegalEvent(f"{type(event).__name__} has no answer in phase {self.phase.name}")
+        effects: list[Effect] = []
+        self._effects = effects
+        getattr(self, handler)(event, now)
+        return effects
+
+    def abandon(self) -> None:
+        """The shell cannot go on: no event has an answer any more."""
+        self.phase = Phase.CLOSED
+
+    def check_integrity(self) -> None:
+        """Recompute what must hold between the parts; for tests and for idle moments."""
+        self._boundaries.check_integrity()
+        assert self.phase is not Phase.COMMITTING or self._waiting
+        assert all(mark <= self.appended for mark in self._marks)
+        assert list(self._marks) == sorted(self._marks)
+
+    # Client events
+
+    def _ignore(self, event: Event, now: float) -> None:
+        """Nothing to do."""
+
+    def _configure(self, event: Configure, now: float) -> None:
+        old, new = self.settings, event.settings
+        self.settings = new
+        self._boundaries.configure(new)
+        if self.appended and (new.engine_options(), new.delay) != (old.engine_options(), old.delay):
+            self._effects.append(Reopen(new))
+        self._send(SessionUpdated(new))
+
+    def _append(self, event: Append, now: float) -> None:
+        if len(event.samples):
+            self._stall.keep(self.appended, event.samples)
+            self._effects.append(Feed(event.samples))
+        self._advance(len(event.samples), event.source_samples, event.source_ms, now)
+
+    def _gap(self, event: Gap, now: float) -> None:
+        if event.samples:
+            self._stall.keep(self.appended, event.samples)
+            self._effects.append(FeedGap(event.samples))
+        self._advance(event.samples, event.source_samples, event.source_ms, now)
+
+    def _advance(self, samples: int, source_samples: int, source_ms: float, now: float) -> None:
+        self._boundaries.advance(samples, source_samples, source_ms)
+        self._acknowledge(now)
+
+    def _commit(self, event: Commit, now: float) -> None:
+        buffered_ms = self._boundaries.uncommitted_ms
+        if buffered_ms < self.settings.minimum_commit_ms:
+            self._boundaries.refuse_commit(buffered_ms, event.event_id)
+        elif self.settings.turn_detection is None or self._turns.current is not None:
+            self._boundaries.commit(event.event_id, now)
+        else:
+            # Speech detection has yet to see the end of the buffer; whether anybody spoke is known at the flush.
+            self._defer(event, now)
+            self._move(Phase.COMMITTING)
+
+    def _clear(self, event: Clear, now: float) -> None:
+        self._boundaries.clear()
+
+    def _defer(self, event: Commit | Clear, now: float) -> None:
+        self._waiting.append(_Waiting(event, self.appended, self.source_ms))
+        self._flush()
+
+    def _end(self, event: End, now: float) -> None:
+        """Turns that are open, or that speech detection still finds, are committed when the engine has run out."""
+        self._move(Phase.FINISHING)
+        self._effects.append(FinishEngine())
+
+    def _drain(self, event: Drain, now: float) -> None:
+        self._drain_deadline = event.deadline
+        self._send(Closing("the server is restarting; connect again"))
+        self._drain_if_idle()
+
+    def _tick(self, event: Tick, now: float) -> None:
+        self._acknowledge(now)
+        if self.phase is Phase.FINISHING:
+            return
+        if self._drain_deadline is not None and now >= self._drain_deadline:
+            self._end(End(), now)
+        elif self._stall.stalled(now):
+            self._effects.append(Measured("stalls", 1))
+            self._reanchor(now)
+
+    # Engine outputs
+
+    def _text(self, event: messages.Text, now: float) -> None:
+        if event.delta or event.words:
+            self._stall.heard_text(event, self._engine_base, now)
+            self._engine_failures = 0
+            self._boundaries.tell(self._turns.route(event, self._engine_base, now), now)
+            self._drain_if_idle()
+
+    def _speech(self, event: messages.Speech, now: float) -> None:
+        start = event.sample + self._engine_base
+        for number, probability in enumerate(event.probabilities):
+            frame_start = start + number * event.frame_samples
+            if self._waiting and frame_start >= self._waiting[0].sample:
+                # Audio behind a waiting commit must not open a turn before the commit is answered.
+                rest = event.probabilities[number:]
+                frame = event.sample + number * event.frame_samples
+                self._held_speech.append(messages.Speech(event.stream, frame, event.frame_samples, rest))
+                break
+            self._frame(frame_start + event.frame_samples, probability, now)
+        self._effects.append(Measured("lag_seconds", (self.appended - self._audio.covered) / self.sample_rate))
+        if not self.speaking:
+            self._stall.quiet(self._audio.covered)
+        self._boundaries.flush_ended()
+
+    def _frame(self, end: int, probability: float, now: float) -> None:
+        # A replay shows frames again, and a flush may round the last one up.
+        end = min(end, self.appended)
+        samples = end - self._audio.covered
+        if samples > 0:
+            self._stall.heard_speech(probability, samples, now)
+            self._boundaries.hear(probability, samples, now)
+
+    def _flushed(self, event: messages.Flushed, now: float) -> None:
+        if not self._marks:
+            raise IllegalEvent("the engine answered a flush that nobody asked for")
+        mark = self._marks.popleft()
+        self._boundaries.tell(self._turns.settle(), now)
+        while self._waiting and self._waiting[0].sample <= mark:
+            self._resolve(self._waiting.popleft(), now)
+        self._boundaries.tell(self._turns.complete_until(mark), now)
+        if self.phase is Phase.COMMITTING and not self._waiting:
+            self._move(Phase.ACTIVE)
+        self._recall_speech(now)
+        self._drain_if_idle()
+
+    def _recall_speech(self, now: float) -> None:
+        """Judge the speech that had to wait for a commit or clear before it."""
+        held, self._held_speech = self._held_speech, []
+        for speech in held:
+            self._speech(speech, now)
+
+    def _engine_closed(self, event: messages.Closed, now: float) -> None:
+        self._boundaries.tell(self._turns.settle(), now)
+        if self.phase is Phase.FINISHING:
+            while self._waiting:
+                self._resolve(self._waiting.popleft(), now)
+            self._recall_speech(now)
+            self._boundaries.end_open(now)
+            self._boundaries.tell(self._turns.complete_until(self.appended), now)
+            self._send(Ended(self.appended))
+            self._close_finished()
+
+    def _engine_failed(self, event: messages.Failed | messages.Refused, now: float) -> None:
+        """This stream failed: committed items fail with it, and the session goes on with a new stream."""
+        self._engine_failures += 1
+        self._effects.append(Measured("engine_failures", 1))
+        self._fail_items("transcription_failed", event.message)
+        if self.phase is Phase.FINISHING or self._engine_failures >= self.limits.max_engine_failures:
+            self._close(CloseCode.INTERNAL, "transcription failed", "stream_failure")
+        else:
+            # The failed items have had their answer; the new stream hears what came after them.
+            self._stall.forget_before(self._boundaries.boundary)
+            self._reanchor(now)
+
+    def _engine_dead(self, event: messages.Dead, now: float) -> None:
+        self._fail_items("engine_unavailable", "the engine stopped")
+        self._close(CloseCode.INTERNAL, "the engine stopped; connect again", "engine_stopped")
+
+    def _engine_switched(self, event: EngineSwitched, now: float) -> None:
+        self._boundaries.tell(self._turns.settle(), now)
+        self._engine_base = event.base
+
+    def _resolve(self, waiting: _Waiting, now: float) -> None:
+        """Answer a commit or clear: the engine has said everything about the audio before it."""
+        if isinstance(waiting.event, Clear):
+            self._boundaries.clear_late(waiting.sample, waiting.source_ms)
+        else:
+            self._boundaries.commit_late(waiting.sample, waiting.source_ms, waiting.event.event_id, now)
+
+    # The engine and the way out
+
+    def _flush(self, at_pause: bool = False) -> None:
+        # A stream that is being finished says everything anyway.
+        if self.phase is not Phase.FINISHING:
+            self._marks.append(self.appended)
+            self._effects.append(FlushEngine(at_pause))
+
+    def _reanchor(self, now: float) -> None:
+        """Go on with a new stream; what the old one still owed is asked of the new one."""
+        self._effects.append(self._stall.reanchor(self.appended, now))
+        self._marks.clear()
+        if self._turns.ended or self._waiting:
+            self._flush()
+
+    def _fail_items(self, code: str, message: str) -> None:
+        for turn in self._turns.fail_ended():
+            self._send(ItemFailed(turn.item_id, code, message))
+
+    def _acknowledge(self, now: float) -> None:
+        due = now - self._acked_at >= self.limits.ack_interval_seconds
+        if due and self.source_samples > self._acked_samples and self.settings.wants(INCLUDE_ACKS):
+            self._acked_samples, self._acked_at = self.source_samples, now
+            self._send(Acknowledged(self.source_samples))
+
+    def _drain_if_idle(self) -> None:
+        if self._drain_deadline is not None and self.phase is Phase.ACTIVE and self.idle:
+            self._close_finished()
+
+    def _close_finished(self) -> None:
+        if self._drain_deadline is None:
+            self._close(CloseCode.NORMAL, "finished", "finished")
+        else:
+            self._close(CloseCode.RESTART, "the server is restarting", "drain")
+
+    def _close(self, code: CloseCode, reason: str, cause: str) -> None:
+        self._move(Phase.CLOSED)
+        self._effects.append(Hangup(code, reason, cause))
+
+    def _move(self, to: Phase) -> None:
+        if to not in MOVES[self.phase]:
+            raise IllegalEvent(f"a session cannot go from {self.phase.name} to {to.name}")
+        self.phase = to
+
+    def _send(self, event: ServerEvent) -> None:
+        self._effects.append(Send(event))
+
+    def _do(self, effect: Effect) -> None:
+        self._effects.append(effect)

@@ -1,0 +1,202 @@
+"""Any order of deaths, refusals, slow answers, aborts and ends: each stream goes on or ends, and says nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from engine.boundary.preparation import make_cutter, prepare
+from engine.client import recovery, supervisor
+from engine.client.client import ClientSettings, EngineClient
+from engine.client.stream import EngineStream
+from engine.messages import Abort, Closed, Dead, Feed, Finish, Flush, Open
+from tests.engine import fakes
+from tests.engine.client.loop_links import LoopEngine, LoopLink
+
+STREAMS, ENGINES = 3, 2
+PIECE_SECONDS = 0.3
+# What may happen to a stream, to an engine, and to nobody in particular.
+TO_A_STREAM = ("feed", "flush", "finish", "abort")
+TO_AN_ENGINE = ("kill", "revive", "break_link", "fill", "empty", "take_in", "step", "run")
+Event = tuple[str, int]
+
+events = st.one_of(
+    st.tuples(st.sampled_from(TO_A_STREAM), st.integers(0, STREAMS - 1)),
+    st.tuples(st.sampled_from(TO_AN_ENGINE), st.integers(0, ENGINES - 1)),
+    st.tuples(st.just("turns"), st.integers(1, 6)),
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(supervisor, "EngineLink", LoopLink)
+    monkeypatch.setattr(supervisor, "RETRY_S", 0.001)
+    monkeypatch.setattr(supervisor, "MAX_BACKOFF_S", 0.001)
+    monkeypatch.setattr(recovery, "RETRY_S", 0.001)
+    yield
+    LoopEngine.known.clear()
+
+
+class Play:
+    """Some streams over some engines, and what was done to each stream."""
+
+    def __init__(self) -> None:
+        self.engines = [LoopEngine(f"e{number}") for number in range(ENGINES)]
+        self.client = EngineClient(self.engines, ClientSettings(recovery_timeout_s=600))
+        self.streams: list[EngineStream] = []
+        self.transcripts = [fakes.Transcript() for _ in range(STREAMS)]
+        self.readers: list[asyncio.Task[None]] = []
+        self.done: list[list[str]] = [[] for _ in range(STREAMS)]
+
+    async def start(self) -> None:
+        await self.client.start()
+        for number in range(STREAMS):
+            opening = asyncio.create_task(self.client.open(f"s{number}"))
+            while not opening.done():
+                self.run_all()
+                await asyncio.sleep(0)
+            self.streams.append(opening.result())
+            self.readers.append(asyncio.create_task(self.transcripts[number].collect(self.streams[-1])))
+
+    async def happen(self, what: str, number: int) -> None:
+        if what in TO_A_STREAM:
+            await self._to_stream(what, number)
+        elif what in TO_AN_ENGINE:
+            self._to_engine(what, self.engines[number])
+        else:
+            await self.turns(number)
+
+    async def _to_stream(self, what: str, number: int) -> None:
+        stream, done = self.streams[number], self.done[number]
+        if "abort" in done or ("finish" in done and what != "abort"):
+            return
+        done.append(what)
+        match what:
+            case "feed":
+                await stream.feed(fakes.speech(PIECE_SECONDS, 100 * number + len(done)))
+            case "flush":
+                await stream.flush()
+            case "finish":
+                await stream.finish()
+            case "abort":
+                await stream.abort()
+
+    def _to_engine(self, what: str, engine: LoopEngine) -> None:
+        match what:
+            case "fill" | "empty":
+                engine.full = what == "fill"
+            case "take_in":
+                engine.take_in()
+            case "step" | "run":
+                engine.take_in()
+                engine.run(1 if what == "step" else 1000)
+            case _:
+                getattr(engine, what)()
+
+    async def turns(self, count: int) -> None:
+        for _ in range(count):
+            await asyncio.sleep(0)
+            self.check_places()
+
+    def run_all(self) -> None:
+        for engine in self.engines:
+            engine.take_in()
+            engine.run(1000)
+
+    def check_places(self) -> None:
+        for stream in self.streams:
+            self.client._running.place_of(stream)
+
+    async def go_on(self) -> None:
+        """From now on all is well."""
+        for engine in self.engines:
+            engine.full = False
+            engine.revive()
+        for number in range(STREAMS):
+            await self._to_stream("finish", number)
+        for _ in range(2000):
+            self.run_all()
+            await asyncio.sleep(0 if _ % 20 else 0.001)
+            self.check_places()
+            if all(reader.done() for reader in self.readers):
+                break
+        hanging = [
+            (stream.id, self.client._running.place_of(stream))
+            for stream, reader in zip(self.streams, self.readers, strict=True)
+            if not reader.done()
+        ]
+        assert not hanging, hanging
+
+
+def calm(number: int, done: list[str]) -> fakes.Transcript:
+    """What the stream says if nothing happens to its engine."""
+    loop, transcript, name = fakes.build(), fakes.Transcript(), f"s{number}"
+    loop.submit([Open(name)], 0)
+    spec = fakes.FRAMES
+    cutter, tag = make_cutter(spec), 0
+    pads = spec.flush_positions_for(spec.default_delay_positions)
+    for count, what in enumerate(done, 1):
+        if what == "feed":
+            cut = cutter.cut(fakes.speech(PIECE_SECONDS, 100 * number + count))
+            loop.submit([Feed(name, prepare(cutter, cut, spec))], 0)
+        elif what in ("flush", "finish"):
+            loop.submit([Feed(name, prepare(cutter, cutter.flush(pads), spec))], 0)
+            tag += what == "flush"
+            loop.submit([Flush(name, tag) if what == "flush" else Finish(name)], 0)
+        else:
+            loop.submit([Abort(name)], 0)
+        while loop.has_work():
+            result = loop.step()
+            transcript.outputs += [] if result is None else result.outputs
+    return transcript
+
+
+async def play(happenings: list[Event], in_the_end: str) -> None:
+    play = Play()
+    try:
+        await play.start()
+        for what, number in happenings:
+            await play.happen(what, number)
+            play.check_places()
+        if in_the_end == "go on":
+            await play.go_on()
+    finally:
+        await play.client.close()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*play.readers)
+    for number, transcript in enumerate(play.transcripts):
+        last, done = transcript.last, play.done[number]
+        assert isinstance(last, (Closed, Dead)), last
+        assert sum(isinstance(output, (Closed, Dead)) for output in transcript.outputs) == 1
+        wanted = calm(number, done)
+        if in_the_end == "go on" and "abort" not in done:
+            assert isinstance(last, Closed)
+            assert transcript.words == wanted.words
+            assert transcript.text == wanted.text
+            assert transcript.tags == wanted.tags
+        else:
+            assert wanted.text.startswith(transcript.text)
+
+
+REFUSED_AND_THEN_LOST: list[Event] = [
+    *[("feed", number) for number in range(STREAMS)],
+    ("fill", 0),
+    ("fill", 1),
+    ("break_link", 0),
+    ("turns", 6),
+    ("turns", 6),
+    ("break_link", 1),
+    ("take_in", 0),
+    ("turns", 6),
+]
+
+
+@given(st.lists(events, max_size=40), st.sampled_from(["go on", "close"]))
+@example(REFUSED_AND_THEN_LOST, "go on")
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_each_stream_goes_on_or_ends(happenings: list[Event], in_the_end: str) -> None:
+    asyncio.run(play(happenings, in_the_end))

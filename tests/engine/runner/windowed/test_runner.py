@@ -1,0 +1,256 @@
+"""The windowed runner: bad payloads and options, drafts that change nothing, streams that stay apart, windows.
+
+The model is tiny and random, so its text means nothing; what is tested is that the runner treats it right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan
+from engine.core.text import Vocabulary
+from engine.messages import Open
+from engine.models.moonshine import Moonshine, MoonshineConfig
+from engine.models.seq2seq import Encoded
+from engine.runner.windowed.greedy import GreedyDecoder, Row
+from engine.runner.windowed.runner import SAMPLES_PER_POSITION, WindowedRunner, windowed_spec
+from engine.runner.windowed.stability import Policy
+
+VOCABULARY = 60
+STRIDE = 5
+WINDOW = 40
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Matrices this small only lose time by being shared out, most of all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> Moonshine:
+    torch.manual_seed(3)
+    config = MoonshineConfig(32, 64, 1, 2, 4, 8, 10_000.0, VOCABULARY, start_token=1, end_token=2)
+    made = Moonshine(config).eval()
+    # Sharper attention and outputs than a fresh model has: ties would make comparisons meaningless.
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3.0)
+    return made
+
+
+def make_runner(model: Moonshine) -> WindowedRunner:
+    pieces = [b"", b"", b""] + [b" w%d" % token if token % 3 else b"x" for token in range(3, VOCABULARY)]
+    policy = Policy(agreed_margin=2.0, lone_margin=4.0, cut_beyond=30.0, doubt=-100.0)
+    return WindowedRunner(model, Vocabulary(pieces), windowed_spec("tiny", WINDOW, STRIDE), 400, policy)
+
+
+def speech(seed: int, positions: int) -> NDArray[np.float32]:
+    generator = np.random.default_rng(seed)
+    return generator.normal(0.0, 0.3, positions * SAMPLES_PER_POSITION).astype(np.float32)
+
+
+class Streams:
+    """A scheduler of the simplest kind: every stream gets `STRIDE` new positions in every step."""
+
+    def __init__(self, runner: WindowedRunner, audio: dict[int, NDArray[np.float32]]) -> None:
+        self.runner = runner
+        self.audio = audio
+        self.base = dict.fromkeys(audio, 0)
+        self.results: dict[int, list[DecodeResult]] = {slot: [] for slot in audio}
+        self.steps = 0
+        opened = [OpenTask(slot, f"s{slot}", 0, {}, []) for slot in audio]
+        runner.execute(StepPlan(0, opened=opened))
+
+    def end_here(self) -> None:
+        """A final task without new audio."""
+        end = self.steps * STRIDE
+        plan = StepPlan(self.steps)
+        for slot, base in self.base.items():
+            window = [1 + slot * 100 + position % 100 for position in range(base, end)]
+            plan.decode.append(DecodeTask(slot, f"s{slot}", base, end, end, window, [], True))
+        for task, result in zip(plan.decode, self.runner.execute(plan), strict=True):
+            self.base[task.slot] = end
+            self.results[task.slot].append(result)
+
+    def step(self, final: bool = False, pause: bool = False) -> None:
+        start, end = self.steps * STRIDE, (self.steps + 1) * STRIDE
+        plan = StepPlan(self.steps)
+        for slot, audio in self.audio.items():
+            rows = [1 + slot * 100 + position % 100 for position in range(start, end)]
+            samples = audio[start * SAMPLES_PER_POSITION : end * SAMPLES_PER_POSITION]
+            plan.encode.append(EncodeTask(f"s{slot}", samples, None, rows))
+            window = [1 + slot * 100 + position % 100 for position in range(self.base[slot], end)]
+            plan.decode.append(DecodeTask(slot, f"s{slot}", self.base[slot], start, end, window, [], final, pause))
+        for task, result in zip(plan.decode, self.runner.execute(plan), strict=True):
+            assert result.keep_from is not None and task.base <= result.keep_from <= task.end
+            self.base[task.slot] = result.keep_from
+            self.results[task.slot].append(result)
+        self.steps += 1
+
+    def tokens(self, slot: int) -> list[int]:
+        return [timed.token for result in self.results[slot] for timed in result.timed]
+
+
+# Bad input
+
+
+def test_options_and_delays_are_refused(model: Moonshine) -> None:
+    runner = make_runner(model)
+    runner.check_open(Open("s"))
+    with pytest.raises(ValueError, match="delay"):
+        runner.check_open(Open("s", delay_positions=3))
+    with pytest.raises(ValueError, match="'language'"):
+        runner.check_open(Open("s", options={"language": "de"}))
+
+
+@pytest.mark.parametrize("positions", [1, 2])
+def test_a_window_too_short_for_the_front_end(model: Moonshine, positions: int) -> None:
+    runner = make_runner(model)
+    runner.execute(StepPlan(0, opened=[OpenTask(0, "s", 0, {}, [])]))
+    task = DecodeTask(0, "s", 0, 0, positions, [0] * positions, [], True)
+    (result,) = runner.execute(StepPlan(1, decode=[task]))
+    assert result.keep_from == positions
+
+
+def test_masked_items_fill_only_their_rows(model: Moonshine) -> None:
+    runner = make_runner(model)
+    samples = speech(1, 3)
+    runner.execute(StepPlan(0, encode=[EncodeTask("s", samples, [True, False, True], [4, 6])]))
+    kept = samples.reshape(3, -1)
+    assert np.array_equal(runner._slab[4], kept[0]) and np.array_equal(runner._slab[6], kept[2])
+    assert not runner._slab[0].any() and not runner._slab[5].any()
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("wrong_from", [0, 1, 3, 8])
+def test_a_draft_changes_the_time_and_not_the_text(model: Moonshine, wrong_from: int) -> None:
+    decoder = GreedyDecoder(model)
+    audio = torch.from_numpy(speech(2, 20))[None]
+    with torch.inference_mode():
+        encoded = model.encode(audio, [audio.shape[1]])
+        plain = Row([5, 6], [], 8, None, encoded.lengths[0])
+        decoder.run([plain], encoded)
+        draft = [token if index < wrong_from else 59 for index, token in enumerate(plain.tokens)]
+        helped = Row([5, 6], draft, 8, None, encoded.lengths[0])
+        decoder.run([helped], encoded)
+    assert len(plain.tokens) > 1
+    assert (helped.tokens, helped.peaks, helped.ended) == (plain.tokens, plain.peaks, plain.ended)
+
+
+def test_rows_of_a_batch_do_not_touch_each_other(model: Moonshine) -> None:
+    decoder = GreedyDecoder(model)
+
+    def rows() -> list[Row]:
+        return [Row([5], [6, 7], 10, None, 0), Row([], [], 3, None, 0), Row([8, 9, 10], [11], 12, 20.0, 0)]
+
+    with torch.inference_mode():
+        audio = [torch.from_numpy(speech(seed, length))[None] for seed, length in ((4, 6), (5, 30), (6, 14))]
+        encoded = [model.encode(part, [part.shape[1]]) for part in audio]
+        together, alone = rows(), rows()
+        for row, other, part in zip(together, alone, encoded, strict=True):
+            row.frames = other.frames = part.lengths[0]
+        decoder.run(together, Encoded.stack(encoded))
+        for row, part in zip(alone, encoded, strict=True):
+            decoder.run([row], part)
+    for row, other in zip(together, alone, strict=True):
+        assert (row.tokens, row.peaks, row.ended) == (other.tokens, other.peaks, other.ended)
+
+
+# Streams
+
+
+def test_streams_together_say_what_each_says_alone(model: Moonshine) -> None:
+    audio = {slot: speech(10 + slot, 60) for slot in range(3)}
+    together = Streams(make_runner(model), audio)
+    for step in range(12):
+        together.step(final=step == 11)
+    for slot, samples in audio.items():
+        alone = Streams(make_runner(model), {slot: samples})
+        for step in range(12):
+            alone.step(final=step == 11)
+        assert alone.tokens(slot) == together.tokens(slot)
+        assert alone.tokens(slot)
+
+
+def test_a_window_never_outgrows_its_bound_and_times_move_forward(model: Moonshine) -> None:
+    streams = Streams(make_runner(model), {0: speech(20, 60 * STRIDE)})
+    for _ in range(60):
+        streams.step()
+        assert streams.steps * STRIDE - streams.base[0] < WINDOW
+    times = [timed for result in streams.results[0] for timed in result.timed]
+    assert all(timed.start <= timed.end <= 60 * STRIDE for timed in times)
+    starts = [timed.start for timed in times]
+    assert starts == sorted(starts)
+
+
+def test_final_ends_the_window_and_forgets_it(model: Moonshine) -> None:
+    streams = Streams(make_runner(model), {0: speech(21, 40)})
+    for _ in range(4):
+        streams.step()
+    streams.step(final=True)
+    assert streams.base[0] == streams.steps * STRIDE
+    slot = streams.runner._slots[0]
+    assert not slot.committed and not slot.hypothesis and not slot.spoken
+
+
+def test_an_utterance_that_ends_at_its_pause_is_not_read_again(
+    model: Moonshine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audio = {slot: speech(30 + slot, 20) for slot in range(2)}
+    plain, paused = Streams(make_runner(model), audio), Streams(make_runner(model), audio)
+    for streams in (plain, paused):
+        for _ in range(3):
+            streams.step()
+    plain.step(final=True)
+    paused.step(pause=True)
+    monkeypatch.setattr(model, "encode", None)
+    paused.end_here()
+    for slot in audio:
+        assert paused.tokens(slot) == plain.tokens(slot) and plain.tokens(slot)
+        assert not paused.runner._slots[slot].hypothesis
+
+
+def test_an_utterance_that_goes_on_after_its_pause_is_read_to_its_end(
+    model: Moonshine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = Streams(make_runner(model), {0: speech(32, 30)})
+    streams.step()
+    streams.step(pause=True)
+    streams.step()
+    monkeypatch.setattr(model, "encode", None)
+    with pytest.raises(TypeError):
+        streams.end_here()
+
+
+def test_a_reused_slot_starts_afresh(model: Moonshine) -> None:
+    runner = make_runner(model)
+    streams = Streams(runner, {0: speech(22, 40)})
+    for _ in range(4):
+        streams.step()
+    runner.execute(StepPlan(9, closed=[0]))
+    assert not runner._slots
+    again = Streams(runner, {0: speech(23, 40)})
+    fresh = Streams(make_runner(model), {0: speech(23, 40)})
+    for step in range(4):
+        again.step(final=step == 3)
+        fresh.step(final=step == 3)
+    assert again.tokens(0) == fresh.tokens(0)
+
+
+def test_warm_up_leaves_no_trace(model: Moonshine) -> None:
+    runner = make_runner(model)
+    runner.warm_up()
+    assert not runner._slots and not runner._slab.any()
+    runner.close()

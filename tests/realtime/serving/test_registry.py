@@ -1,0 +1,54 @@
+"""The registry: one clock for all sessions, which none of them can stop, and counts that stay bounded."""
+
+from __future__ import annotations
+
+import pytest
+
+from realtime.config import Config, LimitsConfig
+from realtime.dialects.openai import OpenAIDialect
+from realtime.errors import CloseCode, Refusal
+from realtime.metrics.gateway import Metrics
+from realtime.serving import registry
+from realtime.serving.caller import Caller
+from realtime.serving.connection import Connection
+from realtime.serving.registry import Sessions
+from realtime.serving.throttle import Turnstile
+from realtime.session.settings import Settings
+from tests.realtime.gateway_doubles import FakeEngine
+
+
+def sessions(**limits: int) -> Sessions:
+    return Sessions(FakeEngine(), Config(limits=LimitsConfig(**limits)), Metrics(), lambda: 0.0, lambda: 0.0)
+
+
+async def never(*_: object) -> None:
+    raise AssertionError("nothing is sent or received")
+
+
+async def test_a_session_that_fails_in_a_tick_ends_and_the_others_tick_on(caplog: pytest.LogCaptureFixture) -> None:
+    entries = sessions()
+    bad, good = (entries.create(Caller(name), Settings(), OpenAIDialect) for name in ("bad", "good"))
+    socket = Connection(bad.live, bad.inbox, never, never, lambda: None, lambda: True, Turnstile())  # type: ignore[arg-type]
+    entries.attach(bad, socket)
+    ticks = []
+    good.live.tick = lambda: ticks.append(True)  # type: ignore[method-assign]
+
+    def fail() -> None:
+        raise ValueError("a bug")
+
+    bad.live.tick = fail  # type: ignore[method-assign]
+    await entries.tick()
+    await entries.tick()
+    assert len(ticks) == 2 and len(entries) == 1
+    assert socket._hangup is not None and socket._hangup.code == CloseCode.INTERNAL
+    assert [record.message for record in caplog.records] == [f"session {bad.live.id} failed"]
+
+
+def test_callers_that_come_once_are_counted_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MAX_COUNTED_CALLERS", 50)
+    entries = sessions(new_sessions_per_minute=1)
+    for number in range(500):
+        entries.admit(Caller(f"address {number}"))
+    assert len(entries._arrivals) == 50 and not entries._per_caller
+    with pytest.raises(Refusal):
+        entries.admit(Caller("address 499"))

@@ -1,0 +1,15 @@
+"""Frames sent: numbered, and given again to a client that missed them, as long as they are there."""
+
+from __future__ import annotations
+
+from realtime.serving.sent_log import SentLog
+
+
+def test_frames_after_a_number_are_given_again_until_they_are_gone() -> None:
+    log = SentLog(2)
+    assert log.after(0) == [] and log.after(1) is None
+    frames = [log.add({"type": name}) for name in ("a", "b", "c")]
+    assert frames[0] == '{"type":"a","seq":1}'
+    assert log.after(1) == frames[1:] and log.after(2) == frames[2:] and log.after(3) == []
+    assert log.after(0) is None, "the first frame is gone"
+    assert log.after(4) is None, "nothing was sent with this number"

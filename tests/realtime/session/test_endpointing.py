@@ -1,0 +1,44 @@
+"""When turns begin and end: by the pause alone, or by the pause and the text."""
+
+from __future__ import annotations
+
+import pytest
+
+from realtime.session.endpointing import Paused, Started, Stopped, TurnWatch
+from realtime.session.settings import TurnDetection
+
+RATE = 16_000
+
+
+def frames(watch: TurnWatch, probability: float, count: int, text: str = "") -> list[object]:
+    return [sign for _ in range(count) for sign in watch.watch(probability, 512, text)]
+
+
+def test_plain_detection_ends_after_its_silence() -> None:
+    watch = TurnWatch(TurnDetection(silence_duration_ms=320), RATE, 0, first_frame=0)
+    assert frames(watch, 0.9, 10) == [Started(0)]
+    assert frames(watch, 0.0, 12) == [Stopped(5120 + 5120)]
+
+
+def test_semantic_detection_asks_for_text_once_per_pause_and_judges_it() -> None:
+    watch = TurnWatch(TurnDetection(semantic=True, eagerness="low"), RATE, 0, first_frame=0)
+    frames(watch, 0.9, 10)
+    assert frames(watch, 0.0, 20, "and then") == [Paused()]
+    frames(watch, 0.9, 3)
+    assert frames(watch, 0.0, 20, "It works.") == [Paused()]
+    assert len(frames(watch, 0.0, 15, "It works.")) == 1
+
+
+@pytest.mark.parametrize(("eagerness", "seconds"), [("high", 2), ("auto", 4), ("medium", 4), ("low", 8)])
+def test_semantic_detection_waits_no_longer_than_its_cap(eagerness: str, seconds: int) -> None:
+    watch = TurnWatch(TurnDetection(semantic=True, eagerness=eagerness), RATE, 0, first_frame=0)
+    frames(watch, 0.9, 10)
+    signs = frames(watch, 0.0, 300, "unfinished")
+    assert signs == [Paused(), Stopped(5120 + seconds * RATE)]
+
+
+def test_turns_begin_no_earlier_than_told() -> None:
+    watch = TurnWatch(TurnDetection(), RATE, 5000, first_frame=1024)
+    assert frames(watch, 0.9, 20) == [Started(5000)]
+    watch.restart(30_000)
+    assert frames(watch, 0.9, 100)[0] == Started(30_000)
