@@ -254,7 +254,10 @@ class Moonshine(nn.Module):
         """Nothing to change: it was made for short windows."""
 
     def encode(self, audio: Tensor, lengths: list[int]) -> Encoded:
-        hidden, frames = self.encoder(audio, lengths)
+        return self.cross(*self.encoder(audio, lengths))
+
+    def cross(self, hidden: Tensor, frames: list[int]) -> Encoded:
+        """[batch, frames, width] of the encoder, of which so many are real in each row -> what the decoder hears."""
         keys, values = cross_keys_values(self.cross_kv(hidden), self.config.decoder_layers, self.config.heads)
         return Encoded(keys, values, frames)
 

@@ -133,7 +133,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> 
 
 def cross_keys_values(both: Tensor, layers: int, heads: int) -> tuple[Tensor, Tensor]:
     """[batch, frames, 2 * layers * width] -> keys [layers, batch, heads, dim, frames], values [.., frames, dim]"""
-    parts = both.view(both.shape[0], both.shape[1], 2, layers, heads, -1)
+    batch, frames, width = both.shape
+    parts = both.view(batch, frames, 2, layers, heads, width // (2 * layers * heads))
     keys = parts[:, :, 0].permute(2, 0, 3, 4, 1).contiguous()
     values = parts[:, :, 1].permute(2, 0, 3, 1, 4).contiguous()
     return keys, values

@@ -11,19 +11,27 @@ from engine.config import EngineConfig
 from engine.core.limits import Limits
 from engine.core.text import Vocabulary
 from engine.errors import EngineError
+from engine.models.moonshine import Moonshine
+from engine.models.moonshine_streaming import StreamingEncoder
 from engine.models.silero import load_silero
 from engine.runner.base import Runner
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.runner.speech import SpeechDetector
+from engine.runner.windowed.block_ear import BlockEar
+from engine.runner.windowed.ears import Ear, WindowEar
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
-from engine.runner.windowed.stability import Policy
+from engine.runner.windowed.stability import BLOCK_POLICY, Policy
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.pretrained import load_speech_model
+from engine.weights.streaming import STREAMING_ENCODER, load_streaming_weights
 
 # A windowed stream needs a few megabytes: a CPU runs out of time long before it runs out of memory.
 WINDOWED_STREAMS = 64
 WINDOW_POSITIONS = 192
 STRIDE_POSITIONS = 10
+# A model that hears each frame once: frames of 24 ms in a block, and how soon the decoder looks at a new one.
+BLOCK_FRAMES = 26
+BLOCK_STRIDE_POSITIONS = 8
 # Encoder-cache rows beyond what streams hold: room for audio that comes again.
 SPARE_EMBEDS = 512
 # One step of a windowed model reads at most so many whole windows, so that live streams do not wait for backlog.
@@ -82,8 +90,16 @@ def _load_windowed(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
     if config.device not in ("auto", "cpu"):
         raise BadDevice(f"this model runs on the CPU, not on {config.device!r}; leave the device out")
     model, pieces = load_speech_model(path)
+    policy, stride, trained_for = Policy(), STRIDE_POSITIONS, None
+    streaming = path / STREAMING_ENCODER
+    if isinstance(model, Moonshine) and streaming.is_file():
+        trained_for = load_streaming_weights(model, streaming)
+        policy, stride = BLOCK_POLICY, BLOCK_STRIDE_POSITIONS
     model.quantise()
-    spec = windowed_spec(path.name, WINDOW_POSITIONS, STRIDE_POSITIONS)
+    ear: Ear = WindowEar(model, pieces, policy)
+    if isinstance(model, Moonshine) and trained_for is not None:
+        ear = BlockEar(model, StreamingEncoder(model.encoder, trained_for, BLOCK_FRAMES))
+    spec = windowed_spec(path.name, WINDOW_POSITIONS, stride)
     streams = config.max_streams or WINDOWED_STREAMS
     limits = Limits(
         max_streams=streams,
@@ -91,4 +107,4 @@ def _load_windowed(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
         step_positions=WINDOWS_PER_STEP * spec.window_positions,
         step_embeds=WINDOWS_PER_STEP * spec.window_positions,
     )
-    return WindowedRunner(model, Vocabulary(pieces), spec, limits.cache_embeds, Policy()), limits
+    return WindowedRunner(model, Vocabulary(pieces), spec, limits.cache_embeds, policy, ear), limits

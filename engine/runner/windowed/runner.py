@@ -6,7 +6,6 @@ by itself, needs no padding then, and a stream's text cannot depend on its neigh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, StepPlan, TimedToken
 from engine.core.text import Vocabulary
-from engine.messages import Item, Open, Saved
+from engine.messages import Open, Saved
 from engine.models.seq2seq import Encoded, SpeechModel
+from engine.runner.windowed.ears import SAMPLES_PER_POSITION, Ear, Sound
 from engine.runner.windowed.greedy import GreedyDecoder, Row
 from engine.runner.windowed.stability import (
     Heard,
@@ -28,13 +28,11 @@ from engine.runner.windowed.stability import (
     rereads_from,
     rising,
     spans,
-    starts_word,
     without_second_mark,
 )
 from engine.spec import ModelSpec
 
 SAMPLE_RATE = 16_000
-SAMPLES_PER_POSITION = 1_280
 
 
 def windowed_spec(name: str, window_positions: int, stride_positions: int) -> ModelSpec:
@@ -52,28 +50,8 @@ def windowed_spec(name: str, window_positions: int, stride_positions: int) -> Mo
 
 
 @dataclass(slots=True)
-class _Tail:
-    """The end of the previous utterance, audio and words: context for the beginning of the next one."""
-
-    audio: Tensor
-    tokens: list[int]
-    # The position after its last one.
-    end: int
-
-    @property
-    def positions(self) -> int:
-        return self.audio.shape[1] // SAMPLES_PER_POSITION
-
-    @property
-    def start(self) -> int:
-        return self.end - self.positions
-
-
-@dataclass(slots=True)
 class _Slot:
     """What a stream's window holds: text that was committed from it, and what the last pass said after that."""
-
-    tail: _Tail | None = None
 
     committed: list[Heard] = field(default_factory=list)
     hypothesis: list[Heard] = field(default_factory=list)
@@ -91,13 +69,20 @@ class _Slot:
 
 class WindowedRunner:
     def __init__(
-        self, model: SpeechModel, vocabulary: Vocabulary, spec: ModelSpec, cache_embeds: int, policy: Policy
+        self,
+        model: SpeechModel,
+        vocabulary: Vocabulary,
+        spec: ModelSpec,
+        cache_embeds: int,
+        policy: Policy,
+        ear: Ear,
     ) -> None:
         self.spec = spec
         self.vocabulary = vocabulary
         self._model = model
         self._policy = policy
         model.go_live()
+        self._ear = ear
         self._decoder = GreedyDecoder(model)
         # The samples of each position; row 0 is silence.
         self._slab = torch.zeros(cache_embeds + 1, spec.samples_per_position)
@@ -113,31 +98,36 @@ class WindowedRunner:
     def execute(self, plan: StepPlan) -> list[DecodeResult]:
         for slot in plan.closed:
             self._slots.pop(slot, None)
+            self._ear.forget(slot)
         for opened in plan.opened:
-            self._slots[opened.slot] = _Slot() if opened.saved is None else _resumed(opened.saved, opened.saved_items)
+            self._slots[opened.slot] = _Slot()
+            if opened.saved is not None:
+                self._slots[opened.slot] = _resumed(opened.saved)
+                self._ear.resume(opened.slot, opened.saved["ear"], opened.saved_items)
         for item in plan.encode:
             self._write(item)
         results = {task.slot: self._finish(task) for task in plan.decode if self._is_understood(task)}
-        pairs = [(task, self._tail(task)) for task in plan.decode if task.slot not in results]
-        if pairs:
-            rows = [self._row(task, tail) for task, tail in pairs]
-            self._decoder.run(rows, Encoded.stack([self._encode(task, tail) for task, tail in pairs]))
-            for (task, tail), row in zip(pairs, rows, strict=True):
-                results[task.slot] = self._result(task, tail, row)
+        sounds = [(task, self._ear.hear(task, self._audio(task))) for task in plan.decode if task.slot not in results]
+        heard = [(task, sound, self._row(task, sound)) for task, sound in sounds]
+        audible = [(sound, row) for _, sound, row in heard if sound.frames]
+        if audible:
+            self._decoder.run([row for _, row in audible], Encoded.stack([sound.encoded for sound, _ in audible]))
+        for task, sound, row in heard:
+            results[task.slot] = self._result(task, sound, row)
         return [results[task.slot] for task in plan.decode]
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
         """The slot's state as plain data, and the first position whose audio that state needs."""
         held = self._slots.get(slot) or _Slot()
-        tail = held.tail if held.tail is not None and self._is_near(held.tail, base, end) else None
+        ear, audio_from = self._ear.save(slot, base, end)
         saved: Saved = {
             "committed": [(heard.token, heard.peak, heard.log_probability) for heard in held.committed],
             "hypothesis": [(heard.token, heard.peak, heard.log_probability) for heard in held.hypothesis],
             "spoken": held.spoken,
             "understood": held.understood,
-            "tail": None if tail is None else (tail.start, tail.end, list(tail.tokens)),
+            "ear": ear,
         }
-        return saved, base if tail is None else tail.start
+        return saved, audio_from
 
     def warm_up(self) -> None:
         """Run a window of noise through everything once, so that the first utterance finds kernels and memory ready."""
@@ -155,55 +145,35 @@ class WindowedRunner:
             samples = samples[torch.tensor(task.mask)]
         self._slab[torch.tensor(task.rows)] = samples
 
-    def _tail(self, task: DecodeTask) -> _Tail | None:
-        """The end of the previous utterance, if it is near and the window is still too short to be understood alone."""
-        tail = self._slots[task.slot].tail
-        return tail if tail is not None and self._is_near(tail, task.base, task.end) else None
-
-    def _is_near(self, tail: _Tail, base: int, end: int) -> bool:
-        return base - tail.end <= self._policy.tail_gap and end - base <= self._policy.tail_until
-
     def _audio(self, task: DecodeTask) -> Tensor:
         return self._slab[torch.tensor(task.rows)].view(1, -1)
 
-    def _encode(self, task: DecodeTask, tail: _Tail | None) -> Encoded:
-        audio = self._audio(task)
-        if tail is not None:
-            audio = torch.cat((tail.audio, audio), dim=1)
-        missing = self._model.min_samples - audio.shape[1]
-        if missing > 0:
-            audio = torch.nn.functional.pad(audio, (0, missing))
-        return self._model.encode(audio, [audio.shape[1]])
-
-    def _row(self, task: DecodeTask, tail: _Tail | None) -> Row:
+    def _row(self, task: DecodeTask, sound: Sound) -> Row:
         slot, model, policy = self._slots[task.slot], self._model, self._policy
-        frames_per_position = SAMPLES_PER_POSITION / model.samples_per_frame
-        positions = task.end - task.base + (tail.positions if tail else 0)
-        frames = round(positions * frames_per_position)
-        seconds = positions * SAMPLES_PER_POSITION / SAMPLE_RATE
-        committed = [*(tail.tokens if tail else ()), *(heard.token for heard in slot.committed)]
+        seconds = sound.frames * model.samples_per_frame / SAMPLE_RATE
+        committed = [*sound.said, *(heard.token for heard in slot.committed)]
         room = model.max_tokens - len(model.start_tokens) - len(committed) - 1
         most = max(1, min(room, round(seconds * policy.tokens_per_second) + 4 - len(committed)))
+        margin = policy.agreed_margin * SAMPLES_PER_POSITION / model.samples_per_frame
         return Row(
             committed=committed,
             draft=[heard.token for heard in slot.hypothesis[:most]],
             most=most,
-            stop_frame=None if task.final or task.pause else frames - policy.agreed_margin * frames_per_position,
-            frames=frames,
+            stop_frame=None if task.final or task.pause else sound.frames - margin,
+            frames=sound.frames,
         )
 
-    def _result(self, task: DecodeTask, tail: _Tail | None, row: Row) -> DecodeResult:
+    def _result(self, task: DecodeTask, sound: Sound, row: Row) -> DecodeResult:
         slot = self._slots[task.slot]
         floor = slot.committed[-1].peak if slot.committed else float(task.base)
         scale = self._model.samples_per_frame / SAMPLES_PER_POSITION
-        origin = task.base - (tail.positions if tail else 0)
-        places = [origin + peak * scale for peak in row.peaks]
+        places = [sound.origin + peak * scale for peak in row.peaks]
         heard = zip(row.tokens, rising(places, floor), row.log_probabilities, strict=True)
         new = [Heard(*each) for each in heard]
         loop = loop_start([heard.token for heard in slot.committed] + row.tokens)
         if loop is not None:
             new = new[: max(0, loop - len(slot.committed))]
-        said = [heard.token for heard in slot.committed] or (tail.tokens if tail else [])
+        said = [heard.token for heard in slot.committed] or list(sound.said)
         new = without_second_mark(said, new[: rereads_from(places, floor)], self.vocabulary.pieces)
         text = b"".join(self.vocabulary.pieces[token] for token in row.tokens)
         if not slot.spoken and is_noise(text, row.log_probabilities, self._policy):
@@ -211,10 +181,10 @@ class WindowedRunner:
         if task.final:
             slot.hypothesis = new
             return self._finish(task)
-        window = (float(task.base), float(task.end))
+        window = (float(task.base), sound.edge)
         previous = [heard.token for heard in slot.hypothesis]
         count = committable(new, row.ended, previous, window, self.vocabulary.pieces, self._policy)
-        upcoming = new[count].peak if count < len(new) else float(task.end)
+        upcoming = new[count].peak if count < len(new) else sound.edge
         timed = self._timed(new[:count], floor, upcoming)
         slot.committed += new[:count]
         slot.spoken = slot.spoken or count > 0
@@ -232,23 +202,9 @@ class WindowedRunner:
         slot = self._slots[task.slot]
         floor = slot.committed[-1].peak if slot.committed else float(task.base)
         timed = self._timed(slot.hypothesis, floor, float(task.end))
-        slot.tail = self._new_tail(task, slot.committed + slot.hypothesis)
+        self._ear.end(task, self._audio(task), slot.committed + slot.hypothesis)
         slot.restart()
         return DecodeResult(timed=timed, keep_from=task.end)
-
-    def _new_tail(self, task: DecodeTask, said: list[Heard]) -> _Tail | None:
-        """The last words of a window that ends, and the audio from a little before them on."""
-        first = len(said)
-        for index, heard in enumerate(said):
-            if heard.peak >= task.end - self._policy.tail_length and starts_word(self.vocabulary.pieces[heard.token]):
-                first = index
-                break
-        if first == len(said):
-            return None
-        before = said[first - 1].peak if first else float(task.base)
-        start = max(task.base, int((before + said[first].peak) / 2))
-        audio = self._audio(task)[:, (start - task.base) * SAMPLES_PER_POSITION :]
-        return _Tail(audio, [heard.token for heard in said[first:]], task.end)
 
     def _timed(self, tokens: list[Heard], before: float, after: float) -> list[TimedToken]:
         return [
@@ -275,27 +231,9 @@ class WindowedRunner:
         return task.end - length // 2
 
 
-def _resumed(saved: Saved, items: Sequence[Item]) -> _Slot:
-    """The slot whose state was saved."""
-    tail = None
-    if saved["tail"] is not None:
-        start, end, tokens = saved["tail"]
-        tail = _Tail(_audio_of(items, start, end), list(tokens), end)
+def _resumed(saved: Saved) -> _Slot:
+    """The slot that `save` saw."""
     committed = [Heard(*heard) for heard in saved["committed"]]
     hypothesis = [Heard(*heard) for heard in saved["hypothesis"]]
     understood = None if saved["understood"] is None else tuple(saved["understood"])
-    return _Slot(tail, committed, hypothesis, saved["spoken"], understood)
-
-
-def _audio_of(items: Sequence[Item], start: int, end: int) -> Tensor:
-    """The samples of positions [start, end); silence where no item has any."""
-    audio = torch.zeros(end - start, SAMPLES_PER_POSITION)
-    for item in items:
-        if item.payload is None:
-            continue
-        rows = torch.from_numpy(np.array(item.payload)).view(-1, SAMPLES_PER_POSITION)
-        for index, row in enumerate(rows):
-            place = item.offset + index - start
-            if 0 <= place < end - start and (item.mask is None or item.mask[index]):
-                audio[place] = row
-    return audio.view(1, -1)
+    return _Slot(committed, hypothesis, saved["spoken"], understood)

@@ -55,6 +55,14 @@ class Policy:
     doubt: float = -0.9
 
 
+# Behind the edge of a block its look-ahead has been heard already: a word there does not change much any more.
+BLOCK_POLICY = Policy(
+    agreed_margin=0.15 * POSITIONS_PER_SECOND,
+    lone_margin=0.5 * POSITIONS_PER_SECOND,
+    young_margin=0.3 * POSITIONS_PER_SECOND,
+)
+
+
 @dataclass(slots=True)
 class Heard:
     """A token of the current window, and the position where attention to it peaks."""

@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import msgspec
@@ -28,7 +28,10 @@ from engine.core.scheduler import Scheduler
 from engine.core.text import Vocabulary
 from engine.messages import Closed, Command, Feed, Item, Open, Output
 from engine.models.moonshine import Moonshine, MoonshineConfig
+from engine.models.moonshine_streaming import RunningNorm, StreamingEncoder, StreamingSpec
 from engine.runner.load import load_detector
+from engine.runner.windowed.block_ear import BlockEar
+from engine.runner.windowed.ears import Ear, WindowEar
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
 from engine.server.gate import GateSettings
@@ -172,16 +175,37 @@ def tiny_model() -> Moonshine:
     return model
 
 
-def build_tiny() -> EngineLoop:
+BLOCKS = StreamingSpec(blocks=(6,), look_ahead=3, left=40, norm=RunningNorm(0.0, -5.84, 75.0))
+
+
+def window_ear(pieces: list[bytes], policy: Policy) -> Ear:
+    return WindowEar(tiny_model(), pieces, policy)
+
+
+def block_ear(pieces: list[bytes], policy: Policy) -> Ear:
+    """Encodes each frame once."""
+    return BlockEar(tiny_model(), StreamingEncoder(tiny_model().encoder, BLOCKS, 6))
+
+
+def build_with(ear: Callable[[list[bytes], Policy], Ear]) -> EngineLoop:
     pieces = [b"", b"", b""] + [
         b" w%d" % token if token % 3 else b"\xc3\xa4"[: token % 2 + 1] for token in range(3, 60)
     ]
     spec = windowed_spec("tiny", 40, 5)
     policy = Policy(agreed_margin=2.0, lone_margin=4.0, cut_beyond=30.0, doubt=-100.0)
-    runner = WindowedRunner(tiny_model(), Vocabulary(pieces), spec, 400, policy)
+    runner = WindowedRunner(tiny_model(), Vocabulary(pieces), spec, 400, policy, ear(pieces, policy))
     limits = Limits(max_streams=2, cache_embeds=400)
     detector = fakes.FakeDetector(frame=512)
     return EngineLoop(Scheduler(spec, limits, runner.vocabulary), runner, detector, GateSettings())
+
+
+Build = Callable[[], EngineLoop]
+
+
+@pytest.fixture(params=[window_ear, block_ear])
+def build_tiny(request: pytest.FixtureRequest) -> Build:
+    """An engine of a tiny model that encodes its window again and again, or each frame once."""
+    return partial(build_with, request.param)
 
 
 def utterances(seed: int, count: int) -> NDArray[np.float32]:
@@ -196,7 +220,7 @@ def utterances(seed: int, count: int) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_the_words_are_the_same_wherever_the_engine_dies(seed: int) -> None:
+async def test_the_words_are_the_same_wherever_the_engine_dies(build_tiny: Build, seed: int) -> None:
     audio = utterances(seed, 4)
     packets, chance = len(audio) // PACKET, random.Random(seed)
     flushes = set(chance.sample(range(packets), 4))
@@ -209,14 +233,14 @@ async def test_the_words_are_the_same_wherever_the_engine_dies(seed: int) -> Non
     same((await play(build_tiny, audio, flushes, deaths)).transcript, calm.transcript)
 
 
-async def test_an_engine_that_dies_at_every_packet_gets_through() -> None:
+async def test_an_engine_that_dies_at_every_packet_gets_through(build_tiny: Build) -> None:
     audio = utterances(7, 2)
     calm = await play(build_tiny, audio, set(), [])
     deaths = [Death(packet, packet % 3, 0) for packet in range(len(audio) // PACKET)]
     same((await play(build_tiny, audio, set(), deaths)).transcript, calm.transcript)
 
 
-async def test_a_stream_that_goes_on_from_a_saved_state_is_in_that_very_state() -> None:
+async def test_a_stream_that_goes_on_from_a_saved_state_is_in_that_very_state(build_tiny: Build) -> None:
     audio, session = utterances(7, 2), Session(build_tiny)
     await session.start()
     seen = set()
@@ -237,7 +261,7 @@ async def test_a_stream_that_goes_on_from_a_saved_state_is_in_that_very_state() 
     assert {("OPEN", True), ("QUIET", False)} <= seen
 
 
-async def test_what_is_kept_of_a_windowed_stream_is_bounded() -> None:
+async def test_what_is_kept_of_a_windowed_stream_is_bounded(build_tiny: Build) -> None:
     """A window, the utterance before it, and what comes between two saved states; not the session."""
     session = await play(build_tiny, utterances(8, 12), set(), [])
     assert session.most_kept <= 40 + 25 + 25 + 80
@@ -257,7 +281,8 @@ def build_real() -> EngineLoop:
     model, pieces = real_parts()
     spec = windowed_spec(REAL_MODEL, 192, 10)
     limits = Limits(max_streams=2, cache_embeds=1024)
-    runner = WindowedRunner(model, Vocabulary(pieces), spec, limits.cache_embeds, Policy())
+    ear = WindowEar(model, pieces, Policy())
+    runner = WindowedRunner(model, Vocabulary(pieces), spec, limits.cache_embeds, Policy(), ear)
     return EngineLoop(Scheduler(spec, limits, runner.vocabulary), runner, load_detector(2), GateSettings())
 
 
@@ -278,12 +303,12 @@ async def test_real_speech_is_the_same_after_twenty_deaths() -> None:
 # Turns that end at a pause: when the gateway's message comes makes no difference.
 
 
-async def said_with_a_flush_at(moment: float) -> fakes.Transcript:
+async def said_with_a_flush_at(moment: float, build: Build) -> fakes.Transcript:
     """Two seconds of noise, a pause, and more noise, in packets that are not whole positions."""
     chance = np.random.default_rng(3)
     loudness = np.repeat([1.4, 0.01, 1.4, 0.01], [32_000, 14_400, 32_000, 16_000])
     audio = (loudness * chance.standard_normal(len(loudness))).astype(np.float32)
-    session = Session(build_tiny)
+    session = Session(build)
     await session.start()
     reader = asyncio.create_task(session.transcript.collect(session.stream))
     flushed = False
@@ -299,8 +324,8 @@ async def said_with_a_flush_at(moment: float) -> fakes.Transcript:
     return session.transcript
 
 
-async def test_a_flush_at_a_pause_changes_no_word_whenever_it_comes() -> None:
-    first, *others = [await said_with_a_flush_at(moment) for moment in (2.2, 2.31, 2.4, 2.55, 2.7)]
+async def test_a_flush_at_a_pause_changes_no_word_whenever_it_comes(build_tiny: Build) -> None:
+    first, *others = [await said_with_a_flush_at(moment, build_tiny) for moment in (2.2, 2.31, 2.4, 2.55, 2.7)]
     assert len(first.words) > 3 and first.tags == [1]
     for other in others:
         assert (other.text, other.words) == (first.text, first.words)

@@ -17,8 +17,9 @@ from engine.core.text import Vocabulary
 from engine.messages import Open
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.seq2seq import Encoded
+from engine.runner.windowed.ears import SAMPLES_PER_POSITION, WindowEar
 from engine.runner.windowed.greedy import GreedyDecoder, Row
-from engine.runner.windowed.runner import SAMPLES_PER_POSITION, WindowedRunner, windowed_spec
+from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
 
 VOCABULARY = 60
@@ -51,7 +52,8 @@ def model() -> Moonshine:
 def make_runner(model: Moonshine) -> WindowedRunner:
     pieces = [b"", b"", b""] + [b" w%d" % token if token % 3 else b"x" for token in range(3, VOCABULARY)]
     policy = Policy(agreed_margin=2.0, lone_margin=4.0, cut_beyond=30.0, doubt=-100.0)
-    return WindowedRunner(model, Vocabulary(pieces), windowed_spec("tiny", WINDOW, STRIDE), 400, policy)
+    spec = windowed_spec("tiny", WINDOW, STRIDE)
+    return WindowedRunner(model, Vocabulary(pieces), spec, 400, policy, WindowEar(model, pieces, policy))
 
 
 def speech(seed: int, positions: int) -> NDArray[np.float32]:

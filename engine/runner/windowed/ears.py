@@ -1,0 +1,145 @@
+"""How a windowed model hears: what changes between models that encode a window again and models that hear each frame
+once. The runner decodes and commits; an ear turns a task's audio into what the decoder listens to.
+
+All places are positions, absolute on the stream's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.core.plan import DecodeTask
+from engine.messages import Item, Saved
+from engine.models.seq2seq import Encoded, SpeechModel
+from engine.runner.windowed.stability import Heard, Policy, starts_word
+
+SAMPLES_PER_POSITION = 1_280
+
+
+@dataclass(slots=True)
+class Sound:
+    """What one pass listens to."""
+
+    encoded: Encoded
+    # Where the first frame begins and the last one ends. Behind the edge there may be audio that is not encoded yet.
+    origin: float
+    edge: float
+    # Text of the part before the window, if the sound begins before it.
+    said: Sequence[int] = ()
+
+    @property
+    def frames(self) -> int:
+        return self.encoded.lengths[0]
+
+
+class Ear(Protocol):
+    """`audio` is always [1, samples] of the task's whole window."""
+
+    def hear(self, task: DecodeTask, audio: Tensor) -> Sound: ...
+
+    def end(self, task: DecodeTask, audio: Tensor, said: list[Heard]) -> None:
+        """The utterance ends with this task's window; `said` is all that was said in it."""
+
+    def forget(self, slot: int) -> None:
+        """The slot's stream is closed. Harmless for a slot that heard nothing."""
+
+    def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
+        """The slot as plain data, whose window is [base, end) now, and the first position whose audio it needs."""
+
+    def resume(self, slot: int, saved: Saved, items: Sequence[Item]) -> None:
+        """Be where `save` was; `items` hold the audio it needs."""
+
+
+@dataclass(slots=True)
+class _Tail:
+    """The end of the previous utterance, audio and words: context for the beginning of the next one."""
+
+    audio: Tensor
+    tokens: list[int]
+    # The position after its last one.
+    end: int
+
+    @property
+    def positions(self) -> int:
+        return self.audio.shape[1] // SAMPLES_PER_POSITION
+
+    @property
+    def start(self) -> int:
+        return self.end - self.positions
+
+
+class WindowEar:
+    """Encodes the whole window again in every pass, and before a young window the end of the utterance before."""
+
+    def __init__(self, model: SpeechModel, pieces: list[bytes], policy: Policy) -> None:
+        self._model = model
+        self._pieces = pieces
+        self._policy = policy
+        self._tails: dict[int, _Tail] = {}
+
+    def hear(self, task: DecodeTask, audio: Tensor) -> Sound:
+        tail = self._near_tail(task.slot, task.base, task.end)
+        if tail is not None:
+            audio = torch.cat((tail.audio, audio), dim=1)
+        missing = self._model.min_samples - audio.shape[1]
+        if missing > 0:
+            audio = torch.nn.functional.pad(audio, (0, missing))
+        encoded = self._model.encode(audio, [audio.shape[1]])
+        if tail is None:
+            return Sound(encoded, task.base, task.end)
+        return Sound(encoded, task.base - tail.positions, task.end, tail.tokens)
+
+    def end(self, task: DecodeTask, audio: Tensor, said: list[Heard]) -> None:
+        """Keep the last words of the utterance, and the audio from a little before them on."""
+        self._tails.pop(task.slot, None)
+        first = len(said)
+        for index, heard in enumerate(said):
+            if heard.peak >= task.end - self._policy.tail_length and starts_word(self._pieces[heard.token]):
+                first = index
+                break
+        if first == len(said):
+            return
+        before = said[first - 1].peak if first else float(task.base)
+        start = max(task.base, int((before + said[first].peak) / 2))
+        kept = audio[:, (start - task.base) * SAMPLES_PER_POSITION :]
+        self._tails[task.slot] = _Tail(kept, [heard.token for heard in said[first:]], task.end)
+
+    def forget(self, slot: int) -> None:
+        self._tails.pop(slot, None)
+
+    def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
+        tail = self._near_tail(slot, base, end)
+        if tail is None:
+            return {"tail": None}, base
+        return {"tail": (tail.start, tail.end, list(tail.tokens))}, tail.start
+
+    def resume(self, slot: int, saved: Saved, items: Sequence[Item]) -> None:
+        if saved["tail"] is not None:
+            start, end, tokens = saved["tail"]
+            self._tails[slot] = _Tail(audio_of(items, start, end), list(tokens), end)
+
+    def _near_tail(self, slot: int, base: int, end: int) -> _Tail | None:
+        """The end of the previous utterance, while it is recent and the window too young to speak for itself."""
+        tail = self._tails.get(slot)
+        near = tail is not None and base - tail.end <= self._policy.tail_gap and end - base <= self._policy.tail_until
+        return tail if near else None
+
+
+def audio_of(items: Sequence[Item], start: int, end: int) -> Tensor:
+    """[1, samples] of positions [start, end); silence where no item has any."""
+    audio = torch.zeros(end - start, SAMPLES_PER_POSITION)
+    for item in items:
+        if item.payload is None:
+            continue
+        rows = torch.from_numpy(np.array(item.payload)).view(-1, SAMPLES_PER_POSITION)
+        for index, row in enumerate(rows):
+            place = item.offset + index - start
+            if 0 <= place < end - start and (item.mask is None or item.mask[index]):
+                audio[place] = row
+    return audio.view(1, -1)
