@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -10,14 +11,12 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
-from audio.containers import ContainerDecoder
-from audio.errors import AudioError
 from engine.client.processor import ItemRefused
 from engine.client.render import parse_items
 from realtime.dialects.json_frames import decode_json, encode_json
 from realtime.errors import Refusal
 from realtime.http.context import Context
-from realtime.http.files import READ_BYTES
+from realtime.http.files import decoded
 from realtime.http.forms import FormReader
 from realtime.session.events import Samples
 
@@ -44,7 +43,7 @@ class PrepareRoutes:
             file = form.get("file")
             if not isinstance(file, UploadFile):
                 raise Refusal(400, "missing_file", "The form has no file in the field 'file'.", param="file")
-            samples = await asyncio.to_thread(_decode, file.file, self._context.engine.spec.sample_rate)
+            samples = await _decode(file.file, self._context.engine.spec.sample_rate)
         finally:
             await form.close()
         with_data = request.query_params.get("data") != "false"
@@ -76,21 +75,15 @@ class PrepareRoutes:
             raise Refusal(400, "item_refused", f"{error}.", param="items") from error
 
 
-def _decode(file: BinaryIO, sample_rate: int) -> Samples:
-    """The whole file at the model's rate. Runs in a thread."""
-    decoder = ContainerDecoder()
+async def _decode(file: BinaryIO, sample_rate: int) -> Samples:
+    """The whole file at the model's rate."""
     blocks: list[Samples] = []
     samples = 0
-    try:
-        while piece := file.read(READ_BYTES):
-            blocks += decoder.decode(piece)
-            samples = sum(map(len, blocks))
+    async with aclosing(decoded(file)) as steps:
+        async for block in steps:
+            blocks.append(block)
+            samples += len(block)
             if samples > MAX_RENDER_SECONDS * sample_rate:
                 text = f"At most {MAX_RENDER_SECONDS} seconds can be rendered at once; cut the audio."
                 raise Refusal(413, "audio_too_long", text, param="file")
-        blocks += decoder.flush()
-    except AudioError as error:
-        raise Refusal(400, error.code, f"{error}.", param="file") from error
-    finally:
-        decoder.close()
     return np.concatenate(blocks)

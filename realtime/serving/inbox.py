@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 
 from engine.client.processor import ItemRefused
 from engine.client.render import parse_items
@@ -37,6 +38,8 @@ class Inbox:
         self._facts = facts
         self._intake = Intake(live.session.settings.format)
         self._dialect_fixed = False
+        # The client has said that no more audio comes; what comes all the same is not heard.
+        self._ended = False
         # Audio of messages that came together; decoded together, because each call has its price.
         self._pending: list[bytes] = []
         self._pending_bytes = 0
@@ -69,7 +72,8 @@ class Inbox:
             if data is not None and self._live.session.settings.format.binary:
                 if not data and self._live.dialect.empty_frame_ends:
                     await self._end()
-                await self._audio(data)
+                if not self._ended:
+                    await self._audio(data)
                 return False
             raw = text if text is not None else data or b""
             message = decode_json(raw) if len(raw) <= LARGE_MESSAGE else await asyncio.to_thread(decode_json, raw)
@@ -112,11 +116,17 @@ class Inbox:
         self._live.outbox.put(Injected(taken))
 
     async def _end(self) -> None:
+        if self._ended:
+            return
         self.settle()
-        if self._intake.needs_thread:
-            self._live.submit(await asyncio.to_thread(self._intake.finish))
-        else:
-            self._live.submit(self._intake.finish())
+        self._ended = True
+        try:
+            if self._intake.container is not None:
+                await self._unpack(None)
+        except ClientFault:
+            self._live.submit(End())
+            raise
+        self._live.submit(self._intake.flush())
         self._live.submit(End())
 
     def _control(self, request: Request) -> None:
@@ -145,14 +155,19 @@ class Inbox:
         view = memoryview(data)
         for start in range(0, len(data), PIECE_BYTES):
             piece = view[start : start + PIECE_BYTES]
-            if self._intake.needs_thread:
-                append = await asyncio.to_thread(self._intake.decode, piece)
+            if self._intake.container is not None:
+                await self._unpack(bytes(piece))
             else:
-                append = self._intake.decode(piece)
-            self._live.submit(append)
-            await self._live.room()
+                self._live.submit(self._intake.decode(piece))
+                await self._live.room()
             if start:
                 await asyncio.sleep(0)
+
+    async def _unpack(self, data: bytes | None) -> None:
+        async with aclosing(self._intake.unpack(data)) as steps:
+            async for append in steps:
+                self._live.submit(append)
+                await self._live.room()
 
     def _choose_dialect(self, message: Json) -> None:
         """Clients do not name their dialect; the first message that only one dialect has gives it away."""
