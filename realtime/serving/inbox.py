@@ -17,7 +17,7 @@ from realtime.dialects.base import (
     SessionFacts,
     event_id_of,
 )
-from realtime.dialects.json_frames import Json, decode_base64, decode_json
+from realtime.dialects.json_frames import Json, decode_audio_json, decode_base64, decode_json
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.vllm import VllmDialect
 from realtime.errors import ClientFault
@@ -28,6 +28,8 @@ from realtime.session.events import Answered, Clear, Commit, Configure, End, Inj
 # Messages longer than this are parsed off the event loop; audio is decoded in pieces of at most this size.
 LARGE_MESSAGE = 256 * 1024
 PIECE_BYTES = 64 * 1024
+# The only kind of message, in any dialect, that may be longer than control messages.
+AUDIO_MESSAGE = "input_audio_buffer.append"
 
 
 class Inbox:
@@ -37,6 +39,7 @@ class Inbox:
         self._live = live
         self._facts = facts
         self._intake = Intake(live.session.settings.format)
+        self._control_bytes = live.limits.max_control_bytes
         self._dialect_fixed = False
         # The client has said that no more audio comes; what comes all the same is not heard.
         self._ended = False
@@ -76,7 +79,7 @@ class Inbox:
                     await self._audio(data)
                 return False
             raw = text if text is not None else data or b""
-            message = decode_json(raw) if len(raw) <= LARGE_MESSAGE else await asyncio.to_thread(decode_json, raw)
+            message = await self._parse(raw)
             event_id = event_id_of(message)
             if not self._dialect_fixed and not self._live.dialect.fixed:
                 self._choose_dialect(message)
@@ -94,6 +97,18 @@ class Inbox:
             self._live.outbox.put(Problem(fault.code, fault.message, fault.param, fault.event_id or event_id))
             return True
         return False
+
+    async def _parse(self, raw: str | bytes) -> Json:
+        if len(raw) <= self._control_bytes:
+            return decode_json(raw)
+        if len(raw) <= LARGE_MESSAGE:
+            message = decode_audio_json(raw)
+        else:
+            message = await asyncio.to_thread(decode_audio_json, raw)
+        if message is None or message.get("type") != AUDIO_MESSAGE:
+            text = f"Messages that are not audio may have at most {self._control_bytes} bytes (limits.control_bytes)."
+            raise ClientFault("message_too_large", text)
+        return message
 
     async def _audio_text(self, text: str, more: bool) -> None:
         if len(text) > LARGE_MESSAGE:
