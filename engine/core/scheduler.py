@@ -16,7 +16,7 @@ from engine.core.encoder_cache import EncoderCache
 from engine.core.limits import Limits, largest_item
 from engine.core.pages import PagePool
 from engine.core.plan import DecodeResult, DecodeTask, OpenTask, StepPlan
-from engine.core.planner import Planner
+from engine.core.planner import Planner, Surprises
 from engine.core.stream import PRUNE_EVERY_POSITIONS, FlushMark, Stream
 from engine.core.text import Vocabulary
 from engine.errors import (
@@ -55,6 +55,7 @@ class Scheduler:
         self._closed_slots: list[int] = []
         self._replies: list[Output] = []
         self._step = 0
+        self.surprises: Surprises = []  # met in planning or committing: for the loop to log, and to end their streams
 
     # Commands: each raises a typed StreamError, and then the stream is as it was.
 
@@ -184,7 +185,7 @@ class Scheduler:
         self._opened = {}
         self._closed_slots = []
         waiting = self._hold_back() if self.suspects else []
-        planner = Planner(self.spec, self.limits, self.cache, plan)
+        planner = Planner(self.spec, self.limits, self.cache, plan, self.surprises)
         if self._live:
             self._live.sort(key=_oldest_first)
             self._live = planner.add_all(self._live)
@@ -204,24 +205,27 @@ class Scheduler:
             if stream is None or stream.slot != task.slot:
                 continue  # aborted while its step ran
             stream.queued = False
-            problem = result.error
-            if problem is None and (rereads or len(result.tokens) != task.end - task.start):
-                problem = self._broken_promise(task, result)
-            if problem:
-                self.fail(StreamFailed(task.stream, f"the model failed on this stream: {problem}"))
-                continue
-            stream.computed = task.end
-            ends = task.final if rereads else bool(stream.flushes) and stream.flushes[0].position <= task.end
-            text = stream.text.commit(task.start, result, ends)
-            if text is not None:
-                outputs.append(text)
-            keep = result.keep_from if rereads and not task.final else task.end
-            if keep is not None:
-                self._leave_behind(stream, keep)
-            if stream.flushes:
-                self._settle(stream, outputs)
-            elif stream.available - task.end >= stride or stream.pauses:
-                self._queue_if_due(stream)
+            try:
+                problem = result.error
+                if problem is None and (rereads or len(result.tokens) != task.end - task.start):
+                    problem = self._broken_promise(task, result)
+                if problem:
+                    self.fail(StreamFailed(task.stream, f"the model failed on this stream: {problem}"))
+                    continue
+                stream.computed = task.end
+                ends = task.final if rereads else bool(stream.flushes) and stream.flushes[0].position <= task.end
+                text = stream.text.commit(task.start, result, ends)
+                if text is not None:
+                    outputs.append(text)
+                keep = result.keep_from if rereads and not task.final else task.end
+                if keep is not None:
+                    self._leave_behind(stream, keep)
+                if stream.flushes:
+                    self._settle(stream, outputs)
+                elif stream.available - task.end >= stride or stream.pauses:
+                    self._queue_if_due(stream)
+            except Exception as error:
+                self.surprises.append((task.stream, error))
         if self._replies:
             outputs += self.take_replies()
         return outputs

@@ -150,9 +150,6 @@ class Stream:
         self.clock.resume(saved["clock"])
         self.text.resume(saved["text"])
 
-    def lag_positions(self) -> int:
-        return self.available - self.computed
-
 
 class StreamText:
     """Turns a stream's tokens into Text messages: append-only deltas and words with audio times."""
@@ -193,7 +190,7 @@ class StreamText:
         return {"tail": self._detokenizer.tail, "word": self._builder.unfinished, "unsent": list(self._unsent)}
 
     def resume(self, saved: Saved) -> None:
-        self._detokenizer.resume(saved["tail"])
+        self._detokenizer.tail = saved["tail"]
         self._builder.resume(*saved["word"])
         self._unsent = list(saved["unsent"])
 

@@ -54,7 +54,8 @@ class Detector(Protocol):
 
     def close(self, stream: str) -> None: ...
 
-    def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]: ...
+    def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
+        """If it raises, nothing was heard of any stream in the batch: they can be sent again, one by one."""
 
     def pass_silence(self, stream: str, samples: int) -> Speech:
         """`samples` more of a silence in which nothing changes any more: one long frame, without listening."""
