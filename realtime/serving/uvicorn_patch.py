@@ -29,6 +29,11 @@ MAX_WAITING_BYTES = 256 * 1024
 PIECE_BYTES = 2048
 PARSING_S = 0.0005
 
+UNREADABLE_HEAD = (
+    b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: text/plain\r\n\r\n"
+    b"The headers of the upgrade are too long or too many.\n"
+)
+
 
 class _Mailbox:
     """A queue with one reader, cheaper than asyncio's; takes the place of uvicorn's."""
@@ -102,6 +107,10 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
                 break
             super().data_received(data[taken : taken + PIECE_BYTES])
             taken += PIECE_BYTES
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            # A head that our HTTP parser takes and that of `websockets` does not: uvicorn would never answer it.
+            self.transport.write(UNREADABLE_HEAD)
+            self.transport.close()
         self._unparsed = data[taken:]
         if self.transport.is_closing():
             self._unparsed = b""
@@ -181,8 +190,8 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         super().keepalive_timeout()
 
     async def send(self, message: Any) -> None:
-        # The transport knows of a lost peer before the protocol is told.
-        if self.transport.is_closing() and not self.close_sent:
+        # The transport knows of a lost peer before the protocol is told, and a bad frame closes the socket by itself.
+        if self.transport.is_closing() or self.close_sent:
             raise ClientDisconnected
         await super().send(message)
         if self.close_sent and self._unparsed and self._parsing_later is None:
@@ -219,6 +228,16 @@ class PatientHttp(H11Protocol):
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._in_time()
         super().handle_websocket_upgrade(event)
+
+    def send_400_response(self, msg: str) -> None:
+        """A request that turns bad in its body has an application behind it, which must not answer as well."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def _in_time(self) -> None:
         if self._deadline is not None:
