@@ -42,6 +42,8 @@ class ServerConfig:
     dead_after_s: float = 180.0
     # Seconds a new connection has to send its whole request head.
     handshake_s: float = 10.0
+    # Take items that others prepared into the engines' caches: POST /v1/audio/inject, and its event on the socket.
+    inject: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ class LimitsConfig:
     # Uploaded files: size, and seconds one may take to arrive and be transcribed.
     upload_bytes: int = 512 * 1024 * 1024
     upload_s: float = 3600.0
+    # Bytes of items to inject that all requests together may hold, while they arrive and until they have left.
+    inject_bytes: int = 16 * 1024 * 1024
     # Files transcribed at once; more wait their turn.
     uploads: int = 4
 

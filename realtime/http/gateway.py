@@ -136,6 +136,7 @@ class Gateway:
             raise Refusal(410, "resume_too_late", "Events after this one are gone; start a new session.", param="after")
         self.metrics.resumed.inc()
         entry.inbox.reconnected()
+        entry.inbox.may_inject = entry.inbox.may_inject and not caller.is_secret
         return entry, [entry.live.greeting_again(), *missed]
 
     # Life

@@ -35,7 +35,9 @@ AUDIO_MESSAGE = "input_audio_buffer.append"
 class Inbox:
     """Turns client messages into core events. Outlives the socket: a reconnected client goes on with the same inbox."""
 
-    def __init__(self, live: LiveSession, facts: SessionFacts) -> None:
+    def __init__(self, live: LiveSession, facts: SessionFacts, may_inject: bool) -> None:
+        # Whether items prepared elsewhere are taken: not from everybody who may open a socket.
+        self.may_inject = may_inject
         self._live = live
         self._facts = facts
         self._intake = Intake(live.session.settings.format)
@@ -124,6 +126,9 @@ class Inbox:
                 self.settle()
 
     async def _inject(self, request: InjectRequest) -> None:
+        if not self.may_inject:
+            text = "Items prepared elsewhere are not taken here; that needs server.inject and an API key."
+            raise ClientFault("inject_not_allowed", text, param="type", event_id=request.event_id)
         try:
             taken = await self._live.inject(await asyncio.to_thread(parse_items, request.items))
         except ItemRefused as error:

@@ -168,7 +168,8 @@ class Sessions:
             max_control_bytes=config.limits.control_bytes,
         )
         live = LiveSession(session_id, session, dialect, self.engine, limits, self._metrics, self._clock)
-        entry = Entry(live, Inbox(live, facts), caller.name, token, self._clock())
+        inbox = Inbox(live, facts, may_inject=config.server.inject and not caller.is_secret)
+        entry = Entry(live, inbox, caller.name, token, self._clock())
         self._entries[session_id] = entry
         self._per_caller[caller.name] += 1
         if token:

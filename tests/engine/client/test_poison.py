@@ -95,14 +95,3 @@ async def test_a_text_without_bytes_is_refused_and_leaves_nothing_behind(stream:
 
 async def check_it_works(client: EngineClient) -> None:
     assert isinstance((await fakes.transcribe(client, "after", fakes.speech(1, 1))).last, Closed)
-
-
-async def test_a_stream_given_up_and_opened_again_in_one_tick_is_open() -> None:
-    async with fakes.running(EngineThread(fakes.build)) as client:
-        opening = asyncio.create_task(client.open("a"))
-        await asyncio.sleep(0)
-        opening.cancel()
-        await asyncio.gather(opening, return_exceptions=True)
-        transcript = await asyncio.wait_for(fakes.transcribe(client, "a", fakes.speech(2, 1)), 5)
-        assert isinstance(transcript.last, Closed) and transcript.words
-        await fakes.until(lambda: client.capacity().used == 0)
