@@ -47,6 +47,8 @@ class LastingSession:
         self._turns = OpenTurns()
         # The sample of our sound at which the server's session begins.
         self._base = 0
+        # How far our sound has come on this connection.
+        self._sent = 0
 
     def append(self, pcm16: bytes) -> None:
         self.kept.append(pcm16)
@@ -74,9 +76,9 @@ class LastingSession:
                     self._turns = OpenTurns()
                 async with open_session(self._target(), self._key, self._turns, DEAD_AFTER_S) as session:
                     connected_once, wait_s = True, FIRST_WAIT_S
-                    sent = await self._begin(session)
+                    self._sent = await self._begin(session)
                     on_line("")
-                    await self._talk(session, sent, on_event)
+                    await self._talk(session, on_event)
                 if self._turns.is_over:
                     return
                 reason = "the server closed the connection"
@@ -117,8 +119,8 @@ class LastingSession:
         await session.configure(self._wishes, INCLUDE)
         return self._base
 
-    async def _talk(self, session: WireSession, sent: int, on_event: Callable[[dict[str, Any]], None]) -> None:
-        sending = asyncio.create_task(self._send(session, sent), name="send the sound")
+    async def _talk(self, session: WireSession, on_event: Callable[[dict[str, Any]], None]) -> None:
+        sending = asyncio.create_task(self._send(session), name="send the sound")
         try:
             async for event in session.events():
                 self._note(event)
@@ -135,6 +137,7 @@ class LastingSession:
         if event.get("type") == "session.updated":
             self._token = (event["session"].get("resume") or {}).get("token")
             self._acknowledges = self._token is not None
+            self._believe_what_was_sent()
         elif event.get("type") == "input_audio_buffer.acknowledged":
             self._confirm(self._base + event["samples"])
 
@@ -142,17 +145,21 @@ class LastingSession:
         self.kept.confirm(sample)
         self._room.set()
 
-    async def _send(self, session: WireSession, sent: int) -> None:
-        """Everything from this sample on, until the sound is finished."""
+    def _believe_what_was_sent(self) -> None:
+        """A server that never acknowledges has what it was sent, as far as anybody can know."""
+        if self._acknowledges is False:
+            self._confirm(self._sent)
+
+    async def _send(self, session: WireSession) -> None:
+        """Everything that has not been sent, until the sound is finished."""
         while True:
-            if self.kept.first > sent:
-                await session.send("input_audio_buffer.gap", samples=self.kept.first - sent)
-                sent = self.kept.first
-            elif data := self.kept.since(sent, SEND_SAMPLES):
+            if (first := self.kept.first) > self._sent:
+                await session.send("input_audio_buffer.gap", samples=first - self._sent)
+                self._sent = first
+            elif data := self.kept.since(self._sent, SEND_SAMPLES):
                 await session.append(data)
-                sent += len(data) // BYTES_PER_SAMPLE
-                if self._acknowledges is False:
-                    self._confirm(sent)
+                self._sent += len(data) // BYTES_PER_SAMPLE
+                self._believe_what_was_sent()
             elif self._finished:
                 return await session.finish()
             else:

@@ -37,6 +37,8 @@ class Listener:
     """Text goes to the terminal and to the file, troubles to the line below the captions."""
 
     def __init__(self, captions: CaptionView, clock: AudioClock, file: TranscriptFile | None) -> None:
+        # When something last came back, by the event loop's clock.
+        self.last_news = 0.0
         self._captions = captions
         self._clock = clock
         self._file = file
@@ -49,6 +51,7 @@ class Listener:
 
     def heard(self, delta: str, words: Sequence[ShownWord]) -> None:
         """Text that will not change any more, and the words it completed."""
+        self.last_news = asyncio.get_running_loop().time()
         self._captions.add(delta, words, self._clock.now)
         self._timed |= bool(words)
         self._untimed = "" if self._timed else self._untimed + delta

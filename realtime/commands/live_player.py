@@ -32,7 +32,7 @@ from realtime.session.events import Samples
 
 CHUNK_SAMPLES = MODEL_RATE * 80 // 1000
 TURNS = {"type": "server_vad", "silence_duration_ms": 500}
-# How long a server may take for its last words once the sound has ended.
+# How long nothing may come back once the sound has ended, before it is given up.
 LAST_WORDS_S = 15.0
 
 # Chunks of 16 kHz mono as they become due.
@@ -115,7 +115,8 @@ async def _through_engine(
                         raise EngineError(output.message)
 
             try:
-                await _both(_feed(sound, clock, captions, stream.feed, stream.finish), listen())
+                feeding = _feed(sound, clock, captions, stream.feed, stream.finish)
+                await _both(feeding, listen(), lambda: listener.last_news)
             finally:
                 await stream.abort()
 
@@ -147,7 +148,7 @@ async def _through_server(
                 session.finish()
 
             talking = session.run(listener.on_event, partial(listener.trouble, "line"))
-            await _both(_feed(sound, clock, captions, send, finish), talking)
+            await _both(_feed(sound, clock, captions, send, finish), talking, lambda: listener.last_news)
     except CannotConnect as error:
         raise CommandFailed(str(error)) from error
 
@@ -173,16 +174,23 @@ async def _feed(
     await finish()
 
 
-async def _both(feeding: Coroutine[Any, Any, None], listening: Coroutine[Any, Any, None]) -> None:
-    """Run both to their ends. The listener has the last word: when it fails, feeding is pointless."""
+async def _both(
+    feeding: Coroutine[Any, Any, None], listening: Coroutine[Any, Any, None], news: Callable[[], float]
+) -> None:
+    """Run both to their ends. The listener has the last word: when it fails, feeding is pointless.
+
+    `news` tells when something last came back: a server that is behind is waited for as long as it goes on.
+    """
+    time = asyncio.get_running_loop().time
     feeder, listener = asyncio.create_task(feeding), asyncio.create_task(listening)
     try:
         await asyncio.wait((feeder, listener), return_when=asyncio.FIRST_COMPLETED)
-        if listener.done():
-            await listener
-        await asyncio.wait((listener,), timeout=LAST_WORDS_S)
-        if not listener.done():
-            raise CommandFailed(f"the last words did not come within {LAST_WORDS_S:g} s")
+        ended = time()
+        while not listener.done():
+            patience = max(ended, news()) + LAST_WORDS_S - time()
+            if patience <= 0:
+                raise CommandFailed(f"the sound has ended, and nothing came back for {LAST_WORDS_S:g} s")
+            await asyncio.wait((listener,), timeout=patience)
         await listener
         await feeder
     finally:
