@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from audio.containers import ContainerDecoder
-from audio.errors import AudioError, CorruptAudio, EmptyAudio
+from audio.errors import CorruptAudio, EmptyAudio
 from audio.formats import PCM16_SCALE
 from audio.resample import Resampler
 from realtime.session.events import Samples
@@ -66,11 +66,8 @@ def _container_blocks(source: StandardInput, head: bytes) -> Iterator[Samples]:
             yield from decoder.decode(data)
             data = source.read1(READ_BYTES)
         yield from decoder.flush()
-    except AudioError as error:
-        yield from error.decoded
-        raise
     finally:
-        decoder.abandon()
+        decoder.close()
 
 
 @dataclass(frozen=True, slots=True)
