@@ -149,7 +149,8 @@ class EngineClient:
         per_second = self.spec.sample_rate / self.spec.samples_per_position
         return StreamLimits(
             keep_positions=int(self._settings.keep_seconds * per_second),
-            ahead_positions=int(self._settings.ahead_seconds * per_second),
+            # Less would leave backlog waiting for audio that waits for it.
+            ahead_positions=max(int(self._settings.ahead_seconds * per_second), self.spec.backlog_positions),
         )
 
     def _ended(self, stream: EngineStream) -> None:

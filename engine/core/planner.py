@@ -36,8 +36,11 @@ class Planner:
         self._embeds = limits.step_embeds
         self._one_frame = not spec.rereads_window and spec.step_positions == 1
 
-    def add_all(self, queue: list[Stream]) -> list[Stream]:
-        """Plan the queued streams in their order; returns those that must wait for the next step."""
+    def add_all(self, queue: list[Stream], most_positions: int | None = None) -> list[Stream]:
+        """Plan the queued streams in their order, at most so many positions (None: what is left of the budget); returns
+        those that must wait for the next step."""
+        if most_positions is not None:
+            self._positions = min(self._positions, most_positions)
         waiting = []
         for stream in queue:
             try:
@@ -72,7 +75,8 @@ class Planner:
         rows = self._rows(stream, base, end)
         if len(rows) < end - base:
             end = base + len(rows)
-            if end <= start:
+            # The words of backlog do not depend on what else ran: what is encoded stays, and the whole window waits.
+            if end <= start or (self._spec.rereads_window and not stream.live):
                 return False
         pause = end == stream.next_pause()
         final = bool(stream.flushes) and self._spec.rereads_window and end == stream.flushes[0].position and not pause

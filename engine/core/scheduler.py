@@ -49,6 +49,8 @@ class Scheduler:
         self._reserved_embeds = 0
         self._live: list[Stream] = []
         self._backlog: list[Stream] = []
+        # Backlog that the runner has begun; its streams are in no queue.
+        self._unfinished: list[DecodeTask] = []
         # Streams that may have killed an engine, and the positions it died at.
         self.suspects: dict[str, range] = {}
         self._opened: dict[int, OpenTask] = {}
@@ -109,7 +111,8 @@ class Scheduler:
         """Everything before `position` (None: all that was fed) must become text; `Flushed` follows when it has."""
         stream = self._open_stream(name)
         position = stream.available if position is None else min(position, stream.available)
-        position = max(position, stream.computed)  # what is computed stays computed
+        begun = [task.end for task in self._unfinished if task.slot == stream.slot]
+        position = max(position, stream.computed, *begun)  # what is computed stays computed
         if stream.flushes:
             position = max(position, stream.flushes[-1].position)
         stream.flushes.append(FlushMark(position, tag))
@@ -166,7 +169,15 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step has something to run, or to tell the runner."""
-        return bool(self._live or self._backlog or self._opened or self._closed_slots)
+        return bool(self._live or self.backlog_waits or self._opened or self._closed_slots)
+
+    @property
+    def live_waits(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def backlog_waits(self) -> bool:
+        return bool(self._backlog or self._unfinished)
 
     def has_replies(self) -> bool:
         return bool(self._replies)
@@ -178,20 +189,25 @@ class Scheduler:
 
     # One step: plan, then commit with the runner's results.
 
-    def plan(self) -> StepPlan:
-        """What to encode and decode next. Streams in the plan stay out of the queues until `commit`."""
+    def plan(self, live: bool = True, backlog_positions: int | None = None) -> StepPlan:
+        """What to encode and decode next. Streams in the plan stay out of the queues until `commit`.
+
+        Without `live` the step is backlog's alone; `backlog_positions` bounds what it holds of backlog, 0 is none.
+        """
         self._step += 1
         plan = StepPlan(self._step, list(self._opened.values()), self._closed_slots)
         self._opened = {}
         self._closed_slots = []
         waiting = self._hold_back() if self.suspects else []
         planner = Planner(self.spec, self.limits, self.cache, plan, self.surprises)
-        if self._live:
+        if live and self._live:
             self._live.sort(key=_oldest_first)
             self._live = planner.add_all(self._live)
             plan.live = len(plan.decode)
-        if self._backlog:
-            self._backlog = planner.add_all(self._backlog)
+        if backlog_positions != 0 and self._unfinished:
+            plan.decode, self._unfinished = plan.decode + self._unfinished, []
+        elif backlog_positions != 0 and self._backlog:
+            self._backlog = planner.add_all(self._backlog, backlog_positions)
         for stream in waiting:
             (self._live if stream.live else self._backlog).append(stream)
         return plan
@@ -204,6 +220,9 @@ class Scheduler:
             stream = self.streams.get(task.stream)
             if stream is None or stream.slot != task.slot:
                 continue  # aborted while its step ran
+            if result.unfinished:
+                self._unfinished.append(task)
+                continue
             stream.queued = False
             try:
                 problem = result.error
@@ -246,6 +265,7 @@ class Scheduler:
                 "a stream holds more of the cache than was set aside for it"
             )
             waiting = (self._live if stream.live else self._backlog).count(stream)
+            waiting += sum(task.slot == stream.slot for task in self._unfinished)
             assert waiting == int(stream.queued), f"{stream.id} is queued {waiting} times"
 
     # Inside.
@@ -300,12 +320,9 @@ class Scheduler:
     def _queue(self, stream: Stream, arrival: int | None) -> None:
         """Have the next plan look at a stream whose oldest frame came at `arrival` (None: only a flush waits)."""
         stream.queued = True
-        if stream.live:
-            if arrival is not None:
-                stream.waiting_since = arrival
-            self._live.append(stream)
-        else:
-            self._backlog.append(stream)
+        if arrival is not None:
+            stream.waiting_since = arrival
+        (self._live if stream.live else self._backlog).append(stream)
 
     def _queue_if_due(self, stream: Stream) -> None:
         if not stream.queued and stream.is_due(self.spec):
@@ -376,8 +393,8 @@ class Scheduler:
         self._free_slots.append(stream.slot)
         if stream.queued:
             queue = self._live if stream.live else self._backlog
-            if stream in queue:
-                queue.remove(stream)
+            queue[:] = [other for other in queue if other is not stream]
+            self._unfinished = [task for task in self._unfinished if task.slot != stream.slot]
         # The runner never heard of a stream that closes before its first plan.
         if self._opened.pop(stream.slot, None) is None:
             self._closed_slots.append(stream.slot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -45,6 +46,15 @@ class SavingRunner(Protocol):
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
         """The state of a slot whose window is [base, end), and the first position whose audio that state needs."""
+
+
+@runtime_checkable
+class PausingRunner(Protocol):
+    """A runner that can lay backlog aside in the middle of a task, because one such task takes long."""
+
+    def execute_until(self, plan: StepPlan, time_is_up: Callable[[], bool]) -> list[DecodeResult]:
+        """Live tasks as `execute` does. Of backlog one piece of work, and more until `time_is_up`; tasks that are not
+        done by then are answered as unfinished and come again, in the same order, in the next plan with backlog."""
 
 
 class Detector(Protocol):

@@ -39,7 +39,8 @@ from engine.messages import (
     Refused,
     StepOutput,
 )
-from engine.runner.base import Detector, Runner, SavingRunner
+from engine.runner.base import Detector, PausingRunner, Runner, SavingRunner
+from engine.server.backlog_budget import BacklogBudget
 from engine.server.gate import GateSettings
 from engine.server.listener import Listener, Target
 from engine.server.step_meter import StepMeter
@@ -65,6 +66,8 @@ class EngineLoop:
         self.scheduler = scheduler
         self.runner = runner
         self.meter = StepMeter(scheduler.spec, clock)
+        self._pausing = runner if isinstance(runner, PausingRunner) else None
+        self._backlog = BacklogBudget(scheduler, self.meter.position_cost, self._pausing is not None, clock)
         # Called with the streams and positions about to be computed: if the engine dies now, they are the suspects.
         self.announce: Callable[[list[Target]], None] | None = None
         self._outbox: list[Output] = []
@@ -137,6 +140,7 @@ class EngineLoop:
             times.execute_ns = meter.lap()
             outputs += self.scheduler.commit(plan, results)
             self._blame_surprises()
+            plan.decode = [task for task, result in zip(plan.decode, results, strict=True) if not result.unfinished]
         else:
             outputs += self.scheduler.take_replies()
         times.commit_ns = meter.lap()
@@ -163,14 +167,17 @@ class EngineLoop:
         return self._listener.live_share
 
     def _plan(self) -> StepPlan:
-        plan = self.scheduler.plan()
+        shares = self._backlog.shares()
+        plan = self.scheduler.plan(shares.live, shares.backlog_positions)
         self._blame_surprises()
         self._announce((task.stream, task.start, task.end) for task in plan.decode)
         return plan
 
     def _execute(self, plan: StepPlan) -> list[DecodeResult]:
         try:
-            return self.runner.execute(plan)
+            if self._pausing is None:
+                return self.runner.execute(plan)
+            return self._pausing.execute_until(plan, self._backlog.time_is_up)
         except Exception as error:
             raise EngineDead(f"the model runner failed: {type(error).__name__}: {error}") from error
 

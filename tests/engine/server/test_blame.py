@@ -241,7 +241,7 @@ def test_books_that_do_not_add_up_end_the_engine_cleanly(caplog: pytest.LogCaptu
 def test_an_error_that_belongs_to_nobody_ends_the_engine_cleanly(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = loop_of(fakes.WINDOWED, True)
     loop.submit([Open("a")], 0)
-    monkeypatch.setattr(loop.scheduler, "plan", lambda: 1 / 0)
+    monkeypatch.setattr(loop.scheduler, "plan", lambda *_: 1 / 0)
     step = loop.step()
     assert step is not None and step.outputs[-1] == Dead("the engine failed: ZeroDivisionError: division by zero")
 
