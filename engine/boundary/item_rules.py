@@ -19,10 +19,8 @@ def complaint_about(item: Item, spec: ModelSpec) -> str | None:
     whole = type(offset) is int and type(length) is int and type(sample) is int
     if not whole or (samples is not None and type(samples) is not int):
         return "offset, length, sample and samples must be whole numbers"
-    if max(offset, length, sample) > LARGEST_COUNT or min(offset, length, sample) < -LARGEST_COUNT:
-        return "offset, length and sample must be below 2**53"
-    if offset < 0 or length < 1 or sample < 0:
-        return f"offset {offset}, length {length}, sample {sample}; the length must be at least 1, the others 0 or more"
+    if not (0 <= offset <= LARGEST_COUNT and 1 <= length <= LARGEST_COUNT and 0 <= sample <= LARGEST_COUNT):
+        return "offset and sample must be 0 or more, the length 1 or more, and all below 2**53"
     own_samples = length * spec.samples_per_position
     if offset + length > LARGEST_COUNT or sample + own_samples > LARGEST_COUNT:
         return f"a length of {length} positions from {offset} on; no session is so long"

@@ -23,9 +23,9 @@ FEATURES = replace(SPEC, features=FeatureShape(4, 6, 2))
     ("changes", "says"),
     [
         *(({name: value}, "must") for name in COUNTS for value in NO_COUNTS),
-        ({"offset": -1}, "offset -1"),
-        ({"length": 0}, "length 0"),
-        ({"sample": -1}, "sample -1"),
+        ({"offset": -1}, "0 or more"),
+        ({"length": 0}, "1 or more"),
+        ({"sample": -1}, "0 or more"),
         ({"offset": 2**53 - 1}, "no session is so long"),
         ({"sample": 2**53 - 1}, "no session is so long"),
         ({"length": 2**50}, "no session is so long"),
