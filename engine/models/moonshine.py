@@ -71,7 +71,7 @@ class MoonshineConfig:
         )
 
 
-class _Rotary:
+class Rotary:
     """Turns pairs of neighbouring dimensions by an angle that grows with the position."""
 
     def __init__(self, config: MoonshineConfig) -> None:
@@ -81,8 +81,9 @@ class _Rotary:
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[batch, count] -> two of [batch, 1, count, rotary_dim / 2]"""
-        angle = positions[:, None, :, None].float() * self._frequencies.to(positions.device)
-        return angle.cos(), angle.sin()
+        # In double precision: a stream that runs for an hour has positions whose angles float32 would round off.
+        angle = positions[:, None, :, None].double() * self._frequencies.to(positions.device)
+        return angle.cos().float(), angle.sin().float()
 
     def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         cosine, sine = angles
@@ -98,7 +99,7 @@ class _SelfAttention(nn.Module):
         self.qkv_proj = nn.Linear(config.width, 3 * config.width, bias=False)
         self.o_proj = nn.Linear(config.width, config.width, bias=False)
 
-    def project(self, x: Tensor, rotary: _Rotary, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rotary: Rotary, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = (split_heads(part, self.heads) for part in self.qkv_proj(x).chunk(3, dim=-1))
         return rotary.turn(query, angles), rotary.turn(key, angles), value
 
@@ -114,7 +115,7 @@ class _EncoderMlp(nn.Module):
         return result
 
 
-class _EncoderLayer(nn.Module):
+class EncoderLayer(nn.Module):
     def __init__(self, config: MoonshineConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.LayerNorm(config.width, bias=False)
@@ -122,7 +123,7 @@ class _EncoderLayer(nn.Module):
         self.post_attention_layernorm = nn.LayerNorm(config.width, bias=False)
         self.mlp = _EncoderMlp(config)
 
-    def forward(self, x: Tensor, rotary: _Rotary, angles: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, angles: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         query, key, value = self.self_attn.project(self.input_layernorm(x), rotary, angles)
         mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask)
         x = x + self.self_attn.o_proj(join_heads(mixed))
@@ -139,23 +140,23 @@ class MoonshineEncoder(nn.Module):
         self.groupnorm = nn.GroupNorm(1, width, eps=1e-5)
         self.conv2 = FrameConv(width, 2 * width, k2, s2)
         self.conv3 = FrameConv(2 * width, width, k3, s3)
-        self.layers = nn.ModuleList(_EncoderLayer(config) for _ in range(config.encoder_layers))
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
         self.layer_norm = nn.LayerNorm(width, bias=False)
-        self._rotary = _Rotary(config)
+        self.rotary = Rotary(config)
 
     def forward(self, audio: Tensor, lengths: list[int]) -> tuple[Tensor, list[int]]:
         """[batch, samples] -> [batch, frames, width] and the frames that are real in each row."""
         x = torch.tanh(self.conv1(audio[:, :, None]))
-        x = self._normalise(x, [_frames_after(length, 1) for length in lengths])
+        x = self._normalise(x, [frames_after(length, 1) for length in lengths])
         x = gelu(self.conv3(gelu(self.conv2(x))))  # [batch, frames, width]
-        frames = [_frames_after(length, 3) for length in lengths]
+        frames = [frames_after(length, 3) for length in lengths]
         mask = None
         if min(frames) < x.shape[1]:
             mask = torch.arange(x.shape[1], device=x.device) < torch.tensor(frames, device=x.device)[:, None]
             mask = mask[:, None, None, :]
-        angles = self._rotary.angles(torch.arange(x.shape[1], device=x.device)[None])
+        angles = self.rotary.angles(torch.arange(x.shape[1], device=x.device)[None])
         for layer in self.layers:
-            x = layer(x, self._rotary, angles, mask)
+            x = layer(x, self.rotary, angles, mask)
         return self.layer_norm(x), frames
 
     def _normalise(self, x: Tensor, frames: list[int]) -> Tensor:
@@ -170,7 +171,7 @@ class MoonshineEncoder(nn.Module):
         return alone * self.groupnorm.weight + self.groupnorm.bias
 
 
-def _frames_after(samples: int, convolutions: int) -> int:
+def frames_after(samples: int, convolutions: int) -> int:
     for kernel, stride in _CONVOLUTIONS[:convolutions]:
         samples = (samples - kernel) // stride + 1
     return samples
@@ -195,7 +196,7 @@ class _DecoderMlp(nn.Module):
         return result
 
 
-class _DecoderLayer(nn.Module):
+class DecoderLayer(nn.Module):
     def __init__(self, config: MoonshineConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.LayerNorm(config.width, bias=False)
@@ -207,7 +208,7 @@ class _DecoderLayer(nn.Module):
         self._scale = (config.width // config.heads) ** -0.5
 
     def forward(
-        self, x: Tensor, layer: int, run: DecoderPass, rotary: _Rotary, angles: tuple[Tensor, Tensor]
+        self, x: Tensor, layer: int, run: DecoderPass, rotary: Rotary, angles: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         query, key, value = self.self_attn.project(self.input_layernorm(x), rotary, angles)
         x = x + self.self_attn.o_proj(run.speak(layer, query * self._scale, key, value))
@@ -221,7 +222,7 @@ class MoonshineDecoder(nn.Module):
     def __init__(self, config: MoonshineConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocabulary, config.width)
-        self.layers = nn.ModuleList(_DecoderLayer(config) for _ in range(config.decoder_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
         self.norm = nn.LayerNorm(config.width, bias=False)
 
 
@@ -240,7 +241,7 @@ class Moonshine(nn.Module):
         # Keys, then values, of every decoder layer's cross-attention.
         self.cross_kv = nn.Linear(config.width, 2 * config.decoder_layers * config.width, bias=False)
         self.decoder = MoonshineDecoder(config)
-        self._rotary = _Rotary(config)
+        self._rotary = Rotary(config)
         self.max_tokens = 194
         self.start_tokens = [config.start_token]
         self.end_token = config.end_token

@@ -6,8 +6,8 @@ said so far), both batched over streams. Rows of a batch are ragged; masks make 
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -168,16 +168,12 @@ class FrameConv(nn.Module):
         return weight.transpose(1, 2).flatten(1)
 
 
-# Intel and AMD processors without the VNNI instructions add products up in 16 bits, which overflow unless the input
-# keeps to 7 bits.
-_SUMS_MAY_OVERFLOW = platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_vnni_supported()
-
-
 class Int8Linear(nn.Module):
     """A linear layer with 8-bit weights and 8-bit activations.
 
     The fast kernels take one scale per matrix. Rows of weights and rows of input are therefore brought to the same
-    range first and scaled back behind the product, which is as exact as a scale per row.
+    range first and scaled back behind the product, which is as exact as a scale per row. Weights have as many steps as
+    the processor can add up (`weight_steps`).
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -185,14 +181,32 @@ class Int8Linear(nn.Module):
         weight = linear.weight.detach().float()
         self.range = weight.abs().amax(dim=1).clamp(min=1e-12)
         self.bias = None if linear.bias is None else linear.bias.detach().float()
-        quantised = torch.quantize_per_tensor(weight / self.range[:, None], 1.0 / 127.0, 0, torch.qint8)
+        quantised = torch.quantize_per_tensor(weight / self.range[:, None], 1.0 / weight_steps(), 0, torch.qint8)
         self._packed = torch.ops.quantized.linear_prepack(quantised, None)
 
     def forward(self, x: Tensor) -> Tensor:
         loudest = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12)
-        product: Tensor = torch.ops.quantized.linear_dynamic(x / loudest, self._packed, _SUMS_MAY_OVERFLOW)
+        product: Tensor = torch.ops.quantized.linear_dynamic(x / loudest, self._packed)
         product.mul_(loudest).mul_(self.range)
         return product if self.bias is None else product.add_(self.bias)
+
+
+# Steps from zero to the largest weight: of a signed byte, and what is left of them where pairs of products saturate.
+_FULL_STEPS, SAFE_STEPS = 127, 63
+
+
+@cache
+def weight_steps() -> int:
+    """How finely weights may be rounded here.
+
+    Processors without instructions for 8-bit dot products add two products in 16 bits, which large weights overflow:
+    the sum is cut off, silently. Half the range is safe. What the processor does is tried, not looked up.
+    """
+    largest = torch.quantize_per_tensor(torch.ones(1, 64), 1.0 / _FULL_STEPS, 0, torch.qint8)
+    packed = torch.ops.quantized.linear_prepack(largest, None)
+    # Minus one sets the lower end of the range, so that the ones are the largest bytes there are.
+    product = torch.ops.quantized.linear_dynamic(torch.tensor([[-1.0] + 63 * [1.0]]), packed)
+    return _FULL_STEPS if abs(float(product) - 62.0) < 1.0 else SAFE_STEPS
 
 
 def quantise_linears(module: nn.Module) -> None:

@@ -1,0 +1,210 @@
+"""Moonshine's encoder in blocks: every frame is encoded once, with a bounded look to both sides.
+
+The weights are the encoder's own, trained on for this (`docs/training.md`). A block of frames sees what lies up to
+`left` frames before it and `look_ahead` frames behind it. The frames behind it are computed with the block in every
+layer and thrown away, so what a frame hears does not reach further with every layer. The norm over the whole utterance
+becomes one over what was heard so far.
+
+Weights are shared, state is passed: `step(audio, state) -> (frames, state)`. Audio is taken in portions that depend on
+nothing but its position in the stream, so any cutting of the input gives the same numbers, to the last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+from engine.errors import EngineError
+from engine.models.moonshine import EncoderLayer, MoonshineEncoder, frames_after
+from engine.models.seq2seq import join_heads
+
+SAMPLES_PER_FRAME = 384
+# First convolution's frames in one frame; a frame hears 895 samples, those of the next one begin 384 later.
+_CONV1_PER_FRAME = 6
+_FRAME_REACH = 64 * (3 * (3 - 1) + 7 - 1) + 127
+
+
+class UntrainedBlock(EngineError):
+    """The encoder was asked to run in blocks that it was not trained for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningNorm:
+    """Where the norm of an utterance starts: a level to expect, which counts as much as `frames` heard frames do."""
+
+    mean: float
+    log_variance: float
+    frames: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamingSpec:
+    """What an encoder was trained for; it can run as nothing else. Lengths are in frames of 24 ms."""
+
+    blocks: tuple[int, ...]
+    look_ahead: int
+    left: int
+    norm: RunningNorm
+
+
+@dataclass(slots=True)
+class NormSums:
+    """Sums over the frames of the first convolution so far: of each frame's mean, and of its mean square."""
+
+    frames: int = 0
+    mean: float = 0.0
+    square: float = 0.0
+
+
+@dataclass(slots=True)
+class EncoderState:
+    """One stream between two steps. A step uses up the state it is given and returns the one to go on with.
+
+    audio: [samples] not turned into frames yet, and the part of the last frames' audio that the next ones hear too;
+    waiting: [1, frames, width] frames of the stem whose block is not complete; position: frames given out;
+    keys_values: [layers, 2, 1, heads, slots, dim]. The first slots are for a block and what it looks ahead to, up to
+    their last one; behind them comes the ring of the `left` frames before it. What is in use is always one stretch.
+    """
+
+    audio: Tensor
+    sums: NormSums
+    waiting: Tensor
+    position: int
+    keys_values: Tensor
+
+
+class StreamingEncoder:
+    """Runs the layers of `encoder`, 8-bit or not, on one stream at a time."""
+
+    def __init__(self, encoder: MoonshineEncoder, spec: StreamingSpec, block: int) -> None:
+        if block not in spec.blocks:
+            trained = " and ".join(map(str, spec.blocks))
+            raise UntrainedBlock(f"this encoder was trained for blocks of {trained} frames, not of {block}")
+        self.spec = spec
+        self.block = block
+        self._encoder = encoder
+        self._layers = [cast(EncoderLayer, layer) for layer in encoder.layers]
+        self._heads = self._layers[0].self_attn.heads
+        self._width = encoder.layer_norm.weight.shape[0]
+        # Frames that go through the layers together.
+        self._span = block + spec.look_ahead
+
+    @property
+    def delay_samples(self) -> int:
+        """From a block's last frame to the end of the audio that must be there before the block comes out."""
+        return self.spec.look_ahead * SAMPLES_PER_FRAME + _FRAME_REACH - SAMPLES_PER_FRAME
+
+    def start(self) -> EncoderState:
+        layers, dim = len(self._layers), self._width // self._heads
+        like = self._encoder.layer_norm.weight
+        return EncoderState(
+            audio=like.new_zeros(0),
+            sums=NormSums(),
+            waiting=like.new_zeros(1, 0, self._width),
+            position=0,
+            keys_values=like.new_zeros(layers, 2, 1, self._heads, self._span + self.spec.left, dim),
+        )
+
+    @torch.inference_mode()
+    def step(self, audio: Tensor, state: EncoderState) -> tuple[Tensor, EncoderState]:
+        """[samples] of 16 kHz audio -> [frames, width] of the blocks that it completes, often none."""
+        self._take(audio, state)
+        blocks = []
+        while True:
+            missing = self._span - state.waiting.shape[1]
+            if len(state.audio) < _samples_for(missing):
+                break
+            self._hear(missing, state)
+            blocks.append(self._next_block(state))
+        return self._joined(blocks), state
+
+    @torch.inference_mode()
+    def finish(self, state: EncoderState) -> Tensor:
+        """The frames left at the end of the stream, [frames, width]; they look ahead to what there is."""
+        rest = frames_after(len(state.audio), 3) if len(state.audio) >= _FRAME_REACH else 0
+        if rest:
+            self._hear(rest, state)
+        blocks = []
+        while state.waiting.shape[1]:
+            blocks.append(self._next_block(state))
+        return self._joined(blocks)
+
+    def _joined(self, blocks: list[Tensor]) -> Tensor:
+        return torch.cat(blocks) if blocks else self._encoder.layer_norm.weight.new_zeros(0, self._width)
+
+    @staticmethod
+    def _take(audio: Tensor, state: EncoderState) -> None:
+        # The norm remembers all it heard: one value that is not a number would silence the stream for good.
+        if not bool(torch.isfinite(audio).all()):
+            raise ValueError("audio with values that are not numbers")
+        state.audio = torch.cat((state.audio, audio))
+
+    def _hear(self, frames: int, state: EncoderState) -> None:
+        """The convolutions: `frames` more frames behind those that wait."""
+        encoder = self._encoder
+        heard = state.audio[None, : _samples_for(frames), None]
+        state.audio = state.audio[frames * SAMPLES_PER_FRAME :]
+        x = torch.tanh(encoder.conv1(heard))  # [1, conv-1 frames, width]
+        x, means, squares = running_norm(x, state.sums, self.spec.norm)
+        # What lies behind these frames' own part is heard again with the next ones, and counts then.
+        own = frames * _CONV1_PER_FRAME
+        state.sums = NormSums(state.sums.frames + own, float(means[0, own - 1]), float(squares[0, own - 1]))
+        x = x * encoder.groupnorm.weight + encoder.groupnorm.bias
+        x = gelu(encoder.conv3(gelu(encoder.conv2(x))))  # [1, frames, width]
+        state.waiting = torch.cat((state.waiting, x), dim=1)
+
+    def _next_block(self, state: EncoderState) -> Tensor:
+        """Encode the next block with what waits behind it -> [frames, width]"""
+        encoder, span = self._encoder, self._span
+        x = state.waiting[:, :span]  # [1, count, width]
+        count = x.shape[1]
+        settled = min(self.block, count)
+        state.waiting = state.waiting[:, settled:]
+        in_use = slice(span - count, span + min(self.spec.left, state.position))
+        angles = encoder.rotary.angles(torch.arange(state.position, state.position + count, device=x.device)[None])
+        for layer, (keys, values) in zip(self._layers, state.keys_values, strict=True):
+            query, key, value = layer.self_attn.project(layer.input_layernorm(x), encoder.rotary, angles)
+            keys[:, :, span - count : span] = key  # [1, heads, count, dim]
+            values[:, :, span - count : span] = value
+            # Keys know their positions, so their order in the ring does not matter.
+            mixed = scaled_dot_product_attention(query, keys[:, :, in_use], values[:, :, in_use])
+            x = x + layer.self_attn.o_proj(join_heads(mixed))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        self._keep(span - count, settled, state)
+        result: Tensor = encoder.layer_norm(x[0, :settled])
+        return result
+
+    def _keep(self, first: int, settled: int, state: EncoderState) -> None:
+        """Move the block's own keys and values into the ring; those of the look-ahead are computed again."""
+        slots, left = state.keys_values, self.spec.left
+        at = state.position % left
+        before_wrap = min(settled, left - at)
+        for source, target, count in ((0, at, before_wrap), (before_wrap, 0, settled - before_wrap)):
+            source, target = first + source, self._span + target
+            slots[..., target : target + count, :] = slots[..., source : source + count, :]
+        state.position += settled
+
+
+def running_norm(x: Tensor, before: NormSums, norm: RunningNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise [batch, conv-1 frames, width] by what was heard up to each frame, behind what was heard before.
+
+    Returns with it the sums up to each frame, of means and of mean squares: [batch, conv-1 frames] each.
+    """
+    means = x.mean(dim=2).double().cumsum(dim=1) + before.mean
+    squares = x.square().mean(dim=2).double().cumsum(dim=1) + before.square
+    count = torch.arange(1, x.shape[1] + 1, device=x.device, dtype=torch.float64) + before.frames
+    mean = means / count
+    variance = (squares / count - mean.square()).clamp(min=1e-8)
+    share = count / (count + norm.frames)
+    mean = share * mean + (1 - share) * norm.mean
+    variance = torch.exp(share * variance.log() + (1 - share) * norm.log_variance)
+    normal = (x - mean[..., None].float()) * torch.rsqrt(variance + 1e-5)[..., None].float()
+    return normal, means, squares
+
+
+def _samples_for(frames: int) -> int:
+    return (frames - 1) * SAMPLES_PER_FRAME + _FRAME_REACH

@@ -1,0 +1,199 @@
+"""Self-distillation: a streaming encoder learns to be heard as the published one with full context is.
+
+The teacher is the published model. Both hear the same augmented audio; the student's encoder has the block mask. The
+loss is how far the decoder's next-token distributions part on the teacher's own text, and how far the encoders'
+outputs are apart. No transcript is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engine.models.moonshine import Moonshine, frames_after
+from engine.models.moonshine_streaming import RunningNorm, StreamingSpec
+from training.augment import augment
+from training.config import MaskConfig, TrainingConfig
+from training.corpora import Speech, Utterance, windows
+from training.greedy import greedy_tokens, token_limit
+from training.masks import BlockPlan, block_plan
+from training.whole_pass import Linear, decode_known, encode_blocks, encode_whole, exact, rounded
+
+_TEACHER_SECONDS_PER_BATCH = 8_000
+_VALIDATION_SECONDS = 10
+_VALIDATION_BATCH = 48
+_LOG_EVERY_SECONDS = 20.0
+_LOWEST_RATE_SHARE = 0.02
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Windows of one length: audio int16 [windows, samples]; texts [windows, tokens], the start token in front and end
+    tokens behind."""
+
+    audio: Tensor
+    texts: Tensor
+
+    def draw(self, count: int) -> tuple[Tensor, Tensor]:
+        chosen = torch.randint(len(self.audio), (count,), device=self.audio.device)
+        return self.audio[chosen], self.texts[chosen]
+
+
+def prepare_lesson(teacher: Moonshine, utterances: list[Utterance], seconds: int, seed: int) -> Lesson:
+    """Pack windows and let the teacher write down what it hears in them."""
+    device = teacher.decoder.embed_tokens.weight.device
+    packed = windows(utterances, seconds, np.random.default_rng(seed))
+    audio = torch.from_numpy(packed).to(device)
+    texts: list[list[int]] = []
+    limit = token_limit(seconds, teacher)
+    with torch.no_grad():
+        for part in torch.split(audio, max(1, _TEACHER_SECONDS_PER_BATCH // seconds)):
+            frames = encode_whole(teacher.encoder, part.float() / 32_768)
+            texts += greedy_tokens(teacher, frames, [frames.shape[1]] * len(part), [limit] * len(part))
+    longest = max(len(text) for text in texts) + 2
+    start, end = teacher.start_tokens[0], teacher.end_token
+    rows = [[start, *text, *[end] * (longest - 1 - len(text))] for text in texts]
+    return Lesson(audio, torch.tensor(rows, device=device))
+
+
+def measured_norm(teacher: Moonshine, lesson: Lesson, frames: float) -> RunningNorm:
+    """The level to expect before anything was heard: that of augmented speech."""
+    with torch.no_grad():
+        x = torch.tanh(teacher.encoder.conv1(augment(lesson.audio[:_VALIDATION_BATCH])[:, :, None]))
+        mean = x.mean(dim=(1, 2))
+        variance = x.square().mean(dim=(1, 2)) - mean.square()
+    return RunningNorm(mean.mean().item(), variance.log().mean().item(), frames)
+
+
+class Distillation:
+    """The student, its optimiser and one step; the teacher's decoder serves both and stays as it is."""
+
+    def __init__(self, teacher: Moonshine, norm: RunningNorm, config: TrainingConfig) -> None:
+        self.config = config
+        self.spec = _spec(config.mask, norm)
+        self.teacher = teacher.requires_grad_(False)
+        self.student = copy.deepcopy(teacher)
+        self.student.decoder = teacher.decoder
+        settings = config.optimiser
+        encoder: list[nn.Parameter] = []
+        for name, parameter in self.student.encoder.named_parameters():
+            # The first convolution is the ear itself; it stays.
+            if not name.startswith("conv1."):
+                parameter.requires_grad_(True)
+                encoder.append(parameter)
+        cross = list(self.student.cross_kv.requires_grad_(True).parameters())
+        self._trained = encoder + cross
+        self._shares = (1.0, settings.cross_attention_share)
+        self._optimiser = torch.optim.AdamW(
+            [{"params": encoder}, {"params": cross}],
+            lr=settings.peak_rate,
+            betas=(0.9, 0.98),
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        self._plans: dict[tuple[int, int], BlockPlan] = {}
+
+    def losses(self, audio: Tensor, texts: Tensor, block: int, take: Linear) -> tuple[Tensor, Tensor]:
+        """Divergence of the texts' next tokens, and error of the encoder's output over its variance."""
+        teacher, student = self.teacher, self.student
+        inputs = texts[:, :-1]
+        # The first end token is the last thing said: what follows the token before it is asked, what follows it is not.
+        said = inputs != teacher.end_token
+        with torch.autocast(audio.device.type, torch.bfloat16, enabled=audio.is_cuda):
+            with torch.no_grad():
+                wanted = encode_whole(teacher.encoder, audio)
+                hidden = decode_known(teacher, inputs, teacher.cross_kv(wanted))
+                expected = teacher.logits(hidden[said]).float().log_softmax(dim=-1)
+            plan = self._plan(frames_after(audio.shape[1], 3), block, audio.device)
+            heard = encode_blocks(student.encoder, self.spec.norm, audio, plan, take)
+            hidden = decode_known(student, inputs, take(student.cross_kv, heard))
+            guessed = student.logits(hidden[said]).float().log_softmax(dim=-1)
+        divergence = (expected.exp() * (expected - guessed)).sum(dim=-1).mean()
+        error = (heard.float() - wanted.float()).square().mean() / wanted.float().var()
+        return divergence, error
+
+    def step(self, number: int, lesson: Lesson, count: int, block: int) -> Tensor:
+        """One update; returns divergence, error and the gradient's length, [3]."""
+        settings = self.config.optimiser
+        done = number / settings.steps
+        rate = settings.peak_rate * min(1.0, (number + 1) / settings.warm_up_steps) * max(_LOWEST_RATE_SHARE, 1 - done)
+        for group, share in zip(self._optimiser.param_groups, self._shares, strict=True):
+            group["lr"] = rate * share
+        recorded, texts = lesson.draw(count)
+        take = rounded if done >= settings.int8_from else exact
+        divergence, error = self.losses(augment(recorded), texts, block, take)
+        self._optimiser.zero_grad(set_to_none=True)
+        torch.autograd.backward(divergence + settings.encoder_weight * error)
+        length = nn.utils.clip_grad_norm_(self._trained, settings.largest_gradient)
+        self._optimiser.step()
+        return torch.stack((divergence.detach(), error.detach(), length))
+
+    @torch.no_grad()
+    def validate(self, lesson: Lesson, block: int, take: Linear) -> tuple[float, float]:
+        """The losses on speech that is not trained on, augmented the same way every time."""
+        states = random.getstate(), torch.get_rng_state(), torch.cuda.get_rng_state_all()
+        random.seed(5)
+        torch.manual_seed(5)
+        audio = augment(lesson.audio[:_VALIDATION_BATCH])
+        divergence, error = self.losses(audio, lesson.texts[:_VALIDATION_BATCH], block, take)
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        torch.cuda.set_rng_state_all(states[2])
+        return divergence.item(), error.item()
+
+    def _plan(self, frames: int, block: int, device: torch.device) -> BlockPlan:
+        key = (frames, block)
+        if key not in self._plans:
+            self._plans[key] = block_plan(frames, block, self.spec.look_ahead, self.spec.left, device)
+        return self._plans[key]
+
+
+def distil(teacher: Moonshine, speech: Speech, config: TrainingConfig, report: Report) -> Distillation:
+    """Prepare, train, and return what was trained. The same configuration gives the same draws."""
+    data, settings = config.data, config.optimiser
+    random.seed(settings.seed)
+    torch.manual_seed(settings.seed)
+    lessons = [prepare_lesson(teacher, speech.training, seconds, settings.seed) for seconds in data.window_seconds]
+    check = prepare_lesson(teacher, speech.validation, _VALIDATION_SECONDS, settings.seed)
+    report(f"{speech.training_seconds / 3600:.2f} h in {[len(lesson.audio) for lesson in lessons]} windows")
+    run = Distillation(teacher, measured_norm(teacher, check, config.mask.norm_frames), config)
+    report(f"expected level {run.spec.norm}; validation before: {_validated(run, check)}")
+    began = said = time.monotonic()
+    recent: list[Tensor] = []
+    for number in range(settings.steps):
+        at = random.choices(range(len(lessons)), data.window_shares)[0]
+        block = random.choices(config.mask.blocks, config.mask.block_shares)[0]
+        count = max(1, settings.audio_seconds_per_step // data.window_seconds[at])
+        recent.append(run.step(number, lessons[at], count, block))
+        if time.monotonic() - said > _LOG_EVERY_SECONDS or number == settings.steps - 1:
+            divergence, error, length = torch.stack(recent).mean(dim=0).tolist()
+            spent = time.monotonic() - began
+            report(
+                f"step {number + 1} of {settings.steps}, {spent:.0f} s, {1000 * spent / (number + 1):.0f} ms each: "
+                f"divergence {divergence:.4f}, error {error:.4f}, gradient {length:.2f}"
+            )
+            said, recent = time.monotonic(), []
+    report(f"validation after: {_validated(run, check)}")
+    return run
+
+
+def _validated(run: Distillation, lesson: Lesson) -> str:
+    figures = []
+    for block in run.spec.blocks:
+        for name, take in (("float", exact), ("int8", rounded)):
+            divergence, error = run.validate(lesson, block, take)
+            figures.append(f"{block} {name} {divergence:.4f}/{error:.4f}")
+    return ", ".join(figures)
+
+
+def _spec(mask: MaskConfig, norm: RunningNorm) -> StreamingSpec:
+    return StreamingSpec(blocks=mask.blocks, look_ahead=mask.look_ahead, left=mask.left, norm=norm)

@@ -1,0 +1,140 @@
+"""Moonshine with gradients: the encoder under a block mask, and the decoder over a known text.
+
+Both run the engine's own modules, whose caches and 8-bit products have no gradients. `Linear` says how a product is
+taken, so that training can round as the engine will.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, layer_norm, linear, pad, scaled_dot_product_attention
+
+from engine.models.moonshine import DecoderLayer, EncoderLayer, Moonshine, MoonshineEncoder
+from engine.models.moonshine_streaming import NormSums, RunningNorm, running_norm
+from engine.models.seq2seq import SAFE_STEPS, join_heads, split_heads
+from training.masks import BlockPlan
+
+Linear = Callable[[nn.Linear, Tensor], Tensor]
+
+
+def exact(layer: nn.Linear, x: Tensor) -> Tensor:
+    result: Tensor = layer(x)
+    return result
+
+
+def rounded(layer: nn.Linear, x: Tensor) -> Tensor:
+    """As `Int8Linear` where weights have the fewest steps; weights and input have a range per row."""
+    return linear(_round(x, _INPUT_STEPS), _round(layer.weight, SAFE_STEPS), layer.bias)
+
+
+_INPUT_STEPS = 127
+
+
+def _round(x: Tensor, steps: int) -> Tensor:
+    result: Tensor = _Round.apply(x, steps)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Round(torch.autograd.Function):
+    """Rows rounded to so many steps to each side of zero; the gradient passes as if nothing had happened."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, steps: int) -> Tensor:
+        scale = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / steps
+        return (x / scale).round() * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def encode_whole(encoder: MoonshineEncoder, audio: Tensor) -> Tensor:
+    """The published encoder: every frame sees all others. [batch, samples], no padding -> [batch, frames, width]"""
+    with _float32(audio):
+        x = torch.tanh(encoder.conv1(audio[:, :, None]))
+        x = layer_norm(x, x.shape[1:], eps=encoder.groupnorm.eps)
+        x = x * encoder.groupnorm.weight + encoder.groupnorm.bias
+    x = _frames(encoder, x, exact)
+    return _layers(encoder, x, torch.arange(x.shape[1], device=x.device), None, exact)
+
+
+def encode_blocks(
+    encoder: MoonshineEncoder,
+    norm: RunningNorm,
+    audio: Tensor,
+    plan: BlockPlan,
+    take: Linear = exact,
+    frames: Tensor | None = None,
+) -> Tensor:
+    """[batch, samples] -> [batch, frames, width]; `frames`: [batch] real frames of each row, where rows are padded."""
+    with _float32(audio):
+        x = torch.tanh(encoder.conv1(audio[:, :, None]))
+        x, _, _ = running_norm(x, NormSums(), norm)
+        x = x * encoder.groupnorm.weight + encoder.groupnorm.bias
+    x = _frames(encoder, x, take)
+    mask = plan.mask[None, None]
+    if frames is not None:
+        real = plan.positions < frames[:, None]  # [batch, count]
+        # Frames of padding see everything: a row of the mask with nothing in it would give no number.
+        mask = (mask & real[:, None, None, :]) | ~real[:, None, :, None]
+    return _layers(encoder, x[:, plan.positions], plan.positions, mask, take)[:, : plan.frames]
+
+
+def _float32(audio: Tensor) -> torch.autocast:
+    """The stem's statistics need it, whatever the rest runs in."""
+    return torch.autocast(audio.device.type, enabled=False)
+
+
+def _frames(encoder: MoonshineEncoder, x: Tensor, take: Linear) -> Tensor:
+    columns = x.unfold(1, encoder.conv2.kernel, encoder.conv2.stride).transpose(2, 3).flatten(2)
+    return gelu(encoder.conv3(gelu(take(encoder.conv2.linear, columns))))
+
+
+def _layers(encoder: MoonshineEncoder, x: Tensor, positions: Tensor, mask: Tensor | None, take: Linear) -> Tensor:
+    angles = encoder.rotary.angles(positions[None])
+    for layer in (cast(EncoderLayer, layer) for layer in encoder.layers):
+        attention = layer.self_attn
+        projected = take(attention.qkv_proj, layer.input_layernorm(x)).chunk(3, dim=-1)
+        query, key, value = (split_heads(part, attention.heads) for part in projected)
+        query, key = (encoder.rotary.turn(part, angles).to(value.dtype) for part in (query, key))
+        x = x + take(attention.o_proj, _attend(query, key, value, mask))
+        inner = gelu(take(layer.mlp.fc1, layer.post_attention_layernorm(x)))
+        x = x + take(layer.mlp.fc2, inner)
+    result: Tensor = encoder.layer_norm(x)
+    return result
+
+
+def decode_known(model: Moonshine, tokens: Tensor, heard: Tensor) -> Tensor:
+    """The decoder over a whole text: tokens [batch, count], heard [batch, frames, 2 * layers * width] -> hidden."""
+    decoder, heads = model.decoder, model.config.heads
+    x = decoder.embed_tokens(tokens)
+    rotary = model.encoder.rotary
+    angles = rotary.angles(torch.arange(tokens.shape[1], device=tokens.device)[None])
+    keys_values = heard.chunk(2 * len(decoder.layers), dim=-1)
+    for index, layer in enumerate(cast(DecoderLayer, layer) for layer in decoder.layers):
+        projected = layer.self_attn.qkv_proj(layer.input_layernorm(x)).chunk(3, dim=-1)
+        query, key, value = (split_heads(part, heads) for part in projected)
+        query, key = (rotary.turn(part, angles).to(value.dtype) for part in (query, key))
+        x = x + layer.self_attn.o_proj(_attend(query, key, value, causal=True))
+        query = split_heads(layer.encoder_attn.q_proj(layer.post_attention_layernorm(x)), heads)
+        key, value = (
+            split_heads(part, heads) for part in (keys_values[index], keys_values[len(decoder.layers) + index])
+        )
+        x = x + layer.encoder_attn.o_proj(_attend(query, key, value))
+        x = x + layer.mlp(layer.final_layernorm(x))
+    result: Tensor = decoder.norm(x)
+    return result
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """[batch, heads, count, dim] each -> [batch, count, width]"""
+    dim = query.shape[-1]
+    if query.is_cuda and dim % 8:
+        # The fast kernels take multiples of eight only.
+        query, key, value = (pad(part, (0, -dim % 8)) for part in (query, key, value))
+    mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=dim**-0.5)
+    return join_heads(mixed[..., :dim])
