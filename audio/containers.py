@@ -3,17 +3,19 @@
 `read_file` pulls blocks out of a file of any length. `ContainerDecoder` takes the bytes of a stream that may never end,
 as they arrive. Both decode the same way, and hold no more than the piece at hand and what the codec needs.
 
-PyAV pulls bytes from a file object, so a `ContainerDecoder` has a thread on which PyAV runs, used as a coroutine:
-`decode` hands one piece over and waits until PyAV asks for the next. Nothing queues up, and the outcome depends on the
-bytes alone. `decode` takes as long as the codec needs for the piece: call it off the event loop.
+PyAV pulls bytes from a file object, so a `ContainerDecoder` has a thread on which PyAV runs, used as a coroutine: it
+gets one piece, and goes on when what it made of it is taken. Nothing queues up, a small piece that holds hours of
+silence is decoded in steps, and the outcome depends on the bytes alone.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from os import PathLike
+from queue import SimpleQueue
 from typing import BinaryIO
 
 import av
@@ -23,19 +25,32 @@ from av.audio.stream import AudioStream
 from av.container import InputContainer
 from numpy.typing import NDArray
 
-from audio.errors import AudioError, CorruptAudio, EmptyAudio, NoAudioTrack, NotAudio
+from audio.errors import AudioError, CorruptAudio, EmptyAudio, NoAudioTrack, NotAudio, TooCompressed, TooManyDecoders
 from audio.formats import checked_samples
-from audio.pipes import BytePipe, Mp4Boxes
-from audio.resample import Resampler
+from audio.mp4 import Mp4Boxes
+from audio.pipes import READ_BYTES, BytePipe, Filtered, Parts, PipeClosed
+from audio.resample import MODEL_RATE, Resampler
+from audio.tagless import WAV_UNKNOWN_LENGTH, without_tags
 
 HEAD_BYTES = 12
-READ_BYTES = 32_768
+# A decoder waits for its samples to be taken when it has made so many, and never makes more than a packet's beyond.
+STEP_SAMPLES = 5 * MODEL_RATE
+MAX_PACKET_BYTES = 4 << 20
+MAX_PACKET_SAMPLES = 1 << 18
+MAX_CHANNELS = 64
+# Codecs for speech take 80 bytes for a second, and 20 when nobody speaks; a stream may begin with a minute of less.
+MAX_SECONDS_PER_BYTE = 0.1
+FREE_SECONDS = 60.0
+# Decoders that may still be at work although nobody waits for them.
+MAX_LEFT_BEHIND = 64
 
-Source = BinaryIO | BytePipe | Mp4Boxes
+Source = BinaryIO | Filtered
 
 # What may be opened. Other formats are not sound (subtitles, images) or refer to further files (playlists).
 FILE_FORMATS = "aac,ac3,aiff,amr,asf,au,avi,caf,eac3,flac,flv,matroska,mov,mp3,mp4,mpeg,mpegts,ogg,w64,wav,webm"
 OPEN_OPTIONS = {"format_whitelist": FILE_FORMATS, "protocol_whitelist": "none"}
+# Decoders that may be used, by how their names begin: what people record and send. Rare ones are where libav is weak.
+CODECS = tuple("aac ac3 adpcm_ alac amr eac3 flac g722 g726 gsm mp1 mp2 mp3 opus libopus pcm_ speex vorbis wma".split())
 # libav would read five seconds before it trusts a header, and a stream's first samples must not wait for that.
 # Nobody seeks in a stream, so libav's index of it stays small.
 STREAM_OPTIONS = OPEN_OPTIONS | {"analyzeduration": "1", "indexmem": "16384"}
@@ -45,9 +60,6 @@ EXACT_DURATION_FORMATS = frozenset({"matroska,webm", "ogg", "flac", "mov,mp4,m4a
 # How much of the declared duration may be missing: codec delay, and rounding by the writer.
 MISSING_SECONDS = 0.25
 MISSING_SHARE = 0.01
-
-# Writers that cannot go back and fill in the length of a WAV file leave zero or nearly the largest value.
-WAV_UNKNOWN_LENGTH = 0x7FFF_0000
 
 
 def read_file(path: str | PathLike[str]) -> Iterator[NDArray[np.float32]]:
@@ -90,70 +102,147 @@ class ContainerDecoder:
     to flow after 128 KiB and FLAC after about a second: libav reads that much before it is sure what is inside.
     """
 
-    def __init__(self) -> None:
-        self._pipe = BytePipe()
-        self._blocks: list[NDArray[np.float32]] = []
+    def __init__(self, on_turn: Callable[[], None] | None = None) -> None:
+        """`on_turn` is called, on another thread, when what was given is used up or a step of samples is ready.
+
+        With it, call `give` and `take` in turns and never wait; without it, `decode` and `flush` wait.
+        """
+        self._turns: SimpleQueue[None] = SimpleQueue()
+        self._pipe = BytePipe(on_turn or partial(self._turns.put, None))
+        self._made = _Made()
         self._ended = False
         # The thread does not know the decoder: one that nobody holds any more is collected, and its thread ends.
-        weakref.finalize(self, self._pipe.end)
-        thread = threading.Thread(target=_pump, args=(self._pipe, self._blocks), name="container-decoder", daemon=True)
-        thread.start()
-        self._pipe.wait()
+        weakref.finalize(self, self._pipe.close)
+        args = (self._pipe, self._made)
+        self._thread = threading.Thread(target=_pump, args=args, name="container-decoder", daemon=True)
 
-    def decode(self, data: bytes) -> list[NDArray[np.float32]]:
-        """Blocks of 16 kHz mono that `data` completes.
+    def decode(self, data: bytes) -> Iterator[NDArray[np.float32]]:
+        """Blocks of 16 kHz mono that `data` completes; the next ones are made when these are taken.
 
-        Raises AudioError when the stream cannot be decoded (any further), on this and every later call; blocks from
-        before the fault come with the first error.
+        Raises AudioError when the stream cannot be decoded (any further), on this and every later call.
         """
-        if self._ended:
-            raise ValueError("the stream has been flushed or closed")
-        if data:
-            self._pipe.hand_over(data)
-        return self._take_blocks()
+        self.give(data)
+        return self._blocks()
 
-    def flush(self) -> list[NDArray[np.float32]]:
+    def flush(self) -> Iterator[NDArray[np.float32]]:
         """End the stream: the remaining blocks. Raises AudioError as `decode` does, and for no audio at all."""
-        self.close()
-        return self._take_blocks()
+        self.give(None)
+        return self._blocks()
 
     def close(self) -> None:
-        """End the stream and its thread; harmless when done twice."""
+        """End the stream without waiting for its thread, which may be in the middle of a piece. Harmless twice."""
         self._ended = True
-        self._pipe.hand_over(None)
+        self._pipe.close()
+        if self._thread.is_alive():
+            _left_behind.add(self._thread)
 
-    def abandon(self) -> None:
-        """End the stream without waiting for its thread, which may be in the middle of a piece; nothing more comes."""
-        self._ended = True
-        self._pipe.end()
+    def give(self, data: bytes | None) -> None:
+        """Hand over a piece, nothing to let it go on, or None for the end; `on_turn` says when it is done with it."""
+        if self._ended and data != b"":
+            raise ValueError("the stream has been flushed or closed")
+        self._ended = self._ended or data is None
+        if not self._thread.ident:
+            _check_left_behind()
+            self._thread.start()
+        self._pipe.hand_over(data)
 
-    def _take_blocks(self) -> list[NDArray[np.float32]]:
-        blocks = self._blocks.copy()
-        self._blocks.clear()
-        failure = self._pipe.failure
-        if isinstance(failure, AudioError):
-            raise type(failure)(str(failure), blocks)
-        if failure is not None:
-            raise failure
+    def take(self) -> list[NDArray[np.float32]]:
+        """After a turn: the blocks made in it, a step at most and one packet. Raises AudioError."""
+        if isinstance(self._pipe.failure, AudioError):
+            raise type(self._pipe.failure)(str(self._pipe.failure))
+        if self._pipe.failure is not None:
+            raise self._pipe.failure
+        return self._made.take()
+
+    @property
+    def has_more(self) -> bool:
+        """After a turn: more can be made of what was given already."""
+        return not self._pipe.hungry and not self._pipe.finished
+
+    def _blocks(self) -> Iterator[NDArray[np.float32]]:
+        self._turns.get()
+        yield from self.take()
+        while self.has_more:
+            self.give(b"")
+            self._turns.get()
+            yield from self.take()
+
+
+# Threads of decoders that were closed in the middle of a piece. libav cannot be stopped, so their number is bounded.
+_left_behind: set[threading.Thread] = set()
+
+
+def _check_left_behind() -> None:
+    _left_behind.intersection_update([thread for thread in _left_behind if thread.is_alive()])
+    if len(_left_behind) >= MAX_LEFT_BEHIND:
+        raise TooManyDecoders("the server is still busy with other recordings; try again in a minute")
+
+
+class _Made:
+    """Blocks that the thread has made and nobody has taken yet. Only the side that has the turn touches them."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._blocks: list[NDArray[np.float32]] = []
+
+    def add(self, block: NDArray[np.float32]) -> None:
+        self._blocks.append(block)
+        self.samples += len(block)
+
+    def take(self) -> list[NDArray[np.float32]]:
+        blocks, self._blocks, self.samples = self._blocks, [], 0
         return blocks
 
 
-def _pump(pipe: BytePipe, blocks: list[NDArray[np.float32]]) -> None:
-    """The thread of a ContainerDecoder."""
+def _pump(pipe: BytePipe, made: _Made) -> None:
+    """The thread of a ContainerDecoder. It ends with nothing left to take."""
+    failure: Exception | None = None
     try:
-        head = pipe.peek(HEAD_BYTES)
-        container_format = sniff(head)
-        if head and container_format is None:
-            raise NotAudio(
-                "the stream is none of WebM, Ogg, MP3, FLAC, WAV and MP4, or does not start at its beginning"
-            )
-        source = Mp4Boxes(pipe) if container_format == "mp4" else pipe
-        for block in _decode(source, head, container_format, STREAM_OPTIONS):
-            blocks.append(block)  # noqa: PERF402 (each block must be there when PyAV waits for the next piece)
+        try:
+            _make(pipe, made)
+        except AudioError as error:
+            failure = error
+        if made.samples:
+            pipe.pause()
+    except PipeClosed:
+        pass
     except Exception as error:
-        pipe.finish(error)
-    else:
-        pipe.finish(None)
+        failure = error
+    pipe.finish(failure)
+
+
+def _make(pipe: BytePipe, made: _Made) -> None:
+    """Decode the stream in steps, each when the one before is taken. What the stream did wrong comes before what libav
+    makes of it."""
+    pipe.begin()
+    head = pipe.peek(HEAD_BYTES)
+    container_format = sniff(head)
+    if head and container_format is None:
+        raise NotAudio("the stream is none of WebM, Ogg, MP3, FLAC, WAV and MP4, or does not start at its beginning")
+    source: Filtered = Mp4Boxes(pipe)
+    if container_format is not None and container_format != "mp4":
+        source = Parts(without_tags(container_format, pipe))
+    try:
+        _make_steps(_decode(source, head, container_format, STREAM_OPTIONS), pipe, made)
+    except AudioError as error:
+        raise source.fault or error from error
+    if source.fault is not None:
+        raise source.fault
+
+
+def _make_steps(blocks: Iterator[NDArray[np.float32]], pipe: BytePipe, made: _Made) -> None:
+    seconds = 0.0
+    for block in blocks:
+        pipe.sound_came()
+        seconds += len(block) / MODEL_RATE
+        if seconds > FREE_SECONDS + MAX_SECONDS_PER_BYTE * pipe.bytes_read:
+            raise TooCompressed(
+                f"{seconds:.0f} s of sound came out of {pipe.bytes_read} bytes, less than any codec needs for speech; "
+                "send Opus, MP3 or raw samples, or FLAC in blocks of 4096 samples"
+            )
+        made.add(block)
+        if made.samples >= STEP_SAMPLES:
+            pipe.pause()
 
 
 def _decode(
@@ -203,9 +292,11 @@ def _open(source: Source, head: bytes, container_format: str | None, options: di
                 raise CorruptAudio(f"the {known or 'file'} header is incomplete; send the file from its start")
             raise NoAudioTrack("the file has no audio track; send one that has sound in it")
     # The type does not say so, but an unknown codec has no context.
-    if container.streams.audio[0].codec_context is None:
+    decoder: AudioCodecContext | None = container.streams.audio[0].codec_context
+    if decoder is None or not decoder.name.startswith(CODECS):
         with container:
             raise NotAudio("the audio track is in a codec that cannot be read; send Opus, AAC, MP3, FLAC or PCM")
+    decoder.options = {"max_samples": str(MAX_PACKET_SAMPLES)}
     return container
 
 
@@ -222,6 +313,8 @@ def _frames(packets: Iterator[av.Packet[AudioStream]], head: bytes) -> Iterator[
             if not packet.size:
                 declared = _declared_seconds(packet.stream)
                 continue
+            if packet.size > MAX_PACKET_BYTES:
+                raise CorruptAudio(f"a packet after {seconds:.2f} s is larger than {MAX_PACKET_BYTES} bytes")
             cut_short |= packet.is_corrupt
             for frame in decoder.decode(packet):
                 seconds += frame.samples / frame.sample_rate
@@ -282,8 +375,12 @@ def _to_model_rate(frames: Iterator[av.AudioFrame]) -> Iterator[NDArray[np.float
 
 def _mix_down(frame: av.AudioFrame) -> NDArray[np.float32]:
     """One channel: the mean of all, each weighing the same."""
-    samples = frame.to_ndarray()
     channels = frame.layout.nb_channels
+    if channels > MAX_CHANNELS:
+        raise NotAudio(
+            f"the audio track has {channels} channels; send at most {MAX_CHANNELS}, or one that is mixed down"
+        )
+    samples = frame.to_ndarray()
     if not frame.format.is_planar:
         samples = samples.reshape(-1, channels).T
     mono: NDArray[np.float32] = (

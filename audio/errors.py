@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
-
 
 class AudioError(Exception):
     """The audio cannot be used (any further); the message says what to fix. `code` is stable and meant for machines.
 
-    Samples from before the fault are good: `decoded` holds those that had not been handed over yet.
+    Samples from before the fault are good.
     """
 
     code = "invalid_audio"
-
-    def __init__(self, message: str, decoded: Sequence[NDArray[np.float32]] = ()) -> None:
-        super().__init__(message)
-        self.decoded = decoded
 
 
 class BadSamples(AudioError):
@@ -55,3 +46,21 @@ class CorruptAudio(AudioError):
     """The container is damaged or cut short."""
 
     code = "corrupt_audio"
+
+
+class TooCompressed(AudioError):
+    """Far more sound than its bytes can hold: made to cost more than it takes to send."""
+
+    code = "audio_too_compressed"
+
+
+class DecodingTooSlow(AudioError):
+    """A piece that the decoder does not get through."""
+
+    code = "decoding_too_slow"
+
+
+class TooManyDecoders(AudioError):
+    """Not the audio's fault: too many decoders are still at work on what others sent."""
+
+    code = "server_busy"

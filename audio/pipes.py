@@ -1,158 +1,169 @@
 """The bytes of a stream on their way to a library that wants to read them from a file.
 
-The library runs on a thread of its own, used as a coroutine: one side runs at a time and the other waits for its turn.
-So a pipe never holds more than the piece that is being read.
+The library runs on a thread of its own, used as a coroutine: one side runs at a time and the other has given its turn
+away. So a pipe never holds more than the piece that is being read, and the library never makes more than is taken.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
-from audio.errors import CorruptAudio
+from audio.errors import AudioError, CorruptAudio
 
-# A box that describes media takes kilobytes; a larger box is passed on as it comes. A box of size 0 lasts to the end.
-MAX_BOX_BYTES = 1 << 20
-MAX_MEDIA_BYTES = 1 << 62
-# libav remembers every packet of a fragmented MP4, about 4 KB per second of audio, until it is opened again.
-MAX_FRAGMENTS = 256
+READ_BYTES = 32_768
+# So much may go by without a sound: a header, a picture, a picture track between two pieces of sound. What describes
+# sound takes kilobytes, and libav may keep all of it.
+MAX_SILENT_BYTES = 16 << 20
+
+
+class PipeClosed(Exception):
+    """Nobody waits for the reader any more."""
 
 
 class BytePipe:
     """Read like a file by one thread, fed by another."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_turn: Callable[[], None]) -> None:
+        """`on_turn` is called on the reader's thread whenever it gives the turn back, and when it is done."""
         self.failure: Exception | None = None
+        self.finished = False
+        # True: the reader has used up what it was given. False: it waits until what it made is taken.
+        self.hungry = True
+        self.bytes_read = 0
+        self._on_turn = on_turn
         self._pieces: SimpleQueue[bytes | None] = SimpleQueue()
-        self._turns: SimpleQueue[None] = SimpleQueue()
-        self._finished = False
         self._piece = b""
         self._taken = 0
         self._ended = False
+        self._closed = False
+        self._sound_at = 0
 
-    # The side that feeds
+    # The side that feeds. It may hand over when it has the turn, and close at any time; neither waits.
 
     def hand_over(self, piece: bytes | None) -> None:
-        """Hand over a piece, or None for the end, and wait until all of it is used."""
-        if not self._finished:
+        """Give the turn away, with more bytes, with none to let the reader go on, or with None for the end."""
+        if self.finished:
+            self._on_turn()
+        else:
             self._pieces.put(piece)
-            self.wait()
 
-    def wait(self) -> None:
-        """Wait until the reader has nothing left to read, or is done."""
-        self._turns.get()
-        if self._finished:
-            # Somebody else may be waiting too, and the reader gives no more turns.
-            self._turns.put(None)
-
-    def end(self) -> None:
-        """Let the reader run out without waiting for it."""
+    def close(self) -> None:
+        """Let the reader stop as soon as it asks for anything; nothing more comes of it."""
+        self._closed = True
         self._pieces.put(None)
 
     # The side that reads
 
+    def begin(self) -> None:
+        """Wait for the first turn."""
+        self._take(self._pieces.get())
+
     def read(self, size: int) -> bytes:
         """Up to `size` bytes. Waits for the next piece if nothing is there; returns nothing only at the end."""
-        if self._taken == len(self._piece) and not self._ended:
-            self._turns.put(None)
-            piece = self._pieces.get()
-            self._piece, self._taken, self._ended = piece or b"", 0, piece is None
-        part = self._piece[self._taken : self._taken + size]
-        self._taken += len(part)
-        return part
+        while self._taken == len(self._piece) and not self._ended:
+            self._take(self._give_turn(hungry=True))
+        return self._next(size)
+
+    def sound_came(self) -> None:
+        """What was read so far has led to samples."""
+        self._sound_at = self.bytes_read
 
     def read_all(self, size: int) -> bytes:
         """`size` bytes, however long they take to come; fewer at the end of the stream."""
-        parts = []
-        while size and (part := self.read(size)):
-            parts.append(part)
+        if self._taken + size <= len(self._piece):
+            return self._next(size)
+        return b"".join(self.parts(size))
+
+    def parts(self, size: int) -> Iterator[bytes]:
+        """The next `size` bytes as they come; fewer at the end of the stream."""
+        while size and (part := self.read(min(size, READ_BYTES))):
+            yield part
             size -= len(part)
-        return b"".join(parts)
+
+    def rest(self) -> Iterator[bytes]:
+        """Everything up to the end, as it comes."""
+        while part := self.read(READ_BYTES):
+            yield part
+
+    def skip(self, size: int) -> None:
+        for _ in self.parts(size):
+            pass
 
     def peek(self, size: int) -> bytes:
         """The next `size` bytes without taking them; fewer at the end of the stream."""
         head = self.read_all(size)
         self._piece = head + self._piece[self._taken :]
         self._taken = 0
+        self.bytes_read -= len(head)
         return head
 
+    def pause(self) -> None:
+        """Wait until what was made is taken. Raises PipeClosed if nobody will take it."""
+        if self._give_turn(hungry=False) is None:
+            raise PipeClosed
+
     def finish(self, failure: Exception | None) -> None:
-        """The reader is done: nobody needs to wait for it any more."""
+        """The reader is done: it takes no more turns."""
         self.failure = failure
-        self._finished = True
-        self._turns.put(None)
+        self.finished = True
+        self._on_turn()
 
-
-class Mp4Boxes:
-    """An MP4 stream, made readable for libav from front to back and without end.
-
-    Boxes that are not media arrive whole: libav steps back a few bytes when it reads one; in a stream it can do so only
-    within what it was last given, and loses its place otherwise. A long stream is also
-    ended now and then and opened again with the same header: libav remembers every packet of a fragmented MP4.
-    """
-
-    def __init__(self, pipe: BytePipe) -> None:
-        self._pipe = pipe
-        self._box = b""
-        self._media_bytes = 0
-        self._header = b""
-        self._has_index = False
-        self._fragments = 0
-        self._next_part = b""
-
-    def start_over(self) -> bool:
-        """Ask at the end: True if the stream goes on and has to be opened again."""
-        self._box, self._next_part = self._next_part and self._header + self._next_part, b""
-        self._fragments = 1
-        return bool(self._box)
-
-    def read(self, size: int) -> bytes:
-        if not self._box and not self._media_bytes:
-            self._box = self._next_box()
-        if self._box:
-            part, self._box = self._box[:size], self._box[size:]
-        else:
-            part = self._pipe.read(min(size, self._media_bytes))
-            # A stream that ends inside a box ends.
-            self._media_bytes = self._media_bytes - len(part) if part else 0
+    def _next(self, size: int) -> bytes:
+        """Up to `size` bytes of the piece at hand."""
+        if self._closed:
+            return b""
+        part = self._piece[self._taken : self._taken + size]
+        self._taken += len(part)
+        self.bytes_read += len(part)
+        if self.bytes_read - self._sound_at > MAX_SILENT_BYTES:
+            raise CorruptAudio(
+                f"more than {MAX_SILENT_BYTES >> 20} MiB came without any sound among them; send the sound alone, "
+                "without pictures"
+            )
         return part
 
-    def _next_box(self) -> bytes:
-        """The next box, or only its header if its content is media or too large to wait for; nothing at the end."""
-        if self._next_part:
-            return b""
-        header = self._pipe.read_all(8)
-        size, kind = int.from_bytes(header[:4], "big"), header[4:8]
-        if size == 1:
-            header += self._pipe.read_all(8)
-            size = int.from_bytes(header[8:], "big")
-        content = size - len(header) if size else MAX_MEDIA_BYTES
-        if kind == b"mdat" and not self._has_index:
-            raise CorruptAudio(
-                "the MP4 stream has its index (moov) at the end; put it in front (faststart), send fragmented MP4, or "
-                "upload the whole file"
-            )
-        if kind == b"mdat" or content > MAX_BOX_BYTES:
-            self._media_bytes = content
-            return header
-        box = header + self._pipe.read_all(max(content, 0))
-        if not self._has_index:
-            self._header += box
-            self._has_index = kind == b"moov"
-        elif kind == b"moof":
-            return self._next_fragment(box)
-        return box
+    def _give_turn(self, *, hungry: bool) -> bytes | None:
+        if self._closed:
+            return None
+        self.hungry = hungry
+        self._on_turn()
+        return self._pieces.get()
 
-    def _next_fragment(self, box: bytes) -> bytes:
-        """The index of the next fragment, unless it is time for the stream to end here."""
-        self._fragments += 1
-        if self._fragments <= MAX_FRAGMENTS or _points_into_file(box):
-            return box
-        self._next_part = box
+    def _take(self, piece: bytes | None) -> None:
+        self._piece, self._taken, self._ended = piece or b"", 0, piece is None
+
+
+class Filtered:
+    """What a library gets to see of a stream, read like a file. A fault ends it: libraries do not expect one here."""
+
+    def __init__(self) -> None:
+        self.fault: AudioError | None = None
+
+    def read(self, size: int) -> bytes:
+        if self.fault is None:
+            try:
+                return self._read(size)
+            except AudioError as error:
+                self.fault = error
         return b""
 
+    def _read(self, size: int) -> bytes:
+        raise NotImplementedError
 
-def _points_into_file(fragment: bytes) -> bool:
-    """True if the fragment gives the place of its media in the file; most give the distance from the fragment."""
-    _, found, track_header = fragment.partition(b"tfhd")
-    # A byte of version, then three of flags, of which the last bit says that an offset into the file follows.
-    return not found or bool(int.from_bytes(track_header[1:4], "big") & 1)
+
+class Parts(Filtered):
+    """Parts of a stream as a generator lets them through; none of them is empty."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        super().__init__()
+        self._parts = parts
+        self._part = b""
+        self._taken = 0
+
+    def _read(self, size: int) -> bytes:
+        if self._taken == len(self._part):
+            self._part, self._taken = next(self._parts, b""), 0
+        part = self._part[self._taken : self._taken + size]
+        self._taken += len(part)
+        return part

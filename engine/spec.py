@@ -71,6 +71,14 @@ class ModelSpec:
     # Options that a stream may be opened with, such as a language; the model refuses others.
     options: tuple[str, ...] = ()
 
+    @property
+    def backlog_positions(self) -> int:
+        """Audio that backlog of a windowed model waits for while more may come: a whole window, and a stride behind it.
+
+        By then it is known where utterances end in that window, so that what is read does not depend on when.
+        """
+        return self.window_positions + self.stride_positions
+
     def flush_positions_for(self, delay_positions: int) -> int:
         """Silent positions that must be computed before the last word of a stream with this delay is out."""
         return self.flush_positions + delay_positions

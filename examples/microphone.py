@@ -15,16 +15,24 @@ from websockets.asyncio.client import connect
 
 RATE = 24_000  # what OpenAI's own servers take
 CHUNK_SAMPLES = RATE // 10
+# Sound that may wait while the network is slow: ten seconds. When it is full the oldest goes, so captions stay live.
+MAX_WAITING = 100
 TRANSCRIPTION = "conversation.item.input_audio_transcription"
 
 
 async def main(url: str) -> None:
     loop = asyncio.get_running_loop()
-    chunks: asyncio.Queue[bytes] = asyncio.Queue()
+    chunks: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
+
+    def put(chunk: bytes) -> None:
+        if chunks.full():
+            chunks.get_nowait()
+            print("\n[the server is too slow: a tenth of a second was lost]", file=sys.stderr)
+        chunks.put_nowait(chunk)
 
     def on_sound(data, frames, times, status) -> None:
         """Called on a thread of its own: hand the bytes over to the event loop."""
-        loop.call_soon_threadsafe(chunks.put_nowait, bytes(data))
+        loop.call_soon_threadsafe(put, bytes(data))
 
     key = os.environ.get("TICKERTAPE_API_KEY", "none")
     async with connect(url, additional_headers={"Authorization": f"Bearer {key}"}, proxy=None) as socket:

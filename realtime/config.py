@@ -42,6 +42,8 @@ class ServerConfig:
     dead_after_s: float = 180.0
     # Seconds a new connection has to send its whole request head.
     handshake_s: float = 10.0
+    # Take items that others prepared into the engines' caches: POST /v1/audio/inject, and its event on the socket.
+    inject: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class LimitsConfig:
     new_sessions_per_minute: int = 0
     # Largest WebSocket message; 15 MiB of audio in base64 need 20 MiB.
     message_bytes: int = 21 * 1024 * 1024
+    # Largest message that is not audio.
+    control_bytes: int = 64 * 1024
     # A client that sends more messages a second than this is slowed down; 0 is no limit.
     messages_per_second: float = 0.0
     # A client that sends more messages a second that cannot be understood is slowed down too; 0 is no limit.
@@ -73,15 +77,19 @@ class LimitsConfig:
     audio_in_flight_s: float = 60.0
     # Longest silence that a client may declare in one message instead of sending it.
     gap_s: float = 86_400.0
-    # Events and characters that may wait for a client that does not read, before it is closed with 1008.
+    # Events, and bytes of them, that may wait for a client that does not read, before it is closed with 1008.
     outbox_events: int = 1024
-    outbox_characters: int = 1_000_000
+    outbox_bytes: int = 2_000_000
+    # The older name of `outbox_bytes`; if it is not 0, it counts.
+    outbox_characters: int = 0
     # Close a session that sent nothing for so long, or that lasted so long; 0 is no limit.
     idle_s: float = 0.0
     session_s: float = 0.0
     # Uploaded files: size, and seconds one may take to arrive and be transcribed.
     upload_bytes: int = 512 * 1024 * 1024
     upload_s: float = 3600.0
+    # Bytes of items to inject that all requests together may hold, while they arrive and until they have left.
+    inject_bytes: int = 16 * 1024 * 1024
     # Files transcribed at once; more wait their turn.
     uploads: int = 4
 
@@ -96,8 +104,9 @@ class SessionConfig:
     turn_s: float = 3600.0
     # How long a session whose client asked for it waits to be resumed; 0 turns resuming off.
     resume_s: float = 120.0
-    # Events kept for a client that resumes.
+    # Events kept for a client that resumes, and bytes of them.
     resume_events: int = 4096
+    resume_bytes: int = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

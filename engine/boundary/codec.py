@@ -7,7 +7,7 @@ the socket has let go of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import messages
+from engine.boundary.commands import Wire, WireStreamState, plain_state, wire_state
 from engine.spec import ModelSpec
 
 # Goes up whenever an older peer could misread what is sent.
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 Frames = Sequence[Any]
 Payload = NDArray[np.float32]
@@ -28,78 +29,13 @@ class WireError(Exception):
     """Bytes that are not a message of this protocol."""
 
 
-class _Wire(msgspec.Struct, array_like=True, gc=False):
-    """Base of everything that travels inside a header."""
-
-
-class WireItem(_Wire):
-    offset: int
-    length: int
-    sample: int
-    key: bytes
-    # Which of the message's payload frames is this item's data; None: the receiver holds it, or it is a gap.
-    frame: int | None
-    mask: list[bool] | None
-    samples: int | None
-    # Rows of a payload with two axes (features); None for samples.
-    rows: int | None
-
-
-class WireStreamState(_Wire, tag="state"):
-    stream: str
-    audio_from: int
-    position: int
-    tag: int
-    parts: dict[str, messages.Saved]
-
-
-class WireOpen(_Wire, tag="open"):
-    stream: str
-    live: bool
-    delay_positions: int | None
-    options: dict[str, str]
-    forced_tokens: list[int]
-    state: WireStreamState | None
-    items: list[WireItem]
-    catch_up_until: int
-    suspect: tuple[int, int] | None
-
-
-class WireFeed(_Wire, tag="feed"):
-    stream: str
-    items: list[WireItem]
-
-
-class WireFlush(_Wire, tag="flush"):
-    stream: str
-    tag: int
-    at_pause: bool
-
-
-class WireFinish(_Wire, tag="finish"):
-    stream: str
-
-
-class WireAbort(_Wire, tag="abort"):
-    stream: str
-
-
-class Inject(_Wire, tag="inject"):
-    """Items for the receiver's cache alone."""
-
-    items: list[WireItem]
-
-
-WireCommand = WireOpen | WireFeed | WireFlush | WireFinish | WireAbort | Inject
-
-
-class WireWord(_Wire):
+class WireWord(Wire):
     text: str
     start_sample: int
     end_sample: int
 
 
-class WireText(_Wire, tag="text"):
+class WireText(Wire, tag="text"):
     stream: str
     delta: str
     words: list[WireWord]
@@ -107,41 +43,41 @@ class WireText(_Wire, tag="text"):
     sample: int
 
 
-class WireSpeech(_Wire, tag="speech"):
+class WireSpeech(Wire, tag="speech"):
     stream: str
     sample: int
     frame_samples: int
     probabilities: list[float]
 
 
-class WireOpened(_Wire, tag="opened"):
+class WireOpened(Wire, tag="opened"):
     stream: str
 
 
-class WireFlushed(_Wire, tag="flushed"):
+class WireFlushed(Wire, tag="flushed"):
     stream: str
     tag: int
     sample: int
 
 
-class WireClosed(_Wire, tag="closed"):
+class WireClosed(Wire, tag="closed"):
     stream: str
     sample: int
 
 
-class WireFailed(_Wire, tag="failed"):
+class WireFailed(Wire, tag="failed"):
     stream: str
     code: str
     message: str
 
 
-class WireRefused(_Wire, tag="refused"):
+class WireRefused(Wire, tag="refused"):
     stream: str
     code: str
     message: str
 
 
-class WireDead(_Wire, tag="dead"):
+class WireDead(Wire, tag="dead"):
     message: str
 
 
@@ -158,14 +94,14 @@ WireOutput = (
 )
 
 
-class Progress(_Wire):
+class Progress(Wire):
     """How far a stream is: positions below `computed` are done."""
 
     stream: str
     computed: int
 
 
-class Status(_Wire):
+class Status(Wire):
     """What an engine has and how busy it is."""
 
     slots_used: int = 0
@@ -212,15 +148,30 @@ class Unwelcome(msgspec.Struct, tag="unwelcome"):
     message: str
 
 
-class Batch(_Wire, tag="batch"):
-    """What a gateway has to say in one tick, for all its streams."""
+class WireData(Wire):
+    """The audio of one item of a message: a hash, and where in the message its bytes are."""
+
+    key: bytes
+    # Which of the message's payload frames; None: the receiver holds it.
+    frame: int | None
+    # Rows of a payload with two axes (features); None for samples.
+    rows: int | None
+
+
+class Batch(Wire, tag="batch"):
+    """What a gateway has to say in one tick, for all its streams.
+
+    The audio of all commands stands beside them: whether a command can be read changes nothing for either cache, and
+    audio that no command refers to is for the receiver's cache alone. `commands` are read one by one.
+    """
 
     seq: int
     ack: int
-    commands: list[WireCommand]
+    data: list[WireData]
+    commands: list[msgspec.Raw]
 
 
-class Update(_Wire, tag="update"):
+class Update(Wire, tag="update"):
     """What an engine has to say after a step, for all streams of one gateway."""
 
     seq: int
@@ -230,7 +181,7 @@ class Update(_Wire, tag="update"):
     status: Status
 
 
-class Beat(_Wire, tag="beat"):
+class Beat(Wire, tag="beat"):
     """Alive; `sent` is the last numbered message, `ack` the last one taken."""
 
     sent: int
@@ -238,28 +189,28 @@ class Beat(_Wire, tag="beat"):
     status: Status | None = None
 
 
-class Again(_Wire, tag="again"):
+class Again(Wire, tag="again"):
     """Numbered messages from `seq` on did not arrive: send them again."""
 
     seq: int
 
 
-class Missing(_Wire, tag="missing"):
+class Missing(Wire, tag="missing"):
     """All hashes of batch `seq` that the receiver does not hold."""
 
     seq: int
     keys: list[bytes]
 
 
-class Repair(_Wire, tag="repair"):
+class Repair(Wire, tag="repair"):
     """The data of those hashes, one payload frame each; `gone` are those the sender has no data for."""
 
     seq: int
-    items: list[WireItem]
+    data: list[WireData]
     gone: list[bytes]
 
 
-class Bye(_Wire, tag="bye"):
+class Bye(Wire, tag="bye"):
     """The gateway leaves; its streams are forgotten."""
 
 
@@ -274,9 +225,9 @@ _decoders: dict[bool, msgspec.msgpack.Decoder[Any]] = {
 _greeting_decoder = msgspec.msgpack.Decoder(Hello | Welcome | Unwelcome)
 
 
-def encode(header: msgspec.Struct, payloads: Sequence[Payload] = ()) -> list[Any]:
+def encode(header: msgspec.Struct, payloads: Iterable[memoryview] = ()) -> list[Any]:
     """Frames ready for the socket; payloads go by view."""
-    return [_encoder.encode(header), *(payload.data for payload in payloads)]
+    return [_encoder.encode(header), *payloads]
 
 
 def decode(frames: Frames, to_engine: bool) -> Any:
@@ -288,75 +239,32 @@ def decode(frames: Frames, to_engine: bool) -> Any:
         if header and 0x80 <= header[0] <= 0x8F:
             return _greeting_decoder.decode(header)
         return _decoders[to_engine].decode(header)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise WireError(f"not a message of this protocol: {error}") from None
 
 
-def payload_of(item: WireItem, frames: Frames) -> Payload | None:
+def payload_of(data: WireData, frames: Frames) -> Payload | None:
     """An item's data by view, if the message carries it. Frame 0 is the header."""
-    if item.frame is None:
+    if data.frame is None:
         return None
-    if not 0 < item.frame < len(frames):
-        raise WireError(f"payload frame {item.frame} of {len(frames) - 1}")
+    if not 0 < data.frame < len(frames):
+        raise WireError(f"payload frame {data.frame} of {len(frames) - 1}")
     try:
-        payload = np.frombuffer(frames[item.frame], dtype=np.float32)
-        return payload if item.rows is None else payload.reshape(item.rows, -1)
-    except ValueError as error:
+        payload = np.frombuffer(frames[data.frame], dtype=np.float32)
+        return payload if data.rows is None else payload.reshape(data.rows, -1)
+    except (ValueError, OverflowError) as error:
         raise WireError(f"a payload is not float32 data: {error}") from None
 
 
-def wire_item(item: messages.Item, frame: int | None) -> WireItem:
-    payload = item.payload
-    rows = None if payload is None or payload.ndim == 1 else payload.shape[0]
-    return WireItem(item.offset, item.length, item.sample, item.key, frame, item.mask, item.samples, rows)
-
-
-def plain_item(item: WireItem, payload: Payload | None) -> messages.Item:
-    return messages.Item(item.offset, item.length, item.sample, item.key, payload, item.mask, item.samples)
-
-
-def wire_open(command: messages.Open, items: list[WireItem]) -> WireOpen:
-    state = None if command.state is None else _wire_state(command.state)
-    return WireOpen(
-        command.stream,
-        command.live,
-        command.delay_positions,
-        command.options,
-        command.forced_tokens,
-        state,
-        items,
-        command.catch_up_until,
-        command.suspect,
-    )
-
-
-def plain_open(command: WireOpen, name: str, items: list[messages.Item]) -> messages.Open:
-    """The command under the name the engine knows the stream by."""
-    return messages.Open(
-        name,
-        command.live,
-        command.delay_positions,
-        command.options,
-        command.forced_tokens,
-        None if command.state is None else _plain_state(command.state),
-        items,
-        command.catch_up_until,
-        command.suspect,
-    )
-
-
-def _wire_state(state: messages.StreamState) -> WireStreamState:
-    return WireStreamState(state.stream, state.audio_from, state.position, state.tag, state.parts)
-
-
-def _plain_state(state: WireStreamState) -> messages.StreamState:
-    return messages.StreamState(state.stream, state.audio_from, state.position, state.tag, state.parts)
+def rows_of(payload: Payload | None) -> int | None:
+    """What must be said of a payload's shape beside its bytes."""
+    return None if payload is None or payload.ndim == 1 else int(payload.shape[0])
 
 
 def wire_output(output: messages.Output) -> WireOutput:
     match output:
         case messages.StreamState():
-            return _wire_state(output)
+            return wire_state(output)
         case messages.Text(stream, delta, words, tokens, sample):
             spoken = [WireWord(word.text, word.start_sample, word.end_sample) for word in words]
             return WireText(stream, delta, spoken, tokens, sample)
@@ -379,7 +287,7 @@ def wire_output(output: messages.Output) -> WireOutput:
 def plain_output(output: WireOutput) -> messages.Output:
     match output:
         case WireStreamState():
-            return _plain_state(output)
+            return plain_state(output)
         case WireText():
             words = [messages.Word(word.text, word.start_sample, word.end_sample) for word in output.words]
             return messages.Text(output.stream, output.delta, words, output.tokens, output.sample)

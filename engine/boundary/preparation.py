@@ -49,4 +49,4 @@ def prepare(cutter: ItemCutter, cut: Iterable[AudioItem], spec: ModelSpec) -> li
 
 
 def payload_bytes(item: Item) -> int:
-    return 0 if item.payload is None else int(item.payload.nbytes)
+    return int(getattr(item.payload, "nbytes", 0))

@@ -6,17 +6,17 @@ rebuilt from what the gateway kept, and goes on: its reader sees a pause, not a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine import messages
-from engine.boundary import codec
 from engine.boundary.input_cache import SenderCache
 from engine.client.capacity import Capacity, capacity_of
 from engine.client.handles import EngineHandle
+from engine.client.injection import inject
 from engine.client.processor import Processor, processor_for, warm_up
 from engine.client.render import Rendered, render
 from engine.client.stream import EngineStream, StreamLimits
@@ -90,6 +90,7 @@ class EngineClient:
         """A new stream on the engine with the least lag. Raises AtCapacity, ValueError (bad options) or EngineDead."""
         if stream in self._names:
             raise DuplicateStream(stream, "is open already; use another id")
+        _check_texts(options or {})
         opening = messages.Open(stream, live, delay_positions, dict(options or {}))
         refusal: EngineError = EngineDead("no engine is running at the moment; try again in a few seconds")
         self._names.add(stream)
@@ -123,12 +124,7 @@ class EngineClient:
         links = self._running.seats.links()
         if not links or not links[0].cache.enabled:
             return 0
-        processor = self._processor_for(executes=True)
-        checked = [item for item in processor.check(items) if item.payload is not None]
-        if checked:
-            for link in links:
-                link.send(codec.Inject([]), checked)
-        return len(checked)
+        return await inject(items, self._processor_for(executes=True), links)
 
     def render(self, samples: NDArray[np.float32], delay_positions: int | None = None) -> Rendered:
         """Prepare audio without executing it; says what an engine holds of it already. Raises ItemRefused."""
@@ -153,9 +149,17 @@ class EngineClient:
         per_second = self.spec.sample_rate / self.spec.samples_per_position
         return StreamLimits(
             keep_positions=int(self._settings.keep_seconds * per_second),
-            ahead_positions=int(self._settings.ahead_seconds * per_second),
+            # Less would leave backlog waiting for audio that waits for it.
+            ahead_positions=max(int(self._settings.ahead_seconds * per_second), self.spec.backlog_positions),
         )
 
     def _ended(self, stream: EngineStream) -> None:
         self._names.discard(stream.id)
         self._running.ended(stream)
+
+
+def _check_texts(options: Mapping[str, str]) -> None:
+    """What a client wrote may come as anything; only texts are options. Raises ValueError."""
+    for name, value in options.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ValueError(f"options are texts by name, not {type(value).__name__} by {type(name).__name__}")

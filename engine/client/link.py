@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,12 @@ import zmq
 
 from engine import messages
 from engine.boundary import codec
-from engine.boundary.codec import Frames, WireCommand, WireError
+from engine.boundary.codec import Frames, WireData, WireError
+from engine.boundary.commands import code_of
 from engine.boundary.input_cache import SenderCache
 from engine.boundary.sockets import BEAT_SECONDS, SILENCE_SECONDS, Arrival, GatewaySocket, Numbering, package_version
-from engine.client.outbox import Command, Outbox, Source
+from engine.client.batch import OutgoingBatch
+from engine.client.outbox import Outbox, Source
 from engine.client.processor import Processor, warm_up
 from engine.errors import EngineDead, EngineError
 from engine.spec import ModelSpec
@@ -55,6 +58,8 @@ class EngineLink:
         self.status = codec.Status()
         self.cache = SenderCache(cache_bytes)
         self.lost: str | None = None
+        # Done as soon as there is nobody left to send to.
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # The engine itself said that its runner failed.
         self.engine_failed = False
         self._cache_bytes = cache_bytes
@@ -110,8 +115,11 @@ class EngineLink:
         """Whether the engine has taken enough of what was sent to be sent more."""
         return self._numbering.may_send
 
-    def send(self, command: Command, items: list[messages.Item] | None = None) -> None:
-        """Queue a command for the next batch; `items` are those it carries."""
+    def send(self, command: messages.Command, items: list[messages.Item] | None = None) -> None:
+        """Queue a command for the next batch; `items` are those it carries.
+
+        A command that turns out to have no bytes ends its stream with `Failed`, and nothing else.
+        """
         if self.lost is not None:
             return
         self._outbox.put((command, items or []))
@@ -127,6 +135,7 @@ class EngineLink:
         """Leave. Idempotent; tells nobody but the engine."""
         if self.lost is None:
             self.lost = "closed"
+            self.ended.set_result(None)
             self._socket.close(codec.encode(codec.Bye()))
         self._stop_timers()
 
@@ -134,6 +143,7 @@ class EngineLink:
         if self.lost is not None:
             return
         self.lost = why
+        self.ended.set_result(None)
         self._stop_timers()
         self._socket.close()
         if not self._welcome.done():
@@ -166,18 +176,39 @@ class EngineLink:
         if not outbox:
             return
         self._flushed_at = self._loop.time()
-        items = [item for _, carried in outbox for item in carried]
-        travels = iter(self.processor.pack(items))
-        payloads: list[codec.Payload] = []
-        commands = [_wire_command(command, carried, travels, payloads) for command, carried in outbox]
-        numbering = self._numbering
-        frames = codec.encode(codec.Batch(numbering.next_number, numbering.taken, commands), payloads)
-        numbering.keep(frames)
-        self._under_way[numbering.sent] = items
-        self._acknowledge_later(cancel=True)
-        self._socket.send(frames)
+        batch, failures = OutgoingBatch(), []
+        for command, items in outbox:
+            try:
+                batch.add(command, items)
+            except Exception as error:
+                failures.append(self._replace(command, batch, error))
+        if batch:
+            numbering = self._numbering
+            frames = batch.frames(numbering.next_number, numbering.taken, self.processor.pack)
+            numbering.keep(frames)
+            self._under_way[numbering.sent] = batch.items
+            self._acknowledge_later(cancel=True)
+            self._socket.send(frames)
         if self._outbox.has_more:
             self._schedule_flush()
+        for failed in failures:
+            if failed is not None:
+                self._events.on_output(failed)
+
+    def _replace(
+        self, command: messages.Command | None, batch: OutgoingBatch, error: Exception
+    ) -> messages.Failed | None:
+        """A command cannot be written: its stream ends here and on the engine. Returns what its reader is told."""
+        logger.error("a command to the engine at %s cannot be encoded", self.address, exc_info=error)
+        if command is None:
+            return None
+        opens = isinstance(command, messages.Open)
+        if not opens:
+            # A name that cannot be written is that of a stream the engine has never heard of.
+            with suppress(UnicodeEncodeError):
+                batch.add(messages.Abort(command.stream), [])
+        why = f"a value that cannot be sent to the engine: {type(error).__name__}"
+        return messages.Failed(command.stream, code_of(opens), f"stream {command.stream!r}: {why}")
 
     def _beat(self) -> None:
         if self._loop.time() - self._heard_at > SILENCE_SECONDS:
@@ -268,34 +299,5 @@ class EngineLink:
         logger.warning("the engine at %s misses %d items; sending them again", self.address, len(missing.keys))
         self.cache.forget(gone)
         self.cache.repair({item.key: item.payload.nbytes for item in found})
-        items = [codec.wire_item(item, frame) for frame, item in enumerate(found, 1)]
-        self._socket.send(codec.encode(codec.Repair(missing.seq, items, gone), [item.payload for item in found]))
-
-
-def _wire_command(
-    command: messages.Command | codec.Inject,
-    carried: list[messages.Item],
-    travels: Iterator[bool],
-    payloads: list[codec.Payload],
-) -> WireCommand:
-    """A command for the header; payloads that must travel are appended to `payloads`."""
-    items = []
-    for item in carried:
-        frame = None
-        if next(travels):
-            payloads.append(item.payload)
-            frame = len(payloads)
-        items.append(codec.wire_item(item, frame))
-    match command:
-        case messages.Open():
-            return codec.wire_open(command, items)
-        case messages.Feed():
-            return codec.WireFeed(command.stream, items)
-        case messages.Flush():
-            return codec.WireFlush(command.stream, command.tag, command.at_pause)
-        case messages.Finish():
-            return codec.WireFinish(command.stream)
-        case messages.Abort():
-            return codec.WireAbort(command.stream)
-        case codec.Inject():
-            return codec.Inject(items)
+        data = [WireData(item.key, frame, codec.rows_of(item.payload)) for frame, item in enumerate(found, 1)]
+        self._socket.send(codec.encode(codec.Repair(missing.seq, data, gone), [item.payload.data for item in found]))

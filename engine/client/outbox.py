@@ -10,7 +10,6 @@ from collections import deque
 from typing import Protocol
 
 from engine import messages
-from engine.boundary import codec
 from engine.boundary.preparation import payload_bytes
 
 # A batch carries about so much; more waits for the next one.
@@ -18,9 +17,8 @@ BATCH_BYTES = 1024 * 1024
 # Bytes of replays that may be under way without being acknowledged.
 REPLAY_WINDOW_BYTES = 4 * 1024 * 1024
 
-Command = messages.Command | codec.Inject
-# A command, and the items it carries.
-Queued = tuple[Command, list[messages.Item]]
+# A command, and the items it carries. Without a command, the items are for the engine's cache alone.
+Queued = tuple[messages.Command | None, list[messages.Item]]
 
 
 class Source(Protocol):

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from engine.boundary.input_cache import SenderCache
+from engine.boundary.item_rules import complaint_about
 from engine.boundary.preparation import (
     KEY_BYTES,
     WARM_UP_SECONDS,
@@ -57,52 +58,22 @@ class Processor:
     def check(self, items: Iterable[Item | None]) -> list[Item]:
         """Items prepared elsewhere, verified; those that are None are skipped."""
         present = [item for item in items if item is not None]
-        for item in present:
-            self._check_one(item)
+        for place, item in enumerate(present):
+            self._check_one(place, item)
         return present
 
-    def _check_one(self, item: Item) -> None:
-        where = f"item at position {item.offset}"
-        if item.offset < 0 or item.length < 1 or item.sample < 0:
-            raise ItemRefused(
-                f"{where}: offset {item.offset}, length {item.length}, sample {item.sample}; the length "
-                "must be at least 1, the others 0 or more"
-            )
-        empty = not item.key and item.payload is None
-        if item.mask is not None and not any(item.mask) and not empty:
-            raise ItemRefused(f"{where}: a gap carries no audio; leave out its key and data, or its mask")
-        if empty and (item.mask is None or not any(item.mask)):
-            return
-        if not isinstance(item.key, bytes) or len(item.key) != KEY_BYTES:
-            raise ItemRefused(f"{where}: the key must be {KEY_BYTES} bytes, the blake2b hash of the data")
-        if item.payload is None:
-            return
-        self._check_payload(where, item)
-        if hash_payload(item.payload) != item.key:
-            raise ItemRefused(
-                f"{where}: the hash {item.key.hex()} is not the hash of its data; hash the float32 bytes "
-                f"with blake2b, {KEY_BYTES} bytes long, and send both unchanged"
-            )
-
-    def _check_payload(self, where: str, item: Item) -> None:
-        payload = item.payload
-        if not isinstance(payload, np.ndarray) or payload.dtype != np.float32 or not payload.flags.c_contiguous:
-            found = getattr(payload, "dtype", type(payload).__name__)
-            raise ItemRefused(f"{where}: data of type {found}; send contiguous float32")
-        spec = self.spec
-        samples = spec.look_back_samples + item.length * spec.samples_per_position + spec.look_ahead_samples
-        wanted: tuple[int, ...] = (samples,)
-        if payload.ndim == 2:
-            if spec.features is None:
-                raise ItemRefused(
-                    f"{where}: features of shape {payload.shape}, but {spec.name} hears audio, not features; "
-                    f"send the item's {samples} samples"
+    def _check_one(self, place: int, item: Item) -> None:
+        complaint = complaint_about(item, self.spec)
+        if complaint is None and item.payload is not None:
+            if not np.isfinite(item.payload).all():
+                complaint = "the data holds NaN or infinite values"
+            elif hash_payload(item.payload) != item.key:
+                complaint = (
+                    f"the hash {item.key.hex()} is not the hash of its data; hash the float32 bytes "
+                    f"with blake2b, {KEY_BYTES} bytes long, and send both unchanged"
                 )
-            wanted = spec.features.of(item.length)
-        if payload.shape != wanted:
-            raise ItemRefused(f"{where}: data of shape {payload.shape}; {spec.name} takes {wanted} for this length")
-        if not np.isfinite(payload).all():
-            raise ItemRefused(f"{where}: the data holds NaN or infinite values")
+        if complaint is not None:
+            raise ItemRefused(f"item {place}: {complaint}")
 
     def warm_up(self) -> None:
         """Run dummy audio through everything a request runs through, then forget it."""

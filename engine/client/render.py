@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.boundary.input_cache import SenderCache
+from engine.boundary.item_rules import LARGEST_COUNT
 from engine.boundary.preparation import make_cutter, payload_bytes, prepare
 from engine.client.processor import ItemRefused, Processor
 from engine.messages import Item
@@ -116,26 +117,37 @@ def parse_items(entries: Sequence[Mapping[str, Any] | None]) -> list[Item | None
 
 
 def _parse_item(entry: Mapping[str, Any]) -> Item:
+    mask = entry.get("mask")
+    if mask is not None and not (isinstance(mask, list) and all(isinstance(flag, bool) for flag in mask)):
+        raise ItemRefused("an item is malformed: 'mask' must be a list of true and false")
+    samples = None if entry.get("samples") is None else _count(entry, "samples")
+    offset, length, sample = _count(entry, "offset"), _count(entry, "length"), _count(entry, "sample")
     try:
         key = bytes.fromhex(entry.get("hash", ""))
         payload = None
         if entry.get("data") is not None:
             payload = np.frombuffer(b64decode(entry["data"], validate=True), dtype=np.float32)
-            payload = payload.reshape(entry.get("shape", [-1]))
-        mask = entry.get("mask")
-        return Item(
-            int(entry["offset"]),
-            int(entry["length"]),
-            int(entry["sample"]),
-            key,
-            payload,
-            None if mask is None else [bool(flag) for flag in mask],
-            entry.get("samples"),
-        )
-    except KeyError as error:
-        raise ItemRefused(f"an item lacks {error}; an item has offset, length, sample, hash and data") from None
-    except (TypeError, ValueError) as error:
+            payload = payload.reshape(_shape(entry))
+    except (TypeError, ValueError, OverflowError) as error:
         raise ItemRefused(f"an item is malformed: {error}") from None
+    return Item(offset, length, sample, key, payload, mask, samples)
+
+
+def _count(entry: Mapping[str, Any], name: str) -> int:
+    """A whole number from 0 on that everybody can carry. JSON knows no others, but those who write it do."""
+    if name not in entry:
+        raise ItemRefused(f"an item lacks {name!r}; an item has offset, length, sample, hash and data")
+    value = entry[name]
+    if type(value) is not int or not 0 <= value <= LARGEST_COUNT:
+        raise ItemRefused(f"an item is malformed: {name!r} must be a whole number from 0 to 2**53 - 1")
+    return value
+
+
+def _shape(entry: Mapping[str, Any]) -> list[int]:
+    shape = entry.get("shape", [-1])
+    if not isinstance(shape, list) or not 1 <= len(shape) <= 2 or not all(type(size) is int for size in shape):
+        raise ValueError("'shape' must be one or two whole numbers")
+    return shape
 
 
 def check_same_model(rendered_for: str, spec: ModelSpec) -> None:

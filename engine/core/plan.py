@@ -87,9 +87,11 @@ class DecodeResult:
 
     Frame-synchronous models give one token per position in `tokens`. Windowed models give the tokens they commit in
     `timed`, and in `keep_from` the first position their next window still needs. `error` ends this stream alone.
+    `unfinished` says nothing yet: a runner that can interrupt backlog goes on with this task in a later step.
     """
 
     tokens: Sequence[int] = ()
     timed: Sequence[TimedToken] = ()
     keep_from: int | None = None
     error: str | None = None
+    unfinished: bool = False

@@ -16,25 +16,39 @@ from engine.spec import ModelSpec
 # A live stream that is fewer strides behind than this takes every stride. A larger number keeps words the same on a
 # busier machine; with a smaller one a late stream catches up sooner.
 STRIDES_IN_TIME = 5
+# Streams that met an error nobody foresaw, and the error.
+Surprises = list[tuple[str, Exception]]
 _NO_PAGES: list[tuple[int, int, int]] = []
 
 
 class Planner:
     """Fills one step's plan: `add_all` for each queue, the most urgent streams first."""
 
-    def __init__(self, spec: ModelSpec, limits: Limits, cache: EncoderCache, plan: StepPlan) -> None:
+    def __init__(
+        self, spec: ModelSpec, limits: Limits, cache: EncoderCache, plan: StepPlan, surprises: Surprises
+    ) -> None:
         self._spec = spec
         self._cache = cache
         self._decode = plan.decode
         self._encode = plan.encode
+        self._surprises = surprises
         self._positions = limits.step_positions
         self._embeds = limits.step_embeds
         self._one_frame = not spec.rereads_window and spec.step_positions == 1
 
-    def add_all(self, queue: list[Stream]) -> list[Stream]:
-        """Plan the queued streams in their order; returns those that must wait for the next step."""
-        add = self._add
-        return [stream for stream in queue if not add(stream)]
+    def add_all(self, queue: list[Stream], most_positions: int | None = None) -> list[Stream]:
+        """Plan the queued streams in their order, at most so many positions (None: what is left of the budget); returns
+        those that must wait for the next step."""
+        if most_positions is not None:
+            self._positions = min(self._positions, most_positions)
+        waiting = []
+        for stream in queue:
+            try:
+                if not self._add(stream):
+                    waiting.append(stream)
+            except Exception as error:
+                self._surprises.append((stream.id, error))
+        return waiting
 
     def _add(self, stream: Stream) -> bool:
         start = base = stream.computed
@@ -61,7 +75,8 @@ class Planner:
         rows = self._rows(stream, base, end)
         if len(rows) < end - base:
             end = base + len(rows)
-            if end <= start:
+            # The words of backlog do not depend on what else ran: what is encoded stays, and the whole window waits.
+            if end <= start or (self._spec.rereads_window and not stream.live):
                 return False
         pause = end == stream.next_pause()
         final = bool(stream.flushes) and self._spec.rereads_window and end == stream.flushes[0].position and not pause
@@ -155,7 +170,9 @@ class Planner:
         if embeds:
             if stream.held_embeds + embeds > self._spec.embeds_per_stream:
                 return False
-            cache, held, key = self._cache, stream.held, item.key
+            cache, held = self._cache, stream.held
+            # The same audio with another mask has other rows.
+            key = item.key if embeds == item.length else item.key + bytes(item.mask or ())
             if key in cache.entries:
                 cache.lookup(held, index, key)
             else:

@@ -16,7 +16,7 @@ from engine.core.encoder_cache import EncoderCache
 from engine.core.limits import Limits, largest_item
 from engine.core.pages import PagePool
 from engine.core.plan import DecodeResult, DecodeTask, OpenTask, StepPlan
-from engine.core.planner import Planner
+from engine.core.planner import Planner, Surprises
 from engine.core.stream import PRUNE_EVERY_POSITIONS, FlushMark, Stream
 from engine.core.text import Vocabulary
 from engine.errors import (
@@ -49,12 +49,15 @@ class Scheduler:
         self._reserved_embeds = 0
         self._live: list[Stream] = []
         self._backlog: list[Stream] = []
+        # Backlog that the runner has begun; its streams are in no queue.
+        self._unfinished: list[DecodeTask] = []
         # Streams that may have killed an engine, and the positions it died at.
         self.suspects: dict[str, range] = {}
         self._opened: dict[int, OpenTask] = {}
         self._closed_slots: list[int] = []
         self._replies: list[Output] = []
         self._step = 0
+        self.surprises: Surprises = []  # met in planning or committing: for the loop to log, and to end their streams
 
     # Commands: each raises a typed StreamError, and then the stream is as it was.
 
@@ -108,7 +111,8 @@ class Scheduler:
         """Everything before `position` (None: all that was fed) must become text; `Flushed` follows when it has."""
         stream = self._open_stream(name)
         position = stream.available if position is None else min(position, stream.available)
-        position = max(position, stream.computed)  # what is computed stays computed
+        begun = [task.end for task in self._unfinished if task.slot == stream.slot]
+        position = max(position, stream.computed, *begun)  # what is computed stays computed
         if stream.flushes:
             position = max(position, stream.flushes[-1].position)
         stream.flushes.append(FlushMark(position, tag))
@@ -165,7 +169,15 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step has something to run, or to tell the runner."""
-        return bool(self._live or self._backlog or self._opened or self._closed_slots)
+        return bool(self._live or self.backlog_waits or self._opened or self._closed_slots)
+
+    @property
+    def live_waits(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def backlog_waits(self) -> bool:
+        return bool(self._backlog or self._unfinished)
 
     def has_replies(self) -> bool:
         return bool(self._replies)
@@ -177,20 +189,25 @@ class Scheduler:
 
     # One step: plan, then commit with the runner's results.
 
-    def plan(self) -> StepPlan:
-        """What to encode and decode next. Streams in the plan stay out of the queues until `commit`."""
+    def plan(self, live: bool = True, backlog_positions: int | None = None) -> StepPlan:
+        """What to encode and decode next. Streams in the plan stay out of the queues until `commit`.
+
+        Without `live` the step is backlog's alone; `backlog_positions` bounds what it holds of backlog, 0 is none.
+        """
         self._step += 1
         plan = StepPlan(self._step, list(self._opened.values()), self._closed_slots)
         self._opened = {}
         self._closed_slots = []
         waiting = self._hold_back() if self.suspects else []
-        planner = Planner(self.spec, self.limits, self.cache, plan)
-        if self._live:
+        planner = Planner(self.spec, self.limits, self.cache, plan, self.surprises)
+        if live and self._live:
             self._live.sort(key=_oldest_first)
             self._live = planner.add_all(self._live)
             plan.live = len(plan.decode)
-        if self._backlog:
-            self._backlog = planner.add_all(self._backlog)
+        if backlog_positions != 0 and self._unfinished:
+            plan.decode, self._unfinished = plan.decode + self._unfinished, []
+        elif backlog_positions != 0 and self._backlog:
+            self._backlog = planner.add_all(self._backlog, backlog_positions)
         for stream in waiting:
             (self._live if stream.live else self._backlog).append(stream)
         return plan
@@ -203,25 +220,31 @@ class Scheduler:
             stream = self.streams.get(task.stream)
             if stream is None or stream.slot != task.slot:
                 continue  # aborted while its step ran
-            stream.queued = False
-            problem = result.error
-            if problem is None and (rereads or len(result.tokens) != task.end - task.start):
-                problem = self._broken_promise(task, result)
-            if problem:
-                self.fail(StreamFailed(task.stream, f"the model failed on this stream: {problem}"))
+            if result.unfinished:
+                self._unfinished.append(task)
                 continue
-            stream.computed = task.end
-            ends = task.final if rereads else bool(stream.flushes) and stream.flushes[0].position <= task.end
-            text = stream.text.commit(task.start, result, ends)
-            if text is not None:
-                outputs.append(text)
-            keep = result.keep_from if rereads and not task.final else task.end
-            if keep is not None:
-                self._leave_behind(stream, keep)
-            if stream.flushes:
-                self._settle(stream, outputs)
-            elif stream.available - task.end >= stride or stream.pauses:
-                self._queue_if_due(stream)
+            stream.queued = False
+            try:
+                problem = result.error
+                if problem is None and (rereads or len(result.tokens) != task.end - task.start):
+                    problem = self._broken_promise(task, result)
+                if problem:
+                    self.fail(StreamFailed(task.stream, f"the model failed on this stream: {problem}"))
+                    continue
+                stream.computed = task.end
+                ends = task.final if rereads else bool(stream.flushes) and stream.flushes[0].position <= task.end
+                text = stream.text.commit(task.start, result, ends)
+                if text is not None:
+                    outputs.append(text)
+                keep = result.keep_from if rereads and not task.final else task.end
+                if keep is not None:
+                    self._leave_behind(stream, keep)
+                if stream.flushes:
+                    self._settle(stream, outputs)
+                elif stream.available - task.end >= stride or stream.pauses:
+                    self._queue_if_due(stream)
+            except Exception as error:
+                self.surprises.append((task.stream, error))
         if self._replies:
             outputs += self.take_replies()
         return outputs
@@ -242,6 +265,7 @@ class Scheduler:
                 "a stream holds more of the cache than was set aside for it"
             )
             waiting = (self._live if stream.live else self._backlog).count(stream)
+            waiting += sum(task.slot == stream.slot for task in self._unfinished)
             assert waiting == int(stream.queued), f"{stream.id} is queued {waiting} times"
 
     # Inside.
@@ -296,12 +320,9 @@ class Scheduler:
     def _queue(self, stream: Stream, arrival: int | None) -> None:
         """Have the next plan look at a stream whose oldest frame came at `arrival` (None: only a flush waits)."""
         stream.queued = True
-        if stream.live:
-            if arrival is not None:
-                stream.waiting_since = arrival
-            self._live.append(stream)
-        else:
-            self._backlog.append(stream)
+        if arrival is not None:
+            stream.waiting_since = arrival
+        (self._live if stream.live else self._backlog).append(stream)
 
     def _queue_if_due(self, stream: Stream) -> None:
         if not stream.queued and stream.is_due(self.spec):
@@ -372,8 +393,8 @@ class Scheduler:
         self._free_slots.append(stream.slot)
         if stream.queued:
             queue = self._live if stream.live else self._backlog
-            if stream in queue:
-                queue.remove(stream)
+            queue[:] = [other for other in queue if other is not stream]
+            self._unfinished = [task for task in self._unfinished if task.slot != stream.slot]
         # The runner never heard of a stream that closes before its first plan.
         if self._opened.pop(stream.slot, None) is None:
             self._closed_slots.append(stream.slot)

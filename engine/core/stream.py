@@ -37,33 +37,10 @@ class FlushMark:
 
 class Stream:
     __slots__ = (
-        "available",
-        "base",
-        "catch_up_until",
-        "clock",
-        "computed",
-        "covered",
-        "delay",
-        "encoded",
-        "finished",
-        "flushes",
-        "forced",
-        "held",
-        "held_embeds",
-        "holding",
-        "id",
-        "live",
-        "new_pages",
-        "pauses",
-        "prune_at",
-        "queued",
-        "released",
-        "rings",
-        "slot",
-        "text",
-        "timeline",
-        "waiting_since",
-    )
+        "available", "base", "catch_up_until", "clock", "computed", "covered", "delay", "encoded", "finished",
+        "flushes", "forced", "held", "held_embeds", "holding", "id", "live", "new_pages", "pauses", "prune_at",
+        "queued", "released", "rings", "slot", "text", "timeline", "waiting_since",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -114,13 +91,13 @@ class Stream:
 
     def is_due(self, spec: ModelSpec) -> bool:
         """Whether a step would have something to do for the stream."""
+        if self.flushes and self.flushes[0].position > (self.base if spec.rereads_window else self.computed):
+            return True
+        if not self.live and spec.rereads_window:
+            return self.available >= self.base + spec.backlog_positions
         if self.available - self.computed >= spec.stride_positions and not self.holding:
             return True
-        if self.pauses and self.next_pause() is not None:
-            return True
-        if not self.flushes:
-            return False
-        return self.flushes[0].position > (self.base if spec.rereads_window else self.computed)
+        return bool(self.pauses) and self.next_pause() is not None
 
     def next_pause(self) -> int | None:
         """The first pause that was not reached yet."""
@@ -149,9 +126,6 @@ class Stream:
         self.flushes = deque(FlushMark(*mark) for mark in saved["flushes"])
         self.clock.resume(saved["clock"])
         self.text.resume(saved["text"])
-
-    def lag_positions(self) -> int:
-        return self.available - self.computed
 
 
 class StreamText:
@@ -193,7 +167,7 @@ class StreamText:
         return {"tail": self._detokenizer.tail, "word": self._builder.unfinished, "unsent": list(self._unsent)}
 
     def resume(self, saved: Saved) -> None:
-        self._detokenizer.resume(saved["tail"])
+        self._detokenizer.tail = saved["tail"]
         self._builder.resume(*saved["word"])
         self._unsent = list(saved["unsent"])
 

@@ -40,35 +40,27 @@ def _whole_text(piece: bytes) -> str | None:
 class Detokenizer:
     """Incremental: any split of a token row gives the same text."""
 
-    __slots__ = ("_tail", "_vocabulary", "_whole")
+    __slots__ = ("_vocabulary", "_whole", "tail")
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._whole = vocabulary.texts
-        self._tail = b""
+        self.tail = b""  # of an unfinished character
 
     def push(self, token: int) -> str:
-        if not self._tail:
+        if not self.tail:
             text = self._whole[token]
             if text is not None:
                 return text
         # A blank between the bytes of one character must not break the character.
-        text, used = utf_8_decode(self._tail + self._vocabulary.pieces[token], "replace", False)
-        self._tail = (self._tail + self._vocabulary.pieces[token])[used:]
+        text, used = utf_8_decode(self.tail + self._vocabulary.pieces[token], "replace", False)
+        self.tail = (self.tail + self._vocabulary.pieces[token])[used:]
         return text
-
-    @property
-    def tail(self) -> bytes:
-        """The bytes of an unfinished character."""
-        return self._tail
-
-    def resume(self, tail: bytes) -> None:
-        self._tail = tail
 
     def flush(self) -> str:
         """What is left of an unfinished character, as a replacement character."""
-        text, _ = utf_8_decode(self._tail, "replace", True)
-        self._tail = b""
+        text, _ = utf_8_decode(self.tail, "replace", True)
+        self.tail = b""
         return text
 
 

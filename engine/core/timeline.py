@@ -40,7 +40,8 @@ class Timeline:
         """Add an item at the end. Raises ValueError if it breaks the order or is malformed."""
         offset = item.offset
         if offset < self.end or item.length < 0:
-            raise ValueError(self._complaint(item))
+            place = f"item of {item.length} positions at {offset}, but the positions before {self.end} are covered"
+            raise ValueError(f"{place}; send items in order and without overlap")
         if item.mask is None:
             item.embeds = item.length if item.key else 0
         else:
@@ -110,14 +111,6 @@ class Timeline:
             del self._offsets[:dead], ends[:dead], self._items[:dead]
             self._base += dead
             self._dead = 0
-
-    def _complaint(self, item: Item) -> str:
-        if item.offset < 0 or item.length < 0:
-            return f"item with offset {item.offset} and length {item.length}; both must be >= 0"
-        return (
-            f"item at position {item.offset}, but the positions before {self.end} are covered already; "
-            "send items in order and without overlap"
-        )
 
     def check_integrity(self) -> None:
         assert len(self._offsets) == len(self._ends) == len(self._items), "lists of different lengths"

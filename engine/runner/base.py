@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -47,6 +48,15 @@ class SavingRunner(Protocol):
         """The state of a slot whose window is [base, end), and the first position whose audio that state needs."""
 
 
+@runtime_checkable
+class PausingRunner(Protocol):
+    """A runner that can lay backlog aside in the middle of a task, because one such task takes long."""
+
+    def execute_until(self, plan: StepPlan, time_is_up: Callable[[], bool]) -> list[DecodeResult]:
+        """Live tasks as `execute` does. Of backlog one piece of work, and more until `time_is_up`; tasks that are not
+        done by then are answered as unfinished and come again, in the same order, in the next plan with backlog."""
+
+
 class Detector(Protocol):
     """Speech probabilities for the new samples of many streams at once."""
 
@@ -54,7 +64,8 @@ class Detector(Protocol):
 
     def close(self, stream: str) -> None: ...
 
-    def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]: ...
+    def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
+        """If it raises, nothing was heard of any stream in the batch: they can be sent again, one by one."""
 
     def pass_silence(self, stream: str, samples: int) -> Speech:
         """`samples` more of a silence in which nothing changes any more: one long frame, without listening."""

@@ -34,7 +34,7 @@ BLOCK_FRAMES = 26
 BLOCK_STRIDE_POSITIONS = 8
 # Encoder-cache rows beyond what streams hold: room for audio that comes again.
 SPARE_EMBEDS = 512
-# One step of a windowed model reads at most so many whole windows, so that live streams do not wait for backlog.
+# A windowed model reads at most so many whole windows side by side: of live streams in a step, or of backlog.
 WINDOWS_PER_STEP = 8
 
 

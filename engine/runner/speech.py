@@ -51,6 +51,9 @@ class _Piece:
     frames: Samples
     # Which of them the model must see; the others repeat the probability before them.
     due: list[bool]
+    # What the ear holds after them.
+    carried: Samples
+    silent_frames: int
 
 
 class SpeechDetector:
@@ -105,7 +108,7 @@ class SpeechDetector:
     def detect(self, batch: list[tuple[str, Samples]]) -> list[Speech]:
         """New samples of some streams, each stream once -> the frames they complete, in the order of the batch.
 
-        A bad entry refuses the whole batch before anything is heard, so it can be sent again without that stream.
+        If it raises, nothing was heard of any of them: they can be sent again, without the one that is to blame.
         """
         self._check(batch)
         pieces = [self._take(stream, samples) for stream, samples in batch]
@@ -113,6 +116,7 @@ class SpeechDetector:
         answers = []
         for (stream, _), piece, values in zip(batch, pieces, computed, strict=True):
             ear, fresh, probabilities = piece.ear, iter(values), []
+            ear.carried, ear.silent_frames = piece.carried, piece.silent_frames
             for due in piece.due:
                 ear.probability = next(fresh) if due else ear.probability
                 probabilities.append(ear.probability)
@@ -141,20 +145,20 @@ class SpeechDetector:
             seen.add(stream)
 
     def _take(self, stream: str, samples: Samples) -> _Piece:
-        """Cut the frames that are complete now, and keep the rest for the next call."""
+        """Cut the frames that are complete now; the rest is for the next call. Changes nothing."""
         ear = self._ears[stream]
         heard = np.concatenate((ear.carried, samples))
         count = (len(heard) - CONTEXT_SAMPLES) // FRAME_SAMPLES
-        ear.carried = heard[count * FRAME_SAMPLES :].copy()
         frames = np.lib.stride_tricks.as_strided(
             heard, (count, _SPAN_SAMPLES), (FRAME_SAMPLES * heard.itemsize, heard.itemsize), writeable=False
         )
-        due = []
+        due, silent_frames = [], ear.silent_frames
         audible_frames: NDArray[np.bool_] = np.any(frames, axis=1)
         for audible in audible_frames.tolist():
-            ear.silent_frames = 0 if audible else ear.silent_frames + 1
-            due.append(ear.silent_frames <= SETTLED_FRAMES)
-        return _Piece(ear, frames if all(due) else frames[due], due)
+            silent_frames = 0 if audible else silent_frames + 1
+            due.append(silent_frames <= SETTLED_FRAMES)
+        rest = heard[count * FRAME_SAMPLES :].copy()
+        return _Piece(ear, frames if all(due) else frames[due], due, rest, silent_frames)
 
     def _compute(self, pieces: list[_Piece]) -> list[list[float]]:
         """Probabilities of each piece's due frames.
@@ -188,17 +192,19 @@ class SpeechDetector:
         ]
         gates = passes[0] if len(passes) == 1 else torch.cat(passes)
         hidden, cell = self._hidden.index_select(0, slots), self._cell.index_select(0, slots)
-        after_each = []
+        after_each, complete = [], []
         for start, end in pairwise(starts):
             streams = end - start
             if streams < len(hidden):
                 # The streams behind these have no more frames: their state is complete.
-                self._keep(slots[streams:], hidden[streams:], cell[streams:])
+                complete.append((slots[streams:], hidden[streams:], cell[streams:]))
                 slots, hidden, cell = slots[:streams], hidden[:streams], cell[:streams]
             hidden, cell = self._model.step(gates[start:end], hidden, cell)
             after_each.append(hidden)
-        self._keep(slots, hidden, cell)
         values: NDArray[np.float32] = self._model.probability(torch.cat(after_each)).cpu().numpy()
+        # Only now: what raised before this has changed nothing.
+        for state in [*complete, (slots, hidden, cell)]:
+            self._keep(*state)
         return values
 
     def _keep(self, slots: Tensor, hidden: Tensor, cell: Tensor) -> None:

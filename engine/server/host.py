@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from engine import messages
 from engine.boundary import codec
-from engine.boundary.codec import Frames, Payload, WireCommand, WireError, WireItem
+from engine.boundary.codec import Frames, Payload, WireError
 from engine.boundary.crash_record import FlightRecord
 from engine.boundary.input_cache import ReceiverCache
 from engine.boundary.sockets import BEAT_SECONDS, SILENCE_SECONDS, Arrival, EngineSocket, package_version
-from engine.errors import EngineDead
+from engine.errors import EngineDead, StreamFailed
+from engine.server.intake import Intake
 from engine.server.load_report import LoadReport
 from engine.server.loop import EngineLoop
-from engine.server.peer import HostedStream, Peer
+from engine.server.peer import Peer, Roster
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 ACK_SECONDS = 0.02
 PROGRESS_SECONDS = 0.02
 SPEECH_THRESHOLD = 0.5
+# Messages of a gateway in a row that are none, before it has to connect anew.
+MOST_UNREADABLE = 5
 
 
 class EngineHost:
@@ -46,8 +49,8 @@ class EngineHost:
         self._engine = engine
         self._clock = clock
         self._peers: dict[bytes, Peer] = {}
-        self._streams: dict[str, HostedStream] = {}
-        self._peers_so_far = 0
+        self._roster = Roster()
+        self._intake = Intake(loop, self._roster, clock)
         self._progress_at = 0.0
         self._load = LoadReport(loop, clock())
 
@@ -56,7 +59,6 @@ class EngineHost:
         while not stop():
             self._socket.wait(0 if self._loop.has_work() or self._runnable() else self._patience())
             self.tick()
-        self._loop.runner.close()
 
     def tick(self) -> None:
         """Take in all that has come, run one step, and say what there is to say."""
@@ -93,7 +95,7 @@ class EngineHost:
                 self._dispatch(peer, message, frames)
         except WireError as error:
             logger.warning("a gateway sent something unreadable: %s", error)
-            self._dismiss(name, str(error))
+            self._bear(name, peer, str(error))
 
     def _greet(self, name: bytes, hello: codec.Hello) -> None:
         spec = self._loop.scheduler.spec
@@ -109,9 +111,8 @@ class EngineHost:
             return
         for old in [peer for peer in self._peers.values() if peer.gateway == hello.gateway]:
             self._drop(old)
-        self._peers_so_far += 1
         cache: ReceiverCache[Payload] = ReceiverCache(max(0, hello.cache_bytes))
-        self._peers[name] = Peer(name, hello.gateway, self._peers_so_far, cache, self._clock())
+        self._peers[name] = Peer(name, hello.gateway, cache, self._clock())
         welcome = codec.Welcome(codec.WIRE_VERSION, package_version(), self._engine, spec, self._load.status)
         self._socket.send(name, codec.encode(welcome))
 
@@ -121,12 +122,20 @@ class EngineHost:
             self._drop(peer)
         self._socket.send(name, codec.encode(codec.Unwelcome(why)))
 
+    def _bear(self, name: bytes, peer: Peer | None, why: str) -> None:
+        """Something came that is no message. If it was to be one, its number is missed and it is sent again; a gateway
+        that has nothing better to send is told to connect anew, with new numbers: waiting would stop its streams."""
+        if peer is not None:
+            peer.unreadable += 1
+            if peer.unreadable < MOST_UNREADABLE:
+                return
+        self._dismiss(name, why)
+
     def _drop(self, peer: Peer) -> None:
         """Forget a gateway and everything it had open."""
         del self._peers[peer.name]
-        for stream in peer.streams:
-            del self._streams[stream]
-        self._submit([messages.Abort(stream) for stream in peer.streams])
+        aborts = [messages.Abort(name) for name in self._roster.leave(peer)]
+        self._loop.submit(aborts, time.monotonic_ns())
 
     def _dispatch(self, peer: Peer, message: Any, frames: Frames) -> None:
         numbering = peer.numbering
@@ -153,10 +162,15 @@ class EngineHost:
     def _take_repair(self, peer: Peer, repair: codec.Repair, frames: Frames) -> None:
         if repair.seq != peer.numbering.taken + 1:
             return  # an answer to a question that was asked twice
-        for item in repair.items:
-            payload = codec.payload_of(item, frames)
-            if payload is not None:
-                peer.repaired[item.key] = payload
+        for data in repair.data:
+            try:
+                payload = codec.payload_of(data, frames)
+            except WireError:
+                payload = None
+            if payload is None:
+                peer.gone.add(data.key)
+            else:
+                peer.repaired[data.key] = payload
         peer.gone.update(repair.gone)
         peer.asked_at = None
 
@@ -171,89 +185,21 @@ class EngineHost:
         while peer.inbox and peer.numbering.may_send:
             batch, frames = peer.inbox[0]
             try:
-                commands = self._read_batch(peer, batch, frames, now)
-            except WireError as error:
-                self._dismiss(peer.name, str(error))
+                missing = self._intake.take(peer, batch, frames, time.monotonic_ns())
+            except Exception:
+                logger.exception(
+                    "a batch of gateway %s cannot be taken in; the gateway has to connect anew", peer.gateway
+                )
+                self._dismiss(peer.name, "the engine could not take a batch in; connect again")
                 return
-            if commands is None:
+            if missing:
+                if peer.asked_at is None or now - peer.asked_at > BEAT_SECONDS:
+                    peer.asked_at = now
+                    self._socket.send(peer.name, codec.encode(codec.Missing(batch.seq, missing)))
                 return
             peer.inbox.popleft()
+            peer.asked_at, peer.unreadable = None, 0
             peer.numbering.take(batch.seq)
-            self._submit(commands)
-
-    def _submit(self, commands: list[messages.Command]) -> None:
-        self._loop.submit(commands, time.monotonic_ns())
-
-    def _read_batch(self, peer: Peer, batch: codec.Batch, frames: Frames, now: float) -> list[messages.Command] | None:
-        """The batch's commands with their data; None while data has to be sent again."""
-        keyed = []
-        for item in _keyed_items(batch.commands):
-            payload = codec.payload_of(item, frames)
-            keyed.append((item.key, 0 if payload is None else payload.nbytes, payload))
-        missing = [key for key in peer.cache.missing(keyed, peer.repaired) if key not in peer.gone]
-        if missing:
-            if peer.asked_at is None or now - peer.asked_at > BEAT_SECONDS:
-                peer.asked_at = now
-                self._socket.send(peer.name, codec.encode(codec.Missing(batch.seq, missing)))
-            return None
-        sized = [
-            (key, peer.repaired[key].nbytes if data is None and key in peer.repaired else size, data)
-            for key, size, data in keyed
-        ]
-        payloads = iter(peer.cache.unpack(sized, peer.repaired))
-        peer.repaired, peer.gone, peer.asked_at = {}, set(), None
-        return [plain for command in batch.commands for plain in self._plain(peer, command, payloads)]
-
-    def _plain(
-        self, peer: Peer, command: WireCommand, payloads: Iterator[Payload | None]
-    ) -> Iterator[messages.Command]:
-        """A command as the loop understands it, under the name the loop knows the stream by."""
-        match command:
-            case codec.WireOpen() | codec.WireFeed():
-                items = [codec.plain_item(item, next(payloads) if item.key else None) for item in command.items]
-                yield from self._with_items(peer, command, items)
-            case codec.WireFlush():
-                yield messages.Flush(peer.loop_name(command.stream), command.tag, command.at_pause)
-            case codec.WireFinish():
-                yield messages.Finish(peer.loop_name(command.stream))
-            case codec.WireAbort():
-                yield messages.Abort(peer.loop_name(command.stream))
-            case codec.Inject():
-                for item in command.items:
-                    if item.key:
-                        next(payloads)
-
-    def _with_items(
-        self, peer: Peer, command: codec.WireOpen | codec.WireFeed, items: list[messages.Item]
-    ) -> Iterator[messages.Command]:
-        name = peer.loop_name(command.stream)
-        if isinstance(command, codec.WireOpen):
-            self._expect(peer, command, name)
-        lost = [item for item in items if item.key and item.payload is None]
-        if lost and name in self._streams:
-            yield self._end_for_lost_data(name, command.stream, lost[0])
-        elif isinstance(command, codec.WireOpen):
-            yield codec.plain_open(command, name, items)
-        elif name in self._streams:
-            yield messages.Feed(name, items)
-
-    def _expect(self, peer: Peer, command: codec.WireOpen, name: str) -> None:
-        if name not in self._streams:
-            self._streams[name] = HostedStream(peer, command.stream, command.live, self._clock())
-            peer.streams.add(name)
-            self._progress_at = 0.0
-
-    def _end_for_lost_data(self, name: str, stream: str, item: messages.Item) -> messages.Command:
-        why = f"the engine does not hold the hash {item.key.hex()} and no data came with it; send the item's data"
-        self._streams[name].peer.outputs.append(messages.Failed(stream, "BadItem", f"stream {stream!r}: {why}"))
-        self._forget(name)
-        return messages.Abort(name)
-
-    def _forget(self, name: str) -> None:
-        hosted = self._streams.pop(name, None)
-        if hosted is not None:
-            hosted.peer.streams.discard(name)
-            self._progress_at = 0.0
 
     # Outputs.
 
@@ -274,27 +220,27 @@ class EngineHost:
         return dead
 
     def _route(self, output: Any) -> None:
-        hosted = self._streams.get(output.stream)
+        name, hosted = output.stream, self._roster.find(output.stream)
+        if isinstance(output, (messages.Closed, messages.Failed)):
+            self._roster.forget(name)
         if hosted is None:
             return
         if isinstance(output, (messages.Failed, messages.Refused)):
-            output.message = output.message.replace(output.stream, hosted.name)
+            output.message = output.message.replace(name, hosted.name)
         if isinstance(output, messages.Speech) and output.probabilities:
             hosted.speaking = output.probabilities[-1] >= SPEECH_THRESHOLD
             if max(output.probabilities) >= SPEECH_THRESHOLD:
                 hosted.heard_at = self._clock()
-        if isinstance(output, (messages.Closed, messages.Failed)):
-            self._forget(output.stream)
         output.stream = hosted.name
         hosted.peer.outputs.append(output)
 
     def _report(self, now: float) -> None:
         self._load.count(self._loop)
         progress: dict[bytes, list[codec.Progress]] = {}
-        if now - self._progress_at >= PROGRESS_SECONDS:
-            self._progress_at = now
+        if self._roster.changed or now - self._progress_at >= PROGRESS_SECONDS:
+            self._progress_at, self._roster.changed = now, False
             progress = self._progress(now)
-            self._load.measure(self._loop, self._streams.values(), now)
+            self._load.measure(self._loop, self._roster.streams.values(), now)
         for peer in list(self._peers.values()):
             if now - peer.heard_at > SILENCE_SECONDS:
                 logger.warning("gateway %s has been silent for %.0f s; its streams end", peer.gateway, SILENCE_SECONDS)
@@ -312,21 +258,43 @@ class EngineHost:
 
     def _send_update(self, peer: Peer, progress: list[codec.Progress], now: float) -> None:
         numbering = peer.numbering
-        outputs = [codec.wire_output(output) for output in peer.outputs]
-        frames = codec.encode(
-            codec.Update(numbering.next_number, numbering.taken, outputs, progress, self._load.status)
-        )
+        try:
+            frames = self._encode_update(peer, progress)
+        except Exception:
+            logger.exception("an output cannot be encoded; its stream ends")
+            self._end_unwritable(peer)
+            frames = self._encode_update(peer, progress)
         numbering.keep(frames)
         peer.outputs = []
         peer.acknowledged, peer.spoke_at = numbering.taken, now
         self._socket.send(peer.name, frames)
+
+    def _encode_update(self, peer: Peer, progress: list[codec.Progress]) -> list[Any]:
+        outputs = [codec.wire_output(output) for output in peer.outputs]
+        numbering = peer.numbering
+        update = codec.Update(numbering.next_number, numbering.taken, outputs, progress, self._load.status)
+        return codec.encode(update)
+
+    def _end_unwritable(self, peer: Peer) -> None:
+        """Leave out the outputs that cannot be written, and end their streams instead."""
+        for index, output in enumerate(peer.outputs):
+            try:
+                codec.encode(codec.wire_output(output))
+            except Exception as error:
+                stream = getattr(output, "stream", "")
+                text = f"stream {stream!r}: what was said cannot be sent: {type(error).__name__}"
+                peer.outputs[index] = messages.Failed(stream, StreamFailed.__name__, text)
+                name = peer.streams.get(stream)
+                if name is not None:
+                    self._roster.forget(name)
+                    self._loop.submit([messages.Abort(name)], time.monotonic_ns())
 
     def _progress(self, now: float) -> dict[bytes, list[codec.Progress]]:
         """Of every stream that moved since the last time."""
         progress: dict[bytes, list[codec.Progress]] = {}
         moving_is_work = not self._loop.silence_is_free
         for name, stream in self._loop.scheduler.streams.items():
-            hosted = self._streams.get(name)
+            hosted = self._roster.streams.get(name)
             if hosted is not None and hosted.reported != stream.computed:
                 hosted.reported = stream.computed
                 if moving_is_work:
@@ -334,9 +302,3 @@ class EngineHost:
                 report = codec.Progress(hosted.name, stream.computed)
                 progress.setdefault(hosted.peer.name, []).append(report)
         return progress
-
-
-def _keyed_items(commands: list[WireCommand]) -> Iterator[WireItem]:
-    for command in commands:
-        if isinstance(command, (codec.WireOpen, codec.WireFeed, codec.Inject)):
-            yield from (item for item in command.items if item.key)

@@ -1,7 +1,8 @@
 """Who speaks, and what of it a model should hear: the speech detector, the gates behind it, and audio that waits.
 
 The listener promises: each sample of a stream is listened to once, in order, before the step that may read it is
-planned; what was found goes out as `Speech`; and with gate settings a model hears only what its gate lets by.
+planned; what was found goes out as `Speech`; and with gate settings a model hears only what its gate lets by. An error
+in listening to many streams at once is found out: the stream it belongs to is blamed, the others are heard.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from engine.core.scheduler import Scheduler
 from engine.messages import Item, Output, Saved, Speech
 from engine.runner.base import Detector
 from engine.server.gate import Begin, Decision, End, GateSettings, Pause, Resume, Skip, SpeechGate
-from engine.server.unheard import Stretch, Unheard
+from engine.server.unheard import Samples, Stretch, Unheard
 
 # A stream that is about to be computed, and the positions [start, end).
 Target = tuple[str, int, int]
 
 
 class Listener:
-    """`say` takes what was found, `announce` is told who is listened to."""
+    """`say` takes what was found, `announce` is told who is listened to, `blame` ends a stream that went wrong."""
 
     def __init__(
         self,
@@ -28,6 +29,7 @@ class Listener:
         gate: GateSettings | None,
         say: Callable[[Output], None],
         announce: Callable[[Iterable[Target]], None],
+        blame: Callable[[str, Exception], None],
     ) -> None:
         self._detector = detector
         self._gates: dict[str, SpeechGate] = {}
@@ -37,6 +39,7 @@ class Listener:
         self._gate_settings = gate
         self._say = say
         self._announce = announce
+        self._blame = blame
         self._open: set[str] = set()
         self._unheard: dict[str, Unheard] = {}
 
@@ -89,7 +92,9 @@ class Listener:
             return None
         if name in self._unheard:
             self.listen()
-        gate = self._gates[name]
+        gate = self._gates.get(name)
+        if gate is None:
+            return None  # listening was the end of it
         self._obey(name, gate.flush_at_pause())
         return self._scheduler.streams[name].clock.position_at(gate.floor)
 
@@ -100,7 +105,8 @@ class Listener:
             return
         if name in self._unheard:
             self.listen()
-        self._obey(name, gate.flush(stream.clock.end_sample))
+        if name in self._gates:
+            self._obey(name, gate.flush(stream.clock.end_sample))
 
     def save(self, name: str) -> dict[str, Saved]:
         """All that decides what is heard of a stream from here on, as plain data."""
@@ -120,18 +126,44 @@ class Listener:
         streams = self._scheduler.streams
         self._announce((name, streams[name].computed, streams[name].available) for name in unheard)
         for turn in range(max((len(stretches) for stretches in unheard.values()), default=0)):
-            present = [(name, stretches[turn]) for name, stretches in unheard.items() if turn < len(stretches)]
-            for speech in self._detector.detect([(name, stretch.samples()) for name, stretch in present]):
+            present = [
+                (name, stretches[turn])
+                for name, stretches in unheard.items()
+                if turn < len(stretches) and name in streams
+            ]
+            for speech in self._detect([(name, stretch.samples()) for name, stretch in present]):
                 self._found(speech)
             for name, stretch in present:
-                if stretch.silence:
-                    self._found(self._detector.pass_silence(name, stretch.silence))
+                if stretch.silence and name in streams:
+                    self._pass_silence(name, stretch.silence)
+
+    def _detect(self, batch: list[tuple[str, Samples]]) -> list[Speech]:
+        """All streams at once. If that fails nothing was heard, and each is listened to alone: one of them is why."""
+        try:
+            return self._detector.detect(batch)
+        except Exception as error:
+            if len(batch) == 1:
+                self._blame(batch[0][0], error)
+                return []
+        return [speech for entry in batch for speech in self._detect([entry])]
+
+    def _pass_silence(self, name: str, samples: int) -> None:
+        try:
+            speech = self._detector.pass_silence(name, samples)
+        except Exception as error:
+            self._blame(name, error)
+        else:
+            self._found(speech)
 
     def _found(self, speech: Speech) -> None:
-        self._say(speech)
         gate = self._gates.get(speech.stream)
-        if gate is not None and not self._scheduler.streams[speech.stream].finished:
-            self._obey(speech.stream, gate.judge(speech.probabilities, speech.frame_samples))
+        try:
+            if gate is not None and not self._scheduler.streams[speech.stream].finished:
+                self._obey(speech.stream, gate.judge(speech.probabilities, speech.frame_samples))
+        except Exception as error:
+            self._blame(speech.stream, error)
+        else:
+            self._say(speech)
 
     def _obey(self, name: str, decisions: list[Decision]) -> None:
         """Have the scheduler do what a gate decided."""

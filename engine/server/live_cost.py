@@ -1,4 +1,4 @@
-"""What a step costs live streams, measured as the engine runs: a part for the step and a part for each stream in it.
+"""What steps cost, measured as the engine runs: a part for the step and a part for each stream or position in it.
 
 How busy an engine is says little about how many more streams it holds: a model that batches is busy all the time long
 before it is full, and one that does not is full when it is busy. The two parts tell them apart. They come from least
@@ -20,41 +20,63 @@ DOUBT = 0.05
 LEAST_SHARE_OF_MEAN = 0.01
 
 
+class StepCost:
+    """Splits the cost of steps of different sizes, in streams or in positions: a fixed part and a part for each."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._last_ns = 0
+        self.mean_size = 0.0
+        self._ns = self._size_squared = self._product = 0.0
+
+    def add(self, size: int, ns: float, now_ns: int) -> float:
+        """A step of this size took so long. Returns the share that it has in what is known from now on."""
+        self._steps += 1
+        since_last = (now_ns - self._last_ns) / MEMORY_NS
+        self._last_ns = now_ns
+        share = max(1 / self._steps, min(max(LEAST_SHARE_OF_NEWEST, since_last), MOST_SHARE_OF_NEWEST))
+        self.mean_size += share * (size - self.mean_size)
+        self._ns += share * (ns - self._ns)
+        self._size_squared += share * (size * size - self._size_squared)
+        self._product += share * (size * ns - self._product)
+        return share
+
+    def parts(self) -> tuple[float, float] | None:
+        """Nanoseconds that a step takes however small it is, and that each of its size adds; None while too little has
+        been measured."""
+        if self._steps < ENOUGH_STEPS:
+            return None
+        mean = self._ns / self.mean_size
+        variance = max(0.0, self._size_squared - self.mean_size * self.mean_size)
+        covariance = self._product - self.mean_size * self._ns
+        slope = (covariance + DOUBT * mean) / (variance + DOUBT)
+        each = min(max(slope, LEAST_SHARE_OF_MEAN * mean), mean)
+        return self._ns - each * self.mean_size, each
+
+
 class LiveCost:
+    """What live streams cost, as shares of the engine's time."""
+
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
         """Begin anew: what was measured so far is not how it will be."""
-        self._steps = 0
-        self._last_ns = 0
-        self._streams = self._ns = self._audio_ns = self._streams_squared = self._product = 0.0
+        self._cost = StepCost()
+        self._audio_ns = 0.0
 
     def add(self, streams: int, ns: float, audio_ns: float, now_ns: int) -> None:
         """A step took so long for so many live streams, which heard so much new audio in it, all together."""
-        self._steps += 1
-        since_last = (now_ns - self._last_ns) / MEMORY_NS
-        self._last_ns = now_ns
-        share = max(1 / self._steps, min(max(LEAST_SHARE_OF_NEWEST, since_last), MOST_SHARE_OF_NEWEST))
-        self._streams += share * (streams - self._streams)
-        self._ns += share * (ns - self._ns)
-        self._audio_ns += share * (audio_ns - self._audio_ns)
-        self._streams_squared += share * (streams * streams - self._streams_squared)
-        self._product += share * (streams * ns - self._product)
+        self._audio_ns += self._cost.add(streams, ns, now_ns) * (audio_ns - self._audio_ns)
 
     def shares(self) -> tuple[float, float]:
         """Of the engine's time: what steps take however few streams there are, and what each stream adds.
 
         Both are 0 while too little has been measured.
         """
-        if self._steps < ENOUGH_STEPS:
+        parts = self._cost.parts()
+        if parts is None:
             return 0.0, 0.0
-        mean = self._ns / self._streams
-        variance = max(0.0, self._streams_squared - self._streams * self._streams)
-        covariance = self._product - self._streams * self._ns
-        slope = (covariance + DOUBT * mean) / (variance + DOUBT)
-        per_stream = min(max(slope, LEAST_SHARE_OF_MEAN * mean), mean)
-        per_step = self._ns - per_stream * self._streams
         # How often a stream that speaks takes part in a step.
-        period_ns = self._audio_ns / self._streams
-        return per_step / period_ns, per_stream / period_ns
+        period_ns = self._audio_ns / self._cost.mean_size
+        return parts[0] / period_ns, parts[1] / period_ns

@@ -36,7 +36,7 @@ class LoadReport:
         """What is worth a look now and then."""
         self._measure_load(loop, now)
         status, spec, totals = self.status, loop.scheduler.spec, loop.meter.totals
-        lags = [stream.lag_positions() for stream in loop.scheduler.streams.values() if stream.live]
+        lags = [stream.available - stream.computed for stream in loop.scheduler.streams.values() if stream.live]
         status.lag_ms = max(lags, default=0) * spec.samples_per_position * 1000 / spec.sample_rate
         status.speaking = sum(stream.speaking for stream in streams)
         counted_since = now - COUNTED_SECONDS

@@ -1,7 +1,8 @@
 """The engine's heartbeat: listen -> plan -> execute -> commit.
 
 Synchronous and single-threaded: a shell (a thread, a process) hands commands in and sends one message per step out.
-A command that is in error ends its own stream alone; a runner that fails altogether ends the engine, once.
+A command that is in error ends its own stream alone, and so does an error nobody foresaw in work for one stream. A
+runner that fails altogether ends the engine, once, and so do books that do not add up any more.
 """
 
 from __future__ import annotations
@@ -11,9 +12,18 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from engine.core.plan import StepPlan
+from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
-from engine.errors import BadItem, BadOption, DuplicateStream, EngineDead, StreamError, StreamFinished, UnknownStream
+from engine.errors import (
+    BadItem,
+    BadOption,
+    DuplicateStream,
+    EngineDead,
+    StreamError,
+    StreamFailed,
+    StreamFinished,
+    UnknownStream,
+)
 from engine.messages import (
     Abort,
     Closed,
@@ -29,7 +39,8 @@ from engine.messages import (
     Refused,
     StepOutput,
 )
-from engine.runner.base import Detector, Runner, SavingRunner
+from engine.runner.base import Detector, PausingRunner, Runner, SavingRunner
+from engine.server.backlog_budget import BacklogBudget
 from engine.server.gate import GateSettings
 from engine.server.listener import Listener, Target
 from engine.server.step_meter import StepMeter
@@ -55,19 +66,24 @@ class EngineLoop:
         self.scheduler = scheduler
         self.runner = runner
         self.meter = StepMeter(scheduler.spec, clock)
+        self._pausing = runner if isinstance(runner, PausingRunner) else None
+        self._backlog = BacklogBudget(scheduler, self.meter.position_cost, self._pausing is not None, clock)
         # Called with the streams and positions about to be computed: if the engine dies now, they are the suspects.
         self.announce: Callable[[list[Target]], None] | None = None
         self._outbox: list[Output] = []
         self._listener: Listener | None = None
         if detector is not None:
-            self._listener = Listener(scheduler, detector, gate, self._say, self._announce)
+            self._listener = Listener(scheduler, detector, gate, self._say, self._announce, self._blame)
         # Windowed models save their state; one with a token per position is replayed by its tokens.
         self._states: StreamStates | None = None
         if isinstance(runner, SavingRunner):
-            self._states = StreamStates(scheduler, runner, self._listener)
+            self._states = StreamStates(scheduler, runner, self._listener, self._blame)
         # Whether a stream in which nobody speaks takes part in no steps.
         self.silence_is_free = gate is not None
         self._dead = False
+        # Somebody was blamed: the books are to be checked. If they do not add up, this is why.
+        self._in_doubt = False
+        self._broken: Exception | None = None
         self._steps = 0
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             Open: self._open,
@@ -88,25 +104,43 @@ class EngineLoop:
                 self._say(Refused(error.stream, type(error).__name__, str(error)))
             except StreamError as error:
                 self.scheduler.fail(error)
+            except Exception as error:
+                self._blame(command.stream, error)
+            if command.stream not in self.scheduler.streams:
+                self._forget(command.stream)
+        self._check_books()
 
     def step(self) -> StepOutput | None:
         """Run one step over everything that is due; None if there was nothing to do or say."""
         self._check_alive()
+        outputs: list[Output] = []
+        if self._broken is None:
+            try:
+                self._run_step(outputs)
+                self._check_books()
+            except Exception as error:
+                self._broken = error
+        if self._broken is not None:
+            return self._die(outputs, self._broken)
+        return self._message(outputs) if outputs else None
+
+    def _run_step(self, outputs: list[Output]) -> None:
+        """All there is to say comes into `outputs`, also if this raises: then nobody in particular is to blame."""
         meter, times, plan = self.meter, self.meter.times, None
         meter.begin()
         live_share = self._listen()
         times.speech_ns = meter.lap()
         times.plan_ns = times.execute_ns = 0
-        outputs, self._outbox = self._outbox, []
+        outputs += self._outbox
+        self._outbox = []
         if self.scheduler.has_work():
             plan = self._plan()
             times.plan_ns = meter.lap()
-            try:
-                results = self.runner.execute(plan)
-            except Exception as error:
-                return self._die(outputs, error)
+            results = self._execute(plan)
             times.execute_ns = meter.lap()
             outputs += self.scheduler.commit(plan, results)
+            self._blame_surprises()
+            plan.decode = [task for task, result in zip(plan.decode, results, strict=True) if not result.unfinished]
         else:
             outputs += self.scheduler.take_replies()
         times.commit_ns = meter.lap()
@@ -114,12 +148,12 @@ class EngineLoop:
         if self._states is not None:
             outputs += self._states.take(plan, outputs)
         self._forget_ended(outputs)
-        return self._message(outputs) if outputs else None
 
     def has_work(self) -> bool:
         """Whether another step would do something without another command."""
         listening = self._listener is not None and self._listener.has_work
-        return bool(listening or self._outbox or self.scheduler.has_work() or self.scheduler.has_replies())
+        saying = self._outbox or self._broken is not None or self.scheduler.has_replies()
+        return bool(listening or saying or self.scheduler.has_work())
 
     def _check_alive(self) -> None:
         if self._dead:
@@ -133,9 +167,19 @@ class EngineLoop:
         return self._listener.live_share
 
     def _plan(self) -> StepPlan:
-        plan = self.scheduler.plan()
+        shares = self._backlog.shares()
+        plan = self.scheduler.plan(shares.live, shares.backlog_positions)
+        self._blame_surprises()
         self._announce((task.stream, task.start, task.end) for task in plan.decode)
         return plan
+
+    def _execute(self, plan: StepPlan) -> list[DecodeResult]:
+        try:
+            if self._pausing is None:
+                return self.runner.execute(plan)
+            return self._pausing.execute_until(plan, self._backlog.time_is_up)
+        except Exception as error:
+            raise EngineDead(f"the model runner failed: {type(error).__name__}: {error}") from error
 
     def _announce(self, targets: Iterable[Target]) -> None:
         if self.announce is not None:
@@ -187,13 +231,47 @@ class EngineLoop:
         return StepOutput(self._steps, outputs)
 
     def _forget_ended(self, outputs: list[Output]) -> None:
-        if self._listener is None:
-            return
         for output in outputs:
             if isinstance(output, (Closed, Failed)) and output.stream not in self.scheduler.streams:
-                self._listener.close(output.stream)
+                self._forget(output.stream)
+
+    def _forget(self, name: str) -> None:
+        """Harmless for a stream that was never there. At once: the next command may open another of this name."""
+        if self._listener is not None:
+            self._listener.close(name)
+        if self._states is not None:
+            self._states.forget(name)
+
+    # Errors nobody foresaw.
+
+    def _blame(self, name: str, error: Exception) -> None:
+        """It came up in work for this stream, so this stream ends; the others do not notice."""
+        logger.error("stream %s ends because of an error nobody foresaw; the others go on", name, exc_info=error)
+        text = f"the engine failed on this stream ({type(error).__name__}); its log says why, other streams go on"
+        self._in_doubt = True
+        try:
+            self.scheduler.fail(StreamFailed(name, text))
+            self._forget(name)
+        except Exception as error:
+            self._broken = error
+
+    def _blame_surprises(self) -> None:
+        surprises, self.scheduler.surprises = self.scheduler.surprises, []
+        for name, error in surprises:
+            self._blame(name, error)
+
+    def _check_books(self) -> None:
+        """Between steps, after somebody was blamed: go on only if nothing of the other streams was touched."""
+        if not self._in_doubt:
+            return
+        self._in_doubt = False
+        try:
+            self.scheduler.check_integrity()
+        except Exception as error:
+            self._broken = EngineDead(f"the scheduler's books do not add up after an error: {error}")
 
     def _die(self, outputs: list[Output], error: Exception) -> StepOutput:
         self._dead = True
-        logger.exception("the runner failed for every stream; the engine stops", exc_info=error)
-        return self._message([*outputs, Dead(f"the model runner failed: {type(error).__name__}: {error}")])
+        logger.error("the engine stops, for every stream", exc_info=error)
+        why = str(error) if isinstance(error, EngineDead) else f"the engine failed: {type(error).__name__}: {error}"
+        return self._message([*outputs, Dead(why)])

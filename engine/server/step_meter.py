@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.core.plan import StepPlan
-from engine.server.live_cost import LiveCost
+from engine.server.live_cost import LiveCost, StepCost
 from engine.spec import ModelSpec
 
 
@@ -54,6 +54,8 @@ class StepMeter:
         self.times = StepTimes()
         self.totals = StepTotals()
         self.live_cost = LiveCost()
+        # What steps cost for the positions they read, whoever's they are.
+        self.position_cost = StepCost()
         self._position_ns = spec.samples_per_position * 1e9 / spec.sample_rate
         self._clock = clock
         self._mark = 0
@@ -74,7 +76,11 @@ class StepMeter:
         if plan is not None:
             times.streams = len(plan.decode)
             times.positions = sum(task.end - task.start for task in plan.decode)
-            live_ns = (times.plan_ns + times.execute_ns + times.commit_ns) * _live_part(plan)
+            ns = times.plan_ns + times.execute_ns + times.commit_ns
+            read = sum(task.end - task.base for task in plan.decode)
+            if read:
+                self.position_cost.add(read, ns, self._mark)
+            live_ns = ns * _live_part(plan, read)
             times.live_ns += live_ns
             # Streams that heard nothing new cost nothing worth counting: their text was there already.
             heard = [task.end - task.start for task in plan.decode[: plan.live] if task.end > task.start]
@@ -83,10 +89,9 @@ class StepMeter:
         self.totals.add(times)
 
 
-def _live_part(plan: StepPlan) -> float:
-    """What part of a plan's work is for live streams."""
+def _live_part(plan: StepPlan, read: int) -> float:
+    """What part of a plan's work is for live streams; all of it reads so many positions."""
     live = plan.live
     if live in (0, len(plan.decode)):
         return float(live > 0)
-    read = sum(task.end - task.base for task in plan.decode)
     return sum(task.end - task.base for task in plan.decode[:live]) / read

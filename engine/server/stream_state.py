@@ -8,11 +8,11 @@ said, so that no text is without the state after it, and now and then in between
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
-from engine.messages import Closed, Failed, Flush, Flushed, Open, Output, Speech, StreamState, Text
+from engine.messages import Flush, Flushed, Open, Output, Speech, StreamState, Text
 from engine.runner.base import SavingRunner
 from engine.server.listener import Listener
 
@@ -28,10 +28,12 @@ class StreamStates:
         scheduler: Scheduler,
         runner: SavingRunner,
         listener: Listener | None,
+        blame: Callable[[str, Exception], None],
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._listener = listener
+        self._blame = blame
         spec = scheduler.spec
         self._quiet_positions = int(QUIET_SECONDS * spec.sample_rate / spec.samples_per_position)
         # Of each stream: the last flush that came, and where it was when its state was last saved.
@@ -62,10 +64,19 @@ class StreamStates:
                 position = streams[output.stream].available
                 if position - self._taken_at.get(output.stream, 0) >= self._quiet_positions:
                     names[output.stream] = None
-            elif isinstance(output, (Closed, Failed)) and output.stream not in streams:
-                self._tags.pop(output.stream, None)
-                self._taken_at.pop(output.stream, None)
-        return [self._take(name) for name in names if name in streams]
+        states = []
+        for name in names:
+            if name in streams:
+                try:
+                    states.append(self._take(name))
+                except Exception as error:
+                    self._blame(name, error)
+        return states
+
+    def forget(self, name: str) -> None:
+        """The stream has ended. Harmless for one that was never there."""
+        self._tags.pop(name, None)
+        self._taken_at.pop(name, None)
 
     def _take(self, name: str) -> StreamState:
         stream = self._scheduler.streams[name]

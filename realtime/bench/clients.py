@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from websockets.exceptions import ConnectionClosed
 
 from realtime.bench.sounds import Bank, Playlist, chunks
-from realtime.client.wire_client import CannotConnect, WireSession, open_session
+from realtime.client.wire_client import CannotConnect, SessionWishes, WireSession, open_session
 
 # Sessions open this long before their audio starts, so that nobody is measured while they connect.
 CONNECT_S = 1.0
@@ -140,7 +140,7 @@ class Player:
 
     async def _converse(self, session: WireSession) -> None:
         turns = {"type": "server_vad", "silence_duration_ms": self._target.silence_ms}
-        await session.configure(self._bank.rate, turns, model=self._target.model)
+        await session.configure(SessionWishes(self._bank.rate, turns, self._target.model))
         listener = asyncio.create_task(self._listen(session), name=f"client {self._plan.client}")
         try:
             await self._speak(session)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
@@ -27,6 +28,61 @@ class CannotConnect(Exception):
     """There is no session to be had; the text says why and what to do."""
 
 
+class Refused(CannotConnect):
+    """The server answered, and did not want us."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class SessionWishes:
+    """What a session should be: 16-bit samples at `rate`, and what the model is told beside the sound."""
+
+    rate: int
+    turn_detection: dict[str, Any] | None
+    model: str | None = None
+    language: str | None = None
+    prompt: str | None = None
+    keywords: tuple[str, ...] = ()
+
+    def session(self, include: Sequence[str]) -> dict[str, Any]:
+        """As the wire has it. Word times come if the server has them."""
+        hints = {"model": self.model, "language": self.language, "prompt": self.prompt, "keywords": list(self.keywords)}
+        audio_input: dict[str, Any] = {
+            "format": {"type": "audio/pcm", "rate": self.rate},
+            "turn_detection": self.turn_detection,
+            "transcription": {name: value for name, value in hints.items() if value},
+        }
+        return {"type": "transcription", "audio": {"input": audio_input}, "include": [INCLUDE_WORDS, *include]}
+
+
+class OpenTurns:
+    """Which turns still wait for their text. It is all over when the last commit was answered and none waits."""
+
+    def __init__(self) -> None:
+        self._unanswered: set[str] = set()
+        self._cleared = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._cleared and not self._unanswered
+
+    def go_on(self) -> None:
+        """The end will be asked for again: whether the server heard of it is not known."""
+        self._cleared = False
+
+    def note(self, event: dict[str, Any]) -> None:
+        kind = event.get("type")
+        if kind == "input_audio_buffer.committed":
+            self._unanswered.add(event["item_id"])
+        elif kind in (COMPLETED, FAILED):
+            self._unanswered.discard(event["item_id"])
+        elif kind == "input_audio_buffer.cleared":
+            self._cleared = True
+
+
 def realtime_url(text: str, model: str | None = None) -> str:
     """The socket of a server given as people write it: `host:port`, its page, its `/v1`, or the socket itself."""
     split = urlsplit(text if "://" in text else f"http://{text}")
@@ -40,33 +96,27 @@ def realtime_url(text: str, model: str | None = None) -> str:
     return urlunsplit((scheme, split.netloc, path, split.query or urlencode(query), ""))
 
 
-class WireSession:
-    """One open session. After `finish`, it `is_over` once every turn has got its text."""
+def is_expected(error: dict[str, Any]) -> bool:
+    """Nothing was left to commit at the end: no error, only an answer."""
+    return bool(error["error"].get("event_id") == LAST_COMMIT)
 
-    def __init__(self, socket: ClientConnection) -> None:
+
+class WireSession:
+    """One open socket of a session. After `finish`, it `is_over` once every turn has got its text."""
+
+    def __init__(self, socket: ClientConnection, turns: OpenTurns) -> None:
         self._socket = socket
-        self._unanswered: set[str] = set()
-        self._cleared = False
+        self._turns = turns
 
     @property
     def is_over(self) -> bool:
-        return self._cleared and not self._unanswered
+        return self._turns.is_over
 
     async def send(self, kind: str, **fields: Any) -> None:
         await self._socket.send(json.dumps({"type": kind, **fields}))
 
-    async def configure(
-        self, rate: int, turn_detection: dict[str, Any] | None, language: str | None = None, model: str | None = None
-    ) -> None:
-        """PCM16 at `rate`, word times if the server has them."""
-        transcription = {"language": language, "model": model}
-        audio_input: dict[str, Any] = {
-            "format": {"type": "audio/pcm", "rate": rate},
-            "turn_detection": turn_detection,
-            "transcription": {name: value for name, value in transcription.items() if value},
-        }
-        session = {"type": "transcription", "audio": {"input": audio_input}, "include": [INCLUDE_WORDS]}
-        await self.send("session.update", session=session)
+    async def configure(self, wishes: SessionWishes, include: Sequence[str] = ()) -> None:
+        await self.send("session.update", session=wishes.session(include))
 
     async def append(self, pcm16: bytes) -> None:
         await self.send("input_audio_buffer.append", audio=base64.b64encode(pcm16).decode())
@@ -76,33 +126,28 @@ class WireSession:
         await self.send("input_audio_buffer.commit", event_id=LAST_COMMIT)
         await self.send("input_audio_buffer.clear")
 
-    def is_expected(self, error: dict[str, Any]) -> bool:
-        """Nothing was left to commit at the end: no error, only an answer."""
-        return bool(error["error"].get("event_id") == LAST_COMMIT)
+    async def receive(self) -> dict[str, Any]:
+        """The next event. Raises ConnectionClosed."""
+        event: dict[str, Any] = json.loads(await self._socket.recv())
+        self._turns.note(event)
+        return event
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Until the socket is closed. Raises ConnectionClosedError if it was not closed properly."""
         async for frame in self._socket:
             event: dict[str, Any] = json.loads(frame)
-            self._note(event)
+            self._turns.note(event)
             yield event
-
-    def _note(self, event: dict[str, Any]) -> None:
-        kind = event.get("type")
-        if kind == "input_audio_buffer.committed":
-            self._unanswered.add(event["item_id"])
-        elif kind in (COMPLETED, FAILED):
-            self._unanswered.discard(event["item_id"])
-        elif kind == "input_audio_buffer.cleared":
-            self._cleared = True
 
     async def close(self) -> None:
         await self._socket.close()
 
 
 @asynccontextmanager
-async def open_session(url: str, key: str | None = None) -> AsyncIterator[WireSession]:
-    """Raises CannotConnect. `url` is what `realtime_url` returns."""
+async def open_session(
+    url: str, key: str | None = None, turns: OpenTurns | None = None, dead_after_s: float | None = None
+) -> AsyncIterator[WireSession]:
+    """Raises CannotConnect. `url` is what `realtime_url` returns; `turns` are those of a session that goes on."""
     headers = {"Authorization": f"Bearer {key}"} if key else None
     try:
         socket = await connect(
@@ -111,12 +156,12 @@ async def open_session(url: str, key: str | None = None) -> AsyncIterator[WireSe
             compression=None,
             max_size=MAX_MESSAGE_BYTES,
             open_timeout=OPEN_TIMEOUT_S,
-            ping_timeout=None,
+            ping_timeout=dead_after_s,
             # A load test must not depend on whether a proxy is configured; servers here are named directly.
             proxy=None,
         )
     except InvalidStatus as error:
-        raise CannotConnect(_refusal(url, error)) from error
+        raise Refused(_refusal(url, error), error.response.status_code) from error
     except (InvalidHandshake, InvalidURI) as error:
         raise CannotConnect(f"{_shown(url)} does not speak WebSocket: {error}") from error
     except TimeoutError as error:
@@ -125,7 +170,7 @@ async def open_session(url: str, key: str | None = None) -> AsyncIterator[WireSe
         text = f"no server answers at {_shown(url)} ({error.strerror or error}); start one with `tickertape serve`"
         raise CannotConnect(text) from error
     async with socket:
-        yield WireSession(socket)
+        yield WireSession(socket, turns or OpenTurns())
 
 
 def _refusal(url: str, error: InvalidStatus) -> str:

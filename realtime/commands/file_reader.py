@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import av
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -20,8 +19,11 @@ from audio.resample import MODEL_RATE
 from engine import messages
 from engine.errors import EngineError
 from realtime.commands.caption_view import clock
-from realtime.commands.terminal import CommandFailed
+from realtime.commands.interrupts import EndOnInterrupt
+from realtime.commands.standard_input import StandardInput, blocks_of
+from realtime.commands.terminal import STANDARD_INPUT, CommandFailed, shown_name
 from realtime.commands.transcripts import FileTranscript
+from realtime.commands.wishes import Wishes
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.session.events import Samples, TimedWord
 
@@ -38,16 +40,16 @@ class FileFailed(Exception):
 
 
 class FileTranscriber:
-    def __init__(self, engine: EngineApi, language: str | None) -> None:
+    def __init__(self, engine: EngineApi, wishes: Wishes) -> None:
         if engine.spec.sample_rate != MODEL_RATE:
             raise CommandFailed(f"the model wants {engine.spec.sample_rate} Hz; files are read at {MODEL_RATE} Hz only")
         self._engine = engine
-        self._options = {"language": language} if language else {}
+        self._options = wishes.taken_by(engine.spec.name, engine.spec.options)
         self._count = 0
 
     async def transcribe(self, path: Path) -> FileTranscript:
         """Raises FileFailed."""
-        stream = await open_stream(self._engine, f"file-{self._count}", self._options, live=False)
+        stream = await self._engine.open(f"file-{self._count}", live=False, options=self._options)
         self._count += 1
         transcript = FileTranscript(path, self._engine.spec.name, self._engine.spec.sample_rate)
         console = Console(file=sys.stderr)
@@ -61,7 +63,9 @@ class FileTranscriber:
             transient=True,
         )
         with bar:
-            row = bar.add_task(path.name, total=await asyncio.to_thread(duration_of, path), clock="", speed="")
+            row = bar.add_task(
+                shown_name(Path(path.name)), total=await asyncio.to_thread(duration_of, path), clock="", speed=""
+            )
             feeding = asyncio.create_task(_feed(path, stream, transcript), name=f"feed {path.name}")
             try:
                 await self._listen(stream, feeding, transcript, bar, row)
@@ -97,18 +101,10 @@ class FileTranscriber:
                 raise EngineError(output.message)
 
 
-async def open_stream(engine: EngineApi, name: str, options: dict[str, str], *, live: bool) -> StreamApi:
-    try:
-        return await engine.open(name, live=live, options=options)
-    except ValueError as error:
-        raise CommandFailed(f"{engine.spec.name} does not take this: {error}") from error
-
-
 async def _feed(path: Path, stream: StreamApi, transcript: FileTranscript) -> None:
     """Feed everything that can be decoded. A fault in the file is raised once its good part has been finished."""
-    pieces = pieces_of(path)
     try:
-        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        async for piece in heard(path):
             transcript.samples += len(piece)
             await stream.feed(piece)
     finally:
@@ -117,31 +113,55 @@ async def _feed(path: Path, stream: StreamApi, transcript: FileTranscript) -> No
             await stream.finish()
 
 
-def pieces_of(path: Path, samples: int = PIECE_SAMPLES) -> Iterator[Samples]:
-    """The audio of a file in pieces of at least so many samples, the last one excepted.
+async def heard(path: Path, samples: int = PIECE_SAMPLES) -> AsyncIterator[Samples]:
+    """The pieces of a file, or of standard input as they arrive; there Ctrl-C is the end of the sound."""
+    if path != STANDARD_INPUT:
+        pieces = pieces_of(path, samples)
+        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            yield piece
+        return
+    with EndOnInterrupt() as interrupt:
+        source = StandardInput(lambda: interrupt.ended)
+        pieces = gathered(blocks_of(source), samples)
+        try:
+            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                yield piece
+        finally:
+            source.stop()
 
-    A fault in the file is raised after everything before it has been handed out.
+
+def pieces_of(path: Path, samples: int = PIECE_SAMPLES) -> Iterator[Samples]:
+    """The audio of a file in pieces, as `gathered` makes them."""
+    return gathered(read_file(path), samples)
+
+
+def gathered(blocks: Iterator[Samples], samples: int) -> Iterator[Samples]:
+    """Blocks in pieces of at least so many samples, the last one excepted.
+
+    A fault is raised after everything before it has been handed out.
     """
-    blocks: list[NDArray[np.float32]] = []
+    waiting: list[Samples] = []
     count = 0
     fault: AudioError | OSError | None = None
     try:
-        for block in read_file(path):
-            blocks.append(block)
+        for block in blocks:
+            waiting.append(block)
             count += len(block)
             if count >= samples:
-                yield np.concatenate(blocks)
-                blocks, count = [], 0
+                yield np.concatenate(waiting)
+                waiting, count = [], 0
     except (AudioError, OSError) as error:
         fault = error
-    if blocks:
-        yield np.concatenate(blocks)
+    if count:
+        yield np.concatenate(waiting)
     if fault is not None:
         raise fault
 
 
 def duration_of(path: Path) -> float | None:
     """What the container says, for the progress bar; None if it does not say."""
+    if path == STANDARD_INPUT:
+        return None
     try:
         with path.open("rb") as file, av.open(file, mode="r", options=OPEN_OPTIONS) as container:
             return container.duration / av.time_base if container.duration else None

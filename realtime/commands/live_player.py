@@ -5,55 +5,44 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from websockets.exceptions import ConnectionClosed
 
 from audio.errors import AudioError
 from audio.resample import MODEL_RATE
 from engine import messages
 from engine.errors import EngineError
-from realtime.client.wire_client import COMPLETED, DELTA, FAILED, CannotConnect, WireSession, open_session, realtime_url
+from realtime.client.http_client import HttpServer
+from realtime.client.lasting_session import LastingSession
+from realtime.client.wire_client import CannotConnect, SessionWishes, realtime_url
 from realtime.commands import local_engine
 from realtime.commands.caption_view import CaptionView, ShownWord
-from realtime.commands.file_reader import FileFailed, open_stream, pieces_of
-from realtime.commands.terminal import KEY_VARIABLE, CommandFailed
+from realtime.commands.file_reader import FileFailed, heard
+from realtime.commands.file_sender import note_what_is_not_taken
+from realtime.commands.listener import AudioClock, Listener
+from realtime.commands.terminal import KEY_VARIABLE, STANDARD_INPUT, CommandFailed
+from realtime.commands.transcript_file import TranscriptFile
+from realtime.commands.wishes import Wishes
 from realtime.session.events import Samples
 
 CHUNK_SAMPLES = MODEL_RATE * 80 // 1000
 TURNS = {"type": "server_vad", "silence_duration_ms": 500}
-# How long a server may take for its last words once the sound has ended.
+# How long nothing may come back once the sound has ended, before it is given up.
 LAST_WORDS_S = 15.0
 
 # Chunks of 16 kHz mono as they become due.
 Sound = AsyncIterator[Samples]
 
 
-class AudioClock:
-    """How long the microphone has been open."""
-
-    def __init__(self) -> None:
-        self._time = asyncio.get_running_loop().time
-        self._began: float | None = None
-
-    def start(self, samples: int) -> None:
-        """The first chunk is complete: recording began as long ago as the chunk lasts."""
-        if self._began is None:
-            self._began = self._time() - samples / MODEL_RATE
-
-    @property
-    def now(self) -> float:
-        return 0.0 if self._began is None else self._time() - self._began
-
-
 async def play_file(path: Path, options: argparse.Namespace) -> None:
     """Raises FileFailed for what is wrong with this file alone."""
     try:
-        await caption(paced(path), options)
+        await caption(as_it_comes(path) if path == STANDARD_INPUT else paced(path), options)
     except (AudioError, OSError) as error:
         raise FileFailed(str(error)) from error
 
@@ -61,40 +50,73 @@ async def play_file(path: Path, options: argparse.Namespace) -> None:
 async def paced(path: Path) -> Sound:
     """Chunks of a file, each when its last sample would have been recorded."""
     loop = asyncio.get_running_loop()
-    pieces = pieces_of(path)
     began, sent = None, 0
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+    async for piece in heard(path):
         began = loop.time() if began is None else began
-        for start in range(0, len(piece), CHUNK_SAMPLES):
-            chunk = piece[start : start + CHUNK_SAMPLES]
+        for chunk in _chunks(piece):
             sent += len(chunk)
             # To an absolute schedule: a late chunk does not make all later ones late.
             await asyncio.sleep(max(0.0, began + sent / MODEL_RATE - loop.time()))
             yield chunk
 
 
-async def caption(sound: Sound, options: argparse.Namespace) -> None:
-    """Show captions of the sound until it ends. Raises CommandFailed, EngineError, and what the sound raises."""
-    through = _through_server if options.server else _through_engine
-    await through(sound, options, Console())
+async def as_it_comes(path: Path) -> Sound:
+    """Chunks of a pipe: whoever writes it sets the pace."""
+    async for piece in heard(path, CHUNK_SAMPLES):
+        for chunk in _chunks(piece):
+            yield chunk
 
 
-async def _through_engine(sound: Sound, options: argparse.Namespace, console: Console) -> None:
+async def until(sound: Sound, ended: Callable[[], bool]) -> Sound:
+    """The sound, until somebody has heard enough. What its source says when it is stopped then is no fault."""
+    try:
+        async for chunk in sound:
+            if ended():
+                return
+            yield chunk
+    except CommandFailed:
+        if not ended():
+            raise
+
+
+def _chunks(piece: Samples) -> Iterator[Samples]:
+    for start in range(0, len(piece), CHUNK_SAMPLES):
+        yield piece[start : start + CHUNK_SAMPLES]
+
+
+async def caption(
+    sound: Sound, options: argparse.Namespace, file: TranscriptFile | None = None, *, can_wait: bool = True
+) -> None:
+    """Show captions of the sound until it ends, and save them. Sound of a microphone cannot wait for a server.
+
+    Raises CommandFailed, EngineError, and what the sound raises.
+    """
+    clock = AudioClock()
+    if options.server:
+        await _through_server(sound, options, clock, file, can_wait)
+    else:
+        await _through_engine(sound, options, clock, file)
+
+
+async def _through_engine(
+    sound: Sound, options: argparse.Namespace, clock: AudioClock, file: TranscriptFile | None
+) -> None:
     async with local_engine.local_engine(options.model, options.device) as client:
-        wanted = {"language": options.language} if options.language else {}
-        stream = await open_stream(client, "live", wanted, live=True)
-        clock = AudioClock()
-        with CaptionView(console, show_words=options.words) as captions:
+        wanted = Wishes.of(options).taken_by(client.spec.name, client.spec.options)
+        stream = await client.open("live", live=True, options=wanted)
+        with CaptionView(Console(), show_words=options.words) as captions:
+            listener = Listener(captions, clock, file)
 
             async def listen() -> None:
                 async for output in stream:
                     if isinstance(output, messages.Text):
-                        captions.add(output.delta, [_shown(word) for word in output.words], clock.now)
+                        listener.heard(output.delta, [_shown(word) for word in output.words])
                     elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
                         raise EngineError(output.message)
 
             try:
-                await _both(_feed(sound, clock, captions, stream.feed, stream.finish), listen())
+                feeding = _feed(sound, clock, captions, stream.feed, stream.finish)
+                await _both(feeding, listen(), lambda: listener.last_news)
             finally:
                 await stream.abort()
 
@@ -103,39 +125,32 @@ def _shown(word: messages.Word) -> ShownWord:
     return ShownWord(word.text, word.start_sample / MODEL_RATE, word.end_sample / MODEL_RATE)
 
 
-async def _through_server(sound: Sound, options: argparse.Namespace, console: Console) -> None:
-    clock = AudioClock()
+async def _through_server(
+    sound: Sound, options: argparse.Namespace, clock: AudioClock, file: TranscriptFile | None, can_wait: bool
+) -> None:
+    wishes, key = Wishes.of(options), os.environ.get(KEY_VARIABLE)
     try:
-        async with open_session(realtime_url(options.server), os.environ.get(KEY_VARIABLE)) as session:
-            await session.configure(MODEL_RATE, TURNS, options.language)
+        if wishes.given():
+            await asyncio.to_thread(note_what_is_not_taken, HttpServer(options.server, key), wishes)
+        asked = SessionWishes(MODEL_RATE, TURNS, None, wishes.language, wishes.prompt, wishes.keywords)
+        session = LastingSession(realtime_url(options.server), key, asked)
+        with CaptionView(Console(), show_words=options.words) as captions:
+            listener = Listener(captions, clock, file)
 
             async def send(samples: Samples) -> None:
-                await session.append((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
+                if can_wait:
+                    await session.wait_for_room(len(samples))
+                session.append((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
+                if session.kept.lost:
+                    listener.trouble("sound", f"{session.kept.lost / MODEL_RATE:.0f} s of sound were lost meanwhile")
 
-            with CaptionView(console, show_words=options.words) as captions:
-                listening = listen_to_server(session, captions, clock)
-                await _both(_feed(sound, clock, captions, send, session.finish), listening)
+            async def finish() -> None:
+                session.finish()
+
+            talking = session.run(listener.on_event, partial(listener.trouble, "line"))
+            await _both(_feed(sound, clock, captions, send, finish), talking, lambda: listener.last_news)
     except CannotConnect as error:
         raise CommandFailed(str(error)) from error
-    except ConnectionClosed as error:
-        raise CommandFailed(f"the server closed the connection: {error}") from error
-
-
-async def listen_to_server(session: WireSession, captions: CaptionView, clock: AudioClock) -> None:
-    """Until the session has said its last words."""
-    async for event in session.events():
-        match event.get("type"):
-            case kind if kind == DELTA:
-                words = [ShownWord(word["word"], word["start"], word["end"]) for word in event.get("words") or ()]
-                captions.add(event["delta"], words, clock.now)
-            case kind if kind == COMPLETED:
-                captions.end_line()
-            case kind if kind == FAILED:
-                captions.note(f"a turn failed: {event['error'].get('message')}")
-            case "error" if not session.is_expected(event):
-                raise CommandFailed(f"the server says: {event['error'].get('message')}")
-        if session.is_over:
-            return
 
 
 async def _feed(
@@ -148,7 +163,7 @@ async def _feed(
     """Send the sound. What was sent is finished even if the sound fails."""
     try:
         async for samples in sound:
-            clock.start(len(samples))
+            clock.heard(len(samples))
             captions.heard(clock.now)
             await send(samples)
     except asyncio.CancelledError:
@@ -159,16 +174,23 @@ async def _feed(
     await finish()
 
 
-async def _both(feeding: Coroutine[Any, Any, None], listening: Coroutine[Any, Any, None]) -> None:
-    """Run both to their ends. The listener has the last word: when it fails, feeding is pointless."""
+async def _both(
+    feeding: Coroutine[Any, Any, None], listening: Coroutine[Any, Any, None], news: Callable[[], float]
+) -> None:
+    """Run both to their ends. The listener has the last word: when it fails, feeding is pointless.
+
+    `news` tells when something last came back: a server that is behind is waited for as long as it goes on.
+    """
+    time = asyncio.get_running_loop().time
     feeder, listener = asyncio.create_task(feeding), asyncio.create_task(listening)
     try:
         await asyncio.wait((feeder, listener), return_when=asyncio.FIRST_COMPLETED)
-        if listener.done():
-            await listener
-        await asyncio.wait((listener,), timeout=LAST_WORDS_S)
-        if not listener.done():
-            raise CommandFailed(f"the last words did not come within {LAST_WORDS_S:g} s")
+        ended = time()
+        while not listener.done():
+            patience = max(ended, news()) + LAST_WORDS_S - time()
+            if patience <= 0:
+                raise CommandFailed(f"the sound has ended, and nothing came back for {LAST_WORDS_S:g} s")
+            await asyncio.wait((listener,), timeout=patience)
         await listener
         await feeder
     finally:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from realtime.commands.transcribe import add_model_options
+from realtime.commands.wishes import add_wishes
+
+if TYPE_CHECKING:
+    from realtime.commands.microphone import Recorder
 
 EPILOG = """\
 Examples:
   tickertape mic                                   with an engine of its own
   tickertape mic --server http://127.0.0.1:8000    with a running server
+  tickertape mic --output talk.srt                 saved as it is spoken; txt, srt, vtt or json by the name's ending
   tickertape mic --list                            which microphones there are
   tickertape mic --input 3
 
 Sound comes from the Python package `sounddevice` if it is installed, else from `arecord` (ALSA) or `parec`
-(PulseAudio, PipeWire). TICKERTAPE_API_KEY is sent to a server that wants a key. Ctrl-C stops.
+(PulseAudio, PipeWire). TICKERTAPE_API_KEY is sent to a server that wants a key. A line to the server that drops is made
+again, and the session goes on where it was; two minutes of sound are kept meanwhile. Ctrl-C ends the sound and waits
+for the last words; twice stops at once. JSON is one line for each caption.
 """
 
 
@@ -32,26 +40,43 @@ def add(commands: Any) -> None:
     parser.add_argument("--input", metavar="DEVICE", help="which microphone; the default one if not given")
     parser.add_argument("--list", action="store_true", help="list the microphones and exit")
     parser.add_argument("--words", action="store_true", help="also show the times of every word")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="save the captions there, as they come")
+    parser.add_argument("--format", choices=("txt", "json", "srt", "vtt"), help="the format of --output")
     add_model_options(parser)
+    add_wishes(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     from realtime.commands import microphone
-    from realtime.commands.terminal import note, out
+    from realtime.commands.terminal import UsageError, out
 
+    if options.format and not options.output:
+        raise UsageError("--format says how to save; add --output FILE")
     recorder = microphone.find_recorder()
     if options.list:
         out(recorder.devices())
         return 0
+    return _record(recorder, options)
+
+
+def _record(recorder: Recorder, options: argparse.Namespace) -> int:
     from realtime.commands import live_player
+    from realtime.commands.interrupts import EndOnInterrupt
+    from realtime.commands.terminal import INTERRUPTED, note
+    from realtime.commands.transcript_file import TranscriptFile, chosen_extension
 
-    async def listen() -> None:
-        note(f"listening through {recorder.name}; Ctrl-C stops")
-        await live_player.caption(recorder.record(options.input), options)
-
+    file = None
+    if options.output:
+        file = TranscriptFile(options.output, chosen_extension(options.output, options.format), options.words)
+    note(f"listening through {recorder.name}; Ctrl-C stops")
     try:
-        asyncio.run(listen())
+        with EndOnInterrupt() as interrupt:
+            sound = live_player.until(recorder.record(options.input), lambda: interrupt.ended)
+            asyncio.run(live_player.caption(sound, options, file, can_wait=False))
     except KeyboardInterrupt:
-        return 0
+        return INTERRUPTED
+    finally:
+        if file is not None:
+            file.close()
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from realtime.config import Config, load_config
 
@@ -13,6 +14,10 @@ CACHE_VARIABLE = "TICKERTAPE_CACHE"
 DEBUG_VARIABLE = "TICKERTAPE_DEBUG"
 KEY_VARIABLE = "TICKERTAPE_API_KEY"
 _NOT_CONFIGURATION = frozenset({CACHE_VARIABLE, DEBUG_VARIABLE, KEY_VARIABLE})
+
+# How people write standard input where a file is expected, and how it is called where a file would be named.
+STANDARD_INPUT = Path("-")
+STANDARD_INPUT_NAME = "standard input"
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -35,6 +40,10 @@ def note(text: str) -> None:
     """Everything that is not a result: to standard error."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def shown_name(file: Path) -> str:
+    return STANDARD_INPUT_NAME if file == STANDARD_INPUT else str(file)
 
 
 def is_debugging() -> bool:

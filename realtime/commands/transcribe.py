@@ -1,4 +1,4 @@
-"""`tickertape transcribe`: files to text, subtitles or JSON, with the engine in this process."""
+"""`tickertape transcribe`: files to text, subtitles or JSON, with the engine in this process or with a server."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from realtime.commands.terminal import FAILED, OK, UsageError, note, out
+from realtime.commands.terminal import FAILED, OK, STANDARD_INPUT, UsageError, note, out, shown_name
+from realtime.commands.wishes import add_wishes
 from realtime.config import ModelConfig
 
 if TYPE_CHECKING:
+    from realtime.commands.file_reader import FileFailed
     from realtime.commands.transcripts import FileTranscript
 
 EPILOG = """\
@@ -19,12 +21,17 @@ Examples:
   tickertape transcribe talk.mp3                         the text, on standard output
   tickertape transcribe --srt --output-dir subs *.mp4    subs/NAME.srt for each file
   tickertape transcribe --json --words call.wav          one line of JSON, with the times of every word
+  tickertape transcribe --server http://gpu-box:8000 talk.mp3      the file goes to a running server
   tickertape transcribe --live talk.mp3                  at the pace of the recording, as live captions
-  tickertape transcribe --live --server http://127.0.0.1:8000 talk.mp3
+  ffmpeg -loglevel error -i rtsp://camera -vn -f wav - | tickertape transcribe --live -
 
 Any format that FFmpeg reads. A file of many hours is read piece by piece. When a file fails, the others are still
 done, one line on standard error says why, and the exit code is 1. The part of a damaged file that can be decoded is
-written all the same.
+written all the same. A file that grows is read to the end it has when that is reached.
+
+`-` is standard input, in any format that can be read from front to back (WAV, FLAC, MP3, Ogg, WebM, fragmented MP4); it
+is heard as it arrives, and ends when its writer does or at Ctrl-C. TICKERTAPE_API_KEY is sent to a server that wants a
+key.
 """
 
 
@@ -32,21 +39,21 @@ def add(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "transcribe",
         help="transcribe audio and video files",
-        description="Transcribe audio and video files, with no server running.",
+        description="Transcribe audio and video files, with an engine of its own or through a server.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="audio or video; - is standard input")
     formats = parser.add_argument_group("what to write (text if none is given)")
     formats.add_argument("--json", action="store_true", help="text, segments and length, one line for each file")
     formats.add_argument("--srt", action="store_true", help="SubRip subtitles")
     formats.add_argument("--vtt", action="store_true", help="WebVTT subtitles")
     formats.add_argument("--words", action="store_true", help="the times of every word, in text and JSON")
     formats.add_argument("--output-dir", type=Path, metavar="DIR", help="write files there instead of standard output")
-    live = parser.add_argument_group("as if it were spoken now")
-    live.add_argument("--live", action="store_true", help="at the pace of the recording, with live captions")
-    live.add_argument("--server", metavar="URL", help="with --live: stream to this server, not to an engine of our own")
+    parser.add_argument("--live", action="store_true", help="at the pace of the recording, with live captions")
+    parser.add_argument("--server", metavar="URL", help="send to this server, not to an engine of our own")
     add_model_options(parser)
+    add_wishes(parser)
     parser.set_defaults(run=run)
 
 
@@ -64,14 +71,24 @@ def run(options: argparse.Namespace) -> int:
     _check(options, formats)
     files = _readable(options.files)
     failed = len(options.files) - len(files)
-    if files:
-        failed += asyncio.run(_play_all(files, options) if options.live else _transcribe_all(files, options, formats))
+    if not files:
+        return FAILED
+    if options.output_dir is not None:
+        options.output_dir.mkdir(parents=True, exist_ok=True)
+    if options.live:
+        failed += asyncio.run(_play_all(files, options))
+    elif options.server:
+        failed += _send_all(files, options, formats)
+    else:
+        failed += asyncio.run(_transcribe_all(files, options, formats))
     return FAILED if failed else OK
 
 
 def _check(options: argparse.Namespace, formats: list[str]) -> None:
-    if options.server and not options.live:
-        raise UsageError("--server needs --live; a server takes whole files at POST /v1/audio/transcriptions")
+    if options.files.count(STANDARD_INPUT) > 1:
+        raise UsageError("standard input can be read once only; name - once")
+    if STANDARD_INPUT in options.files and sys.stdin.isatty():
+        raise UsageError("standard input is a terminal; pipe sound into it: ffmpeg -i FILE -f wav - | tickertape ...")
     if options.live and (options.output_dir or formats != ["txt"]):
         raise UsageError("--live shows captions and writes nothing else; leave the other formats out")
     if options.output_dir is None and len(formats) > 1:
@@ -81,32 +98,63 @@ def _check(options: argparse.Namespace, formats: list[str]) -> None:
     if options.output_dir is not None:
         stems: dict[str, Path] = {}
         for file in options.files:
-            other = stems.setdefault(file.stem, file)
+            other = stems.setdefault(_stem(file), file)
             if other is not file:
-                raise UsageError(f"{other} and {file} would both be written to {file.stem}.{formats[0]}; rename one")
+                raise UsageError(f"{other} and {file} would both be written to {_stem(file)}.{formats[0]}; rename one")
+
+
+def _stem(file: Path) -> str:
+    return "standard-input" if file == STANDARD_INPUT else file.stem
 
 
 async def _transcribe_all(files: list[Path], options: argparse.Namespace, formats: list[str]) -> int:
     """Returns how many files failed."""
     from realtime.commands import local_engine
     from realtime.commands.file_reader import FileFailed, FileTranscriber
+    from realtime.commands.wishes import Wishes
 
     failed = 0
-    if options.output_dir is not None:
-        options.output_dir.mkdir(parents=True, exist_ok=True)
     async with local_engine.local_engine(options.model, options.device) as client:
-        transcriber = FileTranscriber(client, options.language)
+        transcriber = FileTranscriber(client, Wishes.of(options))
         for file in files:
+            size = _size(file)
             try:
-                transcript = await transcriber.transcribe(file)
+                _write(await transcriber.transcribe(file), options, formats)
             except FileFailed as error:
                 failed += 1
-                note(f"error: {file}: {error}")
-                if error.transcript is None or not error.transcript.text:
-                    continue
-                transcript = error.transcript
-            _write(transcript, options, formats, headline=len(options.files) > 1)
+                _write_good_part(file, error, options, formats)
+            _note_growth(file, size)
     return failed
+
+
+def _send_all(files: list[Path], options: argparse.Namespace, formats: list[str]) -> int:
+    """The same with a server."""
+    from realtime.commands.file_reader import FileFailed
+    from realtime.commands.file_sender import FileSender
+    from realtime.commands.wishes import Wishes
+
+    failed = 0
+    sender = FileSender(options.server, options.model, Wishes.of(options))
+    for file in files:
+        size = _size(file)
+        try:
+            _write(sender.transcribe(file), options, formats)
+        except FileFailed as error:
+            failed += 1
+            _write_good_part(file, error, options, formats)
+        _note_growth(file, size)
+    return failed
+
+
+def _size(file: Path) -> int | None:
+    return file.stat().st_size if file.is_file() else None
+
+
+def _note_growth(file: Path, before: int | None) -> None:
+    """A file that is still being written is read to the end it had; whoever wants more must know."""
+    after = _size(file)
+    if before is not None and after is not None and after > before:
+        note(f"note: {file} grew from {before} to {after} bytes meanwhile; the end may be missing")
 
 
 async def _play_all(files: list[Path], options: argparse.Namespace) -> int:
@@ -119,7 +167,7 @@ async def _play_all(files: list[Path], options: argparse.Namespace) -> int:
             await live_player.play_file(file, options)
         except FileFailed as error:
             failed += 1
-            note(f"error: {file}: {error}")
+            note(f"error: {shown_name(file)}: {error}")
     return failed
 
 
@@ -127,7 +175,9 @@ def _readable(files: list[Path]) -> list[Path]:
     """Say at once what is missing, before a model is loaded."""
     good = []
     for file in files:
-        if file.is_dir():
+        if file == STANDARD_INPUT:
+            good.append(file)
+        elif file.is_dir():
             note(f"error: {file}: this is a folder; name the files in it")
         elif not file.exists():
             note(f"error: {file}: there is no such file")
@@ -138,17 +188,23 @@ def _readable(files: list[Path]) -> list[Path]:
     return good
 
 
-def _write(transcript: FileTranscript, options: argparse.Namespace, formats: list[str], headline: bool) -> None:
+def _write_good_part(file: Path, error: FileFailed, options: argparse.Namespace, formats: list[str]) -> None:
+    note(f"error: {shown_name(file)}: {error}")
+    if error.transcript is not None and error.transcript.text:
+        _write(error.transcript, options, formats)
+
+
+def _write(transcript: FileTranscript, options: argparse.Namespace, formats: list[str]) -> None:
     from realtime.commands.transcripts import FORMATS, write_whole
 
     for name in formats:
         text = FORMATS[name](transcript, options.words)
         if options.output_dir is not None:
-            target = options.output_dir / f"{transcript.path.stem}.{name}"
+            target = options.output_dir / f"{_stem(transcript.path)}.{name}"
             write_whole(target, text)
-            note(f"{transcript.path} -> {target}")
+            note(f"{shown_name(transcript.path)} -> {target}")
         else:
-            if headline and name == "txt":
-                out(f"== {transcript.path}")
+            if len(options.files) > 1 and name == "txt":
+                out(f"== {shown_name(transcript.path)}")
             sys.stdout.write(text)
             sys.stdout.flush()

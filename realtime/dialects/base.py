@@ -12,6 +12,9 @@ from realtime.session.settings import Settings
 
 Json = dict[str, Any]
 
+# As long as OpenAI allows.
+MAX_EVENT_ID = 512
+
 
 @dataclass(frozen=True, slots=True)
 class AudioText:
@@ -98,5 +101,10 @@ def text_field(message: Json, name: str) -> str:
 
 
 def event_id_of(message: Json) -> str | None:
+    """The client's own name for its event, which answers repeat. Raises ClientFault if it is too long for that."""
     value = message.get("event_id")
-    return value if isinstance(value, str) else None
+    if not isinstance(value, str):
+        return None
+    if len(value) > MAX_EVENT_ID:
+        raise ClientFault("invalid_value", f"'event_id' may have at most {MAX_EVENT_ID} characters.", param="event_id")
+    return value

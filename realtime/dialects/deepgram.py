@@ -41,6 +41,9 @@ FINALIZE = "finalize"
 # So much of an open turn may be repeated in interim results before it becomes final.
 SEGMENT_CHARACTERS = 2000
 SEGMENT_SECONDS = 60
+# Longest names, and most terms of a list.
+MAX_NAME = 256
+MAX_KEYTERMS = 256
 
 
 def settings_from_query(query: Mapping[str, str]) -> Settings:
@@ -50,8 +53,8 @@ def settings_from_query(query: Mapping[str, str]) -> Settings:
     silence_ms = _endpointing(query.get("endpointing", "10"))
     return Settings(
         format=_format(query),
-        model=query.get("model"),
-        language=query.get("language"),
+        model=query.get("model", "")[:MAX_NAME] or None,
+        language=query.get("language", "")[:MAX_NAME] or None,
         turn_detection=TurnDetection(silence_duration_ms=silence_ms),
         turns_chosen=True,
         minimum_commit_ms=0,
@@ -122,9 +125,8 @@ class DeepgramDialect:
             case "CloseStream":
                 return End()
             case "Configure":
-                terms = message.get("keyterms")
                 answer: Json = {"type": "ConfigureSuccess", "request_id": self.request_id}
-                return Answer(answer | ({"keyterms": terms} if isinstance(terms, list) else {}))
+                return Answer(answer | _keyterms(message.get("keyterms")))
         raise ClientFault("UNPARSABLE_CLIENT_MESSAGE", "Send KeepAlive, Finalize, CloseStream or Configure.")
 
     def write(self, event: ServerEvent, settings: Settings) -> list[Json]:
@@ -241,6 +243,16 @@ class DeepgramDialect:
 
     def _seconds(self, samples: int) -> float:
         return round(samples / self.facts.sample_rate, 3)
+
+
+def _keyterms(terms: Any) -> Json:
+    """What a client asked for, to be repeated in the answer."""
+    if not isinstance(terms, list):
+        return {}
+    if len(terms) > MAX_KEYTERMS or not all(isinstance(term, str) and len(term) <= MAX_NAME for term in terms):
+        text = f"'keyterms' must be at most {MAX_KEYTERMS} strings of at most {MAX_NAME} characters."
+        raise ClientFault("UNPARSABLE_CLIENT_MESSAGE", text)
+    return {"keyterms": terms}
 
 
 def _error(code: str, message: str) -> Json:

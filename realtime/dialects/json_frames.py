@@ -25,6 +25,19 @@ def decode_json(data: str | bytes) -> Json:
     return value
 
 
+# Names, values and brackets that a message of audio may have; all the rest of it is one long text.
+MAX_AUDIO_MARKS = 64
+
+
+def decode_audio_json(data: str | bytes) -> Json | None:
+    """The JSON object in a long frame, which carries audio; None if it has more structure than audio needs.
+
+    Such a message would take long to parse and many times its size in memory, so it is not parsed at all.
+    """
+    counts = (data.count(mark) for mark in '"[{,') if isinstance(data, str) else (data.count(mark) for mark in b'"[{,')
+    return None if sum(counts) > MAX_AUDIO_MARKS else decode_json(data)
+
+
 def decode_base64(data: str) -> bytes:
     """Audio bytes of an append event; strict, because skipped characters would shift every sample behind them.
 
@@ -34,6 +47,11 @@ def decode_base64(data: str) -> bytes:
         return msgspec.convert(data, bytes)
     except msgspec.ValidationError:
         raise ClientFault("invalid_audio", "'audio' is not valid base64.", param="audio") from None
+
+
+def json_bytes(value: Any) -> int:
+    """How long a value is as JSON; dataclasses count with their fields."""
+    return len(_encoder.encode(value))
 
 
 def encode_json(value: Json) -> str:

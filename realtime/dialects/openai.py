@@ -107,18 +107,16 @@ class OpenAIDialect:
 
     def _gap(self, message: Json, settings: Settings) -> int:
         """Length of a gap in client samples: `samples`, or `duration_ms`."""
-        samples = message.get("samples")
-        if samples is None:
-            duration_ms = message.get("duration_ms")
-            if isinstance(duration_ms, bool) or not isinstance(duration_ms, int | float):
-                raise ClientFault("invalid_value", "A gap needs 'samples' or 'duration_ms'.", param="duration_ms")
-            samples = duration_ms * settings.format.rate / 1000
-        most_s = self.facts.gap_seconds
-        longest = most_s * settings.format.rate
-        if isinstance(samples, bool) or not isinstance(samples, int | float) or not 0 <= samples <= longest:
+        rate, most_s = settings.format.rate, self.facts.gap_seconds
+        name, per_second = ("duration_ms", 1000) if message.get("samples") is None else ("samples", rate)
+        given = message.get(name)
+        if isinstance(given, bool) or not isinstance(given, int | float):
+            raise ClientFault("invalid_value", "A gap needs 'samples' or 'duration_ms', a number.", param=name)
+        # Compared before it is calculated with: a whole number may be larger than any float.
+        if not 0 <= given <= most_s * per_second:
             text = f"A gap lasts from 0 to {most_s:g} seconds (limits.gap_s)."
-            raise ClientFault("invalid_value", text, param="samples")
-        return round(samples)
+            raise ClientFault("invalid_value", text, param=name)
+        return round(given * rate / per_second)
 
     # Server -> client
 

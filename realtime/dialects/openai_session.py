@@ -2,7 +2,7 @@
 
 The merge rule: a key that is present changes a setting, an explicit null clears it, other settings stay. Unknown keys,
 models and options are accepted in silence, because to most clients an error is fatal; only values that cannot be right
-are refused.
+are refused. What is not known is not repeated either: the session that goes back is bounded, whatever was sent.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ IDLE_TIMEOUT_MS = (5000, 30_000)
 BETA_FORMATS = {"pcm16": "audio/pcm", "g711_ulaw": "audio/pcmu", "g711_alaw": "audio/pcma"}
 DEFAULT_PCM_RATE = 24_000
 CONTAINER_RATE = 48_000
+# Longest names, longest text a model may be told, and most entries of a list.
+MAX_NAME = 256
+MAX_PROMPT = 16_384
+MAX_ENTRIES = 256
+# Fields of turn detection that change nothing here and are repeated as they were sent.
+REPEATED_TURN_FIELDS = ("create_response", "interrupt_response")
 
 
 def _fault(param: str, message: str) -> ClientFault:
@@ -48,6 +54,21 @@ def _number(value: Any, param: str, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise _fault(param, f"'session.{param}' must be a number from {low:g} to {high:g}.")
     return value
+
+
+def _text(value: Any, param: str, most: int = MAX_NAME) -> str:
+    if not isinstance(value, str) or len(value) > most:
+        raise _fault(param, f"'session.{param}' must be a string of at most {most} characters.")
+    return value
+
+
+def _texts(value: Any, param: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > MAX_ENTRIES:
+        raise _fault(param, f"'session.{param}' must be a list of at most {MAX_ENTRIES} strings.")
+    texts = tuple(_text(item, param) for item in value)
+    if sum(map(len, texts)) > MAX_PROMPT:
+        raise _fault(param, f"'session.{param}' may have at most {MAX_PROMPT} characters in all.")
+    return texts
 
 
 def merge_ga(settings: Settings, session: Json) -> Settings:
@@ -89,9 +110,7 @@ def _merge_include(settings: Settings, session: Json) -> Settings:
     include = session["include"]
     if include is None:
         return replace(settings, include=None)
-    if not isinstance(include, list) or not all(isinstance(value, str) for value in include):
-        raise _fault("include", "'session.include' must be a list of strings.")
-    return replace(settings, include=tuple(include))
+    return replace(settings, include=_texts(include, "include"))
 
 
 def _finish(settings: Settings) -> Settings:
@@ -105,13 +124,20 @@ def _merge_input(settings: Settings, given: Json, path: str) -> Settings:
     if "format" in given:
         changes["format"] = _format(given["format"], path + "format")
     if "noise_reduction" in given:
-        changes["noise_reduction"] = given["noise_reduction"]
+        changes["noise_reduction"] = _noise_reduction(given["noise_reduction"], path + "noise_reduction")
     if "turn_detection" in given:
         changes["turn_detection"] = _turn_detection(given["turn_detection"], path + "turn_detection")
         changes["turns_chosen"] = True
     if "transcription" in given:
         changes |= _transcription(given["transcription"], path + "transcription")
     return replace(settings, **changes)
+
+
+def _noise_reduction(value: Any, path: str) -> Json | None:
+    if value is None:
+        return None
+    kind = _object(value, path).get("type")
+    return {} if kind is None else {"type": _text(kind, path + ".type")}
 
 
 def _format(value: Any, path: str) -> AudioFormat:
@@ -155,7 +181,8 @@ def _turn_detection(value: Any, path: str) -> TurnDetection | None:
     eagerness = present.pop("eagerness", "auto")
     if eagerness not in EAGERNESS:
         raise _fault(path + ".eagerness", f"'session.{path}.eagerness' must be one of {list(EAGERNESS)}.")
-    return TurnDetection(**changes, eagerness=eagerness, extra=tuple(present.items()))
+    repeated = tuple((name, present[name]) for name in REPEATED_TURN_FIELDS if isinstance(present.get(name), bool))
+    return TurnDetection(**changes, eagerness=eagerness, extra=repeated)
 
 
 def _transcription(value: Any, path: str) -> dict[str, Any]:
@@ -166,15 +193,12 @@ def _transcription(value: Any, path: str) -> dict[str, Any]:
     for name in ("model", "language", "prompt"):
         if name in given:
             item = given[name]
-            if item is not None and not isinstance(item, str):
-                raise _fault(f"{path}.{name}", f"'session.{path}.{name}' must be a string.")
+            if item is not None:
+                item = _text(item, f"{path}.{name}", MAX_PROMPT if name == "prompt" else MAX_NAME)
             changes[name] = item or ("" if name == "prompt" else None)
     for name in ("languages", "keywords"):
         if name in given:
-            items = given[name] or []
-            if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-                raise _fault(f"{path}.{name}", f"'session.{path}.{name}' must be a list of strings.")
-            changes[name] = tuple(items)
+            changes[name] = _texts(given[name] or [], f"{path}.{name}")
     if "delay" in given:
         delay = given["delay"]
         if delay is not None and delay not in DELAYS:

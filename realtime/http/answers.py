@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -109,6 +110,8 @@ class Answers:
         )
 
     async def prometheus(self, request: Request) -> Response:
+        # Counting them takes a moment, so it is done when somebody looks.
+        self._context.metrics.tasks.set(len(asyncio.all_tasks()))
         return Response(self._context.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-import numpy as np
-from numpy.typing import NDArray
-
-from audio.containers import ContainerDecoder
-from audio.errors import AudioError
+from audio.errors import AudioError, EmptyAudio, TooManyDecoders
 from engine import messages
 from engine.errors import AtCapacity, EngineError
 from realtime.dialects.json_frames import encode_json
 from realtime.errors import Refusal
+from realtime.serving.container_stream import ContainerStream
 from realtime.serving.engine_api import EngineApi, StreamApi
-from realtime.session.events import TimedWord
+from realtime.session.events import Samples, TimedWord
 from realtime.session.subtitles import subtitles, to_srt, to_vtt
 
 FORMATS = ("json", "verbose_json", "text", "srt", "vtt")
@@ -144,23 +141,35 @@ class Transcriber:
                 raise Refusal(500, "transcription_failed", output.message, kind="server_error")
 
     async def _feed(self, file: BinaryIO, stream: StreamApi, transcript: Transcript) -> None:
-        decoder = await asyncio.to_thread(ContainerDecoder)
         try:
-            while piece := await asyncio.to_thread(file.read, READ_BYTES):
-                await self._hear(await asyncio.to_thread(decoder.decode, piece), stream, transcript)
-            await self._hear(await asyncio.to_thread(decoder.flush), stream, transcript)
+            async with aclosing(decoded(file)) as steps:
+                async for samples in steps:
+                    transcript.samples += len(samples)
+                    await stream.feed(samples)
             await stream.finish()
-        except AudioError as error:
-            raise Refusal(400, error.code, f"{error}.", param="file") from error
         except EngineError as error:
             raise _engine_gone() from error
-        finally:
-            await asyncio.to_thread(decoder.close)
 
-    async def _hear(self, blocks: list[NDArray[np.float32]], stream: StreamApi, transcript: Transcript) -> None:
-        for block in blocks:
-            transcript.samples += len(block)
-            await stream.feed(block)
+
+async def decoded(file: BinaryIO) -> AsyncGenerator[Samples]:
+    """A file as samples, in steps, the next one when the last is taken. Raises Refusal."""
+    container = ContainerStream()
+    size = 0
+    try:
+        while piece := await asyncio.to_thread(file.read, READ_BYTES):
+            size += len(piece)
+            async for samples in container.decode(piece):
+                yield samples
+        if not size:
+            raise EmptyAudio("the file is empty; send one that has sound in it")
+        async for samples in container.decode(None):
+            yield samples
+    except TooManyDecoders as error:
+        raise Refusal(503, error.code, f"{error}.", retry_after_s=60, kind="server_error") from error
+    except AudioError as error:
+        raise Refusal(400, error.code, f"{error}.", param="file") from error
+    finally:
+        container.close()
 
 
 def write_answer(transcript: Transcript, request: UploadRequest) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from starlette.websockets import WebSocket
 from realtime.dialects.deepgram import DeepgramDialect, settings_from_query
 from realtime.dialects.json_frames import encode_json
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
-from realtime.dialects.openai_session import merge_beta
+from realtime.dialects.openai_session import MAX_NAME, merge_beta
 from realtime.errors import CloseCode, Refusal
 from realtime.http.auth import BETA_PROTOCOL, select_subprotocol
 from realtime.http.context import Context
@@ -111,7 +111,7 @@ class Gateway:
         beta = websocket.headers.get("openai-beta") == "realtime=v1" or BETA_PROTOCOL in offered
         settings = caller.settings or Settings()
         if "model" in query:
-            settings = merge_beta(settings, {"input_audio_transcription": {"model": query["model"]}})
+            settings = merge_beta(settings, {"input_audio_transcription": {"model": query["model"][:MAX_NAME]}})
         entry = self.sessions.create(caller, settings, BetaDialect if beta else OpenAIDialect)
         greeting = entry.live.dialect.created(entry.live.session.settings)
         return _Entrance(entry, [encode_json(greeting)] if greeting else [], selected)
@@ -136,6 +136,7 @@ class Gateway:
             raise Refusal(410, "resume_too_late", "Events after this one are gone; start a new session.", param="after")
         self.metrics.resumed.inc()
         entry.inbox.reconnected()
+        entry.inbox.may_inject = entry.inbox.may_inject and not caller.is_secret
         return entry, [entry.live.greeting_again(), *missed]
 
     # Life

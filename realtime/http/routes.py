@@ -8,7 +8,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -36,6 +36,7 @@ def build_app(engine: EngineApi, config: Config, metrics: Metrics | None = None)
     context = Context(engine, config, metrics, gatekeeper, sessions)
     gateway = Gateway(context)
     handlers: dict[Any, Any] = {Refusal: _on_refusal, ClientFault: _on_fault, 404: _on_not_found, 405: _on_wrong_method}
+    handlers[ClientDisconnect] = _on_client_gone
     cors = Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     app = Starlette(
         routes=[*_sockets(gateway), *_answers(context), *page_routes()],
@@ -93,6 +94,11 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
 async def _on_fault(request: Request, error: Exception) -> Response:
     assert isinstance(error, ClientFault)
     return refused(Refusal(400, error.code, error.message, error.param))
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    """Nobody reads this answer; without it each client that leaves early would be an error in the log."""
+    return refused(Refusal(499, "client_gone", "The client left before its request was complete."))
 
 
 async def _on_not_found(request: Request, error: Exception) -> Response:

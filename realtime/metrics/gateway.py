@@ -47,6 +47,7 @@ class Metrics:
         self.queued = gauge("audio_queued_seconds", "Audio waiting in the gateway for the engine, all sessions")
         self.outbox = gauge("outbox_events", "Events waiting for slow clients, all sessions")
         self.loop_lag = histogram("loop_lag_seconds", "How late the event loop runs a timer", LOOP_BUCKETS)
+        self.tasks = gauge("tasks", "Tasks of the event loop; more than a few for each session are a leak")
         self.uploads = counter("uploads", "Files sent to the transcription endpoint, by outcome", "outcome")
         self._measures: dict[str, Callable[[float], None]] = {
             "lag_seconds": self.lag.observe,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 
 from engine.client.processor import ItemRefused
 from engine.client.render import parse_items
@@ -16,7 +17,7 @@ from realtime.dialects.base import (
     SessionFacts,
     event_id_of,
 )
-from realtime.dialects.json_frames import Json, decode_base64, decode_json
+from realtime.dialects.json_frames import Json, decode_audio_json, decode_base64, decode_json
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.vllm import VllmDialect
 from realtime.errors import ClientFault
@@ -27,16 +28,23 @@ from realtime.session.events import Answered, Clear, Commit, Configure, End, Inj
 # Messages longer than this are parsed off the event loop; audio is decoded in pieces of at most this size.
 LARGE_MESSAGE = 256 * 1024
 PIECE_BYTES = 64 * 1024
+# The only kind of message, in any dialect, that may be longer than control messages.
+AUDIO_MESSAGE = "input_audio_buffer.append"
 
 
 class Inbox:
     """Turns client messages into core events. Outlives the socket: a reconnected client goes on with the same inbox."""
 
-    def __init__(self, live: LiveSession, facts: SessionFacts) -> None:
+    def __init__(self, live: LiveSession, facts: SessionFacts, may_inject: bool) -> None:
+        # Whether items prepared elsewhere are taken: not from everybody who may open a socket.
+        self.may_inject = may_inject
         self._live = live
         self._facts = facts
         self._intake = Intake(live.session.settings.format)
+        self._control_bytes = live.limits.max_control_bytes
         self._dialect_fixed = False
+        # The client has said that no more audio comes; what comes all the same is not heard.
+        self._ended = False
         # Audio of messages that came together; decoded together, because each call has its price.
         self._pending: list[bytes] = []
         self._pending_bytes = 0
@@ -69,10 +77,11 @@ class Inbox:
             if data is not None and self._live.session.settings.format.binary:
                 if not data and self._live.dialect.empty_frame_ends:
                     await self._end()
-                await self._audio(data)
+                if not self._ended:
+                    await self._audio(data)
                 return False
             raw = text if text is not None else data or b""
-            message = decode_json(raw) if len(raw) <= LARGE_MESSAGE else await asyncio.to_thread(decode_json, raw)
+            message = await self._parse(raw)
             event_id = event_id_of(message)
             if not self._dialect_fixed and not self._live.dialect.fixed:
                 self._choose_dialect(message)
@@ -91,6 +100,18 @@ class Inbox:
             return True
         return False
 
+    async def _parse(self, raw: str | bytes) -> Json:
+        if len(raw) <= self._control_bytes:
+            return decode_json(raw)
+        if len(raw) <= LARGE_MESSAGE:
+            message = decode_audio_json(raw)
+        else:
+            message = await asyncio.to_thread(decode_audio_json, raw)
+        if message is None or message.get("type") != AUDIO_MESSAGE:
+            text = f"Messages that are not audio may have at most {self._control_bytes} bytes (limits.control_bytes)."
+            raise ClientFault("message_too_large", text)
+        return message
+
     async def _audio_text(self, text: str, more: bool) -> None:
         if len(text) > LARGE_MESSAGE:
             await self._audio(await asyncio.to_thread(decode_base64, text))
@@ -105,6 +126,9 @@ class Inbox:
                 self.settle()
 
     async def _inject(self, request: InjectRequest) -> None:
+        if not self.may_inject:
+            text = "Items prepared elsewhere are not taken here; that needs server.inject and an API key."
+            raise ClientFault("inject_not_allowed", text, param="type", event_id=request.event_id)
         try:
             taken = await self._live.inject(await asyncio.to_thread(parse_items, request.items))
         except ItemRefused as error:
@@ -112,11 +136,17 @@ class Inbox:
         self._live.outbox.put(Injected(taken))
 
     async def _end(self) -> None:
+        if self._ended:
+            return
         self.settle()
-        if self._intake.needs_thread:
-            self._live.submit(await asyncio.to_thread(self._intake.finish))
-        else:
-            self._live.submit(self._intake.finish())
+        self._ended = True
+        try:
+            if self._intake.container is not None:
+                await self._unpack(None)
+        except ClientFault:
+            self._live.submit(End())
+            raise
+        self._live.submit(self._intake.flush())
         self._live.submit(End())
 
     def _control(self, request: Request) -> None:
@@ -145,14 +175,19 @@ class Inbox:
         view = memoryview(data)
         for start in range(0, len(data), PIECE_BYTES):
             piece = view[start : start + PIECE_BYTES]
-            if self._intake.needs_thread:
-                append = await asyncio.to_thread(self._intake.decode, piece)
+            if self._intake.container is not None:
+                await self._unpack(bytes(piece))
             else:
-                append = self._intake.decode(piece)
-            self._live.submit(append)
-            await self._live.room()
+                self._live.submit(self._intake.decode(piece))
+                await self._live.room()
             if start:
                 await asyncio.sleep(0)
+
+    async def _unpack(self, data: bytes | None) -> None:
+        async with aclosing(self._intake.unpack(data)) as steps:
+            async for append in steps:
+                self._live.submit(append)
+                await self._live.room()
 
     def _choose_dialect(self, message: Json) -> None:
         """Clients do not name their dialect; the first message that only one dialect has gives it away."""

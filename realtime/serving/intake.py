@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
 import numpy as np
 
-from audio.containers import ContainerDecoder
 from audio.errors import AudioError
 from audio.formats import Decoder, Encoding
 from audio.resample import MODEL_RATE, Resampler
 from realtime.errors import ClientFault
-from realtime.session.events import Append, Gap, Samples
+from realtime.serving.container_stream import ContainerStream
+from realtime.session.events import Append, Gap
 from realtime.session.settings import AudioFormat
 
 ENCODINGS = {
@@ -21,37 +24,40 @@ ENCODINGS = {
 
 
 class Intake:
-    """Reads one stream of audio."""
+    """Reads one stream of audio. Raw samples are decoded at once; a container is unpacked in steps."""
 
     def __init__(self, audio_format: AudioFormat) -> None:
         self.format = audio_format
-        # A container's decoder waits for its codec, so it must be called off the event loop.
-        self.needs_thread = audio_format.container
         # Any bytes at all are samples of this format, so pieces may be joined before they are decoded.
         self.takes_anything = audio_format.type in ("audio/pcm", "audio/pcmu", "audio/pcma")
-        self._reader: _RawReader | _ContainerReader
-        self._reader = _ContainerReader() if audio_format.container else _RawReader(audio_format)
+        self.container = ContainerStream() if audio_format.container else None
+        self._raw = None if audio_format.container else _RawReader(audio_format)
 
     def decode(self, data: bytes | memoryview) -> Append:
-        """Decode a piece, cut anywhere. Raises ClientFault if it is not audio of this format."""
+        """Decode a piece of raw samples, cut anywhere. Raises ClientFault if it is not audio of this format."""
+        assert self._raw is not None, "a container is unpacked"
         try:
-            return self._reader.decode(data)
+            return self._raw.decode(data)
         except AudioError as error:
-            raise ClientFault("invalid_audio", f"{error}.", param="audio") from error
+            raise _fault(error) from error
+
+    async def unpack(self, data: bytes | None) -> AsyncGenerator[Append]:
+        """Decode a piece of a container, or its end, in steps: the next one is made when the last is taken.
+
+        Counts samples at the engine's rate: a container has no other count that both ends agree on.
+        """
+        assert self.container is not None, "raw samples are decoded"
+        try:
+            async with aclosing(self.container.decode(data)) as steps:
+                async for samples in steps:
+                    yield Append(samples, len(samples), len(samples) * 1000 / MODEL_RATE)
+        except AudioError as error:
+            raise _fault(error) from error
 
     def flush(self) -> Append:
         """What the resampler holds back. The next sample starts a new signal at the same ratio."""
-        try:
-            return self._reader.flush()
-        except AudioError as error:
-            raise ClientFault("invalid_audio", f"{error}.", param="audio") from error
-
-    def finish(self) -> Append:
-        """The rest of the stream, which ends here."""
-        try:
-            return self._reader.finish()
-        except AudioError as error:
-            raise ClientFault("invalid_audio", f"{error}.", param="audio") from error
+        # A codec cannot be flushed in the middle of its stream; what it holds comes with the next packet.
+        return _nothing() if self._raw is None else self._raw.flush()
 
     def silence(self, source_samples: int) -> Gap:
         """Declared silence; rounded to the engine's rate."""
@@ -63,11 +69,14 @@ class Intake:
 
         Raw samples go on as if nothing had happened, but for the bytes of an unfinished one. A container begins anew.
         """
-        self._reader.close()
-        return Intake(self.format) if self.format.container else self
+        self.close()
+        return Intake(self.format) if self._raw is None else self
 
     def close(self) -> None:
-        self._reader.close()
+        if self.container is not None:
+            self.container.close()
+        if self._raw is not None:
+            self._raw.close()
 
 
 class _RawReader:
@@ -88,37 +97,12 @@ class _RawReader:
         self._held_back = False
         return Append(self._resampler.flush(), 0, 0.0)
 
-    def finish(self) -> Append:
-        return self.flush()
-
     def close(self) -> None:
         self._decoder.flush()
 
 
-class _ContainerReader:
-    """Counts samples at the engine's rate: a container has no other count that both ends agree on."""
-
-    def __init__(self) -> None:
-        self._decoder = ContainerDecoder()
-
-    def decode(self, data: bytes | memoryview) -> Append:
-        return _joined(self._decoder.decode(bytes(data)))
-
-    def flush(self) -> Append:
-        # A codec cannot be flushed in the middle of its stream; what it holds comes with the next packet.
-        return _nothing()
-
-    def finish(self) -> Append:
-        return _joined(self._decoder.flush())
-
-    def close(self) -> None:
-        # The event loop cannot wait for a piece that is being decoded on another thread.
-        self._decoder.abandon()
-
-
-def _joined(blocks: list[Samples]) -> Append:
-    samples = np.concatenate(blocks) if blocks else np.empty(0, np.float32)
-    return Append(samples, len(samples), len(samples) * 1000 / MODEL_RATE)
+def _fault(error: AudioError) -> ClientFault:
+    return ClientFault("invalid_audio", f"{error}.", param="audio")
 
 
 def _nothing() -> Append:

@@ -58,8 +58,11 @@ class LiveLimits:
     max_audio_in_flight_s: float = 60.0
     max_commands: int = 4096
     max_outbox_events: int = 1024
-    max_outbox_characters: int = 1_000_000
+    max_outbox_bytes: int = 2_000_000
     max_log_events: int = 4096
+    max_log_bytes: int = 4 * 1024 * 1024
+    # Longest message that is not audio.
+    max_control_bytes: int = 64 * 1024
 
 
 def delay_positions(delay: str | int | None, spec: ModelSpec) -> int | None:
@@ -87,8 +90,9 @@ class LiveSession:
         self.id = session_id
         self.session = session
         self.dialect = dialect
-        self.outbox = Outbox(limits.max_outbox_events, limits.max_outbox_characters)
+        self.outbox = Outbox(limits.max_outbox_events, limits.max_outbox_bytes)
         self.clock = clock
+        self.limits = limits
         self._engine = engine
         self._metrics = metrics
         self._queue = EngineQueue(int(limits.max_audio_in_flight_s * session.sample_rate), limits.max_commands)
@@ -100,7 +104,7 @@ class LiveSession:
         self._streams_opened = 0
         self._fed = 0
         self._task: asyncio.Task[None] | None = None
-        self._sent = SentLog(limits.max_log_events)
+        self._sent = SentLog(limits.max_log_events, limits.max_log_bytes)
 
     # The client's side
 

@@ -2,7 +2,7 @@
 
 Policy when the client reads too slowly: a delta that waits behind another delta of the same item is merged into it, so
 a slow reader gets fewer, longer deltas and no text is lost. When even that grows past the limits, the outbox is
-overrun and the socket is closed.
+overrun and the socket is closed. Every event counts, with the bytes of its fields as JSON.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
+from realtime.dialects.json_frames import json_bytes
 from realtime.session.events import Acknowledged, Delta, Hangup, ServerEvent
 
 
 class Outbox:
     """A queue of core events with one reader; putting never waits."""
 
-    def __init__(self, max_events: int, max_characters: int) -> None:
+    def __init__(self, max_events: int, max_bytes: int) -> None:
+        self.bytes = 0
         self._max_events = max_events
-        self._max_characters = max_characters
-        self._events: deque[ServerEvent] = deque()
-        self._characters = 0
+        self._max_bytes = max_bytes
+        # Each event with its size.
+        self._events: deque[tuple[ServerEvent, int]] = deque()
         self._hangup: Hangup | None = None
         self._overrun = False
         # Told once when the reader has fallen too far behind.
@@ -40,16 +42,18 @@ class Outbox:
     def put(self, event: ServerEvent) -> None:
         if self._overrun or self._hangup is not None:
             return
-        last = self._events[-1] if self._events else None
-        if isinstance(event, Delta):
-            self._characters += len(event.text)
-            if isinstance(last, Delta) and last.item_id == event.item_id:
-                event = replace(event, text=last.text + event.text, words=last.words + event.words)
-                self._events.pop()
-        elif isinstance(event, Acknowledged) and isinstance(last, Acknowledged):
+        last, last_size = self._events[-1] if self._events else (None, 0)
+        size = json_bytes(event)
+        self.bytes += size
+        if isinstance(event, Delta) and isinstance(last, Delta) and last.item_id == event.item_id:
+            event = replace(event, text=last.text + event.text, words=last.words + event.words)
+            size += last_size
             self._events.pop()
-        self._events.append(event)
-        self._overrun = len(self._events) > self._max_events or self._characters > self._max_characters
+        elif isinstance(event, Acknowledged) and isinstance(last, Acknowledged):
+            self.bytes -= last_size
+            self._events.pop()
+        self._events.append((event, size))
+        self._overrun = len(self._events) > self._max_events or self.bytes > self._max_bytes
         self._wake.set()
         if self._overrun and self.on_overrun is not None:
             self.on_overrun()
@@ -66,9 +70,8 @@ class Outbox:
             self._wake.clear()
             await self._wake.wait()
         if self._events:
-            event = self._events.popleft()
-            if isinstance(event, Delta):
-                self._characters -= len(event.text)
+            event, size = self._events.popleft()
+            self.bytes -= size
             return event
         assert self._hangup is not None
         return self._hangup

@@ -162,11 +162,14 @@ class Sessions:
         limits = LiveLimits(
             max_audio_in_flight_s=config.limits.audio_in_flight_s,
             max_outbox_events=config.limits.outbox_events,
-            max_outbox_characters=config.limits.outbox_characters,
+            max_outbox_bytes=config.limits.outbox_characters or config.limits.outbox_bytes,
             max_log_events=config.session.resume_events,
+            max_log_bytes=config.session.resume_bytes,
+            max_control_bytes=config.limits.control_bytes,
         )
         live = LiveSession(session_id, session, dialect, self.engine, limits, self._metrics, self._clock)
-        entry = Entry(live, Inbox(live, facts), caller.name, token, self._clock())
+        inbox = Inbox(live, facts, may_inject=config.server.inject and not caller.is_secret)
+        entry = Entry(live, inbox, caller.name, token, self._clock())
         self._entries[session_id] = entry
         self._per_caller[caller.name] += 1
         if token:

@@ -9,17 +9,24 @@ from realtime.dialects.json_frames import encode_json
 
 
 class SentLog:
-    """Holds the newest `max_events` frames; older ones are gone."""
+    """Holds the newest frames, at most `max_events` with at most `max_bytes`; older ones are gone."""
 
-    def __init__(self, max_events: int) -> None:
+    def __init__(self, max_events: int, max_bytes: int) -> None:
+        self.bytes = 0
         self._sequence = 0
-        self._frames: deque[tuple[int, str]] = deque(maxlen=max_events)
+        self._max_events = max_events
+        self._max_bytes = max_bytes
+        self._frames: deque[tuple[int, str, int]] = deque()
 
     def add(self, body: dict[str, Any]) -> str:
         """The frame for this body, with the next number in it."""
         self._sequence += 1
         text = encode_json({**body, "seq": self._sequence})
-        self._frames.append((self._sequence, text))
+        size = len(text.encode())
+        self._frames.append((self._sequence, text, size))
+        self.bytes += size
+        while len(self._frames) > self._max_events or self.bytes > self._max_bytes:
+            self.bytes -= self._frames.popleft()[2]
         return text
 
     def after(self, sequence: int) -> list[str] | None:
@@ -27,4 +34,4 @@ class SentLog:
         first = self._frames[0][0] if self._frames else self._sequence + 1
         if not first - 1 <= sequence <= self._sequence:
             return None
-        return [text for number, text in self._frames if number > sequence]
+        return [text for number, text, _ in self._frames if number > sequence]

@@ -1,7 +1,7 @@
 """uvicorn's protocol classes, with what a public realtime server needs on top.
 
-They add a deadline for slow handshakes, a liveness check that spares clients which send but do not read, and a way to
-cut a socket whose peer reads nothing at all.
+They add a deadline for slow handshakes, a liveness check that spares clients which send but do not read, a way to
+cut a socket whose peer reads nothing at all, and bounds on what a peer can have us hold or do at a stretch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
 
 # What a connection may ask of its socket, beyond ASGI.
 ABORT_EXTENSION = "tickertape.abort"
@@ -24,6 +25,14 @@ NOTHING_WAITS_EXTENSION = "tickertape.nothing_waits"
 # every single message, which costs two system calls each.
 MAX_WAITING = 32
 MAX_WAITING_BYTES = 256 * 1024
+# Bytes are parsed in such pieces, for so long at a stretch: they may hold thousands of frames that are no messages.
+PIECE_BYTES = 2048
+PARSING_S = 0.0005
+
+UNREADABLE_HEAD = (
+    b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: text/plain\r\n\r\n"
+    b"The headers of the upgrade are too long or too many.\n"
+)
 
 
 class _Mailbox:
@@ -67,6 +76,9 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
     """A WebSocket that counts any byte from its peer as a sign of life, not only pongs.
 
     A client that only sends stops reading after a few messages and then answers no ping; it is alive all the same.
+
+    What was read and not parsed yet waits as bytes, and the socket is read no further meanwhile. A ping that comes
+    while the peer does not read is answered when it reads again, if no later one has come.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,10 +86,80 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         self._heard_at = 0.0
         self._mailbox = _Mailbox()
         self.queue = self._mailbox  # type: ignore[assignment]
+        self._unparsed = b""
+        self._parsing_later: asyncio.Handle | None = None
+        self._owed_pong = b""
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self.loop.time()
-        super().data_received(data)
+        self._unparsed = self._unparsed + data if self._unparsed else data
+        if self._parsing_later is None and not self.read_paused:
+            self._parse()
+
+    def _parse(self) -> None:
+        """Parse what was read, until the mailbox is full or others must have their turn."""
+        self._parsing_later = None
+        started, taken = self.loop.time(), 0
+        data = self._unparsed
+        while taken < len(data) and self._takes_more:
+            if taken and self.loop.time() - started > PARSING_S:
+                self._parsing_later = self.loop.call_soon(self._parse)
+                break
+            super().data_received(data[taken : taken + PIECE_BYTES])
+            taken += PIECE_BYTES
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            # A head that our HTTP parser takes and that of `websockets` does not: uvicorn would never answer it.
+            self.transport.write(UNREADABLE_HEAD)
+            self.transport.close()
+        self._unparsed = data[taken:]
+        if self.transport.is_closing():
+            self._unparsed = b""
+        elif self._takes_more and not self._unparsed:
+            self._read_on()
+        else:
+            self._read_no_further()
+
+    @property
+    def _takes_more(self) -> bool:
+        # After our close frame messages are thrown away, and the peer's close frame is what we wait for.
+        return (self.close_sent or not self._mailbox.full) and not self.transport.is_closing()
+
+    def _read_on(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
+
+    def _read_no_further(self) -> None:
+        if not self.read_paused:
+            self.read_paused = True
+            self.transport.pause_reading()
+
+    async def receive(self) -> Any:
+        message = await self._mailbox.get()
+        if self.read_paused and self._mailbox.empty() and self._parsing_later is None:
+            self._parse()
+        return message
+
+    def handle_cont(self, event: Frame) -> None:
+        # Fragments are joined as they come: thousands of tiny ones must not cost more than their bytes.
+        if not isinstance(self.frames[0], bytearray):
+            self.frames = [bytearray(self.frames[0])]  # type: ignore[list-item]
+        self.frames[0] += event.data
+        if event.fin:
+            self.send_receive_event_to_app()
+
+    def handle_ping(self) -> None:
+        pongs = self.conn.data_to_send()
+        if self.writable.is_set():
+            self.transport.write(b"".join(pongs))
+        elif pongs:
+            self._owed_pong = pongs[-1]
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._owed_pong:
+            self.transport.write(self._owed_pong)
+            self._owed_pong = b""
 
     def send_receive_event_to_app(self) -> None:
         data = self.frames[0] if len(self.frames) == 1 else b"".join(self.frames)
@@ -93,9 +175,8 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
                 return
         else:
             self._mailbox.put_nowait({"type": "websocket.receive", "bytes": bytes(data)})
-        if not self.read_paused and self._mailbox.full:
-            self.read_paused = True
-            self.transport.pause_reading()
+        if self._mailbox.full:
+            self._read_no_further()
 
     def keepalive_timeout(self) -> None:
         silent_for = self.loop.time() - self._heard_at
@@ -109,10 +190,12 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         super().keepalive_timeout()
 
     async def send(self, message: Any) -> None:
-        # The transport knows of a lost peer before the protocol is told.
-        if self.transport.is_closing() and not self.close_sent:
+        # The transport knows of a lost peer before the protocol is told, and a bad frame closes the socket by itself.
+        if self.transport.is_closing() or self.close_sent:
             raise ClientDisconnected
         await super().send(message)
+        if self.close_sent and self._unparsed and self._parsing_later is None:
+            self._parse()
         if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
             # A refusal is an answer too; uvicorn would log an error for each of them.
             self.handshake_complete = True
@@ -145,6 +228,16 @@ class PatientHttp(H11Protocol):
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._in_time()
         super().handle_websocket_upgrade(event)
+
+    def send_400_response(self, msg: str) -> None:
+        """A request that turns bad in its body has an application behind it, which must not answer as well."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def _in_time(self) -> None:
         if self._deadline is not None:

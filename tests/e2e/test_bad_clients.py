@@ -54,6 +54,12 @@ async def works(client: RawClient) -> None:
         ),
         ('{"type": "input_audio_buffer.gap", "event_id": "e"}', "invalid_value", "duration_ms"),
         ('{"type": "input_audio_buffer.gap", "samples": -1, "event_id": "e"}', "invalid_value", "samples"),
+        (f'{{"type": "input_audio_buffer.gap", "samples": {10**400}, "event_id": "e"}}', "invalid_value", "samples"),
+        (
+            f'{{"type": "input_audio_buffer.gap", "duration_ms": {10**400}, "event_id": "e"}}',
+            "invalid_value",
+            "duration_ms",
+        ),
     ],
 )
 async def test_bad_message_gets_an_error_with_its_event_id(
@@ -298,3 +304,57 @@ async def test_client_that_leaves_during_the_handshake_leaves_nothing_behind(ser
         assert not len(running.gateway.sessions)
         async with greeted_client(running.ws) as client:
             await works(client)
+
+
+@pytest.mark.parametrize("extra", [f"X-Long: {'a' * 9000}\r\n", "X-Many: a\r\n" * 200], ids=["long", "many"])
+async def test_head_of_an_upgrade_that_cannot_be_read_is_answered(serve: Serve, extra: str) -> None:
+    head = (
+        "GET /v1/realtime HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n{extra}\r\n"
+    )
+    async with serve() as running:
+        assert (await raw_exchange(running, head.encode())).startswith(b"HTTP/1.1 400")
+
+
+async def test_bad_frame_before_the_greeting_is_no_error_of_the_server(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = (
+        b"GET /v1/realtime HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    )
+    async with serve() as running:
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+            writer.write(head)
+            await reader.readuntil(b"\r\n\r\n")
+            # A frame without a mask.
+            writer.write(b"\x81\x02{}")
+            await asyncio.wait_for(reader.read(), 5)
+            writer.close()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"Content-Length: 100000\r\n\r\n--b\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\n--b\r\n\r\nffffffffffffffffffff\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\n--b\r\n\r\nno size\r\n",
+    ],
+    ids=["left", "chunk too large", "no chunk"],
+)
+@pytest.mark.parametrize("path", ["audio/transcriptions", "audio/render", "realtime/client_secrets"])
+async def test_body_that_breaks_off_is_no_error_of_the_server(
+    serve: Serve, caplog: pytest.LogCaptureFixture, path: str, body: bytes
+) -> None:
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n".encode()
+    async with serve() as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(head + body)
+        await asyncio.sleep(0.1)
+        writer.write_eof()
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
+        writer.close()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -147,3 +147,30 @@ async def test_client_that_waits_long_with_keepalives_is_kept(serve: Serve) -> N
             await client.send("KeepAlive")
         await client.socket.send(tone(1.0, 16_000) + silence(0.6, 16_000))
         assert (await client.receive())["type"] == "Results"
+
+
+async def test_container_audio_after_the_end_is_not_heard(serve: Serve) -> None:
+    engine = FakeEngine()
+    # The answer waits long enough for the late audio to come first.
+    engine.output_delay_s = 0.2
+    async with serve(engine) as running, raw_client(listen(running, "model=x")) as client:
+        data = opus("webm", 2.0)
+        await client.socket.send(data)
+        await client.send("CloseStream")
+        await client.socket.send(data[:5000])
+        await client.send("CloseStream")
+        await client.socket.send(b"")
+        events, code = await rest(client)
+    assert code == 1000 and events[-1]["type"] == "Metadata"
+    assert events[-1]["duration"] == pytest.approx(2.0, abs=0.05)
+
+
+@pytest.mark.parametrize("data", [b"", b"OggS not audio"])
+async def test_a_stream_ends_also_without_audio_that_can_be_read(serve: Serve, data: bytes) -> None:
+    async with serve() as running, raw_client(listen(running, "model=x")) as client:
+        if data:
+            await client.socket.send(data)
+        await client.send("CloseStream")
+        events, code = await rest(client)
+        assert code == 1000 and events[-1]["type"] == "Metadata"
+        assert [event["type"] for event in events[:-1]] == (["Error"] if data else [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,29 @@ async def test_long_session_outlives_lost_connections(serve: Serve) -> None:
     assert said.decode().count("connection lost") == 2
     assert shown.decode().split() == [f"w{number}" for number in range(1, 11)]
     assert len(running.engine.streams) == 1, "the session was resumed, not begun anew"
+
+
+async def test_microphone_drops_the_oldest_sound_when_the_server_is_too_slow(serve: Serve, tmp_path: Path) -> None:
+    """Three hundred chunks at once: a hundred wait, and each that had to go is said."""
+    (tmp_path / "sounddevice.py").write_text(
+        "class RawInputStream:\n"
+        "    def __init__(self, callback, blocksize, **rest):\n"
+        "        self.speak = lambda: [callback(bytes(2 * blocksize), blocksize, None, None) for _ in range(300)]\n"
+        "    def __enter__(self): self.speak()\n"
+        "    def __exit__(self, *error): pass\n"
+    )
+    async with serve() as running:
+        pipe = asyncio.subprocess.PIPE
+        arguments = (sys.executable, str(EXAMPLES / "microphone.py"), running.ws)
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        process = await asyncio.create_subprocess_exec(*arguments, stdout=pipe, stderr=pipe, env=environment)
+        async with asyncio.timeout(60):
+            while running.metric("audio_received_seconds_total") < 10:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        process.terminate()
+        _, said = await process.communicate()
+    assert said.decode().count("a tenth of a second was lost") == 200
+    assert running.metric("audio_received_seconds_total") == pytest.approx(10, abs=0.2)
 
 
 def cut_sockets(running: Running) -> None:

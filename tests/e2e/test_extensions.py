@@ -155,7 +155,7 @@ async def test_delay_is_passed_on_the_model_clock(serve: Serve) -> None:
 
 async def test_option_the_model_does_not_know_is_left_out_in_silence(serve: Serve) -> None:
     engine = FakeEngine()
-    engine.known_options = set()
+    engine.takes()
     async with serve(engine) as running, greeted_client(running.ws) as client:
         await client.update(transcription={"language": "xx", "prompt": "names"})
         await client.append(tone(1.0) + silence(0.8))

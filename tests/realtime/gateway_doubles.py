@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,7 +175,12 @@ class FakeEngine:
         self.mute_flush = False
         self.refuse_open: Exception | None = None
         self.injected: list[messages.Item] = []
-        self.known_options = {"language", "prompt"}
+        self.takes("language", "prompt")
+
+    def takes(self, *options: str) -> None:
+        """From now on the model takes these options and no others."""
+        self.known_options = set(options)
+        self.spec = replace(SPEC, options=options)
 
     def word(self, number: int) -> str:
         return self.words[(number - 1) % len(self.words)] if self.words else f"w{number}"

@@ -147,7 +147,9 @@ class VoxtralRunner:
             self._graphs.capture()
 
     def close(self) -> None:
-        """Free the device's memory."""
+        """Free the device's memory. Idempotent."""
+        if not self._caches:
+            return
         self._graphs = None
         del self._passes, self._slab, self._state, self._buffers
         self._caches.clear()

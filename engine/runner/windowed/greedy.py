@@ -6,6 +6,7 @@ time: it is checked in the same pass as the committed text, and kept as far as t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +51,11 @@ class GreedyDecoder:
         self._suppressed = torch.tensor(model.suppressed, dtype=torch.int64)
 
     def run(self, rows: list[Row], encoded: Encoded) -> None:
+        for _ in self.passes(rows, encoded):
+            pass
+
+    def passes(self, rows: list[Row], encoded: Encoded) -> Iterator[None]:
+        """One pass of the model at a time; the caller may do something else between them."""
         model = self._model
         starts = [len(model.start_tokens) + len(row.committed) for row in rows]
         lengths = [start + len(row.draft) for start, row in zip(starts, rows, strict=True)]
@@ -57,6 +63,7 @@ class GreedyDecoder:
         state = model.new_state(len(rows), max(capacity, max(lengths)))
         last = self._check_drafts(rows, starts, lengths, state, encoded)
         while not all(row.done for row in rows):
+            yield
             tokens = torch.tensor([[token] for token, _ in last])
             positions = torch.tensor([[position] for _, position in last])
             hidden, attention = model.decode(tokens, positions, state, encoded)

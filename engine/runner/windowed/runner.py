@@ -1,11 +1,15 @@
 """The runner of windowed models: rereads each stream's window, decodes on from committed text, commits what is stable.
 
-All streams of a plan are decoded as one batch. Encoding is done stream by stream on a CPU: a window fills the machine
-by itself, needs no padding then, and a stream's text cannot depend on its neighbours.
+Live streams of a plan are decoded as one batch, backlog as another. Encoding is done stream by stream on a CPU: a
+window fills the machine by itself, needs no padding then, and a stream's text cannot depend on its neighbours.
+
+A window of backlog has no earlier pass to go on from and takes longer than a live stream can wait. It is therefore read
+in pieces, one encoded window or one pass of the decoder each, and can be laid aside behind every piece.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,6 +71,30 @@ class _Slot:
         self.understood = None
 
 
+@dataclass(slots=True)
+class _Reading:
+    """Windows that are read side by side, piece by piece. `results` is there when no piece is left."""
+
+    # Of streams that are still there.
+    open_slots: set[int]
+    rows: dict[int, Row] = field(default_factory=dict)
+    work: Iterator[None] = iter(())
+    results: dict[int, DecodeResult] = field(default_factory=dict)
+
+    def go_on(self, time_is_up: Callable[[], bool]) -> bool:
+        """One piece, and more while there is time; True if that was all."""
+        for _ in self.work:
+            if time_is_up():
+                return False
+        return True
+
+    def drop(self, slot: int) -> None:
+        """A stream has gone: the others do not wait for its words."""
+        self.open_slots.discard(slot)
+        if slot in self.rows:
+            self.rows[slot].done = True
+
+
 class WindowedRunner:
     def __init__(
         self,
@@ -87,6 +115,7 @@ class WindowedRunner:
         # The samples of each position; row 0 is silence.
         self._slab = torch.zeros(cache_embeds + 1, spec.samples_per_position)
         self._slots: dict[int, _Slot] = {}
+        self._backlog: _Reading | None = None
 
     def check_open(self, message: Open) -> None:
         if message.delay_positions is not None:
@@ -94,11 +123,35 @@ class WindowedRunner:
         if message.options:
             raise ValueError(f"this model takes no option {next(iter(message.options))!r}")
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[DecodeResult]:
+        return self.execute_until(plan, lambda: False)
+
+    @torch.inference_mode()
+    def execute_until(self, plan: StepPlan, time_is_up: Callable[[], bool]) -> list[DecodeResult]:
+        self._prepare(plan)
+        live, backlog = plan.decode[: plan.live], plan.decode[plan.live :]
+        results = {}
+        if live:
+            reading = self._read(live)
+            reading.go_on(lambda: False)
+            results = reading.results
+        if backlog:
+            if self._backlog is None:
+                self._backlog = self._read(backlog)
+            if self._backlog.go_on(time_is_up):
+                results |= self._backlog.results
+                self._backlog = None
+        return [results.get(task.slot) or DecodeResult(unfinished=True) for task in plan.decode]
+
+    def _prepare(self, plan: StepPlan) -> None:
+        """Slots and samples for a plan's tasks."""
         for slot in plan.closed:
             self._slots.pop(slot, None)
             self._ear.forget(slot)
+            if self._backlog is not None:
+                self._backlog.drop(slot)
+                if not self._backlog.open_slots:
+                    self._backlog = None
         for opened in plan.opened:
             self._slots[opened.slot] = _Slot()
             if opened.saved is not None:
@@ -106,15 +159,32 @@ class WindowedRunner:
                 self._ear.resume(opened.slot, opened.saved["ear"], opened.saved_items)
         for item in plan.encode:
             self._write(item)
-        results = {task.slot: self._finish(task) for task in plan.decode if self._is_understood(task)}
-        sounds = [(task, self._ear.hear(task, self._audio(task))) for task in plan.decode if task.slot not in results]
-        heard = [(task, sound, self._row(task, sound)) for task, sound in sounds]
-        audible = [(sound, row) for _, sound, row in heard if sound.frames]
-        if audible:
-            self._decoder.run([row for _, row in audible], Encoded.stack([sound.encoded for sound, _ in audible]))
-        for task, sound, row in heard:
-            results[task.slot] = self._result(task, sound, row)
-        return [results[task.slot] for task in plan.decode]
+
+    def _read(self, tasks: list[DecodeTask]) -> _Reading:
+        """The windows of some tasks, as work that can be done piece by piece. Slots change with the last piece."""
+        reading = _Reading({task.slot for task in tasks})
+        reading.work = self._pieces(tasks, reading)
+        return reading
+
+    def _pieces(self, tasks: list[DecodeTask], reading: _Reading) -> Iterator[None]:
+        sounds: dict[int, Sound] = {}
+        for task in tasks:
+            # A stream that has gone is not heard any more: its slot may belong to another by now.
+            if task.slot in reading.open_slots and not self._is_understood(task):
+                sounds[task.slot] = self._ear.hear(task, self._audio(task))
+                yield
+        heard = [task for task in tasks if task.slot in sounds and task.slot in reading.open_slots]
+        rows = {task.slot: self._row(task, sounds[task.slot]) for task in heard}
+        reading.rows |= {slot: row for slot, row in rows.items() if sounds[slot].frames}
+        if reading.rows:
+            encoded = Encoded.stack([sounds[slot].encoded for slot in reading.rows])
+            yield from self._decoder.passes(list(reading.rows.values()), encoded)
+        for task in tasks:
+            slot = task.slot
+            if slot in reading.open_slots:
+                understood = slot not in rows
+                done = self._finish(task) if understood else self._result(task, sounds[slot], rows[slot])
+                reading.results[slot] = done
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
         """The slot's state as plain data, and the first position whose audio that state needs."""

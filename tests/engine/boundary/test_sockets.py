@@ -45,16 +45,16 @@ def test_a_message_for_the_other_side_is_refused() -> None:
 
 @pytest.mark.parametrize("frame", [1, 2, -1])
 def test_an_item_that_points_to_no_payload_is_refused(frame: int) -> None:
-    item = codec.WireItem(0, 1, 0, b"k", frame, None, None, None)
+    data = codec.WireData(b"k", frame, None)
     with pytest.raises(WireError, match="payload frame"):
-        codec.payload_of(item, [b"header"])
+        codec.payload_of(data, [b"header"])
 
 
 @pytest.mark.parametrize(("rows", "size"), [(None, 7), (3, 16), (0, 16)])
 def test_a_payload_of_an_odd_size_is_refused(rows: int | None, size: int) -> None:
-    item = codec.WireItem(0, 1, 0, b"k", 1, None, None, rows)
+    data = codec.WireData(b"k", 1, rows)
     with pytest.raises(WireError, match="float32"):
-        codec.payload_of(item, [b"header", bytes(size)])
+        codec.payload_of(data, [b"header", bytes(size)])
 
 
 OUTPUTS = [
@@ -79,18 +79,16 @@ def test_every_output_survives_the_wire() -> None:
 def test_payloads_are_read_by_view() -> None:
     payload = np.arange(6, dtype=np.float32)
     frame = bytearray(payload.tobytes())
-    item = codec.wire_item(messages.Item(4, 1, 512, b"k" * 16, payload, None, 100), 1)
-    arrived = codec.payload_of(item, [b"header", frame])
+    arrived = codec.payload_of(codec.WireData(b"k" * 16, 1, None), [b"header", frame])
     assert arrived is not None and arrived.tolist() == payload.tolist()
     frame[:4] = np.float32(9).tobytes()
     assert arrived[0] == 9
-    assert codec.plain_item(item, payload) == messages.Item(4, 1, 512, b"k" * 16, payload, None, 100)
 
 
 def test_features_keep_their_shape() -> None:
     features = np.arange(6, dtype=np.float32).reshape(2, 3)
-    item = codec.wire_item(messages.Item(0, 1, 0, b"k", features), 1)
-    arrived = codec.payload_of(item, codec.encode(codec.Bye(), [features]))
+    data = codec.WireData(b"k", 1, codec.rows_of(features))
+    arrived = codec.payload_of(data, codec.encode(codec.Bye(), [features.data]))
     assert arrived is not None and arrived.shape == (2, 3)
 
 

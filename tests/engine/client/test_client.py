@@ -18,6 +18,7 @@ import engine.client.link
 import engine.server.host
 from engine.boundary import codec
 from engine.boundary.input_cache import ReceiverCache
+from engine.boundary.preparation import hash_payload
 from engine.boundary.sockets import EngineSocket, GatewaySocket
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.handles import EngineThread, RemoteEngine
@@ -454,6 +455,42 @@ async def test_a_bare_hash_that_the_engine_has_lost_ends_its_stream_alone(monkey
         assert isinstance((await other).last, Closed)
     assert failed is not None and failed.code == "BadItem"
     assert "send the item's data" in failed.message
+
+
+async def test_injected_items_leave_behind_live_audio_and_within_the_credits() -> None:
+    """A slow engine and as much to inject as it takes seconds to take in: a live stream does not notice."""
+    slow = EngineThread(partial(fakes.build, step_seconds=0.002), warm=False)
+    async with fakes.running(slow, cache_bytes=1 << 30) as client:
+        (link,) = client._running.seats.links()
+        payloads = np.random.default_rng(1).standard_normal((30_000, ITEM_BYTES // 4), dtype=np.float32)
+        items = [Item(index, 1, 0, hash_payload(payload), payload) for index, payload in enumerate(payloads)]
+        stream = await client.open("live")
+        transcript = fakes.Transcript()
+        reader = asyncio.create_task(transcript.collect(stream))
+        injecting = asyncio.create_task(client.inject(items))
+        most = 0
+        for seed in range(20):
+            await stream.feed(fakes.speech(0.1, seed))
+            most = max(most, link._numbering.unacknowledged_bytes)
+            await asyncio.sleep(0.01)
+        await stream.finish()
+        await asyncio.wait_for(reader, 10)
+        assert most < 8 * 1024 * 1024, "room is left for audio"
+        assert await injecting == len(items)
+    audio = np.concatenate([fakes.speech(0.1, seed) for seed in range(20)])
+    assert transcript.words == (await expected(audio, flush_every=10**6)).words
+
+
+async def test_injecting_ends_with_the_link() -> None:
+    async with fakes.running(EngineThread(fakes.build)) as client:
+        (link,) = client._running.seats.links()
+        items = client.render(fakes.speech(1, 1)).items
+        link._numbering._window_bytes = 0
+        injecting = asyncio.create_task(client.inject(items))
+        await asyncio.sleep(0.05)
+        assert not injecting.done(), "it waits for room"
+        link.close()
+        await asyncio.wait_for(injecting, 5)
 
 
 async def test_injection_without_a_cache_does_nothing() -> None:

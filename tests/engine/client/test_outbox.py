@@ -12,6 +12,15 @@ import zmq
 
 from engine import messages
 from engine.boundary import codec
+from engine.boundary.commands import (
+    WireAbort,
+    WireCommand,
+    WireFeed,
+    WireFinish,
+    WireFlush,
+    WireOpen,
+    decode_command,
+)
 from engine.client import link as link_module
 from engine.client.delivery import REPLAY_ITEMS, Delivery
 from engine.client.link import EngineLink, LinkEvents
@@ -32,6 +41,10 @@ def items(stream: str, count: int, start: int = 0) -> list[Item]:
         Item(position, 1, position * 1280, f"{stream} {position}".encode(), PAYLOAD)
         for position in range(start, start + count)
     ]
+
+
+def commands_of(batch: codec.Batch) -> list[WireCommand]:
+    return [decode_command(raw) for raw in batch.commands]
 
 
 class FakeSocket:
@@ -106,8 +119,8 @@ async def test_live_audio_leaves_with_the_next_batch_however_much_is_replayed() 
         before = len(socket.batches)
         link.send(Feed("live", []), items("live", 1, number))
         await turns()
-        first = socket.batches[before].commands[0]
-        assert isinstance(first, codec.WireFeed) and first.stream == "live"
+        first = commands_of(socket.batches[before])[0]
+        assert isinstance(first, WireFeed) and first.stream == "live"
         under_way = link._outbox.replay_bytes
         assert under_way <= REPLAY_WINDOW_BYTES + PIECE_BYTES
         socket.take_all()
@@ -133,18 +146,18 @@ async def test_streams_take_turns_and_all_of_every_replay_arrives_in_order() -> 
     got: dict[str, list[Any]] = {name: [] for name in moved}
     order = []
     for batch in socket.batches:
-        for command in batch.commands:
-            if isinstance(command, codec.WireFeed):
+        for command in commands_of(batch):
+            if isinstance(command, WireFeed):
                 got[command.stream] += [item.offset for item in command.items]
                 order.append(command.stream)
-            elif isinstance(command, codec.WireFinish):
+            elif isinstance(command, WireFinish):
                 got[command.stream].append("finish")
     assert all(positions == [*range(62), "finish"] for positions in got.values())
     assert order[:MOVED] == order[MOVED : 2 * MOVED] == list(moved), "one piece each, in turn"
     # A stream that has caught up is live.
     moved["moved 3"].send(Flush("moved 3", 9))
     await turns()
-    assert isinstance(socket.batches[-1].commands[0], codec.WireFlush)
+    assert isinstance(commands_of(socket.batches[-1])[0], WireFlush)
     link.close()
 
 
@@ -157,12 +170,12 @@ async def test_a_replay_with_a_saved_state_asks_in_its_turn_and_an_abort_stops_i
     assert not never_asked.abort(), "the engine has not heard of it"
     await turns()
     (batch,) = socket.batches
-    (opening,) = batch.commands
-    assert isinstance(opening, codec.WireOpen) and len(opening.items) == 8
+    (opening,) = commands_of(batch)
+    assert isinstance(opening, WireOpen) and len(opening.items) == 8
     asked.opened()
     assert asked.abort()
     await turns()
-    assert [type(command) for command in socket.batches[1].commands] == [codec.WireAbort]
+    assert [type(command) for command in commands_of(socket.batches[1])] == [WireAbort]
     assert len(socket.batches) == 2
     link.close()
 

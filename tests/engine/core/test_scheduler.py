@@ -166,7 +166,7 @@ class TestBadInput:
         engine = scheduler(spec)
         engine.admit(Open("a", live=False))
         start = spec.prefix_positions
-        engine.feed("a", [frame(p, spec=spec) for p in range(start, start + spec.window_positions)], 0)
+        engine.feed("a", [frame(p, spec=spec) for p in range(start, start + spec.backlog_positions)], 0)
         outputs = engine.commit(engine.plan(), [result])
         assert isinstance(outputs[0], Failed) and complaint in outputs[0].message
         engine.check_integrity()
@@ -356,6 +356,41 @@ class TestOrder:
             engine.feed(name, [frame(position, key=b"%s%d" % (name.encode(), position)) for position in (2, 3)], 0)
         assert [step(engine)[0].decode[0].stream for _ in range(4)] == ["p", "q", "p", "q"]
 
+    def test_a_plan_holds_no_more_backlog_than_it_may_and_all_live_streams(self) -> None:
+        engine = scheduler(streams=8)
+        for name in "pqrst":
+            engine.admit(Open(name, live=False))
+            engine.feed(name, [frame(position, key=b"%s%d" % (name.encode(), position)) for position in range(2, 8)], 0)
+        engine.admit(Open("live"))
+        computed = dict.fromkeys("pqrst", 0)
+        for position in range(2, 17):
+            engine.feed("live", [frame(position, key=b"l%d" % position)], position)
+            plan = engine.plan(backlog_positions=2)
+            assert [task.stream for task in plan.decode[: plan.live]] == ["live"]
+            backlog = plan.decode[plan.live :]
+            assert sum(task.end - task.base for task in backlog) == 2
+            for task in backlog:
+                computed[task.stream] += 1
+            assert max(computed.values()) - min(computed.values()) <= 1, "uploads take turns"
+            engine.commit(plan, answer(plan))
+            engine.check_integrity()
+        assert set(computed.values()) == {6}
+
+    def test_a_step_without_backlog_and_one_of_backlog_alone(self) -> None:
+        engine = scheduler()
+        for name, live in (("live", True), ("file", False)):
+            engine.admit(Open(name, live=live))
+            engine.feed(name, [frame(2, key=name.encode())], 0)
+        assert engine.live_waits and engine.backlog_waits
+        plan = engine.plan(live=False)
+        assert [task.stream for task in plan.decode] == ["file"] and plan.live == 0 and len(plan.opened) == 2
+        engine.commit(plan, answer(plan))
+        engine.feed("file", [frame(3, key=b"more")], 0)
+        plan = engine.plan(backlog_positions=0)
+        assert [task.stream for task in plan.decode] == ["live"] and plan.live == 1
+        engine.commit(plan, answer(plan))
+        assert engine.backlog_waits and not engine.live_waits
+
     def test_parked_streams_are_in_no_queue(self) -> None:
         engine = scheduler(streams=4)
         for name in ("a", "b", "c"):
@@ -381,6 +416,51 @@ class TestOrder:
             (task,) = step(engine)[0].decode
             spans.append((task.start, task.end))
         assert spans == [(2, 8), (8, 14), (14, 20)]
+
+
+class TestUnfinished:
+    """A runner lays backlog aside and goes on with it in a later step."""
+
+    def engine(self) -> Scheduler:
+        engine = scheduler(WINDOWS)
+        for name in ("p", "q"):
+            engine.admit(Open(name, live=False))
+            engine.feed(name, [frame(at, key=b"%s%d" % (name.encode(), at), spec=WINDOWS) for at in range(24)], 0)
+        return engine
+
+    @staticmethod
+    def lay_aside(engine: Scheduler) -> StepPlan:
+        plan = engine.plan()
+        assert engine.commit(plan, [DecodeResult(unfinished=True) for _ in plan.decode]) == []
+        engine.check_integrity()
+        return plan
+
+    def test_the_same_tasks_come_again_and_nothing_else_changes(self) -> None:
+        engine = self.engine()
+        first = self.lay_aside(engine)
+        assert [task.stream for task in first.decode] == ["p", "q"]
+        engine.admit(Open("r", live=False))
+        engine.feed("r", [frame(at, key=b"r%d" % at, spec=WINDOWS) for at in range(24)], 0)
+        engine.feed("p", [frame(24, key=b"p24", spec=WINDOWS)], 1)
+        engine.flush("p", 1, 3)
+        second = self.lay_aside(engine)
+        assert second.decode == first.decode and not second.encode, "neither new audio nor a new stream is in it"
+        assert engine.has_work() and engine.plan(backlog_positions=0).decode == []
+        plan = engine.plan()
+        engine.commit(plan, [DecodeResult(keep_from=12), DecodeResult(keep_from=12)])
+        engine.check_integrity()
+        assert engine.streams["p"].computed == 16
+        assert {task.stream for task in engine.plan().decode} == {"p", "r"}
+
+    def test_a_stream_that_ends_meanwhile_is_forgotten_even_if_its_name_comes_again(self) -> None:
+        engine = self.engine()
+        self.lay_aside(engine)
+        engine.abort("p")
+        engine.admit(Open("p", live=False))
+        engine.check_integrity()
+        plan = engine.plan()
+        assert [task.stream for task in plan.decode] == ["q"]
+        assert plan.closed == [0] and [opened.slot for opened in plan.opened] == [0]
 
 
 class TestWindows:
@@ -507,9 +587,26 @@ class TestWindows:
         engine = self.engine()
         engine.admit(Open("b", live=False))
         engine.commit(engine.plan(), [])
-        engine.feed("b", [frame(position, spec=WINDOWS) for position in range(9)], 0)
+        engine.feed("b", [frame(position, spec=WINDOWS) for position in range(20)], 0)
         engine.pause("b", 2)
-        assert self.run(engine, DecodeResult())[0].end == 8
+        assert self.run(engine, DecodeResult(keep_from=4))[0].end == 16
+
+    def test_backlog_waits_for_a_whole_window_and_a_stride_behind_it(self) -> None:
+        """How fast its audio comes then changes nothing of what is read."""
+        engine = self.engine()
+        engine.admit(Open("b", live=False))
+        engine.commit(engine.plan(), [])
+        for position in range(19):
+            engine.feed("b", [frame(position, spec=WINDOWS)], position)
+            assert not engine.has_work()
+        engine.hold("b", True)  # the speaker pauses in what came last, behind the window
+        engine.feed("b", [frame(19, spec=WINDOWS)], 19)
+        task, _ = self.run(engine, DecodeResult(keep_from=10))
+        assert (task.base, task.end) == (0, 16)
+        assert not engine.has_work(), "the next window is not there yet"
+        engine.flush("b", 1, 18)
+        task, outputs = self.run(engine, DecodeResult())
+        assert (task.base, task.end, task.final) == (10, 18, True) and outputs == [Flushed("b", 1, 1800)]
 
     def test_a_flush_never_lies_before_what_was_heard(self) -> None:
         engine = self.engine()

@@ -30,7 +30,7 @@ def test_the_tail_is_bounded() -> None:
     detokenizer = Detokenizer(BYTES)
     for token in b"\xf0\x9f\x98\x80" * 1000 + b"\xf0\x9f\x98":
         detokenizer.push(token)
-        assert len(detokenizer._tail) <= 3
+        assert len(detokenizer.tail) <= 3
 
 
 def test_words_begin_at_spaces() -> None:

@@ -96,8 +96,8 @@ def test_comparisons_per_lookup_grow_with_the_logarithm(count: int) -> None:
     [
         (Item(1, 1, 0), "positions before 4 are covered"),
         (Item(3, 4, 0), "positions before 4 are covered"),
-        (Item(-1, 1, 0), "must be >= 0"),
-        (Item(4, -2, 0), "must be >= 0"),
+        (Item(-1, 1, 0), "positions before 4 are covered"),
+        (Item(4, -2, 0), "item of -2 positions"),
         (Item(4, 2, 0, mask=[True]), "1 entries for a range of 2"),
     ],
 )

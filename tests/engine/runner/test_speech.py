@@ -57,6 +57,35 @@ def heard(model: SileroVad, samples: Samples, cuts: list[int] | None = None) -> 
     return probabilities
 
 
+class BreakingModel(SileroVad):
+    """The real model, which fails at its last touch."""
+
+    breaks = False
+
+    def probability(self, hidden: Tensor) -> Tensor:
+        if self.breaks:
+            raise RuntimeError("broken")
+        return super().probability(hidden)
+
+
+def test_a_call_that_fails_has_heard_nothing(model: SileroVad) -> None:
+    breaking = BreakingModel.__new__(BreakingModel)
+    breaking.__dict__ = dict(model.__dict__)
+    detector = SpeechDetector(breaking, max_streams=2)
+    detector.open("a")
+    detector.open("b")
+    first, second = [("a", sound(3.5)), ("b", sound(1.25, 1))], [("a", sound(2.75, 2)), ("b", sound(6.5, 3))]
+    detector.detect(first)
+    before = [detector.save(name) for name in "ab"]
+    breaking.breaks = True
+    with pytest.raises(RuntimeError):
+        detector.detect(second)
+    assert [detector.save(name) for name in "ab"] == before
+    breaking.breaks = False
+    said = detector.detect(second)
+    assert [len(speech.probabilities) for speech in said] == [3, 6]
+
+
 def test_a_stream_that_is_not_open_is_refused(model: SileroVad) -> None:
     detector = SpeechDetector(model, max_streams=1)
     with pytest.raises(UnknownStream, match="'a'"):

@@ -63,6 +63,8 @@ class EchoRunner:
             self.fail(plan)
         for task in plan.encode:
             own = task.payload[self.spec.look_back_samples :][:: self.spec.samples_per_position]
+            if task.mask is not None:
+                own = own[: len(task.mask)][task.mask]
             self.rows |= dict(zip(task.rows, map(int, own), strict=False))
         results = []
         for task in plan.decode:
@@ -202,6 +204,29 @@ def test_one_message_per_step_for_all_streams() -> None:
         ("b", "b"),
     ]
     assert loop.step() is None and not loop.has_work()
+
+
+@pytest.mark.parametrize("spec", [SPEC, replace(WINDOWED, embeds_per_stream=60)], ids=["frames", "windowed"])
+def test_the_same_audio_with_other_masks_is_other_input(spec: ModelSpec) -> None:
+    loop = engine(EchoRunner(spec))
+    payload = np.repeat(np.arange(1, 5, dtype=np.float32), 1280)
+    payload = np.pad(payload, (spec.look_back_samples, spec.look_ahead_samples))
+    masks = {"a": [True, True, False, True], "b": [False, True, True, False], "c": None}
+    said = dict.fromkeys(masks, "")
+    for _ in range(2):
+        for name, mask in masks.items():
+            loop.submit([Open(name), Feed(name, [Item(0, 4, 0, b"k" * 16, payload, mask)]), Finish(name)], 0)
+        steps = 0
+        while loop.has_work():
+            step = loop.step()
+            loop.scheduler.check_integrity()
+            for output in [] if step is None else step.outputs:
+                said[output.stream] += output.delta if isinstance(output, Text) else ""
+            steps += 1
+            assert steps < 50, "a stream that never ends"
+        assert not loop.scheduler.streams
+    assert said == {"a": "abd" * 2, "b": "bc" * 2, "c": "abcd" * 2}
+    assert loop.scheduler.cache.hits == 3, "the second time all three are cached"
 
 
 def test_times_say_where_the_step_went() -> None:

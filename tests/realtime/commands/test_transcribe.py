@@ -19,7 +19,7 @@ from tests.realtime.gateway_doubles import FakeEngine
     [
         (["--srt", "--vtt", "a.wav"], "cannot both go to standard output"),
         (["--srt", "a.wav", "b.wav"], "several files cannot go to standard output"),
-        (["--server", "http://x", "a.wav"], "--server needs --live"),
+        (["-", "a.wav", "-"], "standard input can be read once only"),
         (["--live", "--json", "a.wav"], "--live shows captions"),
         (["--output-dir", "o", "x/a.wav", "y/a.mp3"], "would both be written to a.txt"),
     ],
@@ -113,13 +113,38 @@ def test_words_as_text_have_times(tmp_path: Path, engine: FakeEngine, capsys: py
     assert all(float(row[0]) < float(row[1]) for row in rows)
 
 
-def test_language_that_the_model_does_not_take_is_said(
+def test_what_the_model_does_not_take_is_said_once_and_left_out(
     tmp_path: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine.known_options = set()
-    file = str(write_wav(tmp_path / "a.wav", sound(1.0)))
-    assert cli.main(["transcribe", "--language", "xx", file]) == 1
-    assert "does not take" in capsys.readouterr().err
+    engine.takes("language")
+    files = [str(write_wav(tmp_path / name, sound(1.0))) for name in ("a.wav", "b.wav")]
+    wishes = ["--language", "de", "--prompt", "Hello.", "--keyword", "tape", "--keyword", "ticker"]
+    for mode in ([], ["--live"]):
+        engine.opened.clear()
+        assert cli.main(["transcribe", *mode, *wishes, *files[: 1 if mode else 2]]) == 0
+        said = capsys.readouterr().err
+        assert said.count("note: fake-model takes no prompt, no keywords; going on without") == 1
+        assert all(opened["options"] == {"language": "de"} for opened in engine.opened)
+    engine.takes("language", "prompt", "keywords")
+    assert cli.main(["transcribe", *wishes, files[0]]) == 0
+    assert engine.opened[-1]["options"] == {"language": "de", "prompt": "Hello.", "keywords": "tape, ticker"}
+    assert "takes no" not in capsys.readouterr().err
+
+
+def test_file_that_grows_is_read_as_it_was_and_said(
+    tmp_path: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_wav(tmp_path / "growing.wav", sound(1.0))
+
+    def grow(number: int) -> str:
+        with path.open("ab") as file:
+            file.write(bytes(1000))
+        return f"w{number}"
+
+    engine.word = grow  # type: ignore[method-assign]
+    assert cli.main(["transcribe", str(path)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "w1 w2\n" and "grew from 32044 to" in shown.err
 
 
 def test_live_takes_as_long_as_the_recording_and_shows_lines(

@@ -6,10 +6,19 @@ from realtime.serving.sent_log import SentLog
 
 
 def test_frames_after_a_number_are_given_again_until_they_are_gone() -> None:
-    log = SentLog(2)
+    log = SentLog(2, 1000)
     assert log.after(0) == [] and log.after(1) is None
     frames = [log.add({"type": name}) for name in ("a", "b", "c")]
     assert frames[0] == '{"type":"a","seq":1}'
     assert log.after(1) == frames[1:] and log.after(2) == frames[2:] and log.after(3) == []
     assert log.after(0) is None, "the first frame is gone"
     assert log.after(4) is None, "nothing was sent with this number"
+
+
+def test_frames_are_bounded_by_their_bytes_too() -> None:
+    log = SentLog(4096, 1000)
+    frames = [log.add({"type": "session.updated", "prompt": "ä" * 100}) for _ in range(20)]
+    assert log.bytes <= 1000
+    assert log.after(17) == frames[17:] and log.after(10) is None
+    log.add({"type": "large", "text": "x" * 2000})
+    assert log.bytes == 0 and log.after(21) == [] and log.after(20) is None

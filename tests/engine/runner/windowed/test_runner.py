@@ -80,6 +80,7 @@ class Streams:
         for slot, base in self.base.items():
             window = [1 + slot * 100 + position % 100 for position in range(base, end)]
             plan.decode.append(DecodeTask(slot, f"s{slot}", base, end, end, window, [], True))
+        plan.live = len(plan.decode)
         for task, result in zip(plan.decode, self.runner.execute(plan), strict=True):
             self.base[task.slot] = end
             self.results[task.slot].append(result)
@@ -93,6 +94,7 @@ class Streams:
             plan.encode.append(EncodeTask(f"s{slot}", samples, None, rows))
             window = [1 + slot * 100 + position % 100 for position in range(self.base[slot], end)]
             plan.decode.append(DecodeTask(slot, f"s{slot}", self.base[slot], start, end, window, [], final, pause))
+        plan.live = len(plan.decode)
         for task, result in zip(plan.decode, self.runner.execute(plan), strict=True):
             assert result.keep_from is not None and task.base <= result.keep_from <= task.end
             self.base[task.slot] = result.keep_from
@@ -184,6 +186,73 @@ def test_streams_together_say_what_each_says_alone(model: Moonshine) -> None:
             alone.step(final=step == 11)
         assert alone.tokens(slot) == together.tokens(slot)
         assert alone.tokens(slot)
+
+
+class Uploads:
+    """Two windows of backlog, read as one; each stint ends after so many pieces of work."""
+
+    def __init__(self, runner: WindowedRunner, seeds: tuple[int, ...] = (40, 41)) -> None:
+        self.runner = runner
+        self.plan = StepPlan(0)
+        for slot, seed in enumerate(seeds):
+            rows = list(range(1 + slot * 100, 1 + slot * 100 + WINDOW))
+            self.plan.opened.append(OpenTask(slot, f"u{slot}", 0, {}, []))
+            self.plan.encode.append(EncodeTask(f"u{slot}", speech(seed, WINDOW), None, rows))
+            self.plan.decode.append(DecodeTask(slot, f"u{slot}", 0, 0, WINDOW, rows, [], True))
+
+    def read(self, pieces: int) -> tuple[list[DecodeResult], int]:
+        """What came out in the end, and how many stints it took."""
+        stints, plan = 0, self.plan
+        while True:
+            stints += 1
+            results = self.stint(plan, pieces)
+            if not any(result.unfinished for result in results):
+                return results, stints
+            assert all(result.unfinished for result in results)
+            plan = StepPlan(stints, decode=self.plan.decode)
+
+    def stint(self, plan: StepPlan, pieces: int) -> list[DecodeResult]:
+        left = iter(range(pieces - 1))
+        return self.runner.execute_until(plan, lambda: next(left, None) is None)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 5])
+def test_backlog_laid_aside_at_any_piece_says_the_same(model: Moonshine, pieces: int) -> None:
+    at_once, stints = Uploads(make_runner(model)).read(10_000)
+    assert stints == 1 and all(result.timed for result in at_once)
+    in_pieces, stints = Uploads(make_runner(model)).read(pieces)
+    assert in_pieces == at_once and stints > 3
+
+
+def test_live_streams_run_between_the_pieces_of_backlog(model: Moonshine) -> None:
+    alone = Streams(make_runner(model), {2: speech(10, 60)})
+    beside_backlog = Streams(make_runner(model), {2: speech(10, 60)})
+    uploads = Uploads(beside_backlog.runner)
+    at_once, _ = Uploads(make_runner(model)).read(10_000)
+    plan, results = uploads.plan, []
+    for step in range(12):
+        for streams in (alone, beside_backlog):
+            streams.step(final=step == 11)
+        if not results or results[0].unfinished:
+            results = uploads.stint(plan, 2)
+            plan = StepPlan(step, decode=uploads.plan.decode)
+    assert beside_backlog.tokens(2) == alone.tokens(2)
+    while results[0].unfinished:
+        results = uploads.stint(plan, 2)
+    assert results == at_once
+
+
+def test_backlog_that_closes_half_read_leaves_the_others_their_words(model: Moonshine) -> None:
+    (_, kept), _ = Uploads(make_runner(model)).read(10_000)
+    uploads = Uploads(make_runner(model))
+    assert uploads.stint(uploads.plan, 3)[0].unfinished
+    rest = StepPlan(1, closed=[0], decode=uploads.plan.decode[1:])
+    assert uploads.stint(rest, 10_000) == [kept]
+    uploads = Uploads(uploads.runner)
+    assert uploads.stint(uploads.plan, 3)[0].unfinished
+    uploads.stint(StepPlan(2, closed=[0, 1]), 1)
+    again, _ = Uploads(uploads.runner).read(10_000)
+    assert again[1] == kept, "nothing is left of windows whose streams have gone"
 
 
 def test_a_window_never_outgrows_its_bound_and_times_move_forward(model: Moonshine) -> None:

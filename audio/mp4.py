@@ -1,0 +1,252 @@
+"""MP4 streams, made readable for libav from front to back, without end, and without what could hurt.
+
+A few bytes of an MP4 index can describe thousands of millions of samples, and libav would make an entry for each. So it
+gets to see only the boxes that describe sound, after the numbers in them were checked; others become `free` boxes of
+the same size, because an index gives places in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from audio.errors import CorruptAudio, NoAudioTrack
+from audio.pipes import BytePipe, Filtered
+
+# A box that describes media takes kilobytes. A box of size 0 lasts to the end.
+MAX_BOX_BYTES = 1 << 20
+MAX_MEDIA_BYTES = 1 << 62
+# What may come up to the end of the index: it is kept, for streams that are opened again.
+MAX_HEADER_BYTES = 1 << 20
+# libav remembers every packet of a fragmented MP4, about 4 KB per second of audio, until it is opened again.
+MAX_FRAGMENTS = 256
+MAX_FRAGMENT_SAMPLES = 1 << 16
+# Packets an index may describe, over all its tracks and edits: six hours of AAC. libav takes 24 bytes for each.
+MAX_INDEX_ENTRIES = 1 << 20
+# libav joins so many samples of PCM to a packet.
+PCM_SAMPLES_PER_ENTRY = 1024
+
+# The boxes inside each box that libav gets to see.
+KEPT: dict[bytes, tuple[bytes, ...]] = {
+    b"moov": (b"mvhd", b"trak", b"mvex"),
+    b"trak": (b"tkhd", b"edts", b"mdia"),
+    b"edts": (b"elst",),
+    b"mdia": (b"mdhd", b"hdlr", b"minf"),
+    b"minf": (b"smhd", b"stbl"),
+    b"stbl": (b"stsd", b"stts", b"ctts", b"stsc", b"stsz", b"stz2", b"stco", b"co64"),
+    b"mvex": (b"mehd", b"trex"),
+    b"moof": (b"mfhd", b"traf"),
+    b"traf": (b"tfhd", b"tfdt", b"trun"),
+}
+SEEN_AT_TOP = (b"ftyp", b"styp", b"moov", b"moof", b"mdat")
+
+
+class Mp4Boxes(Filtered):
+    """Boxes that are not media arrive whole.
+
+    libav steps back a few bytes when it reads a box; in a stream it can do so only within what it was last given, and
+    loses its place otherwise. A long stream is also ended now and then and opened again with the same header.
+    """
+
+    def __init__(self, pipe: BytePipe) -> None:
+        super().__init__()
+        self._pipe = pipe
+        self._box = b""
+        self._taken = 0
+        self._media_bytes = 0
+        self._header: list[bytes] = []
+        self._header_bytes = 0
+        self._has_index = False
+        self._fragments = 0
+        self._samples = 0
+        self._next_part = b""
+
+    def start_over(self) -> bool:
+        """Ask at the end: True if the stream goes on and has to be opened again."""
+        self._box, self._taken = b"".join([*self._header, self._next_part]) if self._next_part else b"", 0
+        self._next_part = b""
+        self._fragments, self._samples = 1, 0
+        return bool(self._box)
+
+    def _read(self, size: int) -> bytes:
+        if self._taken == len(self._box) and not self._media_bytes:
+            self._box, self._taken = self._next_box(), 0
+        if self._taken < len(self._box):
+            part = self._box[self._taken : self._taken + size]
+            self._taken += len(part)
+            return part
+        part = self._pipe.read(min(size, self._media_bytes))
+        # A stream that ends inside a box ends.
+        self._media_bytes = self._media_bytes - len(part) if part else 0
+        return part
+
+    def _next_box(self) -> bytes:
+        """The next box, or only its header if its content is media or too large to wait for; nothing at the end."""
+        if self._next_part:
+            return b""
+        header = self._pipe.read_all(8)
+        if len(header) < 8:
+            return header
+        size, kind = int.from_bytes(header[:4], "big"), header[4:8]
+        if size == 1:
+            header += self._pipe.read_all(8)
+            size = int.from_bytes(header[8:], "big")
+        content = max(size - len(header), 0) if size else MAX_MEDIA_BYTES
+        if not self._has_index:
+            self._check_prologue(kind, len(header) + content)
+        if kind not in SEEN_AT_TOP:
+            header, kind = header[:4] + b"free" + header[8:], b"free"
+        if kind == b"mdat" or (content > MAX_BOX_BYTES and kind == b"free"):
+            self._media_bytes = content
+            return header
+        if content > MAX_BOX_BYTES:
+            raise CorruptAudio(f"a box that describes the sound is larger than {MAX_BOX_BYTES} bytes; {_REMEDY}")
+        box = header + self._pipe.read_all(content)
+        if kind == b"moof" and len(box) < size:
+            return b""
+        return self._described(kind, box, len(header))
+
+    def _check_prologue(self, kind: bytes, size: int) -> None:
+        if kind == b"mdat":
+            raise CorruptAudio(f"the MP4 stream has its index (moov) at the end; {_REMEDY}")
+        self._header_bytes += size
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise CorruptAudio(
+                f"more than {MAX_HEADER_BYTES} bytes come before the end of the MP4 index (moov); {_REMEDY}"
+            )
+
+    def _described(self, kind: bytes, box: bytes, header: int) -> bytes:
+        if kind == b"moof":
+            return self._next_fragment(checked_fragment(box, header))
+        if kind == b"moov":
+            box = checked_index(box, header)
+        if not self._has_index:
+            self._header.append(box)
+            self._has_index = kind == b"moov"
+        return box
+
+    def _next_fragment(self, box: bytes) -> bytes:
+        """The index of the next fragment, unless it is time for the stream to end here."""
+        self._fragments += 1
+        self._samples += _fragment_samples(box)
+        full = self._fragments > MAX_FRAGMENTS or self._samples > MAX_FRAGMENT_SAMPLES
+        if not full or self._fragments == 1 or _points_into_file(box):
+            return box
+        self._next_part = box
+        return b""
+
+
+_REMEDY = "put the index in front (ffmpeg -movflags faststart) or send fragmented MP4, WebM, Ogg, FLAC or WAV"
+
+
+def checked_index(box: bytes, header: int) -> bytes:
+    """A `moov` box of which only the description of sound is left. Raises CorruptAudio and NoAudioTrack."""
+    entries, tracks = 0, 0
+    shown = bytearray(box)
+    for kind, start, content, end in _boxes(box, header, len(box)):
+        if kind == b"trak" and (track := _sound_track(box, content, end)) is not None:
+            tracks += 1
+            entries += _entries(track)
+            _blank(shown, b"trak", content, end)
+        elif kind == b"mvex":
+            _blank(shown, b"mvex", content, end)
+        elif kind != b"mvhd":
+            shown[start + 4 : start + 8] = b"free"
+    if entries > MAX_INDEX_ENTRIES:
+        raise CorruptAudio(f"the MP4 index describes {entries} packets, more than {MAX_INDEX_ENTRIES}; {_REMEDY}")
+    if not tracks:
+        raise NoAudioTrack("the file has no audio track; send one that has sound in it")
+    return bytes(shown)
+
+
+def checked_fragment(box: bytes, header: int) -> bytes:
+    """A `moof` box of which only the description of packets is left. Raises CorruptAudio."""
+    shown = bytearray(box)
+    _blank(shown, b"moof", header, len(box))
+    if _fragment_samples(box) > MAX_FRAGMENT_SAMPLES:
+        raise CorruptAudio(f"an MP4 fragment describes more than {MAX_FRAGMENT_SAMPLES} packets; send shorter ones")
+    return bytes(shown)
+
+
+def _boxes(data: bytes | bytearray, start: int, end: int) -> Iterator[tuple[bytes, int, int, int]]:
+    """Kind, start, start of the content, and end of each box between two places."""
+    while start + 8 <= end:
+        size, content = int.from_bytes(data[start : start + 4], "big"), start + 8
+        if size == 1:
+            size, content = int.from_bytes(data[start + 8 : start + 16], "big"), start + 16
+        stop = start + size if size else end
+        if not content <= stop <= end:
+            raise CorruptAudio("the MP4 index is damaged: a box is larger than what it stands in")
+        yield bytes(data[start + 4 : start + 8]), start, content, stop
+        start = stop
+
+
+def _blank(shown: bytearray, parent: bytes, start: int, end: int) -> None:
+    """Make every box in there `free` that the parent needs not."""
+    for kind, at, content, stop in _boxes(shown, start, end):
+        if kind not in KEPT[parent]:
+            shown[at + 4 : at + 8] = b"free"
+        elif kind in KEPT:
+            _blank(shown, kind, content, stop)
+
+
+def _sound_track(box: bytes, start: int, end: int) -> dict[bytes, bytes] | None:
+    """The content of each box in a track, by its kind; None for a track of something else."""
+    found: dict[bytes, bytes] = {}
+    places = [(b"trak", start, end)]
+    while places:
+        parent, at, stop = places.pop()
+        for kind, _, content, last in _boxes(box, at, stop):
+            if kind not in KEPT[parent]:
+                continue
+            if kind in found:
+                raise CorruptAudio(f"the MP4 index is damaged: a track has two boxes '{kind.decode()}'")
+            found[kind] = box[content:last]
+            if kind in KEPT:
+                places.append((kind, content, last))
+    if found.get(b"hdlr", b"")[8:12] != b"soun":
+        return None
+    # The description of a codec holds boxes of its own, and libav would understand any kind of box there.
+    if any(kind in found.get(b"stsd", b"") for kind in (b"trak", b"trun", *KEPT[b"stbl"], b"elst", b"cmov")):
+        raise CorruptAudio("the MP4 index is damaged: the description of the codec holds an index")
+    return found
+
+
+def _entries(track: dict[bytes, bytes]) -> int:
+    """How many entries libav would make for a track."""
+    chunks = _number(track.get(b"stco", track.get(b"co64", b"")), 4)
+    runs = [(_number(run, 0), _number(run, 4)) for run in _rows(track.get(b"stsc", b""), 12)]
+    ends = [first for first, _ in runs[1:]] + [chunks + 1]
+    lengths = [(max(0, end - first), samples) for (first, samples), end in zip(runs, ends, strict=False)]
+    times = [(_number(row, 0), _number(row, 4)) for row in _rows(track.get(b"stts", b""), 8)]
+    if len(times) == 1 and times[0][1] == 1:
+        entries = sum(count * -(-samples // PCM_SAMPLES_PER_ENTRY) for count, samples in lengths)
+    else:
+        offsets = sum(_number(row, 0) for row in _rows(track.get(b"ctts", b""), 8))
+        sizes = max(_number(track.get(b"stsz", b""), 8), _number(track.get(b"stz2", b""), 8))
+        in_chunks = sum(count * samples for count, samples in lengths)
+        entries = max(in_chunks, sizes, offsets, sum(count for count, _ in times))
+    # libav goes through the index once for each edit.
+    return entries * max(1, _number(track.get(b"elst", b""), 4))
+
+
+def _rows(table: bytes, width: int) -> list[bytes]:
+    """The rows of a table, after its version, flags and number of rows."""
+    count = min(_number(table, 4), (len(table) - 8) // width)
+    return [table[8 + width * row : 8 + width * (row + 1)] for row in range(count)]
+
+
+def _number(table: bytes, at: int) -> int:
+    return int.from_bytes(table[at : at + 4], "big")
+
+
+def _fragment_samples(fragment: bytes) -> int:
+    """How many packets the fragment describes; a chance find of the letters does no harm."""
+    _, *runs = fragment.split(b"trun")
+    return sum(_number(run, 4) for run in runs)
+
+
+def _points_into_file(fragment: bytes) -> bool:
+    """True if the fragment gives the place of its media in the file; most give the distance from the fragment."""
+    _, found, track_header = fragment.partition(b"tfhd")
+    # A byte of version, then three of flags, of which the last bit says that an offset into the file follows.
+    return not found or bool(int.from_bytes(track_header[1:4], "big") & 1)

@@ -1,0 +1,163 @@
+"""What libav gets to see of a stream: the sound and what describes it, never titles, pictures, chapters or indexes.
+
+libav looks through all earlier tags for each one it reads, so a quarter of a megabyte of tags takes it half a minute,
+in a call that nothing can end. Nobody needs them here: each container's tags are left out before libav sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from audio.errors import CorruptAudio
+from audio.pipes import BytePipe
+
+# Writers that cannot go back and fill in the length of a WAV file leave zero or nearly the largest value.
+WAV_UNKNOWN_LENGTH = 0x7FFF_0000
+WAV_CHUNKS = (b"fmt ", b"ds64", b"fact")
+# Longest element that is passed on whole: a packet of sound, or the description of the tracks.
+MAX_ELEMENT_BYTES = 1 << 20
+
+FLAC_STREAM_INFO = 0
+
+EBML_OPENED = {0x18538067: "Segment", 0x1F43B675: "Cluster"}
+EBML_KEPT = {
+    0x1A45DFA3: "EBML header",
+    0x1549A966: "Info",
+    0x1654AE6B: "Tracks",
+    0xE7: "Timestamp",
+    0xA3: "SimpleBlock",
+    0xA0: "BlockGroup",
+}
+EBML_UNKNOWN_LENGTH = b"\xff"
+
+# Which codecs in Ogg are sound, by the first bytes of their first packet.
+OGG_SOUND = (b"OpusHead", b"\x01vorbis", b"\x7fFLAC", b"Speex   ")
+MAX_OGG_STREAMS = 16
+MAX_OGG_TAGS = 256
+
+
+def without_tags(container: str, pipe: BytePipe) -> Iterator[bytes]:
+    """The bytes of a stream, as they come, without its tags. Parts are never empty; raises CorruptAudio."""
+    return {"wav": _wav, "flac": _flac, "mp3": _mp3, "ogg": _ogg, "matroska": _matroska}[container](pipe)
+
+
+def _wav(pipe: BytePipe) -> Iterator[bytes]:
+    yield pipe.read_all(12)
+    while len(head := pipe.read_all(8)) == 8:
+        kind, length = head[:4], int.from_bytes(head[4:], "little")
+        if kind == b"data":
+            yield head
+            unknown = length == 0 or length >= WAV_UNKNOWN_LENGTH
+            yield from pipe.rest() if unknown else pipe.parts(length)
+            return
+        # Chunks begin at even places.
+        length += length & 1
+        if kind in WAV_CHUNKS and length <= MAX_ELEMENT_BYTES:
+            yield head + pipe.read_all(length)
+        else:
+            pipe.skip(length)
+
+
+def _flac(pipe: BytePipe) -> Iterator[bytes]:
+    yield pipe.read_all(4)
+    last = False
+    while not last and len(head := pipe.read_all(4)) == 4:
+        last, kind, length = bool(head[0] & 0x80), head[0] & 0x7F, int.from_bytes(head[1:], "big")
+        if kind == FLAC_STREAM_INFO and length <= MAX_ELEMENT_BYTES:
+            # Marked as the last of its kind, because the others are left out.
+            yield bytes([0x80 | kind]) + head[1:] + pipe.read_all(length)
+        else:
+            pipe.skip(length)
+    yield from pipe.rest()
+
+
+def _mp3(pipe: BytePipe) -> Iterator[bytes]:
+    while (head := pipe.peek(10)).startswith(b"ID3") and len(head) == 10:
+        # Seven bits to a byte. A footer repeats the header.
+        length = sum((byte & 0x7F) << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=True))
+        pipe.skip(10 + length + (10 if head[5] & 0x10 else 0))
+    yield from pipe.rest()
+
+
+def _matroska(pipe: BytePipe) -> Iterator[bytes]:
+    while head := pipe.read_all(1):
+        name = head + pipe.read_all(_bytes_behind(head[0], 4))
+        first = pipe.read_all(1)
+        size = first + pipe.read_all(_bytes_behind(first[0], 8) if first else 0)
+        kind, length = int.from_bytes(name, "big"), _ebml_length(size)
+        if kind in EBML_OPENED:
+            # Parts of it will be missing, so it lasts until the next one begins.
+            yield name + EBML_UNKNOWN_LENGTH
+        elif length is None or (kind in EBML_KEPT and length > MAX_ELEMENT_BYTES):
+            raise CorruptAudio(f"the WebM stream is damaged after {pipe.bytes_read} bytes: an element without an end")
+        elif kind in EBML_KEPT:
+            yield name + size + pipe.read_all(length)
+        else:
+            pipe.skip(length)
+
+
+def _bytes_behind(first: int, most: int) -> int:
+    """How many bytes follow the first one of a number; the place of its highest bit says so."""
+    behind = 8 - first.bit_length()
+    if behind >= most:
+        raise CorruptAudio("the WebM stream is damaged: an element has no name or length")
+    return behind
+
+
+def _ebml_length(size: bytes) -> int | None:
+    """None for an element that lasts until something else begins; all bits are set then."""
+    bits = 7 * len(size)
+    value = int.from_bytes(size, "big") & ((1 << bits) - 1)
+    return None if not size or value == (1 << bits) - 1 else value
+
+
+def _ogg(pipe: BytePipe) -> Iterator[bytes]:
+    """Pages of sound. Each page names the stream it belongs to; streams of something else are left out."""
+    codecs: dict[bytes, bytes] = {}
+    packets: dict[bytes, int] = {}
+    while len(head := pipe.read_all(27)) == 27:
+        segments = pipe.read_all(head[26])
+        body = pipe.read_all(sum(segments))
+        stream, goes_on, begins, ends = head[14:18], head[5] & 1, head[5] & 2, head[5] & 4
+        if begins and (codec := next((magic for magic in OGG_SOUND if body.startswith(magic)), None)):
+            codecs[stream], packets[stream] = codec, 0
+        if head[:4] != b"OggS" or len(codecs) > MAX_OGG_STREAMS:
+            raise CorruptAudio(f"the Ogg stream is damaged after {pipe.bytes_read} bytes; send it again from there")
+        if stream not in codecs:
+            continue
+        for packet in _begun_packets(segments, body, bool(goes_on)):
+            _check_ogg_tags(codecs[stream], packet, packets[stream])
+            packets[stream] += 1
+        yield head + segments + body
+        if ends:
+            del codecs[stream]
+    if head:
+        yield head
+
+
+def _begun_packets(segments: bytes, body: bytes, goes_on: bool) -> Iterator[bytes]:
+    """As much as a page has of each packet that begins on it. A segment shorter than 255 ends a packet."""
+    start = end = 0
+    for length in segments:
+        end += length
+        if length < 255:
+            if not goes_on:
+                yield body[start:end]
+            start, goes_on = end, False
+    if start < end and not goes_on:
+        yield body[start:end]
+
+
+def _check_ogg_tags(codec: bytes, packet: bytes, number: int) -> None:
+    """Refuse a packet with many tags. Their number follows the name of the program that wrote them."""
+    is_tags, start = {
+        b"OpusHead": (packet.startswith(b"OpusTags"), 8),
+        b"\x01vorbis": (packet.startswith(b"\x03vorbis"), 7),
+        b"\x7fFLAC": (packet[:1] in (b"\x04", b"\x84"), 4),
+        b"Speex   ": (number == 1, 0),
+    }[codec]
+    if is_tags:
+        start += 4 + int.from_bytes(packet[start : start + 4], "little")
+        count = packet[start : start + 4]
+        if len(count) < 4 or int.from_bytes(count, "little") > MAX_OGG_TAGS:
+            raise CorruptAudio(f"the Ogg stream has more than {MAX_OGG_TAGS} tags, or damaged ones; send it without")

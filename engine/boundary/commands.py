@@ -1,0 +1,167 @@
+"""One command of a gateway as bytes, encoded and decoded alone.
+
+A batch carries commands of many streams. What one of them holds may come from a client, so one that cannot be written
+or read costs its own stream, and the others of its batch go on.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from engine import messages
+from engine.boundary.item_rules import LARGEST_COUNT
+from engine.errors import BadItem, BadOption
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_COUNT)]
+
+
+class Wire(msgspec.Struct, array_like=True, gc=False):
+    """Base of everything that travels inside a header."""
+
+
+class WireItem(Wire):
+    offset: Count
+    length: Count
+    sample: Count
+    # Which entry of the batch's data is this item's audio; None: it is a gap.
+    data: Count | None
+    mask: list[bool] | None
+    samples: Count | None
+
+
+class WireStreamState(Wire, tag="state"):
+    stream: str
+    audio_from: int
+    position: int
+    tag: int
+    parts: dict[str, messages.Saved]
+
+
+class WireOpen(Wire, tag="open"):
+    stream: str
+    live: bool
+    delay_positions: int | None
+    options: dict[str, str]
+    forced_tokens: list[Count]
+    state: WireStreamState | None
+    items: list[WireItem]
+    catch_up_until: int
+    suspect: tuple[int, int] | None
+
+
+class WireFeed(Wire, tag="feed"):
+    stream: str
+    items: list[WireItem]
+
+
+class WireFlush(Wire, tag="flush"):
+    stream: str
+    tag: int
+    at_pause: bool
+
+
+class WireFinish(Wire, tag="finish"):
+    stream: str
+
+
+class WireAbort(Wire, tag="abort"):
+    stream: str
+
+
+WireCommand = WireOpen | WireFeed | WireFlush | WireFinish | WireAbort
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[WireCommand] = msgspec.msgpack.Decoder(WireCommand)
+_anything = msgspec.msgpack.Decoder()
+
+
+class UnreadableCommand(Exception):
+    """A command of which at most the stream can be told, and whether it was to open it."""
+
+    def __init__(self, stream: str | None, opens: bool, why: str) -> None:
+        super().__init__(why)
+        self.stream = stream
+        self.opens = opens
+
+
+def code_of(opens: bool) -> str:
+    """What a command that cannot be written or read is called: an opening is made of options, all others of items."""
+    return BadOption.__name__ if opens else BadItem.__name__
+
+
+def encode_command(command: messages.Command, items: list[WireItem]) -> msgspec.Raw:
+    """Raises whatever the encoder makes of values that are not what their types say."""
+    return msgspec.Raw(_encoder.encode(_wire_command(command, items)))
+
+
+def decode_command(raw: msgspec.Raw) -> WireCommand:
+    """Raises UnreadableCommand."""
+    try:
+        return _decoder.decode(raw)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        stream, opens = _guess(raw)
+        raise UnreadableCommand(stream, opens, f"a command that cannot be read: {error}") from None
+
+
+def _guess(raw: msgspec.Raw) -> tuple[str | None, bool]:
+    """Whose command it seems to be, and whether it opens a stream."""
+    try:
+        parts: Any = _anything.decode(raw)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None, False
+    if isinstance(parts, list) and len(parts) > 1 and isinstance(parts[1], str):
+        return parts[1], parts[0] == "open"
+    return None, False
+
+
+def _wire_command(command: messages.Command, items: list[WireItem]) -> WireCommand:
+    match command:
+        case messages.Feed():
+            return WireFeed(command.stream, items)
+        case messages.Open():
+            return wire_open(command, items)
+        case messages.Flush():
+            return WireFlush(command.stream, command.tag, command.at_pause)
+        case messages.Finish():
+            return WireFinish(command.stream)
+        case messages.Abort():
+            return WireAbort(command.stream)
+
+
+def wire_open(command: messages.Open, items: list[WireItem]) -> WireOpen:
+    return WireOpen(
+        command.stream,
+        command.live,
+        command.delay_positions,
+        command.options,
+        command.forced_tokens,
+        None if command.state is None else wire_state(command.state),
+        items,
+        command.catch_up_until,
+        command.suspect,
+    )
+
+
+def plain_open(command: WireOpen, name: str, items: list[messages.Item]) -> messages.Open:
+    """The command under the name the engine knows the stream by."""
+    return messages.Open(
+        name,
+        command.live,
+        command.delay_positions,
+        command.options,
+        command.forced_tokens,
+        None if command.state is None else plain_state(command.state),
+        items,
+        command.catch_up_until,
+        command.suspect,
+    )
+
+
+def wire_state(state: messages.StreamState) -> WireStreamState:
+    return WireStreamState(state.stream, state.audio_from, state.position, state.tag, state.parts)
+
+
+def plain_state(state: WireStreamState) -> messages.StreamState:
+    return messages.StreamState(state.stream, state.audio_from, state.position, state.tag, state.parts)

@@ -1,0 +1,175 @@
+"""A session that outlives its connections: it reconnects, resumes, and sends again what the server did not get.
+
+What the server has acknowledged is its own to keep. Sound beyond that waits here, `KEEP_S` of it at most; then the
+oldest goes, and the server is told of a gap of the same length, so that times stay right. A session that cannot be
+resumed is followed by a new one, which begins with the sound that is kept; the times of its words are shifted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlencode, urlsplit, urlunsplit
+
+from websockets.exceptions import ConnectionClosed
+
+from realtime.client.kept_audio import BYTES_PER_SAMPLE, KeptAudio
+from realtime.client.wire_client import CannotConnect, OpenTurns, Refused, SessionWishes, WireSession, open_session
+
+KEEP_S = 120
+SEND_SAMPLES = 16_000
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
+# A line over which nothing comes back for so long is dead.
+DEAD_AFTER_S = 20.0
+GONE = (404, 410)
+NOT_FOR_US = (400, 401, 403, 405)
+TAKEN_OVER = 4409
+INCLUDE = ("session.resume", "input_audio_buffer.acks")
+
+
+class LastingSession:
+    """`append` and `finish` never wait for the network; `run` talks to the server until the last words have come."""
+
+    def __init__(self, url: str, key: str | None, wishes: SessionWishes) -> None:
+        self.kept = KeptAudio(KEEP_S * wishes.rate)
+        self._url = url
+        self._key = key
+        self._wishes = wishes
+        self._news = asyncio.Event()
+        self._room = asyncio.Event()
+        self._finished = False
+        self._token: str | None = None
+        # Whether the server says what it has; None before it has answered.
+        self._acknowledges: bool | None = None
+        self._seq = 0
+        self._turns = OpenTurns()
+        # The sample of our sound at which the server's session begins.
+        self._base = 0
+        # How far our sound has come on this connection.
+        self._sent = 0
+
+    def append(self, pcm16: bytes) -> None:
+        self.kept.append(pcm16)
+        self._news.set()
+
+    async def wait_for_room(self, samples: int) -> None:
+        """For sound that can wait: until so many samples can be appended without the oldest being lost."""
+        while self.kept.room < samples:
+            self._room.clear()
+            await self._room.wait()
+
+    def finish(self) -> None:
+        self._finished = True
+        self._news.set()
+
+    async def run(self, on_event: Callable[[dict[str, Any]], None], on_line: Callable[[str], None]) -> None:
+        """Hands over events, and a word when the line is lost; an empty one when it is back.
+
+        Raises CannotConnect if the first connection fails, or the server does not want us any more.
+        """
+        wait_s, connected_once = FIRST_WAIT_S, False
+        while True:
+            try:
+                if self._token is None:
+                    self._turns = OpenTurns()
+                async with open_session(self._target(), self._key, self._turns, DEAD_AFTER_S) as session:
+                    connected_once, wait_s = True, FIRST_WAIT_S
+                    self._sent = await self._begin(session)
+                    on_line("")
+                    await self._talk(session, on_event)
+                if self._turns.is_over:
+                    return
+                reason = "the server closed the connection"
+            except Refused as error:
+                if not connected_once or error.status in NOT_FOR_US:
+                    raise
+                if error.status in GONE:
+                    self._token = None
+                reason = str(error)
+            except CannotConnect as error:
+                if not connected_once:
+                    raise
+                reason = str(error)
+            except ConnectionClosed as error:
+                if error.rcvd is not None and error.rcvd.code == TAKEN_OVER:
+                    raise CannotConnect("the session goes on in another place") from error
+                reason = f"the connection broke off ({error.rcvd.reason if error.rcvd else 'no word from the server'})"
+            on_line(f"{reason}; trying again")
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    def _target(self) -> str:
+        if self._token is None:
+            return self._url
+        split = urlsplit(self._url)
+        query = urlencode({"resume": self._token, "after": self._seq})
+        return urlunsplit((split.scheme, split.netloc, split.path, query, ""))
+
+    async def _begin(self, session: WireSession) -> int:
+        """Returns how far our sound has come there: the greeting says whether the session is the old one."""
+        greeting = await session.receive()
+        if greeting.get("type") == "session.resumed":
+            received = self._base + int(greeting["received_samples"])
+            self._confirm(received)
+            self._turns.go_on()
+            return received
+        self._token, self._seq, self._base = None, 0, self.kept.first
+        await session.configure(self._wishes, INCLUDE)
+        return self._base
+
+    async def _talk(self, session: WireSession, on_event: Callable[[dict[str, Any]], None]) -> None:
+        sending = asyncio.create_task(self._send(session), name="send the sound")
+        try:
+            async for event in session.events():
+                self._note(event)
+                on_event(shifted(event, self._base / self._wishes.rate))
+                if session.is_over:
+                    return
+        finally:
+            sending.cancel()
+            with suppress(ConnectionClosed, asyncio.CancelledError):
+                await sending
+
+    def _note(self, event: dict[str, Any]) -> None:
+        self._seq = event.get("seq", self._seq)
+        if event.get("type") == "session.updated":
+            self._token = (event["session"].get("resume") or {}).get("token")
+            self._acknowledges = self._token is not None
+            self._believe_what_was_sent()
+        elif event.get("type") == "input_audio_buffer.acknowledged":
+            self._confirm(self._base + event["samples"])
+
+    def _confirm(self, sample: int) -> None:
+        self.kept.confirm(sample)
+        self._room.set()
+
+    def _believe_what_was_sent(self) -> None:
+        """A server that never acknowledges has what it was sent, as far as anybody can know."""
+        if self._acknowledges is False:
+            self._confirm(self._sent)
+
+    async def _send(self, session: WireSession) -> None:
+        """Everything that has not been sent, until the sound is finished."""
+        while True:
+            if (first := self.kept.first) > self._sent:
+                await session.send("input_audio_buffer.gap", samples=first - self._sent)
+                self._sent = first
+            elif data := self.kept.since(self._sent, SEND_SAMPLES):
+                await session.append(data)
+                self._sent += len(data) // BYTES_PER_SAMPLE
+                self._believe_what_was_sent()
+            elif self._finished:
+                return await session.finish()
+            else:
+                self._news.clear()
+                await self._news.wait()
+
+
+def shifted(event: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The event with the times of its words in our sound's time."""
+    if not seconds or not event.get("words"):
+        return event
+    words = [word | {"start": word["start"] + seconds, "end": word["end"] + seconds} for word in event["words"]]
+    return event | {"words": words}

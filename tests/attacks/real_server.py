@@ -1,0 +1,199 @@
+"""The server as its users have it: `tickertape serve` as a process, the embedded model in an engine process of its own.
+
+What a test wants to know of it comes from outside: its log, `/capacity`, `/metrics`, and what the system says about its
+processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GOOD_KEY = "the-key-of-the-good-client"
+BAD_KEY = "the-key-of-the-attacker"
+OTHER_KEY = "the-key-of-somebody-else"
+# Everything else is as it comes. Two seconds for a request head, and a session that waits to be resumed for three, are
+# there so that a test does not have to wait longer.
+SETTINGS = {
+    "auth.keys": ",".join((GOOD_KEY, BAD_KEY, OTHER_KEY)),
+    "server.handshake_s": "2",
+    "session.resume_s": "3",
+    "limits.max_load": "0",
+    "session.stall_s": "0",
+    "model.threads": "1",
+    "limits.upload_bytes": str(4 * 1024 * 1024),
+}
+START_S = 120.0
+STOP_S = 30.0
+SAMPLING_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Resident bytes of the two processes."""
+
+    gateway: int
+    engine: int
+
+    def __sub__(self, other: Memory) -> Memory:
+        return Memory(self.gateway - other.gateway, self.engine - other.engine)
+
+
+@dataclass(slots=True)
+class RealServer:
+    """A server that is ready."""
+
+    process: subprocess.Popen[str]
+    port: int
+    engine_pid: int
+    log_path: Path
+
+    @property
+    def http(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def ws(self) -> str:
+        return f"ws://127.0.0.1:{self.port}/v1/realtime"
+
+    @property
+    def listen(self) -> str:
+        return f"ws://127.0.0.1:{self.port}/v1/listen"
+
+    def engine_is_the_same(self) -> bool:
+        return _engine_of(self.process.pid) == self.engine_pid
+
+    def memory(self) -> Memory:
+        return Memory(resident_bytes(self.process.pid), resident_bytes(self.engine_pid))
+
+    def open_files(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def threads(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/task"))
+
+    def capacity(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._get("/capacity"))
+        return found
+
+    def metric(self, name: str) -> float:
+        """A metric without labels, or the sum over its labels."""
+        lines = re.findall(rf"^tickertape_{name}(?:{{.*}})? (\S+)$", self._get("/metrics"), re.MULTILINE)
+        return sum(map(float, lines))
+
+    def complaints(self) -> list[str]:
+        """Lines of the log that say that something broke."""
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return [line for line in lines if " ERROR " in line or line.startswith(("ERROR", "Traceback", "CRITICAL"))]
+
+    def _get(self, path: str) -> str:
+        with urllib.request.urlopen(self.http + path, timeout=30) as answer:
+            text: str = answer.read().decode()
+        return text
+
+
+@contextmanager
+def real_server(source: Path | None = None, settings: dict[str, str] | None = None) -> Iterator[RealServer]:
+    """Start it and wait until it is ready. `source` is the checkout to run, if it is not this one."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TICKERTAPE_LIMITS")}
+    environment["PYTHONPATH"] = str(source or Path(__file__).parents[2])
+    flags = [part for key, value in {**SETTINGS, **(settings or {})}.items() for part in (_flag(key), value)]
+    with tempfile.TemporaryDirectory() as folder:
+        log_path = Path(folder) / "log"
+        with log_path.open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "realtime.cli", "serve", "--port", "0", *flags],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                cwd=environment["PYTHONPATH"],
+            )
+        try:
+            yield RealServer(process, _port(process, log_path), _engine_of(process.pid), log_path)
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def watched_memory(server: RealServer) -> Iterator[list[Memory]]:
+    """Fills a list with what the processes held, all the while."""
+    seen = [server.memory()]
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(SAMPLING_S):
+            seen.append(server.memory())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        thread.join()
+        seen.append(server.memory())
+
+
+def peak_growth(seen: list[Memory]) -> Memory:
+    """How far the processes went above what they held at the start."""
+    return Memory(max(m.gateway for m in seen) - seen[0].gateway, max(m.engine for m in seen) - seen[0].engine)
+
+
+def resident_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def _flag(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
+
+
+def _port(process: subprocess.Popen[str], log_path: Path) -> int:
+    assert process.stdout is not None
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        line = process.stdout.readline()
+        if found := re.search(r"http://127\.0\.0\.1:(\d+)/", line):
+            return int(found[1])
+        if not line:
+            break
+    raise AssertionError(f"the server did not start:\n{log_path.read_text()}")
+
+
+def _children() -> dict[int, list[int]]:
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            # The name of a process may hold anything; what follows it is a state and the parent.
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        children.setdefault(parent, []).append(int(folder.name))
+    return children
+
+
+def _engine_of(gateway: int) -> int:
+    """The engine is forked from the process that has imported its modules, and has no children itself."""
+    children = _children()
+    found = [pid for child in children.get(gateway, []) for pid in children.get(child, [])]
+    return max(found, key=resident_bytes, default=0)

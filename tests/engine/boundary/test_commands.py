@@ -1,0 +1,74 @@
+"""Commands one by one: what is written is read, and of what cannot be read the stream is told if it can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import messages
+from engine.boundary.commands import UnreadableCommand, WireItem, WireOpen, decode_command, encode_command, plain_open
+from engine.messages import Open, StreamState
+
+ITEM = WireItem(3, 1, 128, 0, None, 100)
+COMMANDS: list[messages.Command] = [
+    messages.Open(
+        "s", False, 3, {"language": "en"}, [1, 2], StreamState("s", 1, 2, 3, {"a": {"b": [1, b"c"]}}), [], 7, (1, 2)
+    ),
+    messages.Feed("s", []),
+    messages.Flush("s", 4, True),
+    messages.Finish("s"),
+    messages.Abort("s"),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: type(command).__name__)
+def test_what_is_written_is_read(command: messages.Command) -> None:
+    read = decode_command(encode_command(command, [ITEM]))
+    assert read.stream == "s"
+    if isinstance(read, WireOpen):
+        assert isinstance(command, Open) and plain_open(read, "s", []) == command and read.items == [ITEM]
+
+
+@pytest.mark.parametrize(
+    ("parts", "stream", "opens"),
+    [
+        (["feed", "s", [[2**53, 1, 0, None, None, None]]], "s", False),
+        (["feed", "s", [[0, 1, 0, None, [1], None]]], "s", False),
+        (["feed", "s", [[0, 1]]], "s", False),
+        (["open", "s", True, None, {"language": ["en"]}, [], None, [], 0, None], "s", True),
+        (["open", "s", True, None, {}, [-1], None, [], 0, None], "s", True),
+        (["dance", "s"], "s", False),
+        (["feed", 7, []], None, False),
+        (["feed"], None, False),
+        ({"feed": "s"}, None, False),
+        (None, None, False),
+    ],
+)
+def test_of_what_cannot_be_read_the_stream_is_told(parts: Any, stream: str | None, opens: bool) -> None:
+    with pytest.raises(UnreadableCommand) as caught:
+        decode_command(msgspec.Raw(msgspec.msgpack.encode(parts)))
+    assert (caught.value.stream, caught.value.opens) == (stream, opens)
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_spoilt_bytes_are_read_or_refused(data: st.DataObject) -> None:
+    spoilt = bytearray(encode_command(data.draw(st.sampled_from(COMMANDS)), [ITEM]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        spoilt[data.draw(st.integers(0, len(spoilt) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decode_command(msgspec.Raw(bytes(spoilt[: data.draw(st.integers(0, len(spoilt)))])))
+    except UnreadableCommand:
+        pass
+
+
+def test_nesting_that_would_exhaust_the_stack_is_refused() -> None:
+    deep = b"\x91" * 100_000 + b"\xc0"
+    head = b"\x9a" + b"".join(map(msgspec.msgpack.encode, ["open", "s", True, None, {}, []]))
+    state = b"\x96" + b"".join(map(msgspec.msgpack.encode, ["state", "s", 0, 0, 0])) + b"\x81\xa1a\x81\xa1b" + deep
+    with pytest.raises(UnreadableCommand):
+        decode_command(msgspec.Raw(head + state))

@@ -1,0 +1,346 @@
+"""What a gateway sends, however wrong, costs a stream or a command; the engine and its other gateways go on."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import messages
+from engine.boundary import codec
+from engine.boundary.codec import Batch, WireData
+from engine.boundary.commands import WireItem, encode_command
+from engine.boundary.preparation import hash_payload
+from engine.messages import Item
+from engine.server.host import MOST_UNREADABLE, EngineHost
+from engine.server.loop import EngineLoop
+from engine.server.main import run_engine
+from tests.engine import fakes
+
+SPEC = fakes.FRAMES
+SAMPLES = SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look_ahead_samples
+
+
+@dataclass
+class Line:
+    """An engine's socket whose other ends are here."""
+
+    arriving: deque[tuple[bytes, list[Any]]] = field(default_factory=deque)
+    left: list[tuple[bytes, Any]] = field(default_factory=list)
+
+    def wait(self, seconds: float) -> bool:
+        return bool(self.arriving)
+
+    def receive(self) -> tuple[bytes, list[Any]] | None:
+        return self.arriving.popleft() if self.arriving else None
+
+    def send(self, name: bytes, frames: list[Any]) -> None:
+        self.left.append((name, codec.decode([bytes(frames[0])], to_engine=False)))
+
+
+class Host:
+    """A host under test, and a gateway for every name that is used."""
+
+    def __init__(self, loop: EngineLoop | None = None) -> None:
+        self.line, self.loop, self.now = Line(), loop or fakes.build(detects=True), 0.0
+        self.host = EngineHost(self.loop, self.line, "e", lambda: self.now)  # type: ignore[arg-type]
+        self.numbers: dict[bytes, int] = {}
+
+    def greet(self, name: bytes) -> None:
+        hello = codec.Hello(codec.WIRE_VERSION, "1", name.decode(), 1 << 20)
+        self.line.arriving.append((name, codec.encode(hello)))
+        self.numbers[name] = 0
+        self.tick()
+
+    def tick(self) -> None:
+        self.now += 0.01
+        self.host.tick()
+        while self.loop.has_work():
+            self.host.tick()
+        self.loop.scheduler.check_integrity()
+        self.check_roster()
+
+    def check_roster(self) -> None:
+        """Host and loop know the same streams."""
+        roster = self.host._roster
+        assert set(roster.streams) == set(self.loop.scheduler.streams)
+        for peer in self.host._peers.values():
+            assert all(roster.streams[name].name == stream for stream, name in peer.streams.items())
+            assert set(peer.streams.values()) <= set(roster.streams)
+        names = [name for peer in self.host._peers.values() for name in peer.streams.values()]
+        assert sorted(names) == sorted(roster.streams), "a stream that takes no commands was left behind"
+
+    def send(self, name: bytes, *commands: msgspec.Raw, audio: tuple[np.ndarray, ...] = ()) -> None:
+        self.numbers[name] += 1
+        data = [WireData(hash_payload(payload), frame, None) for frame, payload in enumerate(audio, 1)]
+        batch = Batch(self.numbers[name], 0, data, list(commands))
+        self.line.arriving.append((name, [*codec.encode(batch), *(payload.tobytes() for payload in audio)]))
+        self.tick()
+
+    def said(self, name: bytes) -> list[messages.Output]:
+        """Everything a gateway was told so far."""
+        updates = [message for to, message in self.line.left if to == name and isinstance(message, codec.Update)]
+        return [codec.plain_output(output) for update in updates for output in update.outputs]
+
+    def believed(self, name: bytes) -> set[str]:
+        """The streams that a gateway takes for open after all it was told."""
+        open_streams: set[str] = set()
+        for output in self.said(name):
+            if isinstance(output, messages.Opened):
+                open_streams.add(output.stream)
+            elif isinstance(output, (messages.Closed, messages.Failed)):
+                open_streams.discard(output.stream)
+        return open_streams
+
+    def text(self, name: bytes, stream: str) -> str:
+        return "".join(o.delta for o in self.said(name) if isinstance(o, messages.Text) and o.stream == stream)
+
+    def failures(self, name: bytes) -> list[tuple[str, str]]:
+        return [(output.stream, output.code) for output in self.said(name) if isinstance(output, messages.Failed)]
+
+
+def command(message: messages.Command, *items: WireItem) -> msgspec.Raw:
+    return encode_command(message, list(items))
+
+
+def audio(seed: int) -> np.ndarray:
+    return fakes.speech(1, seed)[:SAMPLES]
+
+
+def feed(stream: str, position: int, data: int = 0) -> msgspec.Raw:
+    item = WireItem(SPEC.prefix_positions + position, 1, position * SPEC.samples_per_position, data, None, None)
+    return command(messages.Feed(stream, []), item)
+
+
+def say_all(host: Host, name: bytes, stream: str, positions: range) -> None:
+    for position in positions:
+        host.send(name, feed(stream, position), audio=(audio(position),))
+
+
+@pytest.fixture(scope="module")
+def calm() -> str:
+    """What a stream says when nobody disturbs it."""
+    host = Host()
+    host.greet(b"g")
+    host.send(b"g", command(messages.Open("good")))
+    say_all(host, b"g", "good", range(20))
+    host.send(b"g", command(messages.Finish("good")))
+    text = host.text(b"g", "good")
+    assert text
+    return text
+
+
+def raw(*parts: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(list(parts)))
+
+
+def good_item(**changes: Any) -> list[Any]:
+    fields = {"offset": SPEC.prefix_positions, "length": 1, "sample": 0, "data": 0, "mask": None, "samples": None}
+    return list((fields | changes).values())
+
+
+POISON: dict[str, tuple[msgspec.Raw, list[tuple[str, str]]]] = {
+    "samples that are no number": (raw("feed", "bad", [good_item(samples="x")]), [("bad", "BadItem")]),
+    "an offset before the beginning": (raw("feed", "bad", [good_item(offset=-1)]), [("bad", "BadItem")]),
+    "an offset beyond all sessions": (raw("feed", "bad", [good_item(offset=2**53)]), [("bad", "BadItem")]),
+    "a length beyond all sessions": (raw("feed", "bad", [good_item(length=2**52)]), [("bad", "BadItem")]),
+    "no length": (raw("feed", "bad", [good_item(length=0)]), [("bad", "BadItem")]),
+    "more samples than positions hold": (raw("feed", "bad", [good_item(samples=129)]), [("bad", "BadItem")]),
+    "a mask of another length": (raw("feed", "bad", [good_item(mask=[True, False])]), [("bad", "BadItem")]),
+    "audio of another length": (raw("feed", "bad", [good_item(length=2)]), [("bad", "BadItem")]),
+    "a gap with audio": (raw("feed", "bad", [good_item(mask=[False])]), [("bad", "BadItem")]),
+    "audio that did not come": (raw("feed", "bad", [good_item(data=7)]), [("bad", "BadItem")]),
+    "audio for nothing": (raw("feed", "bad", [good_item(data=None, mask=[True])]), [("bad", "BadItem")]),
+    "items that are a text": (raw("feed", "bad", "items"), [("bad", "BadItem")]),
+    "a flush without a number": (raw("flush", "bad", None, False), [("bad", "BadItem")]),
+    "an unknown command": (raw("dance", "bad"), [("bad", "BadItem")]),
+    "options that are lists": (
+        raw("open", "other", True, None, {"language": ["en", "de"]}, [], None, [], 0, None),
+        [("other", "BadOption")],
+    ),
+    "an option this model does not take": (
+        command(messages.Open("other", options={"x": "y"})),
+        [("other", "BadOption")],
+    ),
+    "a state that is none": (
+        command(messages.Open("other", state=messages.StreamState("other", 0, 0, 0, {"runner": {}}))),
+        [("other", "BadItem")],
+    ),
+    "a command of nobody": (raw("feed", 5, []), []),
+    "a number": (raw(5), []),
+    "nothing": (msgspec.Raw(b"\xc0"), []),
+}
+
+
+@pytest.mark.parametrize("poison", POISON)
+def test_a_poisoned_command_costs_its_own_stream_at_most(poison: str, calm: str) -> None:
+    bad, failures = POISON[poison]
+    host = Host()
+    for name in (b"g", b"h"):
+        host.greet(name)
+        host.send(name, command(messages.Open("good")), command(messages.Open("bad")))
+        say_all(host, name, "good", range(10))
+    # In the middle of a batch of others, which also brings their audio.
+    host.send(b"g", feed("good", 10), bad, feed("good", 11, 1), audio=(audio(10), audio(11)))
+    host.send(b"h", feed("good", 10), feed("good", 11, 1), audio=(audio(10), audio(11)))
+    for name in (b"g", b"h"):
+        say_all(host, name, "good", range(12, 20))
+        host.send(name, command(messages.Finish("good")))
+    assert host.failures(b"g") == failures and host.failures(b"h") == []
+    assert host.text(b"g", "good") == host.text(b"h", "good") == calm
+    assert not [message for _, message in host.line.left if isinstance(message, codec.Unwelcome)]
+
+
+def test_the_cache_does_not_depend_on_what_can_be_read() -> None:
+    host = Host()
+    host.greet(b"g")
+    host.send(b"g", command(messages.Open("a")), command(messages.Open("bad")))
+    host.send(b"g", raw("feed", "bad", "x"), feed("a", 0), audio=(audio(0),))
+    host.send(b"g", feed("a", 1), audio=())
+    (peer,) = host.host._peers.values()
+    assert peer.cache.keys() == [hash_payload(audio(0))]
+
+
+def test_audio_that_is_none_costs_the_streams_that_refer_to_it(calm: str) -> None:
+    host = Host()
+    host.greet(b"g")
+    host.send(b"g", command(messages.Open("good")), command(messages.Open("bad")))
+    say_all(host, b"g", "good", range(10))
+    host.numbers[b"g"] += 1
+    data = [WireData(hash_payload(audio(10)), 1, None), WireData(b"b" * 16, 2, None), WireData(b"c" * 16, 9, None)]
+    batch = Batch(host.numbers[b"g"], 0, data, [feed("good", 10), feed("bad", 0, 1)])
+    host.line.arriving.append((b"g", [*codec.encode(batch), audio(10).tobytes(), b"odd"]))
+    host.tick()
+    say_all(host, b"g", "good", range(11, 20))
+    host.send(b"g", command(messages.Finish("good")))
+    assert host.failures(b"g") == [("bad", "BadItem")]
+    assert host.text(b"g", "good") == calm
+
+
+def test_a_message_that_is_none_is_borne_and_a_gateway_that_has_no_other_connects_anew(calm: str) -> None:
+    host = Host()
+    for name in (b"g", b"h"):
+        host.greet(name)
+        host.send(name, command(messages.Open("good")))
+    for position in range(20):
+        # One that was spoilt on its way is asked for again and then taken.
+        host.line.arriving.append((b"g", [b"\xc1 nonsense"]))
+        say_all(host, b"g", "good", range(position, position + 1))
+    host.send(b"g", command(messages.Finish("good")))
+    assert host.text(b"g", "good") == calm
+    for _ in range(MOST_UNREADABLE):
+        host.line.arriving.append((b"g", [b"\xc1 nonsense"]))
+        host.tick()
+    assert [to for to, message in host.line.left if isinstance(message, codec.Unwelcome)] == [b"g"]
+    say_all(host, b"h", "good", range(20))
+    host.send(b"h", command(messages.Finish("good")))
+    assert host.text(b"h", "good") == calm
+    host.greet(b"g")
+    assert isinstance(host.line.left[-1][1], codec.Welcome)
+
+
+def test_an_output_without_bytes_ends_its_stream_alone(calm: str) -> None:
+    class Talkative(fakes.FakeDetector):
+        def detect(self, batch: list[Any]) -> list[messages.Speech]:
+            found = super().detect(batch)
+            return [
+                replace(speech, probabilities=[np.float64(1)]) if speech.stream.endswith("bad") else speech
+                for speech in found
+            ]
+
+    loop = fakes.build()
+    host = Host(EngineLoop(loop.scheduler, loop.runner, Talkative()))
+    host.greet(b"g")
+    host.send(b"g", command(messages.Open("good")), command(messages.Open("bad")))
+    say_all(host, b"g", "good", range(10))
+    host.send(b"g", feed("good", 10), feed("bad", 0), audio=(audio(10),))
+    say_all(host, b"g", "good", range(11, 20))
+    host.send(b"g", command(messages.Finish("good")))
+    assert host.failures(b"g") == [("bad", "StreamFailed")]
+    assert host.text(b"g", "good") == calm
+
+
+def test_a_name_that_is_used_again_at_once_is_another_stream() -> None:
+    host = Host()
+    host.greet(b"g")
+    host.send(b"g", *(command(kind("a")) for kind in (messages.Open, messages.Abort, messages.Open)))
+    assert host.believed(b"g") == {"a"}, "the end of the first says nothing of the second"
+    host.send(b"g", feed("a", 0), command(messages.Finish("a")), audio=(audio(1),))
+    assert [type(output).__name__ for output in host.said(b"g")][-1] == "Closed"
+    assert not host.loop.scheduler.streams
+
+
+KINDS = st.sampled_from(["open", "feed", "bad feed", "unreadable", "flush", "finish", "abort"])
+
+
+@given(st.lists(st.lists(st.tuples(KINDS, st.sampled_from("ab"), st.sampled_from([b"g", b"h"])), max_size=6)))
+@settings(max_examples=60, deadline=None)
+def test_any_order_of_commands_leaves_host_and_loop_with_the_same_streams(
+    batches: list[list[tuple[str, str, bytes]]],
+) -> None:
+    host = Host()
+    for name in (b"g", b"h"):
+        host.greet(name)
+    for batch in batches:
+        for name in (b"g", b"h"):
+            commands = []
+            for kind, stream, to in batch:
+                commands += [_random_command(kind, stream)] if to == name else []
+            host.send(name, *commands, audio=(audio(1),))
+        for name in (b"g", b"h"):
+            assert host.believed(name) == set(host.host._peers[name].streams)
+    host.host._drop(host.host._peers[b"g"])
+    host.tick()
+    assert {hosted.peer.name for hosted in host.host._roster.streams.values()} <= {b"h"}
+
+
+def _random_command(kind: str, stream: str) -> msgspec.Raw:
+    return {
+        "open": command(messages.Open(stream)),
+        "feed": feed(stream, 0),
+        "bad feed": raw("feed", stream, [good_item(samples=10**6)]),
+        "unreadable": raw("feed", stream, 1),
+        "flush": command(messages.Flush(stream, 1)),
+        "finish": command(messages.Finish(stream)),
+        "abort": command(messages.Abort(stream)),
+    }[kind]
+
+
+def test_a_batch_that_breaks_the_intake_costs_its_gateway_the_connection(
+    calm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host()
+    for name in (b"g", b"h"):
+        host.greet(name)
+        host.send(name, command(messages.Open("good")))
+    with monkeypatch.context() as patched:
+        patched.setattr(host.host._intake, "take", lambda *_: 1 / 0)
+        host.send(b"g", feed("good", 0), audio=(audio(0),))
+    assert [to for to, message in host.line.left if isinstance(message, codec.Unwelcome)] == [b"g"]
+    say_all(host, b"h", "good", range(20))
+    host.send(b"h", command(messages.Finish("good")))
+    assert host.text(b"h", "good") == calm
+
+
+def test_an_engine_closes_its_runner_once() -> None:
+    loop, closed, ticks = fakes.build(), [], iter([False] * 3 + [True])
+    loop.runner.close = lambda: closed.append(1)  # type: ignore[method-assign]
+    run_engine("inproc://closed-once", lambda: loop, lambda: next(ticks), warm=False)
+    assert closed == [1]
+
+
+def test_an_item_is_made_of_what_came() -> None:
+    host = Host()
+    host.greet(b"g")
+    host.send(b"g", command(messages.Open("a")), feed("a", 0), audio=(audio(3),))
+    (stream,) = host.loop.scheduler.streams.values()
+    item = stream.timeline.item(0)
+    assert replace(item, arrival=0, payload=None) == Item(
+        SPEC.prefix_positions, 1, 0, hash_payload(audio(3)), None, None, None, 0, 1
+    )
