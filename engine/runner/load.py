@@ -23,7 +23,8 @@ from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import BLOCK_POLICY, Policy
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.pretrained import load_speech_model
-from engine.weights.streaming import STREAMING_ENCODER, load_streaming_weights
+from engine.weights.registry import STREAMING_ENCODER
+from engine.weights.streaming import load_streaming_weights
 
 # A windowed stream needs a few megabytes: a CPU runs out of time long before it runs out of memory.
 WINDOWED_STREAMS = 64

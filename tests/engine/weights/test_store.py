@@ -16,7 +16,7 @@ import pytest
 
 from engine.weights import registry as weight_sources
 from engine.weights import store as weights
-from engine.weights.registry import REGISTRY, Entry, HubFile, PackageFile, Recipe, Remote
+from engine.weights.registry import REGISTRY, Entry, HubFile, PackageFile, Recipe, Remote, ShippedFile
 
 CONTENT = b"the weights of a very small model"
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -248,3 +248,24 @@ def test_registry_is_complete() -> None:
             for remote in recipe.files:
                 pinned = len(remote.sha256) == 64
                 assert pinned or all(isinstance(source, HubFile) for source in remote.sources)
+
+
+def test_what_ships_with_the_package_is_what_the_registry_says() -> None:
+    shipped = [
+        (remote, source)
+        for entry in REGISTRY.values()
+        for recipe in entry.recipes
+        for remote in recipe.files
+        for source in remote.sources
+        if isinstance(source, ShippedFile)
+    ]
+    assert shipped
+    for remote, source in shipped:
+        assert hashlib.sha256(source.path.read_bytes()).hexdigest() == remote.sha256
+
+
+def test_a_shipped_file_with_a_wrong_digest_is_not_kept(register: Callable[..., None], cache: Path) -> None:
+    register(Recipe((Remote("weights", DIGEST, (ShippedFile("moonshine-base-streaming.safetensors"),)),)))
+    with pytest.raises(weights.WrongDigest, match="it was not kept"):
+        weights.pull("small")
+    assert everything_in(cache) == []
