@@ -40,7 +40,7 @@ class ServerConfig:
     # Seconds between pings, and after how many seconds without any byte from the client its socket counts as dead.
     ping_interval_s: float = 20.0
     dead_after_s: float = 180.0
-    # Seconds a new connection has to send its whole request head.
+    # Seconds a request has to send its whole head. A body that brings less than 1 KiB/s for so long is cut off too.
     handshake_s: float = 10.0
     # Take items that others prepared into the engines' caches: POST /v1/audio/inject, and its event on the socket.
     inject: bool = False
@@ -90,8 +90,11 @@ class LimitsConfig:
     upload_s: float = 3600.0
     # Bytes of items to inject that all requests together may hold, while they arrive and until they have left.
     inject_bytes: int = 16 * 1024 * 1024
-    # Files transcribed at once; more wait their turn.
+    # Files transcribed at once; so many more wait their turn, and further ones are refused.
     uploads: int = 4
+    uploads_waiting: int = 16
+    # Bytes that all files together may take on disk (TMPDIR) while they arrive, wait and are transcribed.
+    spool_bytes: int = 4 * 1024 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,19 @@ NO_ENDPOINTING_MS = 60_000
 RAW = {"linear16": "audio/pcm", "mulaw": "audio/pcmu", "alaw": "audio/pcma"}
 CONTAINERS = ("", "flac", "ogg-opus")
 FINALIZE = "finalize"
+MAX_NAME = 256
+# What is read of the query; all of it has one value.
+READ_ONCE = (
+    "encoding",
+    "sample_rate",
+    "channels",
+    "model",
+    "language",
+    "endpointing",
+    "interim_results",
+    "vad_events",
+    "utterance_end_ms",
+)
 # So much of an open turn may be repeated in interim results before it becomes final.
 SEGMENT_CHARACTERS = 2000
 SEGMENT_SECONDS = 60
@@ -50,6 +63,9 @@ def settings_from_query(query: Mapping[str, str]) -> Settings:
     """What a client asks for in its URL. Unknown keys are ignored; raises Refusal for audio we cannot read."""
     if query.get("channels", "1") != "1":
         raise _refused("channels", "Send one channel; mix several down first.")
+    for name in ("model", "language"):
+        if len(query.get(name, "")) > MAX_NAME:
+            raise _refused(name, f"'{name}' must have at most {MAX_NAME} characters.")
     silence_ms = _endpointing(query.get("endpointing", "10"))
     return Settings(
         format=_format(query),

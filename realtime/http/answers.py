@@ -12,11 +12,12 @@ from starlette.responses import JSONResponse, Response
 from realtime.dialects.json_frames import decode_json
 from realtime.dialects.openai_session import beta_session, ga_session, merge_beta, merge_ga
 from realtime.errors import Refusal
+from realtime.http.bodies import read_body
 from realtime.http.context import Context
 from realtime.session.settings import Settings
 
 MIN_SECRET_S, DEFAULT_SECRET_S, MAX_SECRET_S = 10, 600, 7200
-MAX_JSON_BODY = 1024 * 1024
+MAX_JSON_BODY = 64 * 1024
 
 
 class Answers:
@@ -116,11 +117,7 @@ class Answers:
 
 
 async def _json_body(request: Request) -> dict[str, Any]:
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_JSON_BODY:
-            raise Refusal(413, "body_too_large", "The body is too large.")
+    body = await read_body(request, MAX_JSON_BODY)
     return decode_json(body) if body.strip() else {}
 
 

@@ -9,11 +9,14 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+from starlette.datastructures import FormData
+
 from audio.errors import AudioError, EmptyAudio, TooManyDecoders
 from engine import messages
 from engine.errors import AtCapacity, EngineError
 from realtime.dialects.json_frames import encode_json
 from realtime.errors import Refusal
+from realtime.http.forms import MAX_FIELD_BYTES
 from realtime.serving.container_stream import ContainerStream
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.session.events import Samples, TimedWord
@@ -22,6 +25,7 @@ from realtime.session.subtitles import subtitles, to_srt, to_vtt
 FORMATS = ("json", "verbose_json", "text", "srt", "vtt")
 READ_BYTES = 256 * 1024
 MAX_PROMPT_CHARACTERS = 4096
+MAX_VALUE_CHARACTERS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +58,33 @@ class Transcript:
         return self.samples / self.sample_rate
 
 
-def read_request(form: dict[str, Any]) -> UploadRequest:
-    """Check the form fields. Lists come as `name[]` or `name`; unknown fields are ignored."""
-    response_format = form.get("response_format") or "json"
+def read_request(form: FormData) -> UploadRequest:
+    """Check the form fields. Lists come as `name[]` or `name`; unknown fields are ignored. Raises Refusal."""
+    response_format = _field(form, "response_format") or "json"
     if response_format not in FORMATS:
         text = f"'response_format' must be one of {', '.join(FORMATS)}."
         raise Refusal(400, "invalid_value", text, param="response_format")
-    prompt = str(form.get("prompt") or "")[:MAX_PROMPT_CHARACTERS]
-    granularities = form.get("timestamp_granularities[]", form.get("timestamp_granularities"))
-    stream = str(form.get("stream", "")).lower() in ("true", "1")
+    granularities = form.getlist("timestamp_granularities[]") + form.getlist("timestamp_granularities")
     # OpenAI ignores `stream` for this model, so its clients expect a single answer.
-    stream = stream and form.get("model") != "whisper-1"
-    language = form.get("language") or None
-    return UploadRequest(response_format, language, prompt, stream, words="word" in str(granularities))
+    model, stream = _field(form, "model"), _field(form, "stream").lower()
+    return UploadRequest(
+        response_format,
+        _field(form, "language") or None,
+        _field(form, "prompt", MAX_FIELD_BYTES)[:MAX_PROMPT_CHARACTERS],
+        stream in ("true", "1") and model != "whisper-1",
+        words=any("word" in str(value) for value in granularities),
+    )
+
+
+def _field(form: FormData, name: str, most: int = MAX_VALUE_CHARACTERS) -> str:
+    """A field that has one value; empty if it is missing."""
+    values = form.getlist(name)
+    if len(values) > 1:
+        raise Refusal(400, "invalid_value", f"'{name}' came {len(values)} times; send it once.", param=name)
+    value = values[0] if values else ""
+    if not isinstance(value, str) or len(value) > most:
+        raise Refusal(400, "invalid_value", f"'{name}' must be text of at most {most} characters.", param=name)
+    return value
 
 
 class Transcriber:
@@ -76,13 +94,7 @@ class Transcriber:
         self._engine = engine
         self._places = asyncio.Semaphore(at_once)
 
-    async def transcribe(self, file: BinaryIO, request: UploadRequest) -> Transcript:
-        transcript = Transcript(self._engine.spec.sample_rate)
-        async for _ in self.deltas(file, request, transcript):
-            pass
-        return transcript
-
-    async def deltas(self, file: BinaryIO, request: UploadRequest, transcript: Transcript) -> AsyncIterator[str]:
+    async def deltas(self, file: BinaryIO, request: UploadRequest, transcript: Transcript) -> AsyncGenerator[str]:
         """Text as it comes; `transcript` is complete when this ends. Raises Refusal."""
         async with self._places, self._stream(request) as stream:
             # The first piece shows whether this is audio at all, before any answer is begun.

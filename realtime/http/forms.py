@@ -1,4 +1,4 @@
-"""Forms that carry a file: what is refused before the file is read, and the reading."""
+"""Forms that carry a file: what is refused before and while the file arrives, and the bounds on files in the house."""
 
 from __future__ import annotations
 
@@ -6,39 +6,126 @@ import asyncio
 
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive
 
+from realtime.config import LimitsConfig
 from realtime.errors import Refusal
 from realtime.http.context import Context
 
 MAX_FIELDS = 200
+MAX_FIELD_BYTES = 64 * 1024
+RETRY_AFTER_S = 30
+
+
+class Spool:
+    """All uploads from their first byte to the end of their answer: how many there are, and how many bytes they hold.
+
+    Policy when it is full: the next one is refused with a time to come back.
+    """
+
+    def __init__(self, limits: LimitsConfig) -> None:
+        self.uploads = 0
+        self.bytes = 0
+        self._limits = limits
+
+    def enter(self) -> None:
+        if self.uploads >= self._limits.uploads + self._limits.uploads_waiting:
+            raise _busy("Too many files are waiting already")
+        self.uploads += 1
+
+    def take(self, size: int) -> None:
+        if self.bytes + size > self._limits.spool_bytes:
+            raise _busy("The files that are waiting take all the room there is")
+        self.bytes += size
+
+    def leave(self, size: int) -> None:
+        self.uploads -= 1
+        self.bytes -= size
+
+
+class Upload:
+    """A form with its file, which is on disk if it is large, and its place among the uploads. Close it after use."""
+
+    def __init__(self, spool: Spool, most_bytes: int) -> None:
+        spool.enter()
+        self.form = FormData()
+        self._spool: Spool | None = spool
+        self._bytes = 0
+        self._most_bytes = most_bytes
+
+    def counted(self, receive: Receive) -> Receive:
+        """`receive`, with every byte counted: a body that does not say how long it is must not be longer either."""
+
+        async def counting() -> Message:
+            message = await receive()
+            size = len(message.get("body", b""))
+            if self._bytes + size > self._most_bytes:
+                raise too_large(self._most_bytes)
+            if self._spool is not None:
+                self._spool.take(size)
+                self._bytes += size
+            return message
+
+        return counting
+
+    async def close(self) -> None:
+        """Harmless when done twice."""
+        spool, self._spool = self._spool, None
+        if spool is not None:
+            spool.leave(self._bytes)
+            await self.form.close()
 
 
 class FormReader:
     """Reads multipart forms within the limits on uploads."""
 
     def __init__(self, context: Context) -> None:
+        self.spool = Spool(context.limits)
         self._context = context
         self._limits = context.limits
 
-    def check(self, request: Request) -> None:
+    async def open(self, request: Request) -> Upload:
+        """The form of a request. Raises Refusal, as early as it can be known."""
+        self._check(request)
+        upload = Upload(self.spool, self._limits.upload_bytes)
+        try:
+            upload.form = await self._read(Request(request.scope, upload.counted(request.receive)))
+        except BaseException:
+            await upload.close()
+            raise
+        return upload
+
+    def _check(self, request: Request) -> None:
         """Refuse what can be refused before the file is read."""
         if self._context.draining or not self._context.engine.ready:
             text = "The server cannot take files now; try again."
             raise Refusal(503, "server_busy", text, retry_after_s=5, kind="server_error")
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > self._limits.upload_bytes:
-            text = f"The file is larger than {self._limits.upload_bytes} bytes."
-            raise Refusal(413, "file_too_large", text, param="file")
+            raise too_large(self._limits.upload_bytes)
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
             raise Refusal(400, "invalid_form", "Send the file as multipart/form-data, in the field 'file'.")
 
-    async def read(self, request: Request) -> FormData:
-        """The form with its file, which is on disk if it is large. Close it after use."""
+    async def _read(self, request: Request) -> FormData:
         try:
             async with asyncio.timeout(self._limits.upload_s):
-                return await request.form(max_files=1, max_fields=MAX_FIELDS)
+                return await request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
         except HTTPException as error:
             raise Refusal(400, "invalid_form", f"The form cannot be read: {error.detail}") from error
         except TimeoutError as error:
             raise Refusal(408, "upload_too_slow", "The file took too long to arrive.") from error
+        except ClientDisconnect as error:
+            raise client_gone() from error
+
+
+def too_large(most_bytes: int) -> Refusal:
+    return Refusal(413, "file_too_large", f"The file is larger than {most_bytes} bytes.", param="file")
+
+
+def client_gone() -> Refusal:
+    return Refusal(499, "client_gone", "The client left before its file was transcribed.")
+
+
+def _busy(reason: str) -> Refusal:
+    return Refusal(503, "server_busy", f"{reason}; try again.", retry_after_s=RETRY_AFTER_S, kind="server_error")

@@ -10,15 +10,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from starlette.applications import Starlette
+from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from realtime.dialects.deepgram import DeepgramDialect, settings_from_query
+from realtime.dialects.deepgram import READ_ONCE, DeepgramDialect, settings_from_query
 from realtime.dialects.json_frames import encode_json
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.openai_session import MAX_NAME, merge_beta
-from realtime.errors import CloseCode, Refusal
+from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.auth import BETA_PROTOCOL, select_subprotocol
 from realtime.http.context import Context
 from realtime.serving.caller import Caller
@@ -68,6 +69,9 @@ class Gateway:
         except Refusal as refusal:
             await websocket.send_denial_response(refused(refusal))
             return
+        except ClientFault as fault:
+            await websocket.send_denial_response(refused(Refusal(400, fault.code, fault.message, fault.param)))
+            return
         entry = entrance.entry
         extensions = scope.get("extensions", {})
         abort = extensions.get(ABORT_EXTENSION, _no_abort)
@@ -101,6 +105,7 @@ class Gateway:
         query = websocket.query_params
         offered: list[str] = websocket.scope.get("subprotocols", [])
         address = websocket.client.host if websocket.client else ""
+        _check_once(query, ("model", "resume", "after"))
         if "call_id" in query:
             raise Refusal(404, "not_found", "Calls are not served here.", param="call_id")
         caller = self._context.caller(websocket.headers, offered, address)
@@ -120,6 +125,7 @@ class Gateway:
         """The same for Deepgram's clients, which say everything in the query."""
         offered: list[str] = websocket.scope.get("subprotocols", [])
         query = websocket.query_params
+        _check_once(query, READ_ONCE)
         caller = self._context.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
         settings = settings_from_query(query)
         self.sessions.admit(caller)
@@ -150,6 +156,13 @@ class Gateway:
             await self.sessions.drain(0.0)
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
+
+
+def _check_once(query: QueryParams, names: tuple[str, ...]) -> None:
+    """Refuse a parameter that comes twice: one of its values would be ignored without a word."""
+    for name in names:
+        if len(query.getlist(name)) > 1:
+            raise Refusal(400, "invalid_query_parameter", f"'{name}' came more than once; send it once.", param=name)
 
 
 def _no_abort() -> None:

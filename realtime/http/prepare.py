@@ -39,18 +39,18 @@ class PrepareRoutes:
     async def render(self, request: Request) -> Response:
         """Positions, items with hashes, what is cached and what executing would cost; `?data=false` leaves data out."""
         self._context.caller_of(request)
-        self._forms.check(request)
-        form = await self._forms.read(request)
+        upload = await self._forms.open(request)
         try:
-            file = form.get("file")
+            file = upload.form.get("file")
             if not isinstance(file, UploadFile):
                 raise Refusal(400, "missing_file", "The form has no file in the field 'file'.", param="file")
             samples = await _decode(file.file, self._context.engine.spec.sample_rate)
+            with_data = request.query_params.get("data") != "false"
+            # Samples that wait are many times as large as their file, so they keep its place.
+            async with self._one_at_a_time:
+                body = await asyncio.to_thread(self._rendered, samples, with_data)
         finally:
-            await form.close()
-        with_data = request.query_params.get("data") != "false"
-        async with self._one_at_a_time:
-            body = await asyncio.to_thread(self._rendered, samples, with_data)
+            await upload.close()
         return Response(body, media_type="application/json")
 
     def _rendered(self, samples: Samples, with_data: bool) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from realtime.errors import Refusal
 from realtime.http.context import Context
 from realtime.http.files import Transcriber, Transcript, UploadRequest, read_request, sse, sse_done, write_answer
-from realtime.http.forms import FormReader
+from realtime.http.forms import FormReader, Upload, client_gone
 
 
 class UploadRoutes:
@@ -27,60 +28,44 @@ class UploadRoutes:
 
     async def transcriptions(self, request: Request) -> Response:
         self._context.caller_of(request)
-        self._forms.check(request)
-        form = await self._forms.read(request)
+        upload = await self._forms.open(request)
         try:
-            return await self._answer(form, request)
+            return await self._answer(upload, request)
         except BaseException as error:
             if isinstance(error, Refusal):
                 self._count(error.code)
-            await form.close()
+            await upload.close()
             raise
 
-    async def _answer(self, form: FormData, request: Request) -> Response:
-        wanted, file = self._read(form)
+    async def _answer(self, upload: Upload, request: Request) -> Response:
+        wanted, file = _read(upload.form)
+        transcript = Transcript(self._context.engine.spec.sample_rate)
+        deltas = self._watched(self._transcriber.deltas(file.file, wanted, transcript), request)
         if wanted.stream:
-            return await self._stream(file, wanted, form)
-        transcript = await self._transcribe(file, wanted, request)
-        await form.close()
+            return await self._stream(deltas, transcript, upload)
+        async with aclosing(deltas):
+            async for _ in deltas:
+                pass
+        await upload.close()
         self._count("ok")
         body, media_type = write_answer(transcript, wanted)
         return Response(body, media_type=media_type)
 
-    async def _transcribe(self, file: UploadFile, wanted: UploadRequest, request: Request) -> Transcript:
-        """The whole transcript. A client that leaves gives its place to the next file."""
-        work = asyncio.create_task(self._transcriber.transcribe(file.file, wanted), name="upload")
+    async def _watched(self, deltas: AsyncGenerator[str], request: Request) -> AsyncGenerator[str]:
+        """The text as it comes, for so long as one may take. A client that leaves gives its place to the next file."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._limits.upload_s
         gone = asyncio.create_task(_disconnected(request), name="upload's client")
         try:
-            await asyncio.wait((work, gone), timeout=self._limits.upload_s, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
-            if gone.done():
-                raise Refusal(499, "client_gone", "The client left before its file was transcribed.")
-            text = "The transcription took too long; send a shorter file."
-            raise Refusal(504, "timeout", text, kind="server_error")
+            while (delta := await _next(deltas, gone, deadline - loop.time())) is not None:
+                yield delta
         finally:
-            work.cancel()
             gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            await asyncio.gather(gone, return_exceptions=True)
+            await deltas.aclose()
 
-    def _read(self, form: FormData) -> tuple[UploadRequest, UploadFile]:
-        file = form.get("file")
-        if not isinstance(file, UploadFile):
-            raise Refusal(400, "missing_file", "The form has no file in the field 'file'.", param="file")
-        fields: dict[str, Any] = {}
-        for name in form:
-            values = form.getlist(name)
-            fields[name] = values if len(values) > 1 else values[0]
-        wanted = read_request(fields)
-        if (file.size or 0) > self._limits.upload_bytes:
-            raise Refusal(413, "file_too_large", f"The file is larger than {self._limits.upload_bytes} bytes.")
-        return wanted, file
-
-    async def _stream(self, file: UploadFile, wanted: UploadRequest, form: FormData) -> Response:
+    async def _stream(self, deltas: AsyncGenerator[str], transcript: Transcript, upload: Upload) -> Response:
         """The answer begins with the first text or the end; until then a refusal can have a status of its own."""
-        transcript = Transcript(self._context.engine.spec.sample_rate)
-        deltas = self._transcriber.deltas(file.file, wanted, transcript)
         first = await anext(deltas, None)
 
         async def body() -> AsyncIterator[str]:
@@ -95,14 +80,52 @@ class UploadRoutes:
             except Refusal as refusal:
                 self._count(refusal.code)
                 yield sse(dict(refusal.body()))
-            finally:
-                await deltas.aclose()  # type: ignore[attr-defined]
-                await form.close()
 
-        return StreamingResponse(body(), media_type="text/event-stream")
+        async def end() -> None:
+            await deltas.aclose()
+            await upload.close()
+
+        return _Streamed(body(), end)
 
     def _count(self, outcome: str) -> None:
         self._context.metrics.uploads.labels(outcome).inc()
+
+
+class _Streamed(StreamingResponse):
+    """Server-sent events with something to do at their end, also if the client leaves before the first one."""
+
+    def __init__(self, body: AsyncIterator[str], end: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(body, media_type="text/event-stream")
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._end()
+
+
+async def _next(deltas: AsyncGenerator[str], gone: asyncio.Task[None], seconds: float) -> str | None:
+    """The next text, or None at the end; raises Refusal if the client leaves or the time is over before it comes."""
+    step = asyncio.ensure_future(anext(deltas, None))
+    try:
+        await asyncio.wait((step, gone), timeout=max(seconds, 0.0), return_when=asyncio.FIRST_COMPLETED)
+        if step.done():
+            return step.result()
+        if gone.done():
+            raise client_gone()
+        text = "The transcription took too long; send a shorter file."
+        raise Refusal(504, "timeout", text, kind="server_error")
+    finally:
+        step.cancel()
+        await asyncio.gather(step, return_exceptions=True)
+
+
+def _read(form: FormData) -> tuple[UploadRequest, UploadFile]:
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise Refusal(400, "missing_file", "The form has no file in the field 'file'.", param="file")
+    return read_request(form), file
 
 
 async def _disconnected(request: Request) -> None:

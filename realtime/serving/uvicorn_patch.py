@@ -1,6 +1,6 @@
 """uvicorn's protocol classes, with what a public realtime server needs on top.
 
-They add a deadline for slow handshakes, a liveness check that spares clients which send but do not read, a way to
+They add deadlines for slow requests, a liveness check that spares clients which send but do not read, a way to
 cut a socket whose peer reads nothing at all, and bounds on what a peer can have us hold or do at a stretch.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from enum import Enum, auto
 from typing import Any
 
 import h11
@@ -33,6 +34,9 @@ UNREADABLE_HEAD = (
     b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: text/plain\r\n\r\n"
     b"The headers of the upgrade are too long or too many.\n"
 )
+# Bytes a second that a body has to bring, and how many times the deadline of a head an answer may wait to be read.
+MIN_BODY_RATE = 1024
+UNREAD_TIMES = 6
 
 
 class _Mailbox:
@@ -207,26 +211,51 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         await super().run_asgi()
 
 
+class _Sends(Enum):
+    """What the client of a connection has to send now."""
+
+    HEAD = auto()
+    BODY = auto()
+    # A body whose answer is written already, most often a refusal.
+    UNWANTED_BODY = auto()
+    NOTHING = auto()
+
+
 class PatientHttp(H11Protocol):
-    """HTTP that gives a new connection only so long to send its request head."""
+    """HTTP that gives each request only so long for its head. Bodies that trickle and answers nobody reads are cut off.
+
+    uvicorn has a deadline for the pause between two requests, and none for a request that has begun.
+    """
 
     handshake_s = 10.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._deadline: asyncio.TimerHandle | None = self.loop.call_later(self.handshake_s, self._too_slow)
+        self._sends = _Sends.NOTHING
+        self._no_longer_http = False
+        self._bytes = 0
+        self._deadline: asyncio.TimerHandle | None = None
+        self._read_deadline: asyncio.TimerHandle | None = None
+        self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._in_time()
+        self._no_longer_http = True
+        self._watch()
+        self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._bytes += len(data)
         super().data_received(data)
-        if self.cycle is not None:
-            self._in_time()
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        self._in_time()
+        self._no_longer_http = True
+        self._watch()
         super().handle_websocket_upgrade(event)
 
     def send_400_response(self, msg: str) -> None:
@@ -239,14 +268,47 @@ class PatientHttp(H11Protocol):
         else:
             self.transport.close()
 
-    def _in_time(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._read_deadline is None:
+            self._read_deadline = self.loop.call_later(UNREAD_TIMES * self.handshake_s, self.transport.abort)
 
-    def _too_slow(self) -> None:
-        self._deadline = None
-        self.transport.abort()
+    def resume_writing(self) -> None:
+        if self._read_deadline is not None:
+            self._read_deadline.cancel()
+            self._read_deadline = None
+        super().resume_writing()
+
+    def _watch(self) -> None:
+        """Set the deadline of what the client sends now; one that is set already goes on."""
+        sends = self._now_sends()
+        if sends is not self._sends:
+            self._sends = sends
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+            if sends is not _Sends.NOTHING:
+                self._set_deadline()
+
+    def _now_sends(self) -> _Sends:
+        # Between two requests uvicorn's own deadline holds, until the first byte of the next.
+        if self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None and not self._no_longer_http:
+            return _Sends.HEAD
+        if self.conn.their_state is h11.SEND_BODY and not self._no_longer_http:
+            return _Sends.UNWANTED_BODY if self.cycle.response_complete else _Sends.BODY
+        return _Sends.NOTHING
+
+    def _set_deadline(self) -> None:
+        self._bytes = 0
+        self._deadline = self.loop.call_later(self.handshake_s, self._time_is_over)
+
+    def _time_is_over(self) -> None:
+        fast_enough = self._bytes >= MIN_BODY_RATE * self.handshake_s
+        # While we do not read, silence is our own doing.
+        if self._sends is _Sends.BODY and (fast_enough or self.flow.read_paused):
+            self._set_deadline()
+        else:
+            self.transport.abort()
 
 
 def patient_http(handshake_s: float) -> type[PatientHttp]:

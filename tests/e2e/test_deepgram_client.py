@@ -45,6 +45,9 @@ def text_of(result: dict[str, Any]) -> str:
         ("encoding=linear16&sample_rate=x", "sample_rate"),
         ("encoding=amr-nb&sample_rate=8000", "encoding"),
         ("encoding=linear16&channels=2", "channels"),
+        ("encoding=linear16&language=en&language=de", "language"),
+        ("encoding=linear16&encoding=mulaw", "encoding"),
+        (f"encoding=linear16&model={'m' * 300}", "model"),
     ],
 )
 async def test_audio_we_cannot_read_is_refused_at_the_handshake(serve: Serve, query: str, param: str) -> None:

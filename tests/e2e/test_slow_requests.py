@@ -1,0 +1,116 @@
+"""Requests that never end: each head has its deadline, bodies must bring something, and answers must be read."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Serve
+from tests.e2e.raw_client import greeted_client
+
+SERVER = {"handshake_s": 0.4}
+WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+UPLOAD = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+SECRET = b"POST /v1/realtime/client_secrets HTTP/1.1\r\nHost: x\r\n"
+TRICKLE = [b"X"] * 200
+
+
+async def cut_after(port: int, begin: bytes, pieces: list[bytes]) -> float | None:
+    """Seconds until the server cuts a connection on which a piece comes every 50 ms; None if it does not."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    begun = time.monotonic()
+
+    async def trickle() -> None:
+        writer.write(begin)
+        for piece in pieces:
+            await asyncio.sleep(0.05)
+            writer.write(piece)
+
+    sending = asyncio.create_task(trickle())
+    try:
+        async with asyncio.timeout(3):
+            while await reader.read(65_536):
+                pass
+        return time.monotonic() - begun
+    except ConnectionError:
+        return time.monotonic() - begun
+    except TimeoutError:
+        return None
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"",
+        b"GET /health HTTP/1.1\r\nX: ",
+        WHOLE + b"GET /health HTTP/1.1\r\nX: ",
+        UPLOAD + b"Content-Length: 100000\r\n\r\n",
+        SECRET + b"Content-Length: 1000\r\n\r\n",
+        WHOLE + SECRET + b"Content-Length: 1000\r\n\r\n",
+        # This one is refused at once, and goes on.
+        b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n",
+    ],
+    ids=["nothing", "head", "second head", "upload", "body", "second body", "refused body"],
+)
+async def test_what_trickles_is_cut_off(serve: Serve, begin: bytes) -> None:
+    async with serve(server=SERVER) as running:
+        seconds = await cut_after(running.port, begin, TRICKLE)
+        assert seconds is not None and seconds < 2.5
+
+
+async def test_a_second_head_has_its_own_deadline(serve: Serve) -> None:
+    async with serve(server=SERVER) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        for _ in range(3):
+            writer.write(WHOLE)
+            assert b"200 OK" in await reader.readuntil(b"}")
+            await asyncio.sleep(0.3)
+        writer.write(b"GET /health HTTP/1.1\r\nX: ")
+        async with asyncio.timeout(2):
+            for _ in range(100):
+                writer.write(b"X")
+                await asyncio.sleep(0.05)
+                if reader.at_eof() or writer.transport.is_closing():
+                    break
+        assert reader.at_eof() or writer.transport.is_closing()
+        writer.close()
+
+
+async def test_a_body_that_brings_enough_is_waited_for_and_so_is_a_long_answer(serve: Serve) -> None:
+    async with serve(server=SERVER) as running:
+        begin = (
+            UPLOAD + b"Content-Length: 100000\r\n\r\n--b\r\nContent-Disposition: form-data; name=x; filename=x\r\n\r\n"
+        )
+        assert await cut_after(running.port, begin, [bytes(200)] * 100) is None
+        async with httpx.AsyncClient() as http, greeted_client(running.ws) as client:
+            await asyncio.sleep(1.0)
+            await client.send("input_audio_buffer.clear")
+            assert (await client.receive())["type"] == "input_audio_buffer.cleared"
+            assert (await http.get(f"{running.http}/health")).status_code == 200
+
+
+async def test_an_answer_that_nobody_reads_is_given_up(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realtime.serving.uvicorn_patch.UNREAD_TIMES", 1)
+    async with serve(server=SERVER) as running:
+        small = socket.socket()
+        small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        small.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(small, ("127.0.0.1", running.port))
+        _, writer = await asyncio.open_connection(sock=small, limit=1)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        for _ in range(4000):
+            writer.write(b"GET /app.js HTTP/1.1\r\nHost: x\r\n\r\n")
+        for _ in range(300):
+            await asyncio.sleep(0.05)
+            if not running.server.server_state.connections:
+                break
+        assert not running.server.server_state.connections
+        writer.transport.abort()

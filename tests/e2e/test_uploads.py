@@ -1,0 +1,147 @@
+"""Uploads within their bounds: counted as they arrive, few at once, and given up when nobody waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Serve
+from tests.e2e.test_http import error_code
+from tests.e2e.test_openai_client import wav
+from tests.realtime.gateway_doubles import FakeEngine
+
+FORM = {"Content-Type": "multipart/form-data; boundary=b"}
+PART = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
+
+
+def file(seconds: float = 0.2) -> dict[str, Any]:
+    return {"file": ("a.wav", wav(seconds), "audio/wav")}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("name", ["language", "model", "prompt", "response_format", "stream"])
+async def test_a_field_that_comes_twice_or_is_too_long_is_refused_by_its_name(serve: Serve, name: str) -> None:
+    engine = FakeEngine()
+    async with serve(engine) as running, httpx.AsyncClient() as http:
+        url = f"{running.base_url}/audio/transcriptions"
+        response = await http.post(url, data={name: ["json", "json"]}, files=file())
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+        if name != "prompt":
+            response = await http.post(url, data={name: "x" * 1000}, files=file())
+            assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+        response = await http.post(url, data={name: "x" * 100_000}, files=file())
+        assert (response.status_code, error_code(response)) == (400, "invalid_form")
+        assert not engine.opened
+
+
+async def test_an_upload_without_a_length_is_counted_as_it_arrives(serve: Serve) -> None:
+    limits = {"upload_bytes": 100_000, "uploads": 1, "uploads_waiting": 0, "spool_bytes": 150_000}
+    async with serve(limits=limits) as running, httpx.AsyncClient() as http:
+
+        async def body() -> AsyncIterator[bytes]:
+            yield PART
+            for _ in range(100):
+                yield bytes(10_000)
+
+        url = f"{running.base_url}/audio/transcriptions"
+        response = await http.post(url, content=body(), headers=FORM)
+        assert (response.status_code, error_code(response)) == (413, "file_too_large")
+        # It has given its place and its bytes back.
+        for _ in range(2):
+            assert (await http.post(url, files=file())).status_code == 200
+
+
+async def test_files_that_wait_are_bounded_and_the_next_is_told_when_to_come_back(serve: Serve) -> None:
+    engine = FakeEngine()
+    engine.feed_delay_s = 1.0
+    async with serve(engine, limits={"uploads": 1, "uploads_waiting": 1}) as running, httpx.AsyncClient() as http:
+        url = f"{running.base_url}/audio/transcriptions"
+        running_one = asyncio.create_task(http.post(url, files=file(60.0)))
+        await until(lambda: bool(engine.active))
+        waiting = asyncio.create_task(http.post(url, files=file()))
+        await asyncio.sleep(0.2)
+        for path in ("transcriptions", "render"):
+            response = await http.post(f"{running.base_url}/audio/{path}", files=file())
+            assert (response.status_code, error_code(response)) == (503, "server_busy")
+            assert int(response.headers["Retry-After"]) > 0
+        engine.feed_delay_s = 0.0
+        running_one.cancel()
+        assert (await waiting).status_code == 200
+
+
+async def test_bytes_of_all_files_together_are_bounded(serve: Serve) -> None:
+    async with serve(limits={"spool_bytes": 100_000}) as running, httpx.AsyncClient() as http:
+        url = f"{running.base_url}/audio/transcriptions"
+        arrived, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield PART + bytes(80_000)
+            arrived.set()
+            await go_on.wait()
+            yield b"\r\n--b--\r\n"
+
+        holding = asyncio.create_task(http.post(url, content=slow(), headers=FORM))
+        await arrived.wait()
+        await asyncio.sleep(0.1)
+        response = await http.post(url, files=file(2.0))
+        assert (response.status_code, error_code(response)) == (503, "server_busy")
+        assert (await http.post(url, files=file(0.2))).status_code == 200
+        go_on.set()
+        assert (await holding).status_code == 400
+        assert (await http.post(url, files=file(2.0))).status_code == 200
+
+
+async def test_events_of_a_file_obey_the_time_limit(serve: Serve) -> None:
+    engine = FakeEngine()
+    engine.feed_delay_s = 0.5
+    async with serve(engine, limits={"upload_s": 0.5}) as running, httpx.AsyncClient() as http:
+        url = f"{running.base_url}/audio/transcriptions"
+        response = await http.post(url, files=file(60.0), data={"stream": "true"})
+        assert response.status_code in (200, 504) and '"code":"timeout"' in response.text
+        assert not engine.active
+        assert running.metric("uploads_total", outcome="timeout") == 1
+
+
+@pytest.mark.parametrize("feed_delay_s", [1.0, 0.1], ids=["before the first event", "after it"])
+async def test_events_end_when_their_client_has_left(serve: Serve, feed_delay_s: float) -> None:
+    engine = FakeEngine()
+    engine.feed_delay_s = feed_delay_s
+    async with serve(engine, limits={"uploads": 1, "uploads_waiting": 0}) as running, httpx.AsyncClient() as http:
+        url = f"{running.base_url}/audio/transcriptions"
+
+        async def listen() -> None:
+            async with http.stream("POST", url, files=file(60.0), data={"stream": "true"}) as response:
+                await anext(response.aiter_bytes())
+                await asyncio.sleep(60)
+
+        listening = asyncio.create_task(listen())
+        await until(lambda: bool(engine.active))
+        await asyncio.sleep(0.5)
+        listening.cancel()
+        await until(lambda: not engine.active)
+        engine.feed_delay_s = 0.0
+        assert (await http.post(url, files=file())).status_code == 200
+
+
+async def test_a_client_that_leaves_while_its_file_arrives_is_no_error(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(limits={"uploads": 1, "uploads_waiting": 0}) as running, httpx.AsyncClient() as http:
+        for path in ("audio/transcriptions", "realtime/client_secrets"):
+            _, writer = await asyncio.open_connection("127.0.0.1", running.port)
+            head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: {FORM['Content-Type']}\r\n"
+            writer.write(head.encode() + b"Content-Length: 10000\r\n\r\n" + PART)
+            await asyncio.sleep(0.1)
+            writer.close()
+            await asyncio.sleep(0.1)
+        assert (await http.post(f"{running.base_url}/audio/transcriptions", files=file())).status_code == 200
+        assert not caplog.records
