@@ -132,7 +132,8 @@ class Recovery:
         """Suspects of an engine whose last step nobody saw are tried one at a time."""
         if not stream.suspicion.must_wait:
             return True
-        if self._on_probation is not None and self._on_probation[0] is not stream:
+        someone_else = self._on_probation is not None and self._on_probation[0] is not stream
+        if someone_else or now < stream.suspicion.not_before:
             return False
         self._on_probation = (stream, now)
         return True

@@ -13,13 +13,14 @@ import zmq
 
 from engine import messages
 from engine.boundary import codec
+from engine.boundary.crash_record import Flight
 from engine.boundary.input_cache import CacheStats
 from engine.client.handles import EngineHandle
 from engine.client.link import EngineLink, EngineMismatch, LinkEvents
 from engine.client.recovery import RETRY_S, Recovery
 from engine.client.seats import Seat, Seats
 from engine.client.stream import EngineStream
-from engine.client.suspicion import convict
+from engine.client.suspicion import Death, convict
 from engine.errors import EngineDead, StreamFailed
 from engine.spec import ModelSpec
 
@@ -225,7 +226,8 @@ class Supervisor:
         self._recovery.hold(streams)
         try:
             crashed = await seat.engine.crashed() or link.engine_failed
-            poisonous = self._poisonous(seat, streams, crashed)
+            others = link.status.slots_used > len(streams)
+            poisonous = self._poisonous(streams, seat.engine.in_flight(), crashed, others)
             if poisonous is not None:
                 self._end_poisonous(poisonous)
         finally:
@@ -237,18 +239,21 @@ class Supervisor:
         error = StreamFailed(stream.id, text)
         stream.end(messages.Failed(stream.id, type(error).__name__, str(error)))
 
-    def _poisonous(self, seat: Seat, streams: list[EngineStream], crashed: bool) -> EngineStream | None:
-        """The one stream that the death must be blamed on, if there is one."""
-        flights = seat.engine.in_flight()
+    def _poisonous(
+        self, streams: list[EngineStream], flights: list[Flight] | None, crashed: bool, others: bool
+    ) -> EngineStream | None:
+        """The one stream that the death must be blamed on, if there is one; `others` had streams on the engine too."""
         by_suspicion = {stream.suspicion: stream for stream in streams}
         if flights is None:
             suspects = {stream.suspicion: stream.uncomputed() for stream in streams}
         else:
             ours = {flight.stream_of(self._gateway): flight for flight in flights}
+            others = None in ours
             suspects = {
                 stream.suspicion: stream.place.own_count(ours[stream.id].start, ours[stream.id].end)
                 for stream in streams
                 if stream.id in ours
             }
-        guilty = convict(suspects, step_known=flights is not None, crashed=crashed)
+        death = Death(self._clock(), crashed, step_known=flights is not None, strangers=others)
+        guilty = convict(suspects, death)
         return None if guilty is None else by_suspicion[guilty]

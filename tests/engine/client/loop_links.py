@@ -34,6 +34,7 @@ class LoopEngine:
         self.loop: EngineLoop | None = fakes.build()
         self.lives = 0
         self.full = False
+        self.status = codec.Status(slots_total=100)
         self.link: LoopLink | None = None
         self.known[self.address] = self
 
@@ -94,9 +95,8 @@ class LoopLink:
     def __init__(self, address: str, cache_bytes: int, events: LinkEvents) -> None:
         self.lost: str | None = None
         self.engine = ""
-        self.status = codec.Status(slots_total=100)
+        self.status = LoopEngine.known[address].status
         self.cache = SenderCache(cache_bytes)
-        self.flights: list[Flight] | None = None
         self._host = LoopEngine.known[address]
         self._events = events
         self._commands: deque[tuple[Command, list[Item]]] = deque()

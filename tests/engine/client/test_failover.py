@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from engine.boundary import codec
 from engine.boundary.preparation import make_cutter, prepare
 from engine.client import recovery, supervisor
 from engine.client.client import ClientSettings, EngineClient
@@ -200,3 +201,32 @@ REFUSED_AND_THEN_LOST: list[Event] = [
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_each_stream_goes_on_or_ends(happenings: list[Event], in_the_end: str) -> None:
     asyncio.run(play(happenings, in_the_end))
+
+
+def counted(play: Play) -> tuple[int, int, int]:
+    metrics = play.client.metrics()
+    return metrics.steps, metrics.encoder_hits, metrics.restarts
+
+
+async def test_an_engine_that_never_died_is_counted_once() -> None:
+    play = Play()
+    await play.start()
+    engine = play.engines[0]
+
+    async def new_link() -> None:
+        old = engine.link
+        await fakes.until(lambda: engine.link not in (None, old) and len(play.client._running.seats.links()) == ENGINES)
+
+    assert engine.link is not None
+    engine.status = engine.link.status = codec.Status(slots_total=100, steps=5, encoder_hits=3)
+    engine.break_link()
+    await new_link()
+    assert counted(play) == (5, 3, 0), "the same process, and the same life"
+    engine.kill()
+    assert counted(play) == (5, 3, 0)
+    engine.revive()
+    engine.status = codec.Status(slots_total=100, steps=1)
+    await new_link()
+    await fakes.until(lambda: counted(play)[2] == 1)
+    assert counted(play) == (6, 3, 1)
+    await play.client.close()
