@@ -147,7 +147,11 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     engines: list[EngineHandle] = [RemoteEngine(address) for address in model.engines]
     client = EngineClient(
         engines or [EngineProcess(_engine_config(model))],
-        ClientSettings(cache_bytes=model.input_cache_bytes, max_load=config.limits.max_load),
+        ClientSettings(
+            cache_bytes=model.input_cache_bytes,
+            keep_seconds=config.limits.replay_s,
+            max_load=config.limits.max_load,
+        ),
     )
     await client.start()
     try:

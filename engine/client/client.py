@@ -19,6 +19,7 @@ from engine.client.handles import EngineHandle
 from engine.client.injection import inject
 from engine.client.processor import Processor, processor_for, warm_up
 from engine.client.render import Rendered, render
+from engine.client.replay import positions_to_keep
 from engine.client.stream import EngineStream, StreamLimits
 from engine.client.supervisor import EngineMetrics, Supervisor
 from engine.errors import AtCapacity, DuplicateStream, EngineDead, EngineError
@@ -32,7 +33,7 @@ class ClientSettings:
 
     model: str | None = None
     cache_bytes: int = 64 * 1024 * 1024
-    # Audio kept per stream for a replay, and audio the engine may be behind before a stream takes no more.
+    # Most audio kept per stream for a replay, and audio the engine may be behind before a stream takes no more.
     keep_seconds: float = 120.0
     ahead_seconds: float = 60.0
     # How long streams wait for an engine before they end.
@@ -148,7 +149,7 @@ class EngineClient:
     def _limits(self) -> StreamLimits:
         per_second = self.spec.sample_rate / self.spec.samples_per_position
         return StreamLimits(
-            keep_positions=int(self._settings.keep_seconds * per_second),
+            keep_positions=positions_to_keep(self.spec, self._settings.keep_seconds),
             # Less would leave backlog waiting for audio that waits for it.
             ahead_positions=max(int(self._settings.ahead_seconds * per_second), self.spec.backlog_positions),
         )
