@@ -59,7 +59,8 @@ class Supervisor:
     def __init__(
         self, engines: Sequence[EngineHandle], model: str | None, cache_bytes: int, timeout_s: float, max_load: float
     ) -> None:
-        self.spec: ModelSpec | None = None
+        # The model that all engines run: known when the first of them has answered.
+        self.spec: asyncio.Future[ModelSpec] = asyncio.get_running_loop().create_future()
         self.seats = Seats(engines, max_load)
         self._model = model
         self._cache_bytes = cache_bytes
@@ -70,17 +71,22 @@ class Supervisor:
         self._past = EngineMetrics()
 
     async def start(self) -> None:
-        """Connect to the engines. One of several is enough; none, or one with another model, is an error."""
+        """Hold the engines from now on; returns when those that are ours have been tried.
+
+        One of several is enough; none of ours, or one of ours with another model, is an error. Engines elsewhere are
+        waited for, however long it takes.
+        """
         self._tasks = [asyncio.create_task(self._hold(seat), name=seat.engine.address) for seat in self.seats.all]
         self._tasks.append(asyncio.create_task(self._recovery.run(), name="recovery of streams"))
-        results = await asyncio.gather(*(seat.first_try for seat in self.seats.all), return_exceptions=True)
+        tries = [seat.first_try for seat in self.seats.all if seat.engine.is_ours]
+        results = await asyncio.gather(*tries, return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         mismatches = [error for error in errors if isinstance(error, EngineMismatch)]
-        if mismatches or len(errors) == len(self.seats.all):
+        if mismatches or (errors and len(errors) == len(tries)):
             await self.close()
             raise (mismatches or errors)[0]
 
-    async def close(self) -> None:
+    async def close(self, at_once: bool = False) -> None:
         """End all streams, leave the engines, and stop those that are ours."""
         for task in self._tasks:
             task.cancel()
@@ -92,7 +98,7 @@ class Supervisor:
             if seat.link is not None:
                 seat.link.close()
                 seat.link = None
-        await asyncio.gather(*(seat.engine.stop() for seat in self.seats.all))
+        await asyncio.gather(*(seat.engine.stop(at_once) for seat in self.seats.all))
 
     def ended(self, stream: EngineStream) -> None:
         """The stream has said its last word."""
@@ -164,13 +170,14 @@ class Supervisor:
             for task in (connecting, exited):
                 task.cancel()
             await asyncio.gather(connecting, exited, return_exceptions=True)
-        if self.spec is not None and spec != self.spec:
+        if not self.spec.done():
+            self.spec.set_result(spec)
+        elif spec != self.spec.result():
             link.close()
             raise EngineMismatch(
                 f"the engine at {seat.engine.address} runs {spec.name!r} with other settings or another model than "
-                f"{self.spec.name!r} on the other engines; behind one gateway all must be the same"
+                f"{self.spec.result().name!r} on the other engines; behind one gateway all must be the same"
             )
-        self.spec = spec
         self._greet(seat, link)
 
     def _greet(self, seat: Seat, link: EngineLink) -> None:
