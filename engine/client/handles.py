@@ -206,7 +206,8 @@ async def _end_of(process: BaseProcess) -> None:
 
 async def _ends_within(process: BaseProcess, seconds: float) -> bool:
     try:
-        await asyncio.wait_for(_end_of(process), seconds)
+        async with asyncio.timeout(seconds):
+            await _end_of(process)
     except TimeoutError:
         return False
     return True
@@ -263,7 +264,8 @@ class EngineThread:
 
     async def crashed(self) -> bool:
         try:
-            await asyncio.wait_for(self._ended.wait(), LAST_WORDS_S)
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._ended.wait()
         except TimeoutError:
             return False  # a thread cannot be ended from outside; it is connected to again
         return self._error is not None

@@ -86,7 +86,8 @@ class EngineLink:
         hello = codec.Hello(codec.WIRE_VERSION, package_version(), gateway, self._cache_bytes, model)
         self._socket.send(codec.encode(hello))
         try:
-            welcome = await asyncio.wait_for(asyncio.shield(self._welcome), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                welcome = await asyncio.shield(self._welcome)
         except TimeoutError:
             self.close()
             raise EngineDead(

@@ -51,7 +51,9 @@ class Recovery:
     async def run(self) -> None:
         while True:
             try:
-                await asyncio.wait_for(self._wake.wait(), RETRY_S if self._waiting else None)
+                # `wait_for` would miss a cancellation that comes together with the wake-up.
+                async with asyncio.timeout(RETRY_S if self._waiting else None):
+                    await self._wake.wait()
             except TimeoutError:
                 pass
             self._wake.clear()

@@ -34,6 +34,7 @@ class LoopEngine:
         self.loop: EngineLoop | None = fakes.build()
         self.lives = 0
         self.full = False
+        self.flights: list[Flight] = []
         self.status = codec.Status(slots_total=100)
         self.link: LoopLink | None = None
         self.known[self.address] = self
@@ -80,7 +81,7 @@ class LoopEngine:
         return self.loop is None
 
     def in_flight(self) -> list[Flight] | None:
-        return []
+        return self.flights
 
     async def stop(self, at_once: bool = False) -> None:
         return None
