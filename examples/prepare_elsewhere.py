@@ -37,6 +37,7 @@ def prepare_in_worker(path: str, spec: ModelSpec) -> str:
 async def transcribe(path: str, address: str) -> None:
     client = EngineClient([RemoteEngine(address)])
     await client.start()
+    await client.wait_until_ready()
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as worker:
         loop = asyncio.get_running_loop()
         answer = json.loads(await loop.run_in_executor(worker, prepare_in_worker, path, client.spec))

@@ -6,9 +6,9 @@ import asyncio
 import gc
 import logging
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 
 import uvicorn
 
@@ -24,6 +24,9 @@ from realtime.serving.engine_api import EngineApi
 from realtime.serving.uvicorn_patch import RealtimeWebSocket, patient_http
 
 log = logging.getLogger("tickertape")
+
+# How often a server that lets turns finish looks whether it is to stop at once.
+FORCE_POLL_S = 0.1
 
 
 class Server(uvicorn.Server):
@@ -47,12 +50,32 @@ class Server(uvicorn.Server):
         if task.done():
             task.result()
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are raised again when the server has stopped. Once is enough: more would cut short what is left to do
+        then, such as to stop the engine."""
+        with super().capture_signals():
+            try:
+                yield
+            finally:
+                del self._captured_signals[1:]
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.stopping.set()
         for server in self.servers:
             server.close()
-        await self.gateway.sessions.drain(self.gateway.config.server.drain_s)
+        draining = asyncio.create_task(self.gateway.sessions.drain(self.gateway.config.server.drain_s))
+        # A signal handler sets `force_exit` and wakes nobody.
+        while not draining.done() and not self.force_exit:
+            await asyncio.wait((draining,), timeout=FORCE_POLL_S)
+        if self.force_exit:
+            draining.cancel()
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+        await asyncio.gather(draining, return_exceptions=True)
         await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()  # left out above, and has nothing left to wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +85,21 @@ class RunningServer:
     server: Server
     task: asyncio.Task[None]
     url: str
+    # Ends when the first engine is there; None for a server over an engine that was there before.
+    starting: asyncio.Task[None] | None = None
 
     @property
     def port(self) -> int:
         return int(self.server.servers[0].sockets[0].getsockname()[1])
+
+    async def wait_until_ready(self) -> bool:
+        """Until an engine is there, or somebody stops the server. Raises EngineError if an engine of our own cannot
+        start."""
+        if self.starting is not None:
+            await asyncio.wait((self.starting, self.task), return_when=asyncio.FIRST_COMPLETED)
+            if self.starting.done():
+                self.starting.result()
+        return not self.task.done()
 
     async def wait_until_stopping(self) -> None:
         """Until somebody tells it to stop, or it ends by itself; running turns may still finish then."""
@@ -140,23 +174,39 @@ async def _serve(server: Server) -> None:
 
 @asynccontextmanager
 async def running_server(config: Config) -> AsyncIterator[RunningServer]:
-    """Everything: the engine (ours or others'), its client, and the gateway, listening."""
+    """Everything: the engine (ours or others'), its client, and the gateway, listening. It listens before an engine is
+    there, and then refuses sessions: see `wait_until_ready`."""
     metrics = Metrics()
     freeze_modules()
     model = config.model
     engines: list[EngineHandle] = [RemoteEngine(address) for address in model.engines]
     client = EngineClient(
         engines or [EngineProcess(_engine_config(model))],
-        ClientSettings(cache_bytes=model.input_cache_bytes, max_load=config.limits.max_load),
+        ClientSettings(
+            cache_bytes=model.input_cache_bytes,
+            keep_seconds=config.limits.replay_s,
+            max_load=config.limits.max_load,
+        ),
     )
-    await client.start()
+    metrics.add_collector(engine_collector(client.metrics, client.capacity))
+    starting = asyncio.create_task(_start(client), name="start of the engine")
+    stop_at_once = False
     try:
-        metrics.add_collector(engine_collector(client.metrics, client.capacity))
         async with listening(client, config, metrics) as server:
             log.info("listening on %s", server.url)
-            yield server
+            try:
+                yield replace(server, starting=starting)
+            finally:
+                stop_at_once = server.server.force_exit
     finally:
-        await client.close()
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await client.close(stop_at_once)
+
+
+async def _start(client: EngineClient) -> None:
+    await client.start()
+    await client.wait_until_ready()
 
 
 @asynccontextmanager

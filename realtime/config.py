@@ -75,6 +75,8 @@ class LimitsConfig:
     mistakes_per_second: float = 50.0
     # Audio one session may have waiting for the engine before its socket is read no further.
     audio_in_flight_s: float = 60.0
+    # Audio kept of each session to rebuild its stream when an engine is lost; never more than the model looks back on.
+    replay_s: float = 120.0
     # Longest silence that a client may declare in one message instead of sending it.
     gap_s: float = 86_400.0
     # Events, and bytes of them, that may wait for a client that does not read, before it is closed with 1008.

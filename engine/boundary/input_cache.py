@@ -139,18 +139,24 @@ class SenderCache:
             self.stats.bytes_sent += size
 
     def repair(self, missing: Mapping[bytes, int]) -> None:
-        """The receiver misses these (hash -> size): forget exactly them, then count them as sent once more."""
+        """The receiver misses these (hash -> size): forget exactly them, and count each as sent, not as a hit."""
         self.stats.repairs += len(missing)
         for key in missing:
             self._mirror.forget(key)
         for key, size in missing.items():
+            self.stats.hits -= 1
+            self.stats.bytes_saved -= size
             self.stats.bytes_sent += size
             if self.enabled:
                 self._mirror.store(key, size, None)
 
     def forget(self, keys: Iterable[bytes]) -> None:
+        """The receiver misses these and nobody has their data: what was counted as a hit was none."""
         for key in keys:
-            self._mirror.forget(key)
+            if key in self._mirror:
+                self.stats.hits -= 1
+                self.stats.bytes_saved -= self._mirror.size_of(key)
+                self._mirror.forget(key)
 
     def clear(self) -> None:
         """The receiver starts empty: a new epoch, or a reset of both sides."""

@@ -6,6 +6,7 @@ rebuilt from what the gateway kept, and goes on: its reader sees a pause, not a 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,8 +18,10 @@ from engine.boundary.input_cache import SenderCache
 from engine.client.capacity import Capacity, capacity_of
 from engine.client.handles import EngineHandle
 from engine.client.injection import inject
+from engine.client.link import EngineLink
 from engine.client.processor import Processor, processor_for, warm_up
 from engine.client.render import Rendered, render
+from engine.client.replay import positions_to_keep
 from engine.client.stream import EngineStream, StreamLimits
 from engine.client.supervisor import EngineMetrics, Supervisor
 from engine.errors import AtCapacity, DuplicateStream, EngineDead, EngineError
@@ -32,7 +35,7 @@ class ClientSettings:
 
     model: str | None = None
     cache_bytes: int = 64 * 1024 * 1024
-    # Audio kept per stream for a replay, and audio the engine may be behind before a stream takes no more.
+    # Most audio kept per stream for a replay, and audio the engine may be behind before a stream takes no more.
     keep_seconds: float = 120.0
     ahead_seconds: float = 60.0
     # How long streams wait for an engine before they end.
@@ -54,30 +57,46 @@ class EngineClient:
         self._names: set[str] = set()
 
     async def start(self) -> None:
-        """Returns when everything is warm. Raises EngineDead or EngineMismatch."""
+        """Returns when engines of our own are warm; those elsewhere may come later.
+
+        Raises EngineDead or EngineMismatch if our own cannot be used.
+        """
         settings = self._settings
-        supervisor = Supervisor(
+        self._supervisor = Supervisor(
             self._engines, settings.model, settings.cache_bytes, settings.recovery_timeout_s, settings.max_load
         )
-        await supervisor.start()
-        self._supervisor = supervisor
-        self._read_only = Processor("read-only", self.spec, SenderCache(settings.cache_bytes))
-        warm_up(self._read_only)
+        self._supervisor.spec.add_done_callback(self._meet)
+        await self._supervisor.start()
 
-    async def close(self) -> None:
+    def _meet(self, spec: asyncio.Future[ModelSpec]) -> None:
+        """The first engine has said what it runs."""
+        if not spec.cancelled():
+            self._read_only = Processor("read-only", spec.result(), SenderCache(self._settings.cache_bytes))
+            warm_up(self._read_only)
+
+    async def wait_until_ready(self) -> None:
+        """Until an engine is there, however long that takes."""
+        await asyncio.shield(self._running.spec)
+
+    async def close(self, at_once: bool = False) -> None:
+        """`at_once`: engines of our own are ended in the middle of what they do."""
         if self._supervisor is not None:
-            await self._supervisor.close()
+            await self._supervisor.close(at_once)
 
     @property
     def spec(self) -> ModelSpec:
-        spec = self._running.spec
-        assert spec is not None, "a started supervisor knows the model"
-        return spec
+        """The model that the engines run. Raises EngineDead while none of them has answered."""
+        if self._supervisor is None or not self._supervisor.spec.done():
+            raise EngineDead("no engine has answered yet; try again in a few seconds")
+        return self._supervisor.spec.result()
 
     @property
     def ready(self) -> bool:
         """Whether a stream could be opened now: an engine is warm, and so are the processors."""
-        return self._read_only is not None and self._supervisor is not None and bool(self._supervisor.seats.links())
+        return self._read_only is not None and bool(self._links())
+
+    def _links(self) -> list[EngineLink]:
+        return [] if self._supervisor is None else self._supervisor.seats.links()
 
     async def open(
         self,
@@ -112,33 +131,33 @@ class EngineClient:
         raise refusal
 
     def capacity(self) -> Capacity:
-        seats = self._running.seats
-        connected = capacity_of([link.status for link in seats.links()], self._settings.max_load)
-        return replace(connected, engines_wanted=len(seats.all))
+        connected = capacity_of([link.status for link in self._links()], self._settings.max_load)
+        return replace(connected, engines_wanted=len(self._engines))
 
     async def inject(self, items: Sequence[Item | None]) -> int:
         """Put items prepared elsewhere into the engines' caches; returns how many were taken. Raises ItemRefused.
 
         Without a cache this does nothing and counts nothing. Items that are None, or have no data, are skipped.
         """
-        links = self._running.seats.links()
+        links = self._links()
         if not links or not links[0].cache.enabled:
             return 0
         return await inject(items, self._processor_for(executes=True), links)
 
     def render(self, samples: NDArray[np.float32], delay_positions: int | None = None) -> Rendered:
         """Prepare audio without executing it; says what an engine holds of it already. Raises ItemRefused."""
-        links = self._running.seats.links()
+        links = self._links()
         engine_holds = links[0].cache if links else SenderCache(0)
         return render(self._processor_for(executes=False), samples, engine_holds, delay_positions)
 
     def _processor_for(self, executes: bool) -> Processor:
-        assert self._read_only is not None, "start the client first"
-        links = self._running.seats.links()
+        if self._read_only is None:
+            raise EngineDead("no engine has answered yet; try again in a few seconds")
+        links = self._links()
         return processor_for(executes, links[0].processor if links else self._read_only, self._read_only)
 
     def metrics(self) -> EngineMetrics:
-        return self._running.metrics()
+        return EngineMetrics() if self._supervisor is None else self._supervisor.metrics()
 
     @property
     def _running(self) -> Supervisor:
@@ -148,7 +167,7 @@ class EngineClient:
     def _limits(self) -> StreamLimits:
         per_second = self.spec.sample_rate / self.spec.samples_per_position
         return StreamLimits(
-            keep_positions=int(self._settings.keep_seconds * per_second),
+            keep_positions=positions_to_keep(self.spec, self._settings.keep_seconds),
             # Less would leave backlog waiting for audio that waits for it.
             ahead_positions=max(int(self._settings.ahead_seconds * per_second), self.spec.backlog_positions),
         )

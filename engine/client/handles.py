@@ -47,6 +47,8 @@ class EngineHandle(Protocol):
     address: str
     # How long a start may take until the engine answers.
     start_timeout_s: float
+    # Whether it is started and stopped here. One that is not may come and go.
+    is_ours: bool
 
     async def start(self) -> None:
         """Have it running; does nothing if it is."""
@@ -60,11 +62,14 @@ class EngineHandle(Protocol):
     def in_flight(self) -> list[Flight] | None:
         """After its end: the streams in the step that it died in. None if that is not known."""
 
-    async def stop(self) -> None: ...
+    async def stop(self, at_once: bool = False) -> None:
+        """End it, in the middle of a step if that must be `at_once`."""
 
 
 class RemoteEngine:
     """Started and restarted by somebody else."""
+
+    is_ours = False
 
     def __init__(self, address: str, start_timeout_s: float = 10.0) -> None:
         self.address = check_address(address)
@@ -83,7 +88,7 @@ class RemoteEngine:
     def in_flight(self) -> list[Flight] | None:
         return None
 
-    async def stop(self) -> None:
+    async def stop(self, at_once: bool = False) -> None:
         return None
 
 
@@ -93,6 +98,8 @@ class EngineProcess:
     It is forked from a process that has imported the engine's modules and `preload`, and nothing else: a new engine is
     there sooner by the time those imports take. Preloaded modules must not touch an accelerator when they are imported.
     """
+
+    is_ours = True
 
     def __init__(
         self,
@@ -151,13 +158,13 @@ class EngineProcess:
     def in_flight(self) -> list[Flight] | None:
         return self._record.read()
 
-    async def stop(self) -> None:
+    async def stop(self, at_once: bool = False) -> None:
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
         process, self._process = self._process, None
         if process is not None and process.is_alive():
             process.terminate()
-            if not await _ends_within(process, STOP_TIMEOUT_S):
+            if at_once or not await _ends_within(process, STOP_TIMEOUT_S):
                 process.kill()
                 await _end_of(process)
         if process is not None:
@@ -199,7 +206,8 @@ async def _end_of(process: BaseProcess) -> None:
 
 async def _ends_within(process: BaseProcess, seconds: float) -> bool:
     try:
-        await asyncio.wait_for(_end_of(process), seconds)
+        async with asyncio.timeout(seconds):
+            await _end_of(process)
     except TimeoutError:
         return False
     return True
@@ -213,6 +221,8 @@ def _exit_text(code: int | None) -> str:
 
 class EngineThread:
     """In this very process, for tests and small set-ups: the same messages, without a process around them."""
+
+    is_ours = True
 
     def __init__(self, engine: EngineConfig | Build, warm: bool = True) -> None:
         self.start_timeout_s = START_TIMEOUT_S
@@ -254,7 +264,8 @@ class EngineThread:
 
     async def crashed(self) -> bool:
         try:
-            await asyncio.wait_for(self._ended.wait(), LAST_WORDS_S)
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._ended.wait()
         except TimeoutError:
             return False  # a thread cannot be ended from outside; it is connected to again
         return self._error is not None
@@ -262,7 +273,7 @@ class EngineThread:
     def in_flight(self) -> list[Flight] | None:
         return self._record.read()
 
-    async def stop(self) -> None:
+    async def stop(self, at_once: bool = False) -> None:
         self._stop.set()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)

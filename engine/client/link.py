@@ -70,6 +70,8 @@ class EngineLink:
         self._outbox = Outbox()
         # Items of batches that were not taken yet: what a repair may ask for.
         self._under_way: dict[int, list[messages.Item]] = {}
+        # The last batch that needed a repair.
+        self._repaired = 0
         self._flush_timer: asyncio.TimerHandle | None = None
         self._ack_timer: asyncio.TimerHandle | None = None
         self._beat_timer: asyncio.TimerHandle | None = None
@@ -84,7 +86,8 @@ class EngineLink:
         hello = codec.Hello(codec.WIRE_VERSION, package_version(), gateway, self._cache_bytes, model)
         self._socket.send(codec.encode(hello))
         try:
-            welcome = await asyncio.wait_for(asyncio.shield(self._welcome), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                welcome = await asyncio.shield(self._welcome)
         except TimeoutError:
             self.close()
             raise EngineDead(
@@ -297,7 +300,10 @@ class EngineLink:
         found = [held[key] for key in missing.keys if key in held]
         gone = [key for key in missing.keys if key not in held]
         logger.warning("the engine at %s misses %d items; sending them again", self.address, len(missing.keys))
-        self.cache.forget(gone)
-        self.cache.repair({item.key: item.payload.nbytes for item in found})
+        if missing.seq > self._repaired:
+            # The engine asks again if the answer takes long; it is one repair all the same.
+            self._repaired = missing.seq
+            self.cache.forget(gone)
+            self.cache.repair({item.key: item.payload.nbytes for item in found})
         data = [WireData(item.key, frame, codec.rows_of(item.payload)) for frame, item in enumerate(found, 1)]
         self._socket.send(codec.encode(codec.Repair(missing.seq, data, gone), [item.payload.data for item in found]))

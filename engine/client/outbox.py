@@ -63,7 +63,8 @@ class Outbox:
             size += _bytes(batch[-1])
         replayed = self._add_replays(batch, max(1, BATCH_BYTES - size))
         if replayed:
-            self._replays[number] = replayed
+            # A batch whose commands all fail is not sent, and its number is used again.
+            self._replays[number] = self._replays.get(number, 0) + replayed
             self._replay_bytes += replayed
         return batch
 

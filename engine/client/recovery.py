@@ -51,7 +51,9 @@ class Recovery:
     async def run(self) -> None:
         while True:
             try:
-                await asyncio.wait_for(self._wake.wait(), RETRY_S if self._waiting else None)
+                # `wait_for` would miss a cancellation that comes together with the wake-up.
+                async with asyncio.timeout(RETRY_S if self._waiting else None):
+                    await self._wake.wait()
             except TimeoutError:
                 pass
             self._wake.clear()
@@ -132,7 +134,8 @@ class Recovery:
         """Suspects of an engine whose last step nobody saw are tried one at a time."""
         if not stream.suspicion.must_wait:
             return True
-        if self._on_probation is not None and self._on_probation[0] is not stream:
+        someone_else = self._on_probation is not None and self._on_probation[0] is not stream
+        if someone_else or now < stream.suspicion.not_before:
             return False
         self._on_probation = (stream, now)
         return True

@@ -38,6 +38,13 @@ class Replay:
     catch_up_until: int = 0
 
 
+def positions_to_keep(spec: ModelSpec, seconds: float) -> int:
+    """How much computed audio a replay needs: what the model's caches look back on, within a limit in seconds."""
+    limit = int(seconds * spec.sample_rate / spec.samples_per_position)
+    window = max((group.window_positions for group in spec.kv_groups), default=limit)
+    return min(limit, window)
+
+
 class Memory(Protocol):
     """What a new engine must know about the kept audio."""
 

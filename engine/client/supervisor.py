@@ -13,13 +13,14 @@ import zmq
 
 from engine import messages
 from engine.boundary import codec
+from engine.boundary.crash_record import Flight
 from engine.boundary.input_cache import CacheStats
 from engine.client.handles import EngineHandle
 from engine.client.link import EngineLink, EngineMismatch, LinkEvents
 from engine.client.recovery import RETRY_S, Recovery
 from engine.client.seats import Seat, Seats
 from engine.client.stream import EngineStream
-from engine.client.suspicion import convict
+from engine.client.suspicion import Death, convict
 from engine.errors import EngineDead, StreamFailed
 from engine.spec import ModelSpec
 
@@ -58,7 +59,8 @@ class Supervisor:
     def __init__(
         self, engines: Sequence[EngineHandle], model: str | None, cache_bytes: int, timeout_s: float, max_load: float
     ) -> None:
-        self.spec: ModelSpec | None = None
+        # The model that all engines run: known when the first of them has answered.
+        self.spec: asyncio.Future[ModelSpec] = asyncio.get_running_loop().create_future()
         self.seats = Seats(engines, max_load)
         self._model = model
         self._cache_bytes = cache_bytes
@@ -69,17 +71,22 @@ class Supervisor:
         self._past = EngineMetrics()
 
     async def start(self) -> None:
-        """Connect to the engines. One of several is enough; none, or one with another model, is an error."""
+        """Hold the engines from now on; returns when those that are ours have been tried.
+
+        One of several is enough; none of ours, or one of ours with another model, is an error. Engines elsewhere are
+        waited for, however long it takes.
+        """
         self._tasks = [asyncio.create_task(self._hold(seat), name=seat.engine.address) for seat in self.seats.all]
         self._tasks.append(asyncio.create_task(self._recovery.run(), name="recovery of streams"))
-        results = await asyncio.gather(*(seat.first_try for seat in self.seats.all), return_exceptions=True)
+        tries = [seat.first_try for seat in self.seats.all if seat.engine.is_ours]
+        results = await asyncio.gather(*tries, return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         mismatches = [error for error in errors if isinstance(error, EngineMismatch)]
-        if mismatches or len(errors) == len(self.seats.all):
+        if mismatches or (errors and len(errors) == len(tries)):
             await self.close()
             raise (mismatches or errors)[0]
 
-    async def close(self) -> None:
+    async def close(self, at_once: bool = False) -> None:
         """End all streams, leave the engines, and stop those that are ours."""
         for task in self._tasks:
             task.cancel()
@@ -91,7 +98,7 @@ class Supervisor:
             if seat.link is not None:
                 seat.link.close()
                 seat.link = None
-        await asyncio.gather(*(seat.engine.stop() for seat in self.seats.all))
+        await asyncio.gather(*(seat.engine.stop(at_once) for seat in self.seats.all))
 
     def ended(self, stream: EngineStream) -> None:
         """The stream has said its last word."""
@@ -163,13 +170,14 @@ class Supervisor:
             for task in (connecting, exited):
                 task.cancel()
             await asyncio.gather(connecting, exited, return_exceptions=True)
-        if self.spec is not None and spec != self.spec:
+        if not self.spec.done():
+            self.spec.set_result(spec)
+        elif spec != self.spec.result():
             link.close()
             raise EngineMismatch(
                 f"the engine at {seat.engine.address} runs {spec.name!r} with other settings or another model than "
-                f"{self.spec.name!r} on the other engines; behind one gateway all must be the same"
+                f"{self.spec.result().name!r} on the other engines; behind one gateway all must be the same"
             )
-        self.spec = spec
         self._greet(seat, link)
 
     def _greet(self, seat: Seat, link: EngineLink) -> None:
@@ -225,7 +233,8 @@ class Supervisor:
         self._recovery.hold(streams)
         try:
             crashed = await seat.engine.crashed() or link.engine_failed
-            poisonous = self._poisonous(seat, streams, crashed)
+            others = link.status.slots_used > len(streams)
+            poisonous = self._poisonous(streams, seat.engine.in_flight(), crashed, others)
             if poisonous is not None:
                 self._end_poisonous(poisonous)
         finally:
@@ -237,18 +246,21 @@ class Supervisor:
         error = StreamFailed(stream.id, text)
         stream.end(messages.Failed(stream.id, type(error).__name__, str(error)))
 
-    def _poisonous(self, seat: Seat, streams: list[EngineStream], crashed: bool) -> EngineStream | None:
-        """The one stream that the death must be blamed on, if there is one."""
-        flights = seat.engine.in_flight()
+    def _poisonous(
+        self, streams: list[EngineStream], flights: list[Flight] | None, crashed: bool, others: bool
+    ) -> EngineStream | None:
+        """The one stream that the death must be blamed on, if there is one; `others` had streams on the engine too."""
         by_suspicion = {stream.suspicion: stream for stream in streams}
         if flights is None:
             suspects = {stream.suspicion: stream.uncomputed() for stream in streams}
         else:
             ours = {flight.stream_of(self._gateway): flight for flight in flights}
+            others = None in ours
             suspects = {
                 stream.suspicion: stream.place.own_count(ours[stream.id].start, ours[stream.id].end)
                 for stream in streams
                 if stream.id in ours
             }
-        guilty = convict(suspects, step_known=flights is not None, crashed=crashed)
+        death = Death(self._clock(), crashed, step_known=flights is not None, strangers=others)
+        guilty = convict(suspects, death)
         return None if guilty is None else by_suspicion[guilty]

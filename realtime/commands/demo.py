@@ -60,6 +60,8 @@ async def _demo(config: Any, recording: Path, options: argparse.Namespace) -> No
 
     note("starting the server; the model is loaded and warmed up")
     async with running_server(config) as server:
+        if not await server.wait_until_ready():
+            return
         out(f"The page is at {server.url}/")
         out(f"Now streaming {recording.name} at the pace it was spoken:\n")
         options.server = server.url

@@ -122,8 +122,11 @@ def set_up_logging() -> None:
 async def _serve(config: Config, readiness: Readiness) -> None:
     from realtime.app import running_server
 
-    note("starting the engine" if not config.model.engines else "connecting to the engines")
+    elsewhere = ", ".join(config.model.engines)
     async with running_server(config) as server:
+        note(f"waiting for an engine at {elsewhere}" if elsewhere else "starting the engine")
+        if not await server.wait_until_ready():
+            return
         out(f"the page:    {server.url}/")
         out(f"the socket:  {server.url.replace('http', 'ws', 1)}/v1/realtime")
         out("Ctrl-C stops the server.")

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engine.errors import EngineDead
 from realtime.config import Config
 from realtime.errors import ClientFault, Refusal
 from realtime.http.answers import Answers
@@ -35,8 +36,14 @@ def build_app(engine: EngineApi, config: Config, metrics: Metrics | None = None)
     sessions = Sessions(engine, config, metrics, time.monotonic, time.time)
     context = Context(engine, config, metrics, gatekeeper, sessions)
     gateway = Gateway(context)
-    handlers: dict[Any, Any] = {Refusal: _on_refusal, ClientFault: _on_fault, 404: _on_not_found, 405: _on_wrong_method}
-    handlers[ClientDisconnect] = _on_client_gone
+    handlers: dict[Any, Any] = {
+        Refusal: _on_refusal,
+        ClientFault: _on_fault,
+        EngineDead: _on_no_engine,
+        ClientDisconnect: _on_client_gone,
+        404: _on_not_found,
+        405: _on_wrong_method,
+    }
     cors = Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     app = Starlette(
         routes=[*_sockets(gateway), *_answers(context), *page_routes()],
@@ -99,6 +106,11 @@ async def _on_fault(request: Request, error: Exception) -> Response:
 async def _on_client_gone(request: Request, error: Exception) -> Response:
     """Nobody reads this answer; without it each client that leaves early would be an error in the log."""
     return refused(Refusal(499, "client_gone", "The client left before its request was complete."))
+
+
+async def _on_no_engine(request: Request, error: Exception) -> Response:
+    text = "The engine is not ready yet."
+    return refused(Refusal(503, "engine_not_ready", text, retry_after_s=5, kind="server_error"))
 
 
 async def _on_not_found(request: Request, error: Exception) -> Response:

@@ -9,11 +9,16 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
 
+from engine.server.loop import EngineLoop
 from engine.server.main import run_engine
 from tests.e2e.raw_client import raw_client
 from tests.engine.fakes import build
@@ -72,9 +77,118 @@ async def test_port_in_use_is_said_before_anything_is_loaded() -> None:
     )
 
 
-async def test_engine_elsewhere_that_is_not_there_is_named(tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/nobody"
-    process = await start("serve", "--engine", address, "--port", "0")
-    _, said = await asyncio.wait_for(process.communicate(), 60)
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+async def status(http: httpx.AsyncClient, path: str) -> tuple[int, str]:
+    """The status of an answer, and what it calls itself."""
+    answer = await http.get(path)
+    body = answer.json()
+    return answer.status_code, body.get("status") or body.get("error", {}).get("code", "")
+
+
+async def until_it_listens(http: httpx.AsyncClient) -> None:
+    while True:
+        try:
+            assert await status(http, "/health") == (200, "ok")
+            return
+        except httpx.TransportError:
+            await asyncio.sleep(0.05)
+
+
+async def test_server_waits_for_an_engine_that_comes_later(tmp_path: Path) -> None:
+    address, port = f"ipc://{tmp_path}/engine", free_port()
+    process = await start("serve", "--engine", address, "--port", str(port))
+    assert process.stdout is not None
+    stop = threading.Event()
+    engine = threading.Thread(target=run_engine, args=(address, build, stop.is_set))
+    try:
+        async with asyncio.timeout(60), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http:
+            await until_it_listens(http)
+            assert await status(http, "/ready") == (503, "starting")
+            assert await status(http, "/v1/models") == (503, "engine_not_ready")
+            assert (await http.get("/capacity")).json()["streams_total"] == 0
+            assert b"tickertape_engine_streams_max 0.0" in (await http.get("/metrics")).content
+            secret = await http.post("/v1/realtime/client_secrets", json={})
+            assert (secret.status_code, secret.json()["error"]["code"]) == (503, "engine_not_ready")
+            with pytest.raises(InvalidStatus) as refused:
+                async with connect(f"ws://127.0.0.1:{port}/v1/realtime", proxy=None):
+                    pass
+            assert refused.value.response.status_code == 503
+            assert b"engine_not_ready" in (refused.value.response.body or b"")
+            await asyncio.sleep(3)
+            engine.start()
+            assert b"the page:" in await process.stdout.readline(), "said when sessions are served"
+            assert await status(http, "/ready") == (200, "ready")
+            async with raw_client(f"ws://127.0.0.1:{port}/v1/realtime") as client:
+                assert (await client.receive())["type"] == "session.created"
+            process.send_signal(signal.SIGTERM)
+            _, said = await process.communicate()
+    finally:
+        stop.set()
+        engine.join()
+    assert process.returncode == 0, said.decode()
+    assert f"waiting for an engine at {address}" in said.decode() and "Traceback" not in said.decode()
+
+
+async def test_server_that_waits_for_an_engine_can_be_stopped(tmp_path: Path) -> None:
+    port = free_port()
+    process = await start("serve", "--engine", f"ipc://{tmp_path}/nobody", "--port", str(port))
+    async with asyncio.timeout(60), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http:
+        await until_it_listens(http)
+        process.send_signal(signal.SIGINT)
+        _, said = await process.communicate()
+    assert process.returncode == 0 and "Traceback" not in said.decode()
+
+
+async def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_reason(tmp_path: Path) -> None:
+    process = await start("serve", "--model", str(tmp_path), "--port", "0")
+    async with asyncio.timeout(60):
+        _, said = await process.communicate()
     assert process.returncode == 1
-    assert address in said.decode().splitlines()[-1] and "Traceback" not in said.decode()
+    assert said.decode().splitlines()[-1].startswith("error: ") and "Traceback" not in said.decode()
+
+
+@pytest.fixture
+def stuck_engine(tmp_path: Path) -> Iterator[str]:
+    """An engine that takes streams, and from then on is in one step until the test is over."""
+    over = threading.Event()
+
+    def build_stuck() -> EngineLoop:
+        loop = build()
+        loop.runner.execute = lambda plan: over.wait() and []  # type: ignore[method-assign, assignment]
+        return loop
+
+    address = f"ipc://{tmp_path}/engine"
+    thread = threading.Thread(target=run_engine, args=(address, build_stuck, over.is_set, False), daemon=True)
+    thread.start()
+    yield address
+    over.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_the_second_interrupt_stops_at_once(stuck_engine: str, signals: int) -> None:
+    """A turn waits for its text: the first lets it finish, for as long as it may take."""
+    drain_s = 4
+    process = await start("serve", "--engine", stuck_engine, "--port", "0", "--server.drain-s", str(drain_s))
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        found = re.search(r"http://127.0.0.1:(\d+)/", (await process.stdout.readline()).decode())
+        assert found is not None
+        async with raw_client(f"ws://127.0.0.1:{found[1]}/v1/realtime") as client:
+            await client.update(turn_detection=None)
+            await client.append(bytes(48_000))
+            await client.send("input_audio_buffer.commit")
+            await client.until("input_audio_buffer.committed")
+            began = time.monotonic()
+            for _ in range(signals):
+                process.send_signal(signal.SIGINT)
+                await asyncio.sleep(0.5)
+            _, said = await process.communicate()
+            took = time.monotonic() - began
+    assert process.returncode == 0 and "Traceback" not in said.decode(), said.decode()
+    assert said.decode().endswith("stopped\n")
+    assert took >= drain_s if signals == 1 else took < drain_s - 1

@@ -286,6 +286,7 @@ async def running(*engines: EngineHandle, **settings: Any) -> AsyncIterator[Engi
     client = EngineClient(engines, ClientSettings(**settings))
     await client.start()
     try:
+        await client.wait_until_ready()
         yield client
     finally:
         await client.close()

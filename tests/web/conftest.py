@@ -38,11 +38,12 @@ class PageServer:
         for _ in range(600):
             assert self._process.poll() is None, "the server did not start"
             try:
-                httpx.get(self.url + "health", trust_env=False)
-                return
+                if httpx.get(self.url + "ready", trust_env=False).is_success:
+                    return
             except httpx.TransportError:
-                time.sleep(0.1)
-        raise TimeoutError("the server did not answer within a minute")
+                pass
+            time.sleep(0.1)
+        raise TimeoutError("the server was not ready within a minute")
 
     def kill(self) -> None:
         if self._process is not None:

@@ -167,3 +167,15 @@ def test_two_senders_have_two_mirrors() -> None:
     first.send([1])
     second.send([1])
     assert first.sender.stats.hits == second.sender.stats.hits == 0
+
+
+def test_what_had_to_be_sent_again_was_no_hit() -> None:
+    sender = SenderCache(1000)
+    sender.pack([(b"a", 10), (b"b", 20)])
+    sender.pack([(b"a", 10), (b"b", 20), (b"a", 10)])
+    assert (sender.stats.hits, sender.stats.bytes_saved, sender.stats.bytes_sent) == (3, 40, 30)
+    sender.repair({b"a": 10})
+    # The second "a" of the message is still one: its data crossed with the first.
+    assert (sender.stats.hits, sender.stats.bytes_saved, sender.stats.bytes_sent) == (2, 30, 40)
+    sender.forget([b"b", b"never seen"])
+    assert (sender.stats.queries, sender.stats.hits, sender.stats.bytes_saved) == (5, 1, 10)

@@ -34,6 +34,8 @@ class LoopEngine:
         self.loop: EngineLoop | None = fakes.build()
         self.lives = 0
         self.full = False
+        self.flights: list[Flight] = []
+        self.status = codec.Status(slots_total=100)
         self.link: LoopLink | None = None
         self.known[self.address] = self
 
@@ -79,7 +81,7 @@ class LoopEngine:
         return self.loop is None
 
     def in_flight(self) -> list[Flight] | None:
-        return []
+        return self.flights
 
     async def stop(self, at_once: bool = False) -> None:
         return None
@@ -94,9 +96,8 @@ class LoopLink:
     def __init__(self, address: str, cache_bytes: int, events: LinkEvents) -> None:
         self.lost: str | None = None
         self.engine = ""
-        self.status = codec.Status(slots_total=100)
+        self.status = LoopEngine.known[address].status
         self.cache = SenderCache(cache_bytes)
-        self.flights: list[Flight] | None = None
         self._host = LoopEngine.known[address]
         self._events = events
         self._commands: deque[tuple[Command, list[Item]]] = deque()

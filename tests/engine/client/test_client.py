@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ from engine.client.link import EngineMismatch
 from engine.client.processor import ItemRefused
 from engine.errors import AtCapacity, DuplicateStream, EngineDead, StreamFinished
 from engine.messages import Closed, Failed, Item
+from engine.server.main import run_engine
 from tests.engine import fakes
 
 SPEC = fakes.FRAMES
@@ -52,11 +55,36 @@ def test_a_client_without_engines_is_refused() -> None:
         EngineClient([])
 
 
-async def test_an_address_nobody_listens_on_is_an_error_in_time(tmp_path: Path) -> None:
-    client = EngineClient([RemoteEngine(f"ipc://{tmp_path}/nobody", start_timeout_s=0.3)])
-    with pytest.raises(EngineDead, match=r"within 0.3 s; start one with `tickertape engine --listen ipc://"):
-        await asyncio.wait_for(client.start(), 5)
+async def test_an_engine_elsewhere_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    address = f"ipc://{tmp_path}/later"
+    client = EngineClient([RemoteEngine(address, start_timeout_s=0.2)])
+    assert (client.ready, client.capacity().total, client.metrics().restarts) == (False, 0, 0)
+    await asyncio.wait_for(client.start(), 1)
+    await fakes.until(lambda: "start one with `tickertape engine --listen ipc://" in caplog.text)
     assert not client.ready
+    for needs_an_engine in (lambda: client.spec, lambda: client.render(fakes.speech(1, 1))):
+        with pytest.raises(EngineDead, match="no engine has answered yet"):
+            needs_an_engine()
+    with pytest.raises(EngineDead, match="no engine is running"):
+        await client.open("a")
+    async with engine_at(address):
+        await asyncio.wait_for(client.wait_until_ready(), 20)
+        assert client.ready and client.spec == SPEC
+        assert isinstance((await fakes.transcribe(client, "a", fakes.speech(1, 1))).last, Closed)
+        await client.close()
+
+
+@asynccontextmanager
+async def engine_at(address: str) -> AsyncIterator[None]:
+    """An engine that somebody else has started."""
+    stop = threading.Event()
+    engine = threading.Thread(target=run_engine, args=(address, fakes.build, stop.is_set))
+    engine.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        await asyncio.to_thread(engine.join)
 
 
 async def answering(address: str, answer: Callable[[codec.Hello], Any]) -> None:
@@ -72,15 +100,21 @@ async def answering(address: str, answer: Callable[[codec.Hello], Any]) -> None:
         socket.close()
 
 
-async def test_an_engine_of_another_version_is_refused(tmp_path: Path) -> None:
+async def test_an_engine_of_another_version_is_refused_until_it_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     address = f"ipc://{tmp_path}/old"
     other = asyncio.create_task(
         answering(address, lambda hello: codec.Welcome(99, "9.9", "e", SPEC, codec.Status(slots_total=1)))
     )
     client = EngineClient([RemoteEngine(address)])
-    with pytest.raises(EngineMismatch, match=r"runs tickertape 9.9 \(wire 99\)"):
-        await client.start()
+    await client.start()
     await other
+    await fakes.until(lambda: "runs tickertape 9.9 (wire 99)" in caplog.text)
+    assert not client.ready
+    async with engine_at(address):
+        await asyncio.wait_for(client.wait_until_ready(), 20)
+        await client.close()
 
 
 async def test_a_gateway_of_another_version_is_told_so() -> None:
@@ -546,6 +580,7 @@ async def test_a_gateway_that_leaves_or_falls_silent_gives_its_places_back(
             await fakes.until(lambda: watcher.capacity().used == 0)
             silent = EngineClient([RemoteEngine(remote.address)])
             await silent.start()
+            await silent.wait_until_ready()
             await silent.open("a")
             (link,) = silent._running.seats.links()
             link._stop_timers()

@@ -9,11 +9,16 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from engine.boundary import codec
+from engine.boundary.crash_record import Flight
 from engine.boundary.preparation import make_cutter, prepare
 from engine.client import recovery, supervisor
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.stream import EngineStream
-from engine.messages import Abort, Closed, Dead, Feed, Finish, Flush, Open
+from engine.client.recovery import Recovery
+from engine.client.seats import Seats
+from engine.client.stream import EngineStream, StreamLimits
+from engine.client.suspicion import STRIKES_IF_CRASHED
+from engine.messages import Abort, Closed, Dead, Feed, Finish, Flush, Open, Opened
 from tests.engine import fakes
 from tests.engine.client.loop_links import LoopEngine, LoopLink
 
@@ -200,3 +205,75 @@ REFUSED_AND_THEN_LOST: list[Event] = [
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_each_stream_goes_on_or_ends(happenings: list[Event], in_the_end: str) -> None:
     asyncio.run(play(happenings, in_the_end))
+
+
+def counted(play: Play) -> tuple[int, int, int]:
+    metrics = play.client.metrics()
+    return metrics.steps, metrics.encoder_hits, metrics.restarts
+
+
+async def test_an_engine_that_never_died_is_counted_once() -> None:
+    play = Play()
+    await play.start()
+    engine = play.engines[0]
+
+    async def new_link() -> None:
+        old = engine.link
+        await fakes.until(lambda: engine.link not in (None, old) and len(play.client._running.seats.links()) == ENGINES)
+
+    assert engine.link is not None
+    engine.status = engine.link.status = codec.Status(slots_total=100, steps=5, encoder_hits=3)
+    engine.break_link()
+    await new_link()
+    assert counted(play) == (5, 3, 0), "the same process, and the same life"
+    engine.kill()
+    assert counted(play) == (5, 3, 0)
+    engine.revive()
+    engine.status = codec.Status(slots_total=100, steps=1)
+    await new_link()
+    await fakes.until(lambda: counted(play)[2] == 1)
+    assert counted(play) == (6, 3, 1)
+    await play.client.close()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_a_step_shared_with_another_gateways_stream_convicts_nobody(shared: bool) -> None:
+    play = Play()
+    await play.start()
+    stream, client = play.streams[0], play.client._running
+    await stream.feed(fakes.speech(PIECE_SECONDS, 1))
+    ours, strangers = Flight(f"{client._gateway}/1/s0", 3, 5), Flight("another/1/s0", 3, 5)
+    for engine in play.engines:
+        engine.flights = [ours, strangers] if shared else [ours]
+    for _ in range(STRIKES_IF_CRASHED):
+        (home,) = [seat.engine for seat in client.seats.all if "s0" in seat.streams]
+        assert isinstance(home, LoopEngine)
+        home.kill()
+        await play.turns(20)
+        home.revive()
+        # Answered, and not one step further.
+        for engine in play.engines:
+            engine.take_in()
+            engine.run(1)
+        await play.turns(20)
+    assert client.place_of(stream) == ("on an engine" if shared else "ended")
+    assert play.client.metrics().poisonous_streams == (not shared)
+    await play.client.close()
+
+
+async def test_the_end_is_not_missed_when_something_else_happens_at_the_same_time() -> None:
+    """A wake-up in the very turn in which the recovery is told to stop must not swallow the stop."""
+    waits = Recovery(Seats([], 0.0), 600, lambda: 0.0)
+    stream = EngineStream(Open("s"), fakes.FRAMES, StreamLimits(10, 10), lambda stream: None)
+    stream.take(Opened("s"))
+    stream.detach("lost", 0.0)
+    waits.hold([stream])
+    waits.release([stream])
+    running = asyncio.create_task(waits.run())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert waits.places_of(stream) == ["waiting"]
+    waits.wake()
+    running.cancel()
+    done, _ = await asyncio.wait((running,), timeout=5)
+    assert done and running.cancelled()

@@ -48,9 +48,10 @@ def commands_of(batch: codec.Batch) -> list[WireCommand]:
 
 
 class FakeSocket:
-    """Welcomes at once, and keeps what is sent."""
+    """Welcomes at once, if it is not told to wait, and keeps what is sent."""
 
     made: list[FakeSocket] = []
+    waits = False
 
     def __init__(self, context: Any, address: str, on_frames: Any, on_disconnect: Any) -> None:
         self.receive = lambda message: on_frames(codec.encode(message))
@@ -62,11 +63,14 @@ class FakeSocket:
 
     def send(self, frames: Any) -> None:
         message = codec.decode([memoryview(frame).cast("B") for frame in frames], to_engine=True)
-        if isinstance(message, codec.Hello):
-            self.receive(codec.Welcome(codec.WIRE_VERSION, "1", "engine", fakes.FRAMES, codec.Status(slots_total=100)))
+        if isinstance(message, codec.Hello) and not self.waits:
+            self.welcome()
         elif isinstance(message, codec.Batch):
             self.batches.append(message)
             self.payload_bytes.append(sum(memoryview(frame).nbytes for frame in frames[1:]))
+
+    def welcome(self) -> None:
+        self.receive(codec.Welcome(codec.WIRE_VERSION, "1", "engine", fakes.FRAMES, codec.Status(slots_total=100)))
 
     def close(self, last: Any = None) -> None:
         self.closed = True
@@ -211,11 +215,13 @@ def test_a_source_that_is_paced_twice_is_asked_once_in_a_round() -> None:
     assert not outbox.has_more
 
 
-async def test_a_link_that_breaks_as_it_is_welcomed_is_no_link() -> None:
+async def test_a_link_that_breaks_as_it_is_welcomed_is_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeSocket, "waits", True)
     link = new_link()
     connecting = asyncio.create_task(link.connect(zmq.Context.instance(), "gateway", None, 5.0))
     await asyncio.sleep(0)
-    # The welcome has arrived, and whoever waits for it has not run yet.
+    # The welcome arrives, and before whoever waits for it can run, the connection breaks.
+    FakeSocket.made[-1].welcome()
     FakeSocket.made[-1].disconnect()
     with pytest.raises(EngineDead, match="broke"):
         await connecting

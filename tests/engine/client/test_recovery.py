@@ -8,11 +8,12 @@ import random
 import signal
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from engine.client.handles import EngineProcess, EngineThread
+from engine.client.handles import EngineProcess, EngineThread, RemoteEngine
 from engine.errors import EngineDead
 from engine.messages import Closed, Dead, Failed
 from tests.engine import fakes
@@ -201,6 +202,27 @@ async def test_a_poisonous_session_is_found_even_if_the_last_step_is_unknown() -
     assert [transcript.words for transcript in transcripts] == [wanted.words for wanted in expected]
     assert metrics.poisonous_streams == 1
     assert metrics.restarts <= 6
+
+
+@pytest.mark.parametrize("owner_is_innocent", [True, False])
+async def test_the_only_stream_of_a_gateway_outlives_the_poison_of_another(
+    owner_is_innocent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway that started the engine knows its last step; the other one only that it is gone."""
+    monkeypatch.setattr("engine.client.suspicion.random.uniform", lambda low, high: low + 0.5)
+    audio, poisoned = fakes.speech(6, 1), fakes.speech(6, 9)
+    poisoned[3000] = fakes.POISON
+    (expected,) = await undisturbed(False, [audio])
+    engine = fakes.process(partial(fakes.build, die_with=int(signal.SIGSEGV)), address=f"ipc://{tmp_path}/shared")
+    async with fakes.running(engine) as owner, fakes.running(RemoteEngine(engine.address)) as other:
+        innocent, guilty = (owner, other) if owner_is_innocent else (other, owner)
+        transcript, poison = await asyncio.gather(
+            fakes.transcribe(innocent, "only", audio), fakes.transcribe(guilty, "poison", poisoned)
+        )
+        assert innocent.metrics().poisonous_streams == 0
+    assert isinstance(poison.last, Failed)
+    assert transcript.words == expected.words
+    assert isinstance(transcript.last, Closed)
 
 
 async def test_when_no_engine_comes_back_the_streams_end_with_a_clear_word() -> None:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.client.replay import AskedFlush, KeptAudio, TokenMemory, WindowMemory, memory_for
+from engine.client.replay import AskedFlush, KeptAudio, TokenMemory, WindowMemory, memory_for, positions_to_keep
 from engine.messages import Item, StreamState, Text, Word
+from engine.spec import KvGroup
 from tests.engine import fakes
 
 SPEC = fakes.FRAMES
@@ -24,6 +25,14 @@ def spoken(words: list[str], start: int = 0) -> Text:
     """One delta; word i is heard over samples [100 i, 100 i + 100)."""
     timed = [Word(word, 100 * i, 100 * i + 100) for i, word in enumerate(words, start)]
     return Text("s", "".join(f" {word}" for word in words), timed, [])
+
+
+def test_no_more_is_kept_than_the_model_looks_back_on() -> None:
+    groups = (KvGroup("encoder", 188, 16, 1), KvGroup("decoder", 1024, 16, 1))
+    frames = replace(SPEC, sample_rate=16_000, samples_per_position=1280, kv_groups=groups)
+    assert positions_to_keep(frames, 120.0) == 1024
+    assert positions_to_keep(frames, 20.0) == 250
+    assert positions_to_keep(replace(frames, kv_groups=()), 120.0) == 1500
 
 
 def test_each_kind_of_model_has_its_memory() -> None:
