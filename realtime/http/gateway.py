@@ -26,7 +26,7 @@ from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
 from realtime.serving.registry import Entry
 from realtime.serving.throttle import Pace, Turnstile
-from realtime.serving.uvicorn_patch import ABORT_EXTENSION, NOTHING_WAITS_EXTENSION
+from realtime.serving.uvicorn_patch import ABORT_EXTENSION, GONE_EXTENSION, NOTHING_WAITS_EXTENSION
 from realtime.session.events import Hangup
 from realtime.session.settings import Settings
 
@@ -76,7 +76,8 @@ class Gateway:
         extensions = scope.get("extensions", {})
         abort = extensions.get(ABORT_EXTENSION, _no_abort)
         nothing_waits = extensions.get(NOTHING_WAITS_EXTENSION, _unknown)
-        connection = Connection(entry.live, entry.inbox, receive, send, abort, nothing_waits, self._turnstile)
+        gone = extensions.get(GONE_EXTENSION, _not_known_to_be_gone)
+        connection = Connection(entry.live, entry.inbox, receive, send, abort, nothing_waits, self._turnstile, gone)
         self.sessions.attach(entry, connection)
         limits = self.config.limits
         paces = (self._pace(limits.messages_per_second), self._pace(limits.mistakes_per_second))
@@ -172,6 +173,11 @@ def _no_abort() -> None:
 def _unknown() -> bool:
     """Under another server nothing is known of messages that wait."""
     return True
+
+
+def _not_known_to_be_gone() -> bool:
+    """Under another server a client that has left is noticed when its messages have been handled."""
+    return False
 
 
 def refused(refusal: Refusal) -> Response:

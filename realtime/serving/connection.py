@@ -42,8 +42,10 @@ class Connection:
         abort: Callable[[], None],
         nothing_waits: Callable[[], bool],
         turnstile: Turnstile,
+        gone: Callable[[], bool],
     ) -> None:
-        """`abort` cuts the socket; `nothing_waits` says that no further message has arrived yet."""
+        """`abort` cuts the socket; `nothing_waits` says that no further message has arrived yet; `gone`, that the
+        client has left."""
         self.live = live
         self.last_message_at = live.clock()
         # The client closed with 1000: it has what it wanted and will not come back.
@@ -54,6 +56,7 @@ class Connection:
         self._abort = abort
         self._nothing_waits = nothing_waits
         self._turnstile = turnstile
+        self._gone = gone
         self._reader: asyncio.Task[None] | None = None
         self._writer: asyncio.Task[None] | None = None
         self._hangup: Hangup | None = None
@@ -110,7 +113,7 @@ class Connection:
             if fresh:
                 began = now
             more = not self._nothing_waits()
-            mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), more=more)
+            mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), self._gone, more=more)
             if self.live.full:
                 await self.live.room()
             if self._pace is not None:

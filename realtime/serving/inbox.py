@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
 
 from engine.client.processor import ItemRefused
@@ -67,18 +68,19 @@ class Inbox:
             self._pending, self._pending_bytes = [], 0
             self._live.submit(self._intake.decode(audio))
 
-    async def take(self, text: str | None, data: bytes | None, *, more: bool = False) -> bool:
+    async def take(self, text: str | None, data: bytes | None, gone: Callable[[], bool], *, more: bool = False) -> bool:
         """Handle one message of the client; its mistakes are answered, never raised. `more`: others wait behind it.
 
-        Returns whether it was a mistake.
+        Returns whether it was a mistake. The rest of a long message is let go when the client is `gone`: a container
+        can hold hours of audio in a few bytes, and nobody would hear of them.
         """
         event_id = None
         try:
             if data is not None and self._live.session.settings.format.binary:
                 if not data and self._live.dialect.empty_frame_ends:
-                    await self._end()
+                    await self._end(gone)
                 if not self._ended:
-                    await self._audio(data)
+                    await self._audio(data, gone)
                 return False
             raw = text if text is not None else data or b""
             message = await self._parse(raw)
@@ -87,9 +89,9 @@ class Inbox:
                 self._choose_dialect(message)
             request = self._live.dialect.read(message, self._live.session.settings)
             if isinstance(request, AudioText):
-                await self._audio_text(request.data, more)
+                await self._audio_text(request.data, gone, more)
             elif isinstance(request, End):
-                await self._end()
+                await self._end(gone)
             elif isinstance(request, InjectRequest):
                 await self._inject(request)
             else:
@@ -112,11 +114,11 @@ class Inbox:
             raise ClientFault("message_too_large", text)
         return message
 
-    async def _audio_text(self, text: str, more: bool) -> None:
+    async def _audio_text(self, text: str, gone: Callable[[], bool], more: bool) -> None:
         if len(text) > LARGE_MESSAGE:
-            await self._audio(await asyncio.to_thread(decode_base64, text))
+            await self._audio(await asyncio.to_thread(decode_base64, text), gone)
         elif len(text) > PIECE_BYTES or not self._intake.takes_anything:
-            await self._audio(decode_base64(text))
+            await self._audio(decode_base64(text), gone)
         else:
             # The usual case, without a detour: a short piece of raw samples.
             audio = decode_base64(text)
@@ -135,14 +137,14 @@ class Inbox:
             raise ClientFault("item_refused", f"{error}.", param="items", event_id=request.event_id) from error
         self._live.outbox.put(Injected(taken))
 
-    async def _end(self) -> None:
+    async def _end(self, gone: Callable[[], bool]) -> None:
         if self._ended:
             return
         self.settle()
         self._ended = True
         try:
             if self._intake.container is not None:
-                await self._unpack(None)
+                await self._unpack(None, gone)
         except ClientFault:
             self._live.submit(End())
             raise
@@ -170,22 +172,26 @@ class Inbox:
             old.close()
         self._live.submit(request)
 
-    async def _audio(self, data: bytes) -> None:
+    async def _audio(self, data: bytes, gone: Callable[[], bool]) -> None:
         self.settle()
         view = memoryview(data)
         for start in range(0, len(data), PIECE_BYTES):
+            if gone():
+                return
             piece = view[start : start + PIECE_BYTES]
             if self._intake.container is not None:
-                await self._unpack(bytes(piece))
+                await self._unpack(bytes(piece), gone)
             else:
                 self._live.submit(self._intake.decode(piece))
                 await self._live.room()
             if start:
                 await asyncio.sleep(0)
 
-    async def _unpack(self, data: bytes | None) -> None:
+    async def _unpack(self, data: bytes | None, gone: Callable[[], bool]) -> None:
         async with aclosing(self._intake.unpack(data)) as steps:
             async for append in steps:
+                if gone():
+                    return
                 self._live.submit(append)
                 await self._live.room()
 

@@ -20,6 +20,7 @@ from websockets.frames import Frame
 # What a connection may ask of its socket, beyond ASGI.
 ABORT_EXTENSION = "tickertape.abort"
 NOTHING_WAITS_EXTENSION = "tickertape.nothing_waits"
+GONE_EXTENSION = "tickertape.gone"
 
 
 # Messages and bytes that may wait for the application before the socket is read no further. uvicorn stops reading after
@@ -208,6 +209,7 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         extensions: dict[str, Any] = self.scope["extensions"]
         extensions[ABORT_EXTENSION] = self.transport.abort
         extensions[NOTHING_WAITS_EXTENSION] = self._mailbox.empty
+        extensions[GONE_EXTENSION] = self.transport.is_closing
         await super().run_asgi()
 
 

@@ -130,6 +130,8 @@ def real_server(source: Path | None = None, settings: dict[str, str] | None = No
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
 
 
 @contextmanager

@@ -121,10 +121,11 @@ class Target:
             return error.response.status_code, json.loads(error.response.body)["error"]["code"]
 
     async def exchange(self, data: bytes, seconds: float = WAIT_S) -> bytes:
-        """Send bytes; what comes back until the server closes."""
+        """Send bytes; what comes back until the server closes, which it may do before it has read all of them."""
         async with self.raw() as socket:
-            await socket.send(data)
-            return await socket.read_rest(seconds)
+            answer = asyncio.create_task(socket.read_rest(seconds))
+            await socket.try_send(data, seconds)
+            return await answer
 
     async def post(
         self, path: str, body: bytes, content_type: str = "application/json", key: str | None = None, extra: str = ""

@@ -13,6 +13,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from tests.attacks.sound import flac_bomb
 from tests.e2e.conftest import Running, Serve
 from tests.e2e.raw_client import COMPLETED, RawClient, greeted_client, raw_client
 from tests.realtime.gateway_doubles import FakeEngine, silence, tone
@@ -358,3 +359,22 @@ async def test_body_that_breaks_off_is_no_error_of_the_server(
         assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
         writer.close()
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_hours_of_audio_in_a_few_bytes_end_with_their_client(serve: Serve) -> None:
+    engine = FakeEngine()
+    async with serve(engine) as running:
+        async with greeted_client(running.ws) as client:
+            await client.update(format={"type": "audio/webm", "transport": "binary"}, turn_detection=None)
+            await client.socket.send(flac_bomb(3 * 3600))
+            for _ in range(500):
+                if engine.streams and engine.streams[0].samples:
+                    break
+                await asyncio.sleep(0.01)
+            client.socket.transport.abort()
+        # To decode all that is taken of them would go on for ten seconds or more.
+        for _ in range(300):
+            if not len(running.gateway.sessions):
+                break
+            await asyncio.sleep(0.01)
+        assert not len(running.gateway.sessions) and engine.streams[0].samples > 0

@@ -28,7 +28,8 @@ async def never(*_: object) -> None:
 async def test_a_session_that_fails_in_a_tick_ends_and_the_others_tick_on(caplog: pytest.LogCaptureFixture) -> None:
     entries = sessions()
     bad, good = (entries.create(Caller(name), Settings(), OpenAIDialect) for name in ("bad", "good"))
-    socket = Connection(bad.live, bad.inbox, never, never, lambda: None, lambda: True, Turnstile())  # type: ignore[arg-type]
+    told = (lambda: None, lambda: True, Turnstile(), lambda: False)
+    socket = Connection(bad.live, bad.inbox, never, never, *told)  # type: ignore[arg-type]
     entries.attach(bad, socket)
     ticks = []
     good.live.tick = lambda: ticks.append(True)  # type: ignore[method-assign]

@@ -48,6 +48,7 @@ class Socket:
             lambda: None,
             lambda: self.messages.empty(),
             Turnstile(),
+            lambda: False,
         )
         self.serving = asyncio.create_task(self.connection.run([]))
 

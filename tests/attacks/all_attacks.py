@@ -1,0 +1,8 @@
+"""Every attack, by name, in the order in which they are run."""
+
+from __future__ import annotations
+
+from tests.attacks import frames, handshake, messages, sound, timing, tokens, uploads
+from tests.attacks.target import ATTACKS
+
+__all__ = ["ATTACKS", "frames", "handshake", "messages", "sound", "timing", "tokens", "uploads"]

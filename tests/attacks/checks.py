@@ -1,0 +1,76 @@
+"""What must hold after an attack, whatever it was."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tests.attacks.conftest import Beside
+from tests.attacks.real_server import RealServer, peak_growth, watched_memory
+
+MIB = 2**20
+# How long a session, a task or a socket of an attacker may outlive it.
+SETTLE_S = 20.0
+# The good client has a session, a socket and a handful of tasks of its own, or is between two sessions.
+GOOD_SESSIONS = 1
+GOOD_TASKS = 8
+GOOD_FILES = 4
+# Threads of the pool stay; there are as many as asyncio makes, and no more.
+POOL_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What a server has open while nobody attacks it."""
+
+    sessions: int
+    tasks: float
+    files: int
+    threads: int
+
+
+def at_rest(server: RealServer) -> Rest:
+    return Rest(_sessions(server), server.metric("tasks"), server.open_files(), server.threads())
+
+
+def _sessions(server: RealServer) -> int:
+    capacity: dict[str, Any] = server.capacity()
+    return max(int(capacity["sessions"]), int(capacity["streams_used"]))
+
+
+@contextmanager
+def harmless(server: RealServer, beside: Beside, name: str, gateway_mib: float, engine_mib: float) -> Iterator[None]:
+    """Run what is inside beside the good client, then look at everything that an attack may not change."""
+    rest = at_rest(server)
+    complaints = len(server.complaints())
+    began = time.time()
+    try:
+        with watched_memory(server) as seen:
+            yield
+    finally:
+        beside.attacks.append((name, began, time.time()))
+    growth = peak_growth(seen)
+    assert server.engine_is_the_same(), "the engine was restarted"
+    assert growth.gateway <= gateway_mib * MIB, f"the gateway grew by {growth.gateway / MIB:.1f} MiB"
+    assert growth.engine <= engine_mib * MIB, f"the engine grew by {growth.engine / MIB:.1f} MiB"
+    nothing_is_left(server, rest)
+    assert server.complaints()[complaints:] == []
+    beside.check()
+
+
+def nothing_is_left(server: RealServer, rest: Rest) -> None:
+    """Sessions, streams, tasks, sockets and threads are what they were."""
+    _falls_to("sessions", lambda: _sessions(server), max(GOOD_SESSIONS, rest.sessions))
+    _falls_to("tasks", lambda: server.metric("tasks"), rest.tasks + GOOD_TASKS)
+    _falls_to("open files", server.open_files, rest.files + GOOD_FILES)
+    _falls_to("threads", server.threads, rest.threads + POOL_THREADS)
+
+
+def _falls_to(what: str, count: Callable[[], float], most: float) -> None:
+    deadline = time.monotonic() + SETTLE_S
+    while (found := count()) > most:
+        assert time.monotonic() < deadline, f"{found:g} {what} are left over; at most {most:g} may be"
+        time.sleep(0.1)

@@ -1,0 +1,256 @@
+"""Attacks in JSON: messages that parse and should not, and messages that should parse and are far too much."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from websockets.exceptions import ConnectionClosed
+
+from tests.attacks.target import TEXT, Client, Target, attack
+
+APPEND, COMMIT, CLEAR, GAP = (f"input_audio_buffer.{name}" for name in ("append", "commit", "clear", "gap"))
+# One value of each kind that JSON has, and some that it only pretends to have.
+STRANGE: list[Any] = [None, True, -1, 0.5, 2**64, -(2**63), 1e308, "", "\x00", "a" * 3000, [], [[]], {}, {"": None}]
+WORDS = "item.input_audio_transcription.words"
+
+
+@attack()
+async def bad_json(target: Target) -> None:
+    """Messages that are not JSON, or not an object: each is answered, and the session goes on."""
+    async with target.client() as client:
+        for text in (
+            "",
+            "{",
+            "nul",
+            "[1,2]",
+            '"text"',
+            "{'type': 'session.update'}",
+            '{"type": "session.update",}',
+            '{"type": NaN}',
+            '{"type": 1e400}',
+            '{"type": "\\ud800"}',
+            '{"a\x00b": 1}',
+            '{"type": "\\x00"}',
+            '{"type": 01}',
+            "[" * 30_000,
+            '{"a":' * 10_000 + "1" + "}" * 10_000,
+        ):
+            await client.send_raw(text)
+            error = await client.error()
+            assert error["code"] in ("invalid_json", "invalid_value"), (text[:40], error)
+        await client.still_works()
+
+
+@attack()
+async def odd_json(target: Target) -> None:
+    """JSON that is valid and strange: a key twice, NUL in a key, numbers beyond any float, an emoji."""
+    digits = "9" * 4000
+    async with target.client() as client:
+        for text in (
+            '{"type": "session.update", "type": "no.such.thing"}',
+            '{"type": "no\\u0000thing"}',
+            f'{{"type": "input_audio_buffer.gap", "duration_ms": {digits}}}',
+            f'{{"type": "input_audio_buffer.gap", "samples": -{digits}}}',
+            '{"type": "input_audio_buffer.gap", "duration_ms": 1e308}',
+            '{"type": "input_audio_buffer.gap", "duration_ms": 123456789012345678901234567890}',
+            '{"type": "\\ud83d\\ude00"}',
+        ):
+            await client.send_raw(text)
+            error = await client.error()
+            assert error["code"] in ("invalid_value", "invalid_json"), (text[:60], error)
+        await client.still_works()
+
+
+@attack()
+async def wrong_types_everywhere(target: Target) -> None:
+    """Every field that the server knows, with a value of every other type. Nothing but an answer may come of it."""
+    fields: list[tuple[str, ...]] = [
+        ("type",),
+        ("event_id",),
+        ("audio",),
+        ("samples",),
+        ("duration_ms",),
+        ("items",),
+        ("final",),
+        ("model",),
+        ("session",),
+        ("session", "type"),
+        ("session", "include"),
+        ("session", "audio"),
+        ("session", "audio", "input"),
+        *(
+            ("session", "audio", "input", *rest)
+            for rest in (
+                ("format",),
+                ("format", "type"),
+                ("format", "rate"),
+                ("format", "transport"),
+                ("noise_reduction",),
+                ("transcription",),
+                *(("transcription", key) for key in ("model", "language", "prompt", "delay", "languages", "keywords")),
+                ("turn_detection",),
+                *(
+                    ("turn_detection", key)
+                    for key in (
+                        "type",
+                        "threshold",
+                        "prefix_padding_ms",
+                        "silence_duration_ms",
+                        "idle_timeout_ms",
+                        "eagerness",
+                        "create_response",
+                    )
+                ),
+            )
+        ),
+    ]
+    async with target.client() as client:
+        for path in fields:
+            kind = (
+                "session.update" if path[0] == "session" else GAP if path[0] in ("samples", "duration_ms") else APPEND
+            )
+            for value in STRANGE:
+                await client.send_raw(json.dumps(_nested(kind, path, value)))
+        # A binary transport among them may have been taken seriously, so ask for the answer in text.
+        await client.send("session.update", session={"audio": {"input": {"format": {"type": "audio/pcm"}}}})
+        await client.send("no.such.thing", event_id="the end")
+        while (await client.error())["event_id"] != "the end":
+            pass
+
+
+def _nested(kind: str, path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    message: dict[str, Any] = {"type": kind}
+    inner = message
+    for key in path[:-1]:
+        inner = inner.setdefault(key, {})
+    inner[path[-1]] = value
+    return message
+
+
+@attack()
+async def long_event_ids(target: Target) -> None:
+    """Mistakes with an event id of 60 kB each, which the answer would have to repeat."""
+    async with target.client() as client:
+        for _ in range(100):
+            await client.send("no.such.thing", event_id="e" * 60_000)
+        await client.send("no.such.thing", event_id="short")
+        shown = 0
+        while True:
+            event = await client.receive()
+            shown = max(shown, len(json.dumps(event)))
+            if event["type"] == "error" and event["error"]["event_id"] == "short":
+                break
+        assert shown < 8192, f"an answer of {shown} characters"
+
+
+@attack(gateway_mib=40)
+async def large_messages_without_audio(target: Target) -> None:
+    """A message over 64 KiB that is not audio is not read any further, whatever it says."""
+    big = "k" * 1_000_000
+    for message in (
+        {"type": "session.update", "session": {"audio": {"input": {"noise_reduction": {"type": big}}}}},
+        {"type": "session.update", "session": {"audio": {"input": {"transcription": {"keywords": [big]}}}}},
+        {"type": "session.update", "session": {"include": [big]}},
+        {"type": COMMIT, "event_id": big},
+        {"type": "no.such.thing", "x": [0] * 300_000},
+    ):
+        async with target.client() as client:
+            await client.send_raw(json.dumps(message))
+            try:
+                event = await client.receive()
+                assert event["type"] == "error", event["type"]
+                assert len(json.dumps(event)) < 8192
+            except ConnectionClosed as closed:
+                assert closed.rcvd is not None and closed.rcvd.code in (1008, 1009)
+
+
+@attack(gateway_mib=32)
+async def echoes_that_nobody_reads(target: Target) -> None:
+    """Settings of 60 kB, echoed in every answer, to a client that reads none of them."""
+    note = {"type": "near_field", "x": "n" * 60_000}
+    update = {"type": "session.update", "session": {"audio": {"input": {"noise_reduction": note}}}}
+    ask = json.dumps({"type": "session.update", "session": {}}).encode()
+    async with target.upgraded() as socket:
+        socket.writer.transport.pause_reading()
+        await socket.send_event(**update)
+        for _ in range(1500):
+            if not await socket.try_send(b"".join(_text(ask) for _ in range(2)), 1):
+                break
+        socket.writer.transport.resume_reading()
+        assert await socket.close_code() in (1008, 1006)
+
+
+def _text(payload: bytes) -> bytes:
+    from tests.attacks.target import frame
+
+    return frame(TEXT, payload)
+
+
+@attack(gateway_mib=32)
+async def a_resume_log_full_of_echoes(target: Target) -> None:
+    """The frames kept for a client that may come back are bounded by their bytes, not by their number."""
+    note = {"type": "near_field", "x": "n" * 60_000}
+    async with target.client() as client:
+        await client.update(include=["session.resume"], noise_reduction=note)
+        for _ in range(40):
+            for _ in range(25):
+                await client.send("session.update", session={})
+            for _ in range(25):
+                await client.until("session.updated")
+
+
+@attack()
+async def a_storm_of_updates(target: Target) -> None:
+    """A thousand changes of language while audio comes: each asks for a new engine stream."""
+    async with target.client() as client:
+        await client.update(turn_detection=None)
+        reading = asyncio.create_task(_drain(client))
+        for number in range(300):
+            language = ("en", "de", "fr")[number % 3]
+            await client.append(b"\x01\x00" * 480)
+            await client.send("session.update", session={"audio": {"input": {"transcription": {"language": language}}}})
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+@attack()
+async def a_storm_of_commits_and_clears(target: Target) -> None:
+    """A thousand commits and clears with hardly any audio between them."""
+    async with target.client() as client:
+        await client.update(turn_detection=None)
+        errors = 0
+        for number in range(500):
+            await client.append(b"\x01\x00" * (3000 if number % 5 == 0 else 10))
+            await client.send(COMMIT if number % 2 else CLEAR)
+            if number % 2:
+                await client.send(COMMIT, event_id=f"c{number}")
+        await client.send(CLEAR, event_id="end")
+        await client.send("no.such.thing", event_id="the end")
+        while True:
+            error = await client.error()
+            if error["event_id"] == "the end":
+                break
+            errors += error["code"] == "input_audio_buffer_commit_empty"
+        assert errors > 100
+
+
+@attack()
+async def mistakes_without_end(target: Target) -> None:
+    """Two thousand mistakes from twenty sockets: answered, but no faster than `limits.mistakes_per_second`."""
+
+    async def err(number: int) -> int:
+        async with target.client() as client:
+            for _ in range(100):
+                await client.send("no.such.thing", event_id=str(number))
+            for _ in range(60):
+                assert (await client.error())["code"] == "invalid_value"
+            return 60
+
+    assert sum(await asyncio.gather(*(err(number) for number in range(20)))) == 1200
+
+
+async def _drain(client: Client) -> None:
+    async for _ in client.socket:
+        pass

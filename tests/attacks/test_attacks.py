@@ -1,0 +1,46 @@
+"""Each attack against the real server, while somebody else speaks: the others' words, the engine and memory stay."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import time
+
+import pytest
+
+from tests.attacks.all_attacks import ATTACKS
+from tests.attacks.checks import harmless
+from tests.attacks.conftest import Beside
+from tests.attacks.real_server import RealServer
+from tests.attacks.target import Attack, Target
+
+# How much later than in the calm session a word may come, in the median over all sessions beside attacks.
+LATER_S = 5.0
+
+
+def _cases(soak: bool) -> list[object]:
+    return [pytest.param(attack, id=name) for name, attack in ATTACKS.items() if attack.soak == soak]
+
+
+@pytest.mark.parametrize("attack", _cases(soak=False))
+def test_attack_harms_nobody(server: RealServer, beside: Beside, attack: Attack) -> None:
+    with harmless(server, beside, attack.name, attack.gateway_mib, attack.engine_mib):
+        asyncio.run(asyncio.wait_for(attack.run(Target(server.port)), 60))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("attack", _cases(soak=True))
+def test_long_attack_harms_nobody(server: RealServer, beside: Beside, attack: Attack) -> None:
+    with harmless(server, beside, attack.name, attack.gateway_mib, attack.engine_mib):
+        asyncio.run(asyncio.wait_for(attack.run(Target(server.port)), 600))
+
+
+def test_words_of_all_sessions_beside_the_attacks_are_those_of_the_calm_one(beside: Beside) -> None:
+    beside.wait_for_lap(time.time())
+    beside.check()
+    assert len(beside.laps) > 1, "the calm session is not one beside an attack"
+    calm = statistics.median(beside.calm.delays)
+    later = statistics.median(delay for lap in beside.laps[1:] for delay in lap.delays) - calm
+    sys.stdout.write(f"\n{len(beside.laps) - 1} sessions beside attacks: words {later:+.2f} s later in the median\n")
+    assert later < LATER_S
