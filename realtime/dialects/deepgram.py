@@ -38,7 +38,6 @@ NO_ENDPOINTING_MS = 60_000
 RAW = {"linear16": "audio/pcm", "mulaw": "audio/pcmu", "alaw": "audio/pcma"}
 CONTAINERS = ("", "flac", "ogg-opus")
 FINALIZE = "finalize"
-MAX_NAME = 256
 # What is read of the query; all of it has one value.
 READ_ONCE = (
     "encoding",
@@ -69,8 +68,8 @@ def settings_from_query(query: Mapping[str, str]) -> Settings:
     silence_ms = _endpointing(query.get("endpointing", "10"))
     return Settings(
         format=_format(query),
-        model=query.get("model", "")[:MAX_NAME] or None,
-        language=query.get("language", "")[:MAX_NAME] or None,
+        model=query.get("model") or None,
+        language=query.get("language") or None,
         turn_detection=TurnDetection(silence_duration_ms=silence_ms),
         turns_chosen=True,
         minimum_commit_ms=0,
