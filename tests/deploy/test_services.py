@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,13 +19,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.server.main import run_engine
 from engine.weights.store import cache_folder
 from realtime.client.http_client import HttpServer
 from realtime.client.wire_client import CannotConnect
 from realtime.config import known_keys
 from tests.deploy.services import ROOT, Service, compose, interpolate, service
-from tests.engine.fakes import build
 
 SCRIPT = Path(sys.executable).with_name("tickertape")
 KEYS = {"TICKERTAPE_AUTH_KEYS": "a-long-secret,another-long-secret"}
@@ -36,18 +33,6 @@ START_S, STOP_S = 200.0, 30.0
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return int(taken.getsockname()[1])
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """An engine that runs elsewhere, as the variable that names it."""
-    stop = threading.Event()
-    address = f"ipc://{tmp_path}/engine"
-    thread = threading.Thread(target=run_engine, args=(address, build, stop.is_set))
-    thread.start()
-    yield {"TICKERTAPE_MODEL_ENGINES": address}
-    stop.set()
-    thread.join()
 
 
 @pytest.fixture
