@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 import sys
 import time
 from pathlib import Path
 
 from tests.attacks import good_client
 from tests.attacks.all_attacks import ATTACKS
+from tests.attacks.conftest import letters
 from tests.attacks.real_server import GOOD_KEY, RealServer, peak_growth, real_server, watched_memory
 from tests.attacks.target import Attack, Target
 
@@ -35,11 +37,10 @@ async def measure(server: RealServer, attack: Attack, calm: good_client.Lap) -> 
         except Exception as error:
             outcome = f"{type(error).__name__}: {str(error).splitlines()[0][:90] if str(error) else ''}"
         took = time.perf_counter() - began
-        others = "lost the session"
         try:
             spoken = await lap
-            later = max(map(lambda one, other: one - other, spoken.delays, calm.delays), default=0.0)
-            same = spoken.words == calm.words and not spoken.problems
+            later = statistics.median(spoken.delays) - statistics.median(calm.delays)
+            same = letters(spoken) == letters(calm) and not spoken.problems
             others = f"{'same words' if same else 'OTHER WORDS'}, {later:+.2f} s"
         except Exception as error:
             others = f"LOST: {type(error).__name__}"
@@ -52,10 +53,11 @@ async def measure(server: RealServer, attack: Attack, calm: good_client.Lap) -> 
 
 
 async def run(names: list[str], source: Path | None) -> None:
+    calm = None
     for name in names or list(ATTACKS):
         # A server of its own for each: what one attack broke must not be counted for the next.
         with real_server(source) as server:
-            calm = await good_client.one_lap(server.ws, GOOD_KEY, good_client.speech())
+            calm = calm or await good_client.one_lap(server.ws, GOOD_KEY, good_client.speech())
             sys.stdout.write(await measure(server, ATTACKS[name], calm) + "\n")
             sys.stdout.flush()
 
