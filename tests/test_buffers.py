@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import re
@@ -11,10 +12,34 @@ import pytest
 
 from realtime.config import Config
 
-PAGE = Path(__file__).parents[1] / "docs" / "operations.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "operations.md"
 BOUND = re.compile(r"`([a-z_]+(?:\.[a-zA-Z_0-9]+)+)` = ([0-9.]+)")
 # Not bounds of anything that a client fills: how long to wait, and an older name.
 NO_BOUNDS = {"session.stall_s", "session.resume_s", "limits.outbox_characters"}
+
+# Folders whose constants bound what strangers can make the server hold or do, and how such constants are called.
+WALKED = ("audio", "engine/boundary", "engine/client", "engine/server", "realtime/dialects", "realtime/http")
+WALKED += ("realtime/serving", "realtime/session")
+LOOKS_LIKE_A_BOUND = re.compile(r"(MAX_|MOST_).*|.*(_BYTES|AT_ONCE)")
+NO_BOUNDING_CONSTANTS = {
+    "audio.containers.HEAD_BYTES": "how much is looked at to know a format",
+    "audio.formats.MAX_OVERSHOOT": "how loud a sample may be",
+    "audio.formats._SAMPLE_BYTES": "the size of a sample",
+    "audio.mp4.MAX_MEDIA_BYTES": "stands for a box that lasts to the end",
+    "audio.pipes.READ_BYTES": "the size of a read",
+    "audio.resample.MAX_RATE": "a range of a setting",
+    "engine.boundary.crash_record.RECORD_BYTES": "a file of fixed size",
+    "engine.boundary.preparation.KEY_BYTES": "the length of a hash",
+    "engine.client.supervisor.MAX_BACKOFF_S": "a time to wait",
+    "realtime.dialects.json_frames.MAX_AUDIO_MARKS": "where a large message is looked at",
+    "realtime.dialects.openai_session.MAX_DELAY_MS": "a range of a setting",
+    "realtime.http.files.READ_BYTES": "the size of a read",
+    "realtime.serving.inbox.PIECE_BYTES": "how much is decoded at once",
+    "realtime.session.settings.MAX_RATE": "a range of a setting",
+    "realtime.session.subtitles.MAX_SUBTITLE_CHARACTERS": "the shape of a subtitle",
+    "realtime.session.subtitles.MAX_SUBTITLE_SECONDS": "the shape of a subtitle",
+}
 
 
 def rows() -> list[list[str]]:
@@ -33,10 +58,27 @@ def bounds() -> list[tuple[str, float]]:
 
 
 def value_of(name: str) -> float:
-    """What a setting's default or a module's constant is."""
+    """What a setting's default, a module's constant or the default of a dataclass's field is."""
     place, _, last = name.rpartition(".")
-    owner = getattr(Config(), place) if hasattr(Config(), place) else importlib.import_module(place)
-    return float(getattr(owner, last))
+    if hasattr(Config(), place):
+        return float(getattr(getattr(Config(), place), last))
+    module, _, kind = place.rpartition(".")
+    if kind[:1].isupper():
+        owner = getattr(importlib.import_module(module), kind)
+        return float({field.name: field.default for field in dataclasses.fields(owner)}[last])
+    return float(getattr(importlib.import_module(place), last))
+
+
+def constants() -> set[str]:
+    """Constants of the walked folders that look like a bound, by their full names."""
+    found = set()
+    for path in [path for folder in WALKED for path in (ROOT / folder).glob("*.py")]:
+        module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        for node in ast.parse(path.read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            found |= {f"{module}.{name}" for name in names if LOOKS_LIKE_A_BOUND.fullmatch(name)}
+    return found
 
 
 @pytest.mark.parametrize(("name", "stated"), bounds())
@@ -53,3 +95,10 @@ def test_every_row_says_what_happens_when_the_buffer_is_full() -> None:
 def test_every_setting_that_bounds_something_is_in_the_table(part: str) -> None:
     settings = {f"{part}.{field.name}" for field in dataclasses.fields(getattr(Config(), part))}
     assert settings - NO_BOUNDS <= {name for name, _ in bounds()}
+
+
+def test_every_constant_that_bounds_something_is_in_the_table() -> None:
+    assert len(constants()) > 40
+    missing = constants() - {name for name, _ in bounds()} - NO_BOUNDING_CONSTANTS.keys()
+    assert not missing, f"docs/operations.md does not say what happens when these are full: {sorted(missing)}"
+    assert NO_BOUNDING_CONSTANTS.keys() <= constants(), "an exception is out of date"
