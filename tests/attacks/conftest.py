@@ -1,4 +1,5 @@
-"""One server and one good client for all attacks: starting a model takes longer than most of them."""
+"""One server and one good client for all attacks of a file: starting a model takes longer than most of them. They end
+with the file, so that the rest of the suite has the machine to itself."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ class Beside:
             self.laps.append(lap)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server() -> Iterator[RealServer]:
     missing = [name for name in NEEDED if not (cache_folder() / name).exists()]
     if missing:
@@ -74,7 +75,7 @@ def server() -> Iterator[RealServer]:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def beside(server: RealServer) -> Iterator[Beside]:
     with GoodClient(server) as client:
         yield client
