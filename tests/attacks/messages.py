@@ -8,7 +8,7 @@ from typing import Any
 
 from websockets.exceptions import ConnectionClosed
 
-from tests.attacks.target import TEXT, Client, Target, attack
+from tests.attacks.target import TEXT, Client, Target, attack, frame
 
 APPEND, COMMIT, CLEAR, GAP = (f"input_audio_buffer.{name}" for name in ("append", "commit", "clear", "gap"))
 # One value of each kind that JSON has, and some that it only pretends to have.
@@ -168,24 +168,21 @@ async def large_messages_without_audio(target: Target) -> None:
 
 @attack(gateway_mib=32)
 async def echoes_that_nobody_reads(target: Target) -> None:
-    """Settings of 60 kB, echoed in every answer, to a client that reads none of them."""
-    note = {"type": "near_field", "x": "n" * 60_000}
-    update = {"type": "session.update", "session": {"audio": {"input": {"noise_reduction": note}}}}
-    ask = json.dumps({"type": "session.update", "session": {}}).encode()
+    """Settings of 50 kB, repeated in ten thousand answers to a client that reads none of them."""
+    note = {"type": "near_field", "x": "n" * 25_000}
+    keywords = ["k" * 100] * 250
+    audio_input = {"noise_reduction": note, "transcription": {"keywords": keywords}}
+    ask = frame(TEXT, json.dumps({"type": "session.update", "session": {}}).encode())
     async with target.upgraded() as socket:
         socket.writer.transport.pause_reading()
-        await socket.send_event(**update)
-        for _ in range(1500):
-            if not await socket.try_send(b"".join(_text(ask) for _ in range(2)), 1):
+        for key, value in audio_input.items():
+            # One of them may be refused, and the other is taken.
+            await socket.send_event(type="session.update", session={"audio": {"input": {key: value}}})
+        for _ in range(500):
+            if not await socket.try_send(ask * 20, 1):
                 break
         socket.writer.transport.resume_reading()
         assert await socket.close_code() in (1008, 1006)
-
-
-def _text(payload: bytes) -> bytes:
-    from tests.attacks.target import frame
-
-    return frame(TEXT, payload)
 
 
 @attack(gateway_mib=32)
