@@ -27,9 +27,9 @@ async def listen(page: Page, server: PageServer) -> None:
     await page.until(f"{STATE} === 'Listening'")
 
 
-async def stop(page: Page) -> None:
+async def stop(page: Page, seconds: float = 15) -> None:
     await page.click("#listen")
-    await page.until(f"{STATE} === 'Ready'")
+    await page.until(f"{STATE} === 'Ready'", seconds)
 
 
 async def test_speak_read_stop_and_save(page: Page, server: PageServer) -> None:
