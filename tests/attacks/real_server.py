@@ -107,7 +107,11 @@ class RealServer:
 @contextmanager
 def real_server(source: Path | None = None, settings: dict[str, str] | None = None) -> Iterator[RealServer]:
     """Start it and wait until it is ready. `source` is the checkout to run, if it is not this one."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TICKERTAPE_LIMITS")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("TICKERTAPE_") or name == "TICKERTAPE_CACHE"
+    }
     environment["PYTHONPATH"] = str(source or Path(__file__).parents[2])
     flags = [part for key, value in {**SETTINGS, **(settings or {})}.items() for part in (_flag(key), value)]
     with tempfile.TemporaryDirectory() as folder:
