@@ -109,7 +109,8 @@ class EngineHost:
         if hello.model not in (None, spec.name):
             self._dismiss(name, f"the engine runs {spec.name!r}, the gateway wants {hello.model!r}")
             return
-        for old in [peer for peer in self._peers.values() if peer.gateway == hello.gateway]:
+        # A gateway that comes back, or a connection that was another's before.
+        for old in [peer for peer in self._peers.values() if peer.gateway == hello.gateway or peer.name == name]:
             self._drop(old)
         cache: ReceiverCache[Payload] = ReceiverCache(max(0, hello.cache_bytes))
         self._peers[name] = Peer(name, hello.gateway, cache, self._clock())

@@ -110,7 +110,8 @@ class Fuzzer:
                 writer.write_eof()
                 answer = await reader.read()
                 writer.transport.abort()
-            except ConnectionError:
+            except OSError:
+                # The server had enough of it before all was said.
                 continue
             status = answer[9:12]
             if b"Traceback" in answer or (status[:1] == b"5" and status not in (b"501", b"503", b"505")):

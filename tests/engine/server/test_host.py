@@ -197,6 +197,16 @@ def test_a_poisoned_command_costs_its_own_stream_at_most(poison: str, calm: str)
     assert not [message for _, message in host.line.left if isinstance(message, codec.Unwelcome)]
 
 
+def test_a_connection_that_greets_again_as_another_gateway_leaves_no_streams_behind() -> None:
+    host = Host()
+    host.greet(b"g")
+    host.send(b"g", command(messages.Open("a")))
+    hello = codec.Hello(codec.WIRE_VERSION, "1", "somebody else", 1 << 20)
+    host.line.arriving.append((b"g", codec.encode(hello)))
+    host.tick()
+    assert not host.loop.scheduler.streams
+
+
 def test_the_cache_does_not_depend_on_what_can_be_read() -> None:
     host = Host()
     host.greet(b"g")
