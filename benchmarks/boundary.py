@@ -30,11 +30,11 @@ from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
-from engine.core.text import Vocabulary
 from engine.messages import Closed, Command, Feed, Open, StepOutput, Text
 from engine.server.loop import EngineLoop
 from engine.server.main import Build
 from engine.spec import ModelSpec
+from engine.vocabulary import Vocabulary
 
 # The flagship's clock: one item per 80 ms, with its look-around.
 SPEC = ModelSpec(

@@ -15,12 +15,12 @@ from torch import Tensor
 from benchmarks.random_voxtral import random_model
 from engine.core.limits import Limits
 from engine.core.scheduler import Scheduler
-from engine.core.text import Vocabulary
 from engine.messages import Feed, Item, Open
 from engine.models.voxtral_realtime import VoxtralRealtime, voxtral_mini_4b
 from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.server.loop import EngineLoop
+from engine.vocabulary import Vocabulary
 
 DELAYS = (1, 6, 30)
 

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.core.text import Detokenizer, Vocabulary
+from engine.core.text import Detokenizer
 from engine.models.seq2seq import SpeechModel
 from engine.runner.speech import SpeechDetector
 from engine.runner.windowed.greedy import GreedyDecoder, Row
+from engine.vocabulary import Vocabulary
 
 # Windowed models are trained on at most half a minute. What is longer is cut where it is quietest, which no listener
 # would hear as a cut.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.core.text import Vocabulary
 from engine.models.voxtral_realtime import (
     FIRST_TEXT_TOKEN,
     STREAMING_WORD,
@@ -13,6 +12,7 @@ from engine.models.voxtral_realtime import (
     VoxtralRealtime,
     tensor_shapes,
 )
+from engine.vocabulary import Vocabulary
 
 
 def random_tensors(config: VoxtralConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Tensor]:

@@ -22,11 +22,11 @@ from typing import Any
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
-from engine.core.text import Vocabulary
 from engine.messages import Feed, Item, Open
 from engine.server.collector import calm_collector
 from engine.server.loop import EngineLoop
 from engine.spec import KvGroup, ModelSpec
+from engine.vocabulary import Vocabulary
 
 RETAIN_EVERYTHING = 1 << 40
 PIECES = [b"", b"", *(f" word{i}".encode() for i in range(30))]

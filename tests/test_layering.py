@@ -30,7 +30,7 @@ FLOORS: dict[str, set[str]] = {
     "engine/boundary": {"audio", "engine"},
     "engine/client": {"engine", "engine/boundary"},
     "engine/models": {"engine"},
-    "engine/weights": {"engine", "engine/core", "engine/models"},
+    "engine/weights": {"engine", "engine/models"},
     "engine/runner": {
         "engine",
         "engine/core",

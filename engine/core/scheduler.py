@@ -18,7 +18,6 @@ from engine.core.pages import PagePool
 from engine.core.plan import DecodeResult, DecodeTask, OpenTask, StepPlan
 from engine.core.planner import Planner, Surprises
 from engine.core.stream import PRUNE_EVERY_POSITIONS, FlushMark, Stream
-from engine.core.text import Vocabulary
 from engine.errors import (
     AtCapacity,
     BadItem,
@@ -32,6 +31,7 @@ from engine.errors import (
 )
 from engine.messages import Closed, Failed, Flushed, Item, Open, Output
 from engine.spec import ModelSpec
+from engine.vocabulary import Vocabulary
 
 _oldest_first = attrgetter("waiting_since")
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from engine.core.encoder_cache import Held
 from engine.core.pages import PagePool, RingTable
 from engine.core.plan import DecodeResult
-from engine.core.text import Detokenizer, Vocabulary, WordBuilder
+from engine.core.text import Detokenizer, WordBuilder
 from engine.core.timeline import SampleClock, Timeline
 from engine.messages import Open, Saved, Text, Word
 from engine.spec import ModelSpec
+from engine.vocabulary import Vocabulary
 
 # Blanks that a silent stream collects before it reports them in a Text without a delta.
 REPORT_AFTER_TOKENS = 64

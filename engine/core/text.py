@@ -8,33 +8,10 @@ from __future__ import annotations
 from codecs import utf_8_decode
 
 from engine.messages import Word
+from engine.vocabulary import Vocabulary
 
 # A script without spaces would otherwise make one endless word.
 MAX_WORD_CHARACTERS = 64
-
-
-class Vocabulary:
-    """The bytes each token stands for; b"" for tokens that are not text.
-
-    `word_marker` is the token by which a model announces a word, if it has one: the word's time is the marker's.
-    """
-
-    __slots__ = ("blanks", "pieces", "texts", "word_marker")
-
-    def __init__(self, pieces: list[bytes], word_marker: int | None = None) -> None:
-        self.pieces = pieces
-        self.word_marker = word_marker
-        # Tokens that are whole characters by themselves need no byte handling at all.
-        self.texts = [_whole_text(piece) for piece in pieces]
-        # Tokens that say nothing at all.
-        self.blanks = frozenset(token for token, piece in enumerate(pieces) if not piece and token != word_marker)
-
-
-def _whole_text(piece: bytes) -> str | None:
-    try:
-        return piece.decode()
-    except UnicodeDecodeError:
-        return None
 
 
 class Detokenizer:

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.plan import DecodeResult, StepPlan
-from engine.core.text import Vocabulary
 from engine.messages import Open, Saved, Speech
 from engine.spec import ModelSpec
+from engine.vocabulary import Vocabulary
 
 
 class Runner(Protocol):

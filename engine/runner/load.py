@@ -9,7 +9,6 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.limits import Limits
-from engine.core.text import Vocabulary
 from engine.errors import EngineError
 from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
@@ -21,6 +20,7 @@ from engine.runner.windowed.block_ear import BlockEar
 from engine.runner.windowed.ears import Ear, WindowEar
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import BLOCK_POLICY, Policy
+from engine.vocabulary import Vocabulary
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.pretrained import load_speech_model
 from engine.weights.registry import STREAMING_ENCODER

@@ -6,8 +6,8 @@ import base64
 import json
 from pathlib import Path
 
-from engine.core.text import Vocabulary
 from engine.models.voxtral_realtime import FIRST_TEXT_TOKEN, STREAMING_WORD
+from engine.vocabulary import Vocabulary
 
 
 def read_tekken(path: Path, size: int) -> Vocabulary:

@@ -15,10 +15,10 @@ from benchmarks.recordings import Clip, Part, Session
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
-from engine.core.text import Vocabulary
 from engine.messages import Open, Speech
 from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
+from engine.vocabulary import Vocabulary
 
 POSITION_SECONDS = 0.08
 SPEC = ModelSpec("stand-in", 16_000, 1280, default_delay_positions=2, max_delay_positions=2)

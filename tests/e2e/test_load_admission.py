@@ -20,10 +20,10 @@ from engine.client.handles import EngineThread
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
-from engine.core.text import Vocabulary
 from engine.messages import Open
 from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
+from engine.vocabulary import Vocabulary
 from realtime.app import RunningServer, listening
 from realtime.config import Config, ServerConfig
 from tests.e2e.raw_client import RawClient, greeted_client

@@ -20,11 +20,11 @@ from engine.client.handles import EngineHandle, EngineProcess
 from engine.client.stream import EngineStream
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, OpenTask, StepPlan, TimedToken
 from engine.core.scheduler import Limits, Scheduler
-from engine.core.text import Vocabulary
 from engine.messages import Flushed, Open, Output, Saved, Speech, Text, Word
 from engine.server.loop import EngineLoop
 from engine.server.main import Build
 from engine.spec import ModelSpec
+from engine.vocabulary import Vocabulary
 
 RATE = 1600
 POSITION = 128

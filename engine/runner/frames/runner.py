@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from engine.core.plan import DecodeResult, DecodeTask, OpenTask, StepPlan
-from engine.core.text import Vocabulary
 from engine.messages import Open
 from engine.models.voxtral_realtime import (
     MAX_DELAY_POSITIONS,
@@ -30,6 +29,7 @@ from engine.runner.frames.kv import StackCache, stack_layouts
 from engine.runner.frames.memory import MemoryPlan, plan_memory, voxtral_spec
 from engine.runner.frames.passes import ModelPasses
 from engine.runner.frames.slab import EncoderSlab
+from engine.vocabulary import Vocabulary
 from engine.weights.checkpoint import read_config, read_tensors
 from engine.weights.tekken import read_tekken
 

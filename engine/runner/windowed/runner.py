@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, StepPlan, TimedToken
-from engine.core.text import Vocabulary
 from engine.messages import Open, Saved
 from engine.models.seq2seq import Encoded, SpeechModel
 from engine.runner.windowed.ears import SAMPLES_PER_POSITION, Ear, Sound
@@ -35,6 +34,7 @@ from engine.runner.windowed.stability import (
     without_second_mark,
 )
 from engine.spec import ModelSpec
+from engine.vocabulary import Vocabulary
 
 SAMPLE_RATE = 16_000
 

@@ -25,7 +25,6 @@ from engine.client.outbox import Source
 from engine.client.stream import EngineStream, StreamLimits
 from engine.core.limits import Limits
 from engine.core.scheduler import Scheduler
-from engine.core.text import Vocabulary
 from engine.messages import Closed, Command, Feed, Item, Open, Output
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.moonshine_streaming import RunningNorm, StreamingEncoder, StreamingSpec
@@ -36,6 +35,7 @@ from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
 from engine.server.gate import GateSettings
 from engine.server.loop import EngineLoop
+from engine.vocabulary import Vocabulary
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import cache_folder, pull
 from tests.engine import fakes

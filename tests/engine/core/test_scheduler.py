@@ -8,7 +8,6 @@ from engine.core.limits import Limits
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, StepPlan, TimedToken
 from engine.core.planner import STRIDES_IN_TIME
 from engine.core.scheduler import Scheduler
-from engine.core.text import Vocabulary
 from engine.errors import (
     AtCapacity,
     BadItem,
@@ -21,6 +20,7 @@ from engine.errors import (
 )
 from engine.messages import Closed, Failed, Flushed, Item, Open, Output, Text
 from engine.spec import KvGroup, ModelSpec
+from engine.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary([b"", b"", b" a", b" b", b" c"], word_marker=1)
 FRAMES = ModelSpec(

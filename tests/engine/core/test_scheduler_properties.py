@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, DecodeTask, TimedToken
 from engine.core.scheduler import Scheduler
-from engine.core.text import Vocabulary
 from engine.errors import AtCapacity
 from engine.messages import Closed, Failed, Flushed, Item, Open, Text
 from engine.spec import KvGroup, ModelSpec
+from engine.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary([b"", b"", *(b" w%d" % index for index in range(50))], word_marker=1)
 FRAMES = ModelSpec(

@@ -1,8 +1,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.text import MAX_WORD_CHARACTERS, Detokenizer, Vocabulary, WordBuilder
+from engine.core.text import MAX_WORD_CHARACTERS, Detokenizer, WordBuilder
 from engine.messages import Word
+from engine.vocabulary import Vocabulary
 
 BYTES = Vocabulary([bytes([value]) for value in range(256)] + [b""])
 BLANK = 256

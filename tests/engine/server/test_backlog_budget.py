@@ -11,11 +11,11 @@ import pytest
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan, TimedToken
 from engine.core.scheduler import Scheduler
-from engine.core.text import Vocabulary
 from engine.messages import Abort, Closed, Feed, Finish, Item, Open, Output, Text
 from engine.server.backlog_budget import PROBE_EVERY, SHARE_OF_STRIDE
 from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
+from engine.vocabulary import Vocabulary
 
 FRAMES = ModelSpec(name="frames", sample_rate=16_000, samples_per_position=1280)
 WINDOWED = replace(FRAMES, rereads_window=True, stride_positions=10, window_positions=40, embeds_per_stream=60)

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan, TimedToken
 from engine.core.scheduler import Scheduler
-from engine.core.text import Vocabulary
 from engine.errors import EngineDead
 from engine.messages import (
     Abort,
@@ -32,6 +31,7 @@ from engine.messages import (
 from engine.server.gate import GateSettings
 from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
+from engine.vocabulary import Vocabulary
 
 SPEC = ModelSpec(name="echo", sample_rate=16_000, samples_per_position=1280, look_back_samples=4, look_ahead_samples=2)
 WINDOWED = replace(

@@ -17,11 +17,11 @@ from engine.client.processor import ItemRefused
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
-from engine.core.text import Vocabulary
 from engine.messages import Closed, Item
 from engine.models.mel import item_features
 from engine.runner.frames.runner import VoxtralRunner
 from engine.server.loop import EngineLoop
+from engine.vocabulary import Vocabulary
 from tests.engine import fakes
 from tests.engine.runner.frames.voxtral_driver import SMALL, Driver, Feed, small_runner, speech_like
 

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan
-from engine.core.text import Vocabulary
 from engine.messages import Open
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.seq2seq import Encoded
@@ -21,6 +20,7 @@ from engine.runner.windowed.ears import SAMPLES_PER_POSITION, WindowEar
 from engine.runner.windowed.greedy import GreedyDecoder, Row
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
+from engine.vocabulary import Vocabulary
 
 VOCABULARY = 60
 STRIDE = 5
