@@ -73,6 +73,17 @@ class EdgeState(Enum):
     STOPPING = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class EdgeMemory:
+    """All that a detector remembers."""
+
+    state: EdgeState
+    sample: int
+    floor: int
+    speech_start: int
+    speech_end: int
+
+
 class EdgeDetector:
     """Follows one session. `settings` may be replaced at any time; the next frame is judged by the new ones."""
 
@@ -85,6 +96,14 @@ class EdgeDetector:
         self._floor = 0
         self._speech_start = 0
         self._speech_end = 0
+
+    def save(self) -> EdgeMemory:
+        return EdgeMemory(self.state, self.sample, self._floor, self._speech_start, self._speech_end)
+
+    def load(self, memory: EdgeMemory) -> None:
+        """Go on where another detector stopped."""
+        self.state, self.sample = memory.state, memory.sample
+        self._floor, self._speech_start, self._speech_end = memory.floor, memory.speech_start, memory.speech_end
 
     def judge(self, probability: float, frame_samples: int) -> Edge | None:
         """Take the next frame: its speech probability and its length."""

@@ -45,6 +45,10 @@ class IllegalEvent(GatewayError):
     """An event came in a state that has no answer to it; the state is unchanged. A bug of ours, not of the client."""
 
 
+class UnreadableValue(GatewayError):
+    """A saved session that this server cannot read: another version wrote it, or it is none."""
+
+
 @dataclass(slots=True)
 class Refusal(GatewayError):
     """A request or an upgrade that is answered with an HTTP status instead of a socket."""

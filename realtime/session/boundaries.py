@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from realtime.session.endpointing import Paused, Started, TurnWatch
+from realtime.session.endpointing import Paused, SavedWatch, Started, TurnWatch
 from realtime.session.events import (
     Cleared,
     Committed,
@@ -25,7 +25,7 @@ from realtime.session.events import (
     TimedOut,
 )
 from realtime.session.settings import Settings
-from realtime.session.turns import Turn, Turns
+from realtime.session.turns import SavedTurns, Turn, Turns
 
 # How far speech detection may be behind the audio for the end of a turn to be worth a flush at once, and how far if
 # the pause has lasted a while already (a busy engine).
@@ -43,6 +43,17 @@ class AudioCount:
     source_ms: float = 0.0
     # Audio before this has been judged by speech detection.
     covered: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBoundaries:
+    """The boundaries as a value."""
+
+    audio: AudioCount
+    turns: SavedTurns
+    boundary: int
+    boundary_ms: float
+    watch: SavedWatch | None
 
 
 class Boundaries:
@@ -76,6 +87,18 @@ class Boundaries:
     @property
     def uncommitted_ms(self) -> float:
         return self.audio.source_ms - self._boundary_ms
+
+    def save(self) -> SavedBoundaries:
+        watch = None if self._watch is None else self._watch.save()
+        return SavedBoundaries(self.audio, self.turns.save(), self.boundary, self._boundary_ms, watch)
+
+    def load(self, saved: SavedBoundaries, shift: float) -> None:
+        """Go on where another session stopped, on a clock that shows `shift` more."""
+        self.audio = saved.audio
+        self.turns.load(saved.turns, shift)
+        self.boundary, self._boundary_ms = saved.boundary, saved.boundary_ms
+        if self._watch is not None and saved.watch is not None:
+            self._watch.load(saved.watch)
 
     def check_integrity(self) -> None:
         self.turns.check_integrity()

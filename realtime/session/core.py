@@ -47,6 +47,7 @@ from realtime.session.events import (
     Tick,
 )
 from realtime.session.phases import MOVES, TABLE, Phase
+from realtime.session.saved import Mark, SavedSession, Waiting
 from realtime.session.settings import INCLUDE_ACKS, Settings
 from realtime.session.stall import StallGuard
 
@@ -62,15 +63,6 @@ class SessionLimits:
     max_engine_failures: int = 3
     # A turn that lasts longer ends after a word, and the next one goes on.
     max_turn_seconds: float = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A commit or clear that cannot be answered yet, and where in the audio it stands."""
-
-    event: Commit | Clear
-    sample: int
-    source_ms: float
 
 
 class Session:
@@ -93,9 +85,8 @@ class Session:
         )
         self._turns, self._audio = self._boundaries.turns, self._boundaries.audio
         self._stall = StallGuard(sample_rate, self.limits.stall_seconds, self.limits.keep_seconds)
-        # Flushes the engine has yet to answer: the sample each stands at.
-        self._marks: deque[int] = deque()
-        self._waiting: deque[_Waiting] = deque()
+        self._marks: deque[Mark] = deque()
+        self._waiting: deque[Waiting] = deque()
         self._held_speech: list[messages.Speech] = []
         self._engine_base = 0
         self._acked_samples = 0
@@ -155,8 +146,40 @@ class Session:
         """Recompute what must hold between the parts; for tests and for idle moments."""
         self._boundaries.check_integrity()
         assert self.phase is not Phase.COMMITTING or self._waiting
-        assert all(mark <= self.appended for mark in self._marks)
-        assert list(self._marks) == sorted(self._marks)
+        marks = [mark.sample for mark in self._marks]
+        assert all(mark <= self.appended for mark in marks)
+        assert marks == sorted(marks)
+
+    # A session as a value
+
+    def save(self) -> SavedSession:
+        """The session as it is now. It shares its turns with this one: encode it before anything else happens."""
+        return SavedSession(
+            settings=self.settings,
+            phase=self.phase,
+            boundaries=self._boundaries.save(),
+            stall=self._stall.save(),
+            marks=list(self._marks),
+            waiting=list(self._waiting),
+            held_speech=self._held_speech,
+            engine_base=self._engine_base,
+            acked_samples=self._acked_samples,
+            acked_at=self._acked_at,
+            drain_deadline=self._drain_deadline,
+            engine_failures=self._engine_failures,
+        )
+
+    def load(self, saved: SavedSession, shift: float) -> None:
+        """Go on where another session with these settings stopped, on a clock that shows `shift` more."""
+        self.phase = saved.phase
+        self._boundaries.load(saved.boundaries, shift)
+        self._audio = self._boundaries.audio
+        self._stall.load(saved.stall, shift)
+        self._marks, self._waiting = deque(saved.marks), deque(saved.waiting)
+        self._held_speech, self._engine_base = saved.held_speech, saved.engine_base
+        self._acked_samples, self._acked_at = saved.acked_samples, saved.acked_at + shift
+        self._drain_deadline = None if saved.drain_deadline is None else saved.drain_deadline + shift
+        self._engine_failures = saved.engine_failures
 
     # Client events
 
@@ -202,7 +225,7 @@ class Session:
         self._boundaries.clear()
 
     def _defer(self, event: Commit | Clear, now: float) -> None:
-        self._waiting.append(_Waiting(event, self.appended, self.source_ms))
+        self._waiting.append(Waiting(isinstance(event, Clear), event.event_id, self.appended, self.source_ms))
         self._flush()
 
     def _end(self, event: End, now: float) -> None:
@@ -261,7 +284,7 @@ class Session:
     def _flushed(self, event: messages.Flushed, now: float) -> None:
         if not self._marks:
             raise IllegalEvent("the engine answered a flush that nobody asked for")
-        mark = self._marks.popleft()
+        mark = self._marks.popleft().sample
         self._boundaries.tell(self._turns.settle(), now)
         while self._waiting and self._waiting[0].sample <= mark:
             self._resolve(self._waiting.popleft(), now)
@@ -308,19 +331,19 @@ class Session:
         self._boundaries.tell(self._turns.settle(), now)
         self._engine_base = event.base
 
-    def _resolve(self, waiting: _Waiting, now: float) -> None:
+    def _resolve(self, waiting: Waiting, now: float) -> None:
         """Answer a commit or clear: the engine has said everything about the audio before it."""
-        if isinstance(waiting.event, Clear):
+        if waiting.clears:
             self._boundaries.clear_late(waiting.sample, waiting.source_ms)
         else:
-            self._boundaries.commit_late(waiting.sample, waiting.source_ms, waiting.event.event_id, now)
+            self._boundaries.commit_late(waiting.sample, waiting.source_ms, waiting.event_id, now)
 
     # The engine and the way out
 
     def _flush(self, at_pause: bool = False) -> None:
         # A stream that is being finished says everything anyway.
         if self.phase is not Phase.FINISHING:
-            self._marks.append(self.appended)
+            self._marks.append(Mark(self.appended, at_pause))
             self._effects.append(FlushEngine(at_pause))
 
     def _reanchor(self, now: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from audio.speech_edges import EdgeDetector, EdgeSettings, EdgeState, Fall, Rise
+from audio.speech_edges import EdgeDetector, EdgeMemory, EdgeSettings, EdgeState, Fall, Rise
 from realtime.session.settings import TurnDetection
 from realtime.session.words import ends_sentence
 
@@ -38,6 +38,16 @@ class Stopped:
 TurnSign = Started | Paused | Stopped
 
 
+@dataclass(frozen=True, slots=True)
+class SavedWatch:
+    """A watch as a value."""
+
+    base: int
+    edges: EdgeMemory
+    silent_samples: int
+    probed: bool
+
+
 class TurnWatch:
     """Follows the turns of one session from sample `start` on."""
 
@@ -50,6 +60,14 @@ class TurnWatch:
         self._detector.reset(max(0, start - first_frame))
         self._silent_samples = 0
         self._probed = False
+
+    def save(self) -> SavedWatch:
+        return SavedWatch(self._base, self._detector.save(), self._silent_samples, self._probed)
+
+    def load(self, saved: SavedWatch) -> None:
+        """Go on where another watch stopped."""
+        self._base, self._silent_samples, self._probed = saved.base, saved.silent_samples, saved.probed
+        self._detector.load(saved.edges)
 
     def watch(self, probability: float, samples: int, text: str) -> list[TurnSign]:
         """Take the next frame; `text` is the end of what the open turn says so far."""

@@ -6,6 +6,7 @@ It keeps the audio since the last text, bounded, so that a fresh engine stream c
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,6 +18,17 @@ SPEECH_PROBABILITY = 0.6
 MARGIN_SECONDS = 1.0
 # Shorter pieces of audio are kept together.
 JOINED_SAMPLES = 1600
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStall:
+    """A guard as a value: of the kept audio, only where it lies."""
+
+    kept_from: int
+    kept_samples: int
+    speech_samples: int
+    last_sign: float | None
+    patience: int
 
 
 class StallGuard:
@@ -39,6 +51,16 @@ class StallGuard:
     @property
     def kept_samples(self) -> int:
         return self._kept_samples
+
+    def save(self) -> SavedStall:
+        return SavedStall(self._kept_from, self._kept_samples, self._speech_samples, self._last_sign, self._patience)
+
+    def load(self, saved: SavedStall, shift: float) -> None:
+        """Go on where another guard stopped, on a clock that shows `shift` more."""
+        self._kept = deque([saved.kept_samples] if saved.kept_samples else [])
+        self._kept_from, self._kept_samples = saved.kept_from, saved.kept_samples
+        self._speech_samples, self._patience = saved.speech_samples, saved.patience
+        self._last_sign = None if saved.last_sign is None else saved.last_sign + shift
 
     def keep(self, start: int, audio: Samples | int) -> None:
         """Audio that begins at sample `start` is on its way to the engine; a plain count is declared silence."""

@@ -81,6 +81,23 @@ class Turn:
         self.state = to
 
 
+@dataclass(frozen=True, slots=True)
+class SavedTurns:
+    """The turns as a value. `loose_turn` is a place in `[*ended, current]`, or `GONE`; None if there is none."""
+
+    current: Turn | None
+    ended: list[Turn]
+    last_committed: str | None
+    stray: list[tuple[str, TimedWord]]
+    loose: str
+    given: int
+    loose_turn: int | None
+
+
+# The loose end went to a turn that is over.
+GONE = 1_000_000
+
+
 class Turns:
     """The turns of a session that still matter: the open one, and those that wait for their last text."""
 
@@ -98,6 +115,27 @@ class Turns:
         self._loose_turn: Turn | None = None
         self._stray_samples = int(STRAY_SECONDS * sample_rate)
         self._max_samples = int(max_seconds * sample_rate)
+
+    def save(self) -> SavedTurns:
+        loose, given = self._cutter.save()
+        places = [*self.ended, self.current]
+        loose_turn = None
+        if self._loose_turn is not None:
+            loose_turn = next((place for place, turn in enumerate(places) if turn is self._loose_turn), GONE)
+        return SavedTurns(
+            self.current, list(self.ended), self.last_committed, list(self._stray), loose, given, loose_turn
+        )
+
+    def load(self, saved: SavedTurns, shift: float) -> None:
+        """Go on with the turns of another session, on a clock that shows `shift` more. They are this one's now."""
+        self.current, self.ended, self.last_committed = saved.current, deque(saved.ended), saved.last_committed
+        self._stray.extend(saved.stray)
+        self._cutter.load(saved.loose, saved.given)
+        if saved.loose_turn is not None:
+            over = Turn("", 0, state=TurnState.COMPLETED)
+            self._loose_turn = over if saved.loose_turn == GONE else [*saved.ended, saved.current][saved.loose_turn]
+        for turn in self.ended:
+            turn.ended_at += shift
 
     def open(self, start: int) -> Turn:
         """Reserve an item for audio from `start` on."""

@@ -32,6 +32,13 @@ class WordCutter:
         self._loose = ""
         self._given = 0
 
+    def save(self) -> tuple[str, int]:
+        """The loose end, and how much of it was given away."""
+        return self._loose, self._given
+
+    def load(self, loose: str, given: int) -> None:
+        self._loose, self._given = loose, given
+
     def cut_words(self, delta: str, words: Sequence[messages.Word], base: int) -> list[Piece]:
         """Take a delta and the words it completed (times counted from `base`); returns those words as pieces."""
         self._loose += delta

@@ -1,0 +1,77 @@
+"""A session as a value: all that decides what it says next, as plain data that another process can go on with.
+
+Not part of it: the sample rate and the limits, which are the server's, and the sound that the stall guard keeps. Of
+that, only its length is saved: a stream that has to hear it again after a move hears silence there, and times stay
+right. Everything else in a value is bounded by what bounds a session: the longest turn, and the audio in flight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from engine import messages
+from realtime.errors import UnreadableValue
+from realtime.session.boundaries import SavedBoundaries
+from realtime.session.phases import Phase
+from realtime.session.settings import Settings
+from realtime.session.stall import SavedStall
+
+# Goes up whenever an older process could misread a value.
+VALUE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A flush that the engine has yet to answer, and the sample at which it stands."""
+
+    sample: int
+    at_pause: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A commit (or clear) that cannot be answered yet, and where in the audio it stands."""
+
+    clears: bool
+    event_id: str | None
+    sample: int
+    source_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSession:
+    """Times are on the clock of the process that saved it."""
+
+    settings: Settings
+    phase: Phase
+    boundaries: SavedBoundaries
+    stall: SavedStall
+    marks: list[Mark]
+    waiting: list[Waiting]
+    held_speech: list[messages.Speech]
+    engine_base: int
+    acked_samples: int
+    acked_at: float
+    drain_deadline: float | None
+    engine_failures: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(tuple[int, SavedSession])
+
+
+def encode_session(saved: SavedSession) -> bytes:
+    return _encoder.encode((VALUE_VERSION, saved))
+
+
+def decode_session(value: bytes) -> SavedSession:
+    """Raises UnreadableValue."""
+    try:
+        version, saved = _decoder.decode(value)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise UnreadableValue(f"not a session's value: {error}") from None
+    if version != VALUE_VERSION:
+        raise UnreadableValue(f"a session's value of version {version}; this server reads version {VALUE_VERSION}")
+    return saved
