@@ -56,7 +56,7 @@ function describe({ link, notice, reason }) {
     case "finishing":
       return "Getting the last words…";
     case "lost":
-      return link.sessions && link.live ? `${reason}, still recording` : reason;
+      return link.live ? `${reason}, still recording` : reason;
     default:
       return "Ready";
   }
@@ -110,7 +110,10 @@ async function begin(source, explain) {
   link.addEventListener("problem", ({ text }) => showProblem(text));
   link.addEventListener("key", () => settings.open("key"));
   link.start();
-  if (source.live) keepAwake(link);
+  if (!source.live) return;
+  // What is said while the server is reached is kept, and sent then.
+  source.start();
+  keepAwake(link);
 }
 
 function onState(mine, { state, detail }) {
@@ -123,10 +126,8 @@ function onState(mine, { state, detail }) {
   if (state === "listening") {
     mine.notice = CONTINUED[detail] ?? "";
     setTimeout(() => (mine.notice = ""), RESUMED_SHOWN_MS);
-    if (!mine.started) {
-      mine.started = true;
-      mine.source.start();
-    }
+    if (!mine.started && !mine.source.live) mine.source.start();
+    mine.started = true;
   }
   refresh();
 }

@@ -67,7 +67,8 @@ export class Link extends EventTarget {
   stop(problem = "") {
     if (this.over) return;
     this.transcript.abandonOpen({ again: false });
-    if (this.waitingSeconds > 1) {
+    // Who was refused for good is told why; no session was to hear that sound.
+    if (this.waitingSeconds > 1 && (this.sessions || !problem)) {
       const seconds = Math.round(this.waitingSeconds);
       this.transcript.note(`The last ${seconds} s of sound were not transcribed`, this.ackedEdge);
     }

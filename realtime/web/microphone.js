@@ -24,10 +24,13 @@ export class Microphone {
     const device = this.deviceId ? { deviceId: { exact: this.deviceId } } : {};
     // Speech models learn with noise around; what is left after suppression is stranger to them.
     const audio = { channelCount: 1, noiseSuppression: false, ...device };
+    // A browser that gets longer pieces to work on drops fewer of them on a busy machine; it costs a few milliseconds.
+    this.context = new AudioContext({ latencyHint: "playback" });
+    const module = this.context.audioWorklet.addModule(new URL("recorder-worklet.js", import.meta.url));
+    module.catch(() => {}); // said below, if nothing else is wrong
     this.stream = await navigator.mediaDevices.getUserMedia({ audio });
     this.stream.getAudioTracks()[0].addEventListener("ended", () => this.onEnd());
-    this.context = new AudioContext({ latencyHint: "interactive" });
-    await this.context.audioWorklet.addModule(new URL("recorder-worklet.js", import.meta.url));
+    await module;
     this.rate = this.context.sampleRate / stepFor(this.context.sampleRate);
     this.node = new AudioWorkletNode(this.context, "recorder", { numberOfOutputs: 0 });
     this.node.port.onmessage = ({ data }) => this.onChunk(data);

@@ -1,4 +1,4 @@
-"""A server in its own process and a browser with a microphone that plays a recording."""
+"""A server, and a browser with a microphone that plays a recording."""
 
 from __future__ import annotations
 
@@ -8,21 +8,41 @@ import sys
 import time
 import wave
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from tests.realtime.gateway_doubles import silence, tone
+from realtime.app import listening
+from realtime.config import AuthConfig, Config, ServerConfig
+from tests.realtime.gateway_doubles import FakeEngine, silence, tone
 from tests.web.devtools import Page, find_browser, open_page, running_browser
+from tests.web.page_server import WORDS
 
 ROOT = Path(__file__).parents[2]
 
 
+@dataclass(frozen=True, slots=True)
 class PageServer:
-    """The gateway on a fixed port; it can be killed and started again."""
+    """The gateway in the event loop of the test."""
+
+    url: str
+    port: int
+    engine: FakeEngine
+
+
+@asynccontextmanager
+async def page_server(engine: FakeEngine | None = None, *keys: str) -> AsyncIterator[PageServer]:
+    engine = engine or FakeEngine(words=WORDS)
+    config = Config(server=ServerConfig(port=0, drain_s=0.0), auth=AuthConfig(keys=keys))
+    async with listening(engine, config) as running:
+        yield PageServer(f"{running.url}/", running.port, engine)
+
+
+class ServerProcess:
+    """The gateway in a process of its own, on a fixed port; it can be killed and started again."""
 
     def __init__(self, *flags: str) -> None:
         with socket.socket() as probe:
@@ -50,14 +70,10 @@ class PageServer:
             self._process.kill()
             self._process.wait()
 
-    def capacity(self) -> dict[str, Any]:
-        shown: dict[str, Any] = httpx.get(self.url + "capacity", trust_env=False).json()
-        return shown
-
 
 @contextmanager
-def page_server(*flags: str) -> Iterator[PageServer]:
-    server = PageServer(*flags)
+def server_process(*flags: str) -> Iterator[ServerProcess]:
+    server = ServerProcess(*flags)
     server.start()
     try:
         yield server
@@ -74,12 +90,23 @@ def write_wav(path: Path, pcm: bytes, rate: int = 48_000) -> Path:
     return path
 
 
+def spoken(rate: int) -> bytes:
+    """Three stretches of sound that the deterministic engine takes for the first three sentences, with pauses."""
+    return b"".join(silence(0.9, rate) + tone(seconds, rate) for seconds in (1.25, 1.65, 1.25))
+
+
 @pytest.fixture(scope="session")
 def speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three stretches of sound that the deterministic engine takes for 5, 6 and 4 words, with pauses between them."""
+    """What the microphone hears: some speech, then silence."""
     rate = 48_000
-    turns = (silence(0.8, rate) + tone(seconds, rate) for seconds in (2.05, 2.45, 1.65))
-    return write_wav(tmp_path_factory.mktemp("sound") / "speech.wav", b"".join(turns) + silence(60, rate), rate)
+    return write_wav(tmp_path_factory.mktemp("sound") / "speech.wav", spoken(rate) + silence(60, rate), rate)
+
+
+@pytest.fixture(scope="session")
+def talk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same speech as a file. Unlike a microphone, a file loses nothing on a busy machine."""
+    rate = 16_000
+    return write_wav(tmp_path_factory.mktemp("sound") / "talk.wav", spoken(rate) + silence(0.8, rate), rate)
 
 
 @pytest.fixture(scope="session")
@@ -105,8 +132,7 @@ async def page(browser: str, tmp_path: Path) -> AsyncIterator[Page]:
         assert not opened.errors
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[PageServer]:
-    """For tests that leave it as it was."""
-    with page_server() as running:
+@pytest.fixture
+async def server() -> AsyncIterator[PageServer]:
+    async with page_server() as running:
         yield running

@@ -51,6 +51,7 @@ class Page:
         self.errors: list[str] = []
         self._socket = socket
         self._session: str | None = None
+        self._context = ""
         self._number = 0
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._loaded = asyncio.Event()
@@ -69,7 +70,10 @@ class Page:
 
     async def attach(self) -> None:
         """Open a tab of its own, with nothing kept from others."""
-        context = (await self.call("Target.createBrowserContext", disposeOnDetach=True))["browserContextId"]
+        self._context = context = (await self.call("Target.createBrowserContext", disposeOnDetach=True))[
+            "browserContextId"
+        ]
+        await self.call("Browser.grantPermissions", permissions=["audioCapture"], browserContextId=context)
         where = {"behavior": "allowAndName", "downloadPath": str(self.downloads), "eventsEnabled": True}
         await self.call("Browser.setDownloadBehavior", browserContextId=context, **where)
         target = await self.call("Target.createTarget", url="about:blank", browserContextId=context)
@@ -124,7 +128,7 @@ class Page:
             raise PageError(str(answer["exceptionDetails"]))
         return answer["result"].get("value")
 
-    async def until(self, expression: str, seconds: float = 15) -> Any:
+    async def until(self, expression: str, seconds: float = 30) -> Any:
         """Wait inside the page until an expression is true; says what the page showed when it never is."""
         value = await self.evaluate(
             f"""new Promise((resolve) => {{
@@ -171,6 +175,10 @@ class Page:
         node = (await self.call("DOM.querySelector", nodeId=root, selector=selector))["nodeId"]
         await self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
 
+    async def deny(self, permission: str, url: str) -> None:
+        where = {"origin": url, "browserContextId": self._context}
+        await self.call("Browser.setPermission", permission={"name": permission}, setting="denied", **where)
+
     async def media(self, **features: str) -> None:
         """Pretend to prefer something, for example prefers_color_scheme="dark"."""
         shown = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
@@ -193,13 +201,11 @@ class Page:
 
 
 @contextmanager
-def running_browser(browser: str, sound: Path | None = None, *, microphone: bool = True) -> Iterator[str]:
+def running_browser(browser: str, sound: Path) -> Iterator[str]:
     """A browser whose microphone plays `sound` once; gives the address of its DevTools socket."""
     with tempfile.TemporaryDirectory(prefix="tickertape-browser-", ignore_cleanup_errors=True) as profile:
         flags = [*FLAGS, f"--user-data-dir={profile}"]
-        flags.append("--use-fake-ui-for-media-stream" if microphone else "--deny-permission-prompts")
-        if sound is not None:
-            flags.append(f"--use-file-for-fake-audio-capture={sound}%noloop")
+        flags.append(f"--use-file-for-fake-audio-capture={sound}%noloop")
         quiet = subprocess.DEVNULL
         process = subprocess.Popen([browser, *flags], stdin=quiet, stdout=quiet, stderr=quiet)
         try:

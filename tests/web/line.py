@@ -15,6 +15,7 @@ class Line:
         self._tasks: set[asyncio.Task[None]] = set()
         self._flowing = asyncio.Event()
         self._flowing.set()
+        self._closed = False
 
     @property
     def url(self) -> str:
@@ -25,6 +26,11 @@ class Line:
             writer.transport.abort()
         self._writers.clear()
 
+    def close_for_good(self) -> None:
+        """Nobody gets through any more."""
+        self._closed = True
+        self.cut()
+
     def clog(self) -> None:
         self._flowing.clear()
 
@@ -32,6 +38,9 @@ class Line:
         self._flowing.set()
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._closed:
+            writer.transport.abort()
+            return
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target)
         self._writers += [writer, up_writer]
         for pump in (self._pump(reader, up_writer, self._flowing), self._pump(up_reader, writer, None)):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from realtime.session.events import TimedWord
 from realtime.session.subtitles import subtitles, to_srt, to_vtt
-from tests.web.conftest import PageServer
-from tests.web.devtools import Page
+from tests.web.conftest import page_server
+from tests.web.devtools import open_page
 
 TURN = """
 const started = (id, at) => ({ type: "input_audio_buffer.speech_started", item_id: id, audio_start_ms: at });
@@ -21,16 +23,26 @@ const completed = (id, start, end, transcript, words) => ({
 """
 
 
-async def run(page: Page, server: PageServer, body: str) -> Any:
-    """Run a script with every module's exports in scope."""
-    if not page.requests:
+MODULES = ("backlog", "captions", "decimator", "export", "format", "tape", "transcript")
+Run = Callable[[str], Awaitable[Any]]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def run(browser: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run]:
+    """Runs a script with every module's exports in scope, in one tab for all tests."""
+    async with page_server() as server, open_page(browser, tmp_path_factory.mktemp("downloads")) as page:
         await page.open(server.url)
-    names = ("backlog", "captions", "decimator", "export", "format", "tape", "transcript")
-    imports = "".join(f"Object.assign(all, await import('{server.url}{name}.js'));" for name in names)
-    return await page.evaluate(f"(async () => {{ const all = {{}}; {imports} {TURN} {body} }})()")
+        imports = "".join(f"Object.assign(all, await import('{server.url}{name}.js'));" for name in MODULES)
+
+        async def script(body: str) -> Any:
+            return await page.evaluate(f"(async () => {{ const all = {{}}; {imports} {TURN} {body} }})()")
+
+        yield script
+        assert not page.errors
 
 
-async def test_captions_are_cut_as_the_server_cuts_them(page: Page, server: PageServer) -> None:
+async def test_captions_are_cut_as_the_server_cuts_them(run: Run) -> None:
     spoken = (
         "A short one. Then comes a sentence that nobody could ever read in one go on a screen, <so> it is cut somewhere"
     )
@@ -38,8 +50,6 @@ async def test_captions_are_cut_as_the_server_cuts_them(page: Page, server: Page
     timed = [TimedWord(word, 8_000 * n, 8_000 * n + 6_400) for n, word in enumerate(spoken.split())]
     lines = subtitles(timed, 16_000)
     files = await run(
-        page,
-        server,
         f"""const t = new all.Transcript();
         t.apply(completed("a", 0, 20000, {json.dumps(spoken)}, {json.dumps(words)}), 0);
         t.apply(started("b", 21000), 0);
@@ -51,10 +61,8 @@ async def test_captions_are_cut_as_the_server_cuts_them(page: Page, server: Page
     assert json.loads(files[3])["turns"][0]["words"] == words
 
 
-async def test_times_of_a_new_session_continue_the_old_clock(page: Page, server: PageServer) -> None:
+async def test_times_of_a_new_session_continue_the_old_clock(run: Run) -> None:
     turns = await run(
-        page,
-        server,
         """const t = new all.Transcript();
         t.apply(started("a", 500), 0);
         t.apply({ type: "conversation.item.input_audio_transcription.delta", item_id: "a", delta: "half a" }, 0);
@@ -72,10 +80,8 @@ async def test_times_of_a_new_session_continue_the_old_clock(page: Page, server:
     assert turns[2]["start"] == 60.5 and turns[2]["words"][0]["start"] == pytest.approx(60.6)
 
 
-async def test_aligning_words_loses_no_character(page: Page, server: PageServer) -> None:
+async def test_aligning_words_loses_no_character(run: Run) -> None:
     pieces = await run(
-        page,
-        server,
         """const word = (word) => ({ word, start: 0, end: 1 });
         return all.alignWords("Oh, “well”, the the end…", ["Oh,", "well", "missing", "the", "the", "end"].map(word))
           .map(({ text, word }) => [text, word?.word ?? null]);""",
@@ -84,19 +90,17 @@ async def test_aligning_words_loses_no_character(page: Page, server: PageServer)
     assert [word for _, word in pieces if word] == ["Oh,", "well", "the", "the", "end"]
 
 
-async def test_step_leaves_a_whole_rate_that_speech_needs(page: Page, server: PageServer) -> None:
+async def test_step_leaves_a_whole_rate_that_speech_needs(run: Run) -> None:
     rates = (8_000, 16_000, 22_050, 44_100, 48_000, 88_200, 96_000, 176_400, 192_000)
-    steps = await run(page, server, f"return {list(rates)}.map(all.stepFor);")
+    steps = await run(f"return {list(rates)}.map(all.stepFor);")
     left = [rate / step for rate, step in zip(rates, steps, strict=True)]
     assert all(rate == int(rate) and 8_000 <= rate < 32_000 for rate in left)
     assert left[3:5] == [22_050, 16_000]
 
 
 @pytest.mark.parametrize("rate", [48_000, 44_100, 96_000])
-async def test_decimator_keeps_speech_drops_the_rest_however_cut(page: Page, server: PageServer, rate: int) -> None:
+async def test_decimator_keeps_speech_drops_the_rest_however_cut(run: Run, rate: int) -> None:
     speech, above, same = await run(
-        page,
-        server,
         f"""const rate = {rate};
         const wave = (hertz) => (_, n) => Math.sin(2 * Math.PI * hertz * n / rate);
         const sine = (hertz) => Float32Array.from({{ length: rate }}, wave(hertz));
@@ -113,10 +117,8 @@ async def test_decimator_keeps_speech_drops_the_rest_however_cut(page: Page, ser
     assert same and speech == pytest.approx(1, abs=0.02) and above < 0.01
 
 
-async def test_backlog_is_bounded_and_reads_back_exactly(page: Page, server: PageServer) -> None:
+async def test_backlog_is_bounded_and_reads_back_exactly(run: Run) -> None:
     result = await run(
-        page,
-        server,
         """const b = new all.Backlog(1000);
         for (let n = 0; n < 50; n += 1) b.push(Int16Array.from({ length: 60 }, (_, i) => n * 60 + i));
         const bounds = [b.start, b.end, b.end - b.start <= 1000 + 60];
@@ -127,10 +129,8 @@ async def test_backlog_is_bounded_and_reads_back_exactly(page: Page, server: Pag
     assert result[4] == list(range(2530, 2730)) and result[5:] == [10, 0]
 
 
-async def test_hours_of_captions_keep_the_document_small(page: Page, server: PageServer) -> None:
+async def test_hours_of_captions_keep_the_document_small(run: Run) -> None:
     shown = await run(
-        page,
-        server,
         """const t = new all.Transcript();
         const make = (name) => document.body.appendChild(document.createElement(name));
         const parts = { list: make("ol"), earlier: make("button"), later: make("button"), live: make("button") };
@@ -138,7 +138,7 @@ async def test_hours_of_captions_keep_the_document_small(page: Page, server: Pag
         let most = 0;
         const words = Array.from({ length: 10 }, (_, n) => ({ word: `w${n}`, start: n, end: n + 1 }));
         const text = words.map(({ word }) => word).join(" ");
-        for (let n = 0; n < 5000; n += 1) {
+        for (let n = 0; n < 1000; n += 1) {
           t.apply(started(`i${n}`, n * 3000), 0);
           t.apply(completed(`i${n}`, n * 3000, n * 3000 + 2500, text, words), 0);
           most = Math.max(most, parts.list.children.length);
@@ -150,6 +150,6 @@ async def test_hours_of_captions_keep_the_document_small(page: Page, server: Pag
         parts.live.click();
         return [most, live, back, parts.list.lastElementChild.turn.id, all.toText(t).split("\\n").length - 1];""",
     )
-    assert shown[0] <= 81 and shown[1] == "i4920"
-    assert shown[2] == ["i4520", 80, False, False]
-    assert shown[3:] == ["i4999", 5000]
+    assert shown[0] <= 81 and shown[1] == "i920"
+    assert shown[2] == ["i520", 80, False, False]
+    assert shown[3:] == ["i999", 1000]

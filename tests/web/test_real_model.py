@@ -7,23 +7,24 @@ from pathlib import Path
 import pytest
 
 from engine.weights.store import cache_folder, pull
-from tests.web.conftest import page_server
+from tests.web.conftest import server_process
 from tests.web.devtools import open_page, running_browser
-from tests.web.test_page import DONE, STATE, stop, texts
+from tests.web.shown import STATE, stop, texts
 
 NEEDED = ("moonshine-tiny", "sample-two-cities")
 
 
+@pytest.mark.timeout(300)
 async def test_read_aloud_and_read_back(chromium: str, tmp_path: Path) -> None:
     missing = [name for name in NEEDED if not (cache_folder() / name).exists()]
     if missing:
         pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
-    with page_server("--real") as server, running_browser(chromium, pull("sample-two-cities")) as address:
+    with server_process("--real") as server, running_browser(chromium, pull("sample-two-cities")) as address:
         async with open_page(address, tmp_path) as page:
             await page.open(server.url)
             await page.click("#listen")
             await page.until(f"{STATE} === 'Listening'", 30)
-            await page.until(f"{DONE}.length >= 1", 60)
+            await page.until("document.querySelector('#turns').textContent.includes('best of times')", 60)
             # A browser that draws without a GPU leaves a real model little of two cores.
             await stop(page, 45)
             assert "best of times" in " ".join(await texts(page))

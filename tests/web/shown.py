@@ -1,0 +1,77 @@
+"""What the page shows, and what must hold of it however much sound the browser's microphone loses on a busy machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tests.web.devtools import Page
+from tests.web.page_server import WORDS
+
+TURNS = "[...document.querySelectorAll('#turns li')]"
+DONE = f"{TURNS}.filter((li) => li.dataset.state === 'done')"
+STATE = "document.querySelector('#state').textContent"
+PROBLEM = "document.querySelector('#problem:not([hidden]) p')?.textContent"
+OPEN_TEXT = f"{TURNS}.find((li) => li.dataset.state === 'open')?.querySelector('.text').textContent"
+# All that was spoken has been heard, and turned into text.
+ALL_HEARD = f"document.querySelector('#elapsed').textContent >= '0:08' && !{OPEN_TEXT}"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A caption as the page holds it; times in seconds since the first recording began."""
+
+    state: str
+    text: str
+    start: float
+    end: float | None
+    words: tuple[str, ...]
+    word_ends: tuple[float, ...]
+
+
+async def turns(page: Page) -> list[Turn]:
+    found: list[Any] = await page.evaluate(
+        f"{TURNS}.map((li) => ({{...li.turn, shown: li.querySelector('.text').textContent}}))"
+    )
+    assert all(turn["shown"] == turn["text"] for turn in found)
+    return [
+        Turn(
+            turn["state"],
+            turn["text"],
+            turn["start"],
+            turn["end"],
+            tuple(word["word"] for word in turn["words"]),
+            tuple(word["end"] for word in turn["words"]),
+        )
+        for turn in found
+    ]
+
+
+async def texts(page: Page) -> list[str]:
+    """Of the turns that are finished."""
+    return [turn.text for turn in await turns(page) if turn.state == "done"]
+
+
+def check_said(shown: list[Turn]) -> None:
+    """All words of the server's engine are there once and in order, in turns that follow each other."""
+    said = " ".join(turn.text for turn in shown).split()
+    assert said == [WORDS[number % len(WORDS)] for number in range(len(said))]
+    check_order(shown)
+
+
+def check_order(shown: list[Turn]) -> None:
+    for before, after in zip(shown, shown[1:], strict=False):
+        assert before.end is not None and before.start < before.end <= after.start
+    ends = [end for turn in shown for end in turn.word_ends]
+    assert ends == sorted(ends)
+
+
+async def listen(page: Page, url: str) -> None:
+    await page.open(url)
+    await page.click("#listen")
+    await page.until(f"{STATE} === 'Listening'")
+
+
+async def stop(page: Page, seconds: float = 30) -> None:
+    await page.click("#listen")
+    await page.until(f"{STATE} === 'Ready'", seconds)
