@@ -34,6 +34,8 @@ NO_BOUNDING_CONSTANTS = {
     "engine.client.supervisor.MAX_BACKOFF_S": "a time to wait",
     "realtime.dialects.json_frames.MAX_AUDIO_MARKS": "where a large message is looked at",
     "realtime.dialects.openai_session.MAX_DELAY_MS": "a range of a setting",
+    "realtime.dialects.deepgram_query.MAX_UTTERANCE_END_MS": "a range of a setting",
+    "realtime.http.gateway.SAMPLE_BYTES": "the size of a sample",
     "realtime.http.files.READ_BYTES": "the size of a read",
     "realtime.serving.inbox.PIECE_BYTES": "how much is decoded at once",
     "realtime.session.settings.MAX_RATE": "a range of a setting",

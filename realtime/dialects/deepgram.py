@@ -1,21 +1,21 @@
 """Deepgram's live dialect: choices in the query, audio in binary frames, results that name their time span.
 
 Our text is append-only, so an interim result is always the beginning of its final one. A turn ends with a final result
-that is also `speech_final`. Of a long turn, what has been said for a while becomes final before that, so that interim
-results repeat only what follows.
+that is also `speech_final`. Of a turn that goes on, what has been said for a few seconds becomes final before that, and
+interim results repeat only what follows. Each channel of a socket is a session with a dialect of its own; what they
+have in common is their `Listening`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Mapping
-from datetime import UTC, datetime
-from typing import Any
+from dataclasses import dataclass, field
 from uuid import uuid4
 
 from realtime.dialects.base import Answer, Json, Nothing, Request, SessionFacts
-from realtime.errors import ClientFault, Refusal
+from realtime.dialects.deepgram_query import ListenQuery
+from realtime.dialects.deepgram_shapes import alternative, model_info, now_text, seconds
+from realtime.errors import ClientFault
 from realtime.session.events import (
     Answered,
     Commit,
@@ -29,79 +29,31 @@ from realtime.session.events import (
     ServerEvent,
     SpeechStarted,
     TimedWord,
+    UtteranceEnded,
 )
-from realtime.session.settings import G711_RATE, MAX_RATE, MIN_RATE, AudioFormat, Settings, TurnDetection
+from realtime.session.settings import Settings
 
-# Clients ask for tiny values out of habit; a pause this short inside a sentence is not an end.
-MIN_ENDPOINTING_MS = 300
-NO_ENDPOINTING_MS = 60_000
-RAW = {"linear16": "audio/pcm", "mulaw": "audio/pcmu", "alaw": "audio/pcma"}
-CONTAINERS = ("", "flac", "ogg-opus")
 FINALIZE = "finalize"
-# What is read of the query; all of it has one value.
-READ_ONCE = (
-    "encoding",
-    "sample_rate",
-    "channels",
-    "model",
-    "language",
-    "endpointing",
-    "interim_results",
-    "vad_events",
-    "utterance_end_ms",
-)
 # So much of an open turn may be repeated in interim results before it becomes final.
 SEGMENT_CHARACTERS = 2000
-SEGMENT_SECONDS = 60
-# Longest names, and most terms of a list.
-MAX_NAME = 256
-MAX_KEYTERMS = 256
+SEGMENT_SECONDS = 5
 
 
-def settings_from_query(query: Mapping[str, str]) -> Settings:
-    """What a client asks for in its URL. Unknown keys are ignored; raises Refusal for audio we cannot read."""
-    if query.get("channels", "1") != "1":
-        raise _refused("channels", "Send one channel; mix several down first.")
-    for name in ("model", "language"):
-        if len(query.get(name, "")) > MAX_NAME:
-            raise _refused(name, f"'{name}' must have at most {MAX_NAME} characters.")
-    silence_ms = _endpointing(query.get("endpointing", "10"))
-    return Settings(
-        format=_format(query),
-        model=query.get("model") or None,
-        language=query.get("language") or None,
-        turn_detection=TurnDetection(silence_duration_ms=silence_ms),
-        turns_chosen=True,
-        minimum_commit_ms=0,
-    )
+@dataclass(slots=True)
+class Listening:
+    """One socket, for all of its channels."""
 
+    query: ListenQuery
+    request_id: str = field(default_factory=lambda: str(uuid4()))
+    created: str = field(default_factory=now_text)
+    ended: int = 0
+    samples: int = 0
 
-def _format(query: Mapping[str, str]) -> AudioFormat:
-    encoding = query.get("encoding", "")
-    if encoding in CONTAINERS:
-        return AudioFormat("audio/webm", 48_000, binary=True)
-    if encoding not in RAW:
-        known = ", ".join(RAW)
-        raise _refused(
-            "encoding", f"'{encoding[:40]}' is not supported; send {known}, or a container without 'encoding'."
-        )
-    given = query.get("sample_rate", str(G711_RATE if encoding != "linear16" else 16_000))
-    if not given.isascii() or not given.isdigit() or not MIN_RATE <= int(given[:9]) <= MAX_RATE:
-        raise _refused("sample_rate", f"'sample_rate' must lie between {MIN_RATE} and {MAX_RATE}.")
-    rate = int(given) if encoding == "linear16" else G711_RATE
-    return AudioFormat(RAW[encoding], rate, binary=True)
-
-
-def _endpointing(value: str) -> int:
-    if value == "false":
-        return NO_ENDPOINTING_MS
-    if value.isascii() and value.isdigit():
-        return max(MIN_ENDPOINTING_MS, min(int(value[:6]), NO_ENDPOINTING_MS))
-    return MIN_ENDPOINTING_MS
-
-
-def _refused(param: str, message: str) -> Refusal:
-    return Refusal(400, "invalid_query_parameter", message, param=param)
+    def end_channel(self, samples: int) -> bool:
+        """A channel has said everything; returns whether it was the last one."""
+        self.ended += 1
+        self.samples = max(self.samples, samples)
+        return self.ended == self.query.channels
 
 
 class DeepgramDialect:
@@ -111,19 +63,19 @@ class DeepgramDialect:
     fixed = True
     empty_frame_ends = True
 
-    def __init__(self, facts: SessionFacts, query: Mapping[str, str]) -> None:
+    def __init__(self, facts: SessionFacts, listening: Listening, channel: int = 0) -> None:
         self.facts = facts
-        self.request_id = str(uuid4())
-        self._interim = query.get("interim_results") == "true"
-        self._speech_events = query.get("vad_events") == "true"
-        self._utterance_end = "utterance_end_ms" in query
-        self._created = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        self._listening = listening
+        self._query = listening.query
+        self._channel = [channel, listening.query.channels]
         self._text = ""
         self._words: list[TimedWord] = []
         self._starts: dict[str, int] = {}
         self._finalized: set[str] = set()
         # Where the last final result ended: the next one begins there at the earliest.
         self._final_until = 0
+        # Where the text begins that is not final yet.
+        self._start = 0
 
     def start_settings(self, settings: Settings) -> Settings:
         return settings
@@ -136,20 +88,22 @@ class DeepgramDialect:
             case "KeepAlive":
                 return Nothing()
             case "Finalize":
-                return Commit(FINALIZE)
+                asked = message.get("channel")
+                return Nothing() if isinstance(asked, int) and asked != self._channel[0] else Commit(FINALIZE)
             case "CloseStream":
                 return End()
             case "Configure":
-                answer: Json = {"type": "ConfigureSuccess", "request_id": self.request_id}
-                return Answer(answer | _keyterms(message.get("keyterms")))
+                # One answer for all channels.
+                return Answer(self._configured(message)) if self._channel[0] == 0 else Nothing()
         raise ClientFault("UNPARSABLE_CLIENT_MESSAGE", "Send KeepAlive, Finalize, CloseStream or Configure.")
 
     def write(self, event: ServerEvent, settings: Settings) -> list[Json]:
         match event:
             case SpeechStarted():
                 self._starts[event.item_id] = event.sample
-                started = {"type": "SpeechStarted", "channel": [0, 1], "timestamp": self._seconds(event.sample)}
-                return [started] if self._speech_events else []
+                at = self._seconds(event.sample)
+                started = {"type": "SpeechStarted", "channel": self._channel, "timestamp": at}
+                return [started] if self._query.vad_events else []
             case Delta():
                 return self._delta(event)
             case Committed() if event.event_id == FINALIZE:
@@ -157,6 +111,8 @@ class DeepgramDialect:
                 return []
             case Completed():
                 return self._completed(event)
+            case UtteranceEnded():
+                return self._utterance_ended(event)
             case Problem() if event.event_id == FINALIZE:
                 # A flush of nothing is answered too: clients wait for it.
                 return [self._result("", [], self._final_until, self._final_until, final=True, finalize=True)]
@@ -168,23 +124,27 @@ class DeepgramDialect:
             case Answered():
                 return [event.body]
             case Ended():
-                return [self._metadata(event.sample)]
+                return [self._metadata()] if self._listening.end_channel(event.sample) else []
             case _:
                 return []
 
     def _delta(self, event: Delta) -> list[Json]:
         self._text = (self._text + event.text).lstrip()
         self._words += event.words
-        start = max(self._starts.get(event.item_id, self._final_until), self._final_until)
-        end = max(start, self._words[-1].end) if self._words else start
+        self._start = max(self._starts.get(event.item_id, self._final_until), self._final_until)
+        start, end = self._start, self._end()
         long = len(self._text) > SEGMENT_CHARACTERS or end - start > SEGMENT_SECONDS * self.facts.sample_rate
         if long and self._words:
-            return [self._settle_segment(start, end)]
-        return [self._result(self._text, self._words, start, end)] if self._interim else []
+            return [self._settle_segment()]
+        return [self._result(self._text, self._words, start, end)] if self._query.interim_results else []
 
-    def _settle_segment(self, start: int, end: int) -> Json:
+    def _end(self) -> int:
+        """Where the words end that are not final yet."""
+        return max(self._start, self._words[-1].end) if self._words else self._start
+
+    def _settle_segment(self) -> Json:
         """A final result for the complete words so far; what follows their last one belongs to the next result."""
-        cut = 0
+        start, end, cut = self._start, self._end(), 0
         for word in self._words:
             cut = max(cut, self._text.find(word.text, cut) + len(word.text))
         text, words = self._text[:cut], self._words
@@ -199,12 +159,13 @@ class DeepgramDialect:
         # All of a turn has come in deltas by now; segments of it may be final already.
         text, words = self._text, self._words
         self._forget(event.item_id)
-        ends = spoken and not finalize
-        out = [self._result(text, words, start, end, final=True, speech_final=ends, finalize=finalize)]
-        if self._utterance_end and spoken:
-            last = self._seconds(event.words[-1].end)
-            out.append({"type": "UtteranceEnd", "channel": [0, 1], "last_word_end": last})
-        return out
+        ends = spoken and not finalize and self._query.endpoints
+        return [self._result(text, words, start, end, final=True, speech_final=ends, finalize=finalize)]
+
+    def _utterance_ended(self, event: UtteranceEnded) -> list[Json]:
+        """The words before it are final by then, also where the turn goes on."""
+        ended = {"type": "UtteranceEnd", "channel": self._channel, "last_word_end": self._seconds(event.sample)}
+        return [self._settle_segment(), ended] if self._words else [ended]
 
     def _forget(self, item_id: str) -> None:
         """The turn is over: nothing of it is said again."""
@@ -223,51 +184,44 @@ class DeepgramDialect:
         speech_final: bool = False,
         finalize: bool = False,
     ) -> Json:
-        alternative = {"transcript": text, "confidence": 1.0, "words": [self._word(word) for word in words]}
+        rate, punctuate = self.facts.sample_rate, self._query.punctuate
         return {
             "type": "Results",
-            "channel_index": [0, 1],
+            "channel_index": self._channel,
             "start": self._seconds(start),
             "duration": self._seconds(end - start),
             "is_final": final,
             "speech_final": speech_final,
             "from_finalize": finalize,
-            "channel": {"alternatives": [alternative]},
+            "channel": {"alternatives": [alternative(text, words, rate, punctuate=punctuate)]},
             "metadata": {
-                "request_id": self.request_id,
-                "model_info": {"name": self.facts.model, "version": "", "arch": "tickertape"},
-                "model_uuid": self.request_id,
+                "request_id": self._listening.request_id,
+                "model_info": model_info(self.facts.model),
+                "model_uuid": self._listening.request_id,
             },
         }
 
-    def _word(self, word: TimedWord) -> dict[str, Any]:
-        plain = re.sub(r"[^\w'’-]", "", word.text).lower() or word.text
-        times = {"start": self._seconds(word.start), "end": self._seconds(word.end)}
-        return {"word": plain, **times, "confidence": 1.0, "punctuated_word": word.text}
+    def _configured(self, message: Json) -> Json:
+        """Nothing can be changed in the middle, and a client must not believe that it was."""
+        body: Json = {"request_id": self._listening.request_id}
+        if not message.get("keyterms") and not message.get("features"):
+            return {"type": "ConfigureSuccess", **body}
+        code = "CONFIGURE_KEYTERMS_NOT_SUPPORTED" if message.get("keyterms") else "CONFIGURE_INTERNAL_ERROR"
+        return {"type": "ConfigureFailure", **body, "code": code, "description": "This is not supported here."}
 
-    def _metadata(self, sample: int) -> Json:
+    def _metadata(self) -> Json:
         return {
             "type": "Metadata",
             "transaction_key": "deprecated",
-            "request_id": self.request_id,
-            "sha256": hashlib.sha256(self.request_id.encode()).hexdigest(),
-            "created": self._created,
-            "duration": self._seconds(sample),
-            "channels": 1,
+            "request_id": self._listening.request_id,
+            "sha256": hashlib.sha256(self._listening.request_id.encode()).hexdigest(),
+            "created": self._listening.created,
+            "duration": self._seconds(self._listening.samples),
+            "channels": self._query.channels,
         }
 
     def _seconds(self, samples: int) -> float:
-        return round(samples / self.facts.sample_rate, 3)
-
-
-def _keyterms(terms: Any) -> Json:
-    """What a client asked for, to be repeated in the answer."""
-    if not isinstance(terms, list):
-        return {}
-    if len(terms) > MAX_KEYTERMS or not all(isinstance(term, str) and len(term) <= MAX_NAME for term in terms):
-        text = f"'keyterms' must be at most {MAX_KEYTERMS} strings of at most {MAX_NAME} characters."
-        raise ClientFault("UNPARSABLE_CLIENT_MESSAGE", text)
-    return {"keyterms": terms}
+        return seconds(samples, self.facts.sample_rate)
 
 
 def _error(code: str, message: str) -> Json:

@@ -1,10 +1,13 @@
-"""Forms that carry a file: what is refused before and while the file arrives, and the bounds on files in the house."""
+"""Requests that carry a file: what is refused before and while it arrives, and the bounds on files in the house."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from tempfile import SpooledTemporaryFile
 
-from starlette.datastructures import FormData
+from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
@@ -16,6 +19,8 @@ from realtime.http.context import Context
 MAX_FIELDS = 200
 MAX_FIELD_BYTES = 64 * 1024
 RETRY_AFTER_S = 30
+# A file that is no larger than this is not written to disk, as with forms.
+IN_MEMORY_BYTES = 1024 * 1024
 
 
 class Spool:
@@ -78,7 +83,7 @@ class Upload:
 
 
 class FormReader:
-    """Reads multipart forms within the limits on uploads."""
+    """Reads multipart forms, and bodies that are a file, within the limits on uploads."""
 
     def __init__(self, context: Context) -> None:
         self.spool = Spool(context.limits)
@@ -88,12 +93,22 @@ class FormReader:
     async def open(self, request: Request) -> Upload:
         """The form of a request. Raises Refusal, as early as it can be known."""
         self._check(request)
-        upload = Upload(self.spool, self._limits.upload_bytes)
-        try:
-            upload.form = await self._read(Request(request.scope, upload.counted(request.receive)))
-        except BaseException:
-            await upload.close()
-            raise
+        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+            raise Refusal(400, "invalid_form", "Send the file as multipart/form-data, in the field 'file'.")
+        async with self._arriving(request) as (upload, counted):
+            upload.form = await counted.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
+        return upload
+
+    async def open_body(self, request: Request, head: bytes) -> Upload:
+        """A request whose body is the file itself, behind bytes of ours. Raises Refusal like the other."""
+        self._check(request)
+        async with self._arriving(request) as (upload, counted):
+            file = UploadFile(SpooledTemporaryFile(max_size=IN_MEMORY_BYTES))  # type: ignore[arg-type]
+            upload.form = FormData([("file", file)])
+            await file.write(head)
+            async for piece in counted.stream():
+                await file.write(piece)
+            await file.seek(0)
         return upload
 
     def _check(self, request: Request) -> None:
@@ -104,19 +119,28 @@ class FormReader:
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > self._limits.upload_bytes:
             raise too_large(self._limits.upload_bytes)
-        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-            raise Refusal(400, "invalid_form", "Send the file as multipart/form-data, in the field 'file'.")
 
-    async def _read(self, request: Request) -> FormData:
+    @asynccontextmanager
+    async def _arriving(self, request: Request) -> AsyncIterator[tuple[Upload, Request]]:
+        """An upload for the request, whose every byte is counted; closed again if it does not arrive in time."""
+        upload = Upload(self.spool, self._limits.upload_bytes)
         try:
             async with asyncio.timeout(self._limits.upload_s):
-                return await request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
-        except HTTPException as error:
-            raise Refusal(400, "invalid_form", f"The form cannot be read: {error.detail}") from error
-        except TimeoutError as error:
-            raise Refusal(408, "upload_too_slow", "The file took too long to arrive.") from error
-        except ClientDisconnect as error:
-            raise client_gone() from error
+                yield upload, Request(request.scope, upload.counted(request.receive))
+        except BaseException as error:
+            await upload.close()
+            _raise_refusal(error)
+            raise
+
+
+def _raise_refusal(error: BaseException) -> None:
+    """Why an upload did not arrive, if that is the client's doing."""
+    if isinstance(error, HTTPException):
+        raise Refusal(400, "invalid_form", f"The form cannot be read: {error.detail}") from error
+    if isinstance(error, TimeoutError):
+        raise Refusal(408, "upload_too_slow", "The file took too long to arrive.") from error
+    if isinstance(error, ClientDisconnect):
+        raise client_gone() from error
 
 
 def too_large(most_bytes: int) -> Refusal:

@@ -8,6 +8,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from uuid import uuid4
 
 from starlette.applications import Starlette
 from starlette.datastructures import QueryParams
@@ -15,7 +17,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from realtime.dialects.deepgram import READ_ONCE, DeepgramDialect, settings_from_query
+from realtime.dialects.base import SessionFacts
+from realtime.dialects.deepgram import DeepgramDialect, Listening
+from realtime.dialects.deepgram_query import READ_ONCE, read_socket_query
+from realtime.dialects.deepgram_shapes import error_body
 from realtime.dialects.json_frames import encode_json
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.openai_session import MAX_NAME, merge_beta
@@ -23,7 +28,10 @@ from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.auth import BETA_PROTOCOL, select_subprotocol
 from realtime.http.context import Context
 from realtime.serving.caller import Caller
+from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.connection import Connection
+from realtime.serving.inbox import Inbox
+from realtime.serving.live_session import LiveSession
 from realtime.serving.registry import Entry
 from realtime.serving.throttle import Pace, Turnstile
 from realtime.serving.uvicorn_patch import ABORT_EXTENSION, GONE_EXTENSION, NOTHING_WAITS_EXTENSION
@@ -32,12 +40,17 @@ from realtime.session.settings import Settings
 
 log = logging.getLogger("tickertape.server")
 
+# Where Deepgram's clients come, with sockets and with files.
+LISTEN = "/v1/listen"
+# How long a sample of each raw format is.
+SAMPLE_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}
+
 
 @dataclass(frozen=True, slots=True)
 class _Entrance:
-    """How a socket is let in: its session, and what it is told first."""
+    """How a socket is let in: its session, or one for each of its channels, and what it is told first."""
 
-    entry: Entry
+    entries: tuple[Entry, ...]
     first_frames: list[str]
     subprotocol: str | None
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -66,19 +79,17 @@ class Gateway:
         websocket = WebSocket(scope, receive, send)
         try:
             entrance = enter(websocket)
-        except Refusal as refusal:
-            await websocket.send_denial_response(refused(refusal))
+        except (Refusal, ClientFault) as error:
+            await websocket.send_denial_response(refused(scope["path"], error))
             return
-        except ClientFault as fault:
-            await websocket.send_denial_response(refused(Refusal(400, fault.code, fault.message, fault.param)))
-            return
-        entry = entrance.entry
         extensions = scope.get("extensions", {})
         abort = extensions.get(ABORT_EXTENSION, _no_abort)
         nothing_waits = extensions.get(NOTHING_WAITS_EXTENSION, _unknown)
         gone = extensions.get(GONE_EXTENSION, _not_known_to_be_gone)
-        connection = Connection(entry.live, entry.inbox, receive, send, abort, nothing_waits, self._turnstile, gone)
-        self.sessions.attach(entry, connection)
+        live, inbox = _joined(entrance.entries)
+        connection = Connection(live, inbox, receive, send, abort, nothing_waits, self._turnstile, gone)
+        for entry in entrance.entries:
+            self.sessions.attach(entry, connection)
         limits = self.config.limits
         paces = (self._pace(limits.messages_per_second), self._pace(limits.mistakes_per_second))
         try:
@@ -89,13 +100,14 @@ class Gateway:
             if hangup is not None:
                 self.metrics.closed.labels(hangup.cause).inc()
         except* OSError:
-            log.debug("session %s: the client left during the handshake", entry.live.id)
+            log.debug("session %s: the client left during the handshake", live.id)
         except* Exception:
             self.metrics.closed.labels("internal").inc()
-            log.exception("session %s failed", entry.live.id)
+            log.exception("session %s failed", live.id)
             await connection.close(Hangup(CloseCode.INTERNAL, "internal error", "internal"))
         finally:
-            await self.sessions.detach(entry, connection)
+            for entry in entrance.entries:
+                await self.sessions.detach(entry, connection)
 
     @staticmethod
     def _pace(per_second: float) -> Pace | None:
@@ -106,13 +118,14 @@ class Gateway:
         query = websocket.query_params
         offered: list[str] = websocket.scope.get("subprotocols", [])
         address = websocket.client.host if websocket.client else ""
-        _check_once(query, ("model", "resume", "after"))
+        check_once(query, ("model", "resume", "after"))
         if "call_id" in query:
             raise Refusal(404, "not_found", "Calls are not served here.", param="call_id")
         caller = self._context.caller(websocket.headers, offered, address)
         selected = select_subprotocol(offered)
         if "resume" in query:
-            return _Entrance(*self._resume(query["resume"], query.get("after", "0"), caller), selected)
+            entry, missed = self._resume(query["resume"], query.get("after", "0"), caller)
+            return _Entrance((entry,), missed, selected)
         self.sessions.admit(caller)
         beta = websocket.headers.get("openai-beta") == "realtime=v1" or BETA_PROTOCOL in offered
         settings = caller.settings or Settings()
@@ -120,19 +133,22 @@ class Gateway:
             settings = merge_beta(settings, {"input_audio_transcription": {"model": query["model"][:MAX_NAME]}})
         entry = self.sessions.create(caller, settings, BetaDialect if beta else OpenAIDialect)
         greeting = entry.live.dialect.created(entry.live.session.settings)
-        return _Entrance(entry, [encode_json(greeting)] if greeting else [], selected)
+        return _Entrance((entry,), [encode_json(greeting)] if greeting else [], selected)
 
     def _enter_listen(self, websocket: WebSocket) -> _Entrance:
         """The same for Deepgram's clients, which say everything in the query."""
         offered: list[str] = websocket.scope.get("subprotocols", [])
         query = websocket.query_params
-        _check_once(query, READ_ONCE)
+        check_once(query, READ_ONCE)
         caller = self._context.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
-        settings = settings_from_query(query)
-        self.sessions.admit(caller)
-        entry = self.sessions.create(caller, settings, lambda facts: DeepgramDialect(facts, query))
-        header = (b"dg-request-id", entry.live.id.encode())
-        return _Entrance(entry, [], select_subprotocol(offered), [header])
+        listening = Listening(read_socket_query(query))
+        self.sessions.admit(caller, listening.query.channels)
+        entries = tuple(
+            self.sessions.create(caller, listening.query.settings, partial(_deepgram, listening, channel))
+            for channel in range(listening.query.channels)
+        )
+        header = (b"dg-request-id", listening.request_id.encode())
+        return _Entrance(entries, [], select_subprotocol(offered), [header])
 
     def _resume(self, token: str, after: str, caller: Caller) -> tuple[Entry, list[str]]:
         entry = self.sessions.find(token, caller)
@@ -159,7 +175,7 @@ class Gateway:
             await asyncio.gather(ticker, return_exceptions=True)
 
 
-def _check_once(query: QueryParams, names: tuple[str, ...]) -> None:
+def check_once(query: QueryParams, names: tuple[str, ...]) -> None:
     """Refuse a parameter that comes twice: one of its values would be ignored without a word."""
     for name in names:
         if len(query.getlist(name)) > 1:
@@ -180,6 +196,25 @@ def _not_known_to_be_gone() -> bool:
     return False
 
 
-def refused(refusal: Refusal) -> Response:
-    """A refusal as an HTTP response."""
-    return JSONResponse(refusal.body(), refusal.status, refusal.headers())
+def _deepgram(listening: Listening, channel: int, facts: SessionFacts) -> DeepgramDialect:
+    return DeepgramDialect(facts, listening, channel)
+
+
+def _joined(entries: tuple[Entry, ...]) -> tuple[LiveSession | ChannelGroup, Inbox | ChannelInbox]:
+    """What one connection serves."""
+    first = entries[0]
+    if len(entries) == 1:
+        return first.live, first.inbox
+    sample_bytes = SAMPLE_BYTES[first.live.session.settings.format.type]
+    return ChannelGroup([entry.live for entry in entries]), ChannelInbox([e.inbox for e in entries], sample_bytes)
+
+
+def refused(path: str, error: Refusal | ClientFault) -> Response:
+    """A refusal as an HTTP response, in the shape that clients of this path read."""
+    if isinstance(error, ClientFault):
+        error = Refusal(400, error.code, error.message, error.param)
+    if path != LISTEN:
+        return JSONResponse(error.body(), error.status, error.headers())
+    request_id = str(uuid4())
+    headers = {"dg-request-id": request_id, "dg-error": error.message.encode("ascii", "replace").decode()}
+    return JSONResponse(error_body(error, request_id), error.status, error.headers() | headers)

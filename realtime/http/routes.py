@@ -20,7 +20,8 @@ from realtime.http.answers import Answers
 from realtime.http.auth import Gatekeeper
 from realtime.http.context import Context
 from realtime.http.forms import FormReader
-from realtime.http.gateway import Gateway, refused
+from realtime.http.gateway import LISTEN, Gateway, refused
+from realtime.http.listen import ListenRoute
 from realtime.http.page import page_routes
 from realtime.http.prepare import PrepareRoutes
 from realtime.http.uploads import UploadRoutes
@@ -56,13 +57,14 @@ def build_app(engine: EngineApi, config: Config, metrics: Metrics | None = None)
 
 
 def _sockets(gateway: Gateway) -> list[WebSocketRoute]:
-    paths = {"/v1/realtime": gateway.realtime, "/realtime": gateway.realtime, "/v1/listen": gateway.listen}
+    paths = {"/v1/realtime": gateway.realtime, "/realtime": gateway.realtime, LISTEN: gateway.listen}
     return [WebSocketRoute(path, _AsgiEndpoint(serve)) for path, serve in paths.items()]
 
 
 def _answers(context: Context) -> list[Route]:
     answers, forms = Answers(context), FormReader(context)
     uploads, prepare = UploadRoutes(context, forms), PrepareRoutes(context, forms)
+    listen = ListenRoute(context, forms, uploads)
     routes: list[Route] = []
     for prefix in ("/v1", ""):
         routes += [
@@ -76,6 +78,7 @@ def _answers(context: Context) -> list[Route]:
         ]
     return [
         *routes,
+        Route(LISTEN, listen.transcribe, methods=["POST"]),
         Route("/health", answers.health),
         Route("/ready", answers.ready),
         Route("/capacity", answers.capacity),
@@ -95,27 +98,30 @@ class _AsgiEndpoint:
 
 async def _on_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return refused(error)
+    return refused(request.url.path, error)
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
     assert isinstance(error, ClientFault)
-    return refused(Refusal(400, error.code, error.message, error.param))
+    return refused(request.url.path, error)
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
     """Nobody reads this answer; without it each client that leaves early would be an error in the log."""
-    return refused(Refusal(499, "client_gone", "The client left before its request was complete."))
+    text = "The client left before its request was complete."
+    return refused(request.url.path, Refusal(499, "client_gone", text))
 
 
 async def _on_no_engine(request: Request, error: Exception) -> Response:
     text = "The engine is not ready yet."
-    return refused(Refusal(503, "engine_not_ready", text, retry_after_s=5, kind="server_error"))
+    refusal = Refusal(503, "engine_not_ready", text, retry_after_s=5, kind="server_error")
+    return refused(request.url.path, refusal)
 
 
 async def _on_not_found(request: Request, error: Exception) -> Response:
-    return refused(Refusal(404, "not_found", f"There is no {request.method} {request.url.path[:200]} here."))
+    path = request.url.path
+    return refused(path, Refusal(404, "not_found", f"There is no {request.method} {path[:200]} here."))
 
 
 async def _on_wrong_method(request: Request, error: Exception) -> Response:
-    return refused(Refusal(405, "method_not_allowed", f"{request.method} is not possible here."))
+    return refused(request.url.path, Refusal(405, "method_not_allowed", f"{request.method} is not possible here."))

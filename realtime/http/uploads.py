@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from typing import BinaryIO
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
@@ -33,23 +34,30 @@ class UploadRoutes:
             return await self._answer(upload, request)
         except BaseException as error:
             if isinstance(error, Refusal):
-                self._count(error.code)
+                self.count(error.code)
             await upload.close()
             raise
 
     async def _answer(self, upload: Upload, request: Request) -> Response:
         wanted, file = _read(upload.form)
-        transcript = Transcript(self._context.engine.spec.sample_rate)
-        deltas = self._watched(self._transcriber.deltas(file.file, wanted, transcript), request)
         if wanted.stream:
+            transcript = Transcript(self._context.engine.spec.sample_rate)
+            deltas = self._watched(self._transcriber.deltas(file.file, wanted, transcript), request)
             return await self._stream(deltas, transcript, upload)
+        transcript = await self.transcript(file.file, wanted, request)
+        await upload.close()
+        body, media_type = write_answer(transcript, wanted)
+        return Response(body, media_type=media_type)
+
+    async def transcript(self, file: BinaryIO, wanted: UploadRequest, request: Request) -> Transcript:
+        """All that is said in a file, with its place among the others; raises Refusal."""
+        transcript = Transcript(self._context.engine.spec.sample_rate)
+        deltas = self._watched(self._transcriber.deltas(file, wanted, transcript), request)
         async with aclosing(deltas):
             async for _ in deltas:
                 pass
-        await upload.close()
-        self._count("ok")
-        body, media_type = write_answer(transcript, wanted)
-        return Response(body, media_type=media_type)
+        self.count("ok")
+        return transcript
 
     async def _watched(self, deltas: AsyncGenerator[str], request: Request) -> AsyncGenerator[str]:
         """The text as it comes, for so long as one may take. A client that leaves gives its place to the next file."""
@@ -74,11 +82,11 @@ class UploadRoutes:
                     yield sse({"type": "transcript.text.delta", "delta": first})
                 async for delta in deltas:
                     yield sse({"type": "transcript.text.delta", "delta": delta})
-                self._count("ok")
+                self.count("ok")
                 for event in sse_done(transcript):
                     yield event
             except Refusal as refusal:
-                self._count(refusal.code)
+                self.count(refusal.code)
                 yield sse(dict(refusal.body()))
 
         async def end() -> None:
@@ -87,7 +95,7 @@ class UploadRoutes:
 
         return _Streamed(body(), end)
 
-    def _count(self, outcome: str) -> None:
+    def count(self, outcome: str) -> None:
         self._context.metrics.uploads.labels(outcome).inc()
 
 

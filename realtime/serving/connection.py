@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from realtime.errors import CloseCode
+from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
 from realtime.serving.throttle import SHARE_S, Pace, Turnstile
@@ -35,8 +36,8 @@ class Connection:
 
     def __init__(
         self,
-        live: LiveSession,
-        inbox: Inbox,
+        live: LiveSession | ChannelGroup,
+        inbox: Inbox | ChannelInbox,
         receive: Receive,
         send: SendMessage,
         abort: Callable[[], None],

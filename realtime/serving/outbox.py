@@ -29,10 +29,16 @@ class Outbox:
         self._overrun = False
         # Told once when the reader has fallen too far behind.
         self.on_overrun: Callable[[], None] | None = None
-        self._wake = asyncio.Event()
+        # Set when there is something to take. Outboxes with one reader share one.
+        self.wake = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._events)
+
+    @property
+    def has_next(self) -> bool:
+        """The next event, or the end, can be taken without a wait."""
+        return bool(self._events) or self._hangup is not None
 
     @property
     def overrun(self) -> bool:
@@ -54,7 +60,7 @@ class Outbox:
             self._events.pop()
         self._events.append((event, size))
         self._overrun = len(self._events) > self._max_events or self.bytes > self._max_bytes
-        self._wake.set()
+        self.wake.set()
         if self._overrun and self.on_overrun is not None:
             self.on_overrun()
 
@@ -62,13 +68,13 @@ class Outbox:
         """Close the socket after everything that was put before."""
         if self._hangup is None:
             self._hangup = hangup
-            self._wake.set()
+            self.wake.set()
 
     async def get(self) -> ServerEvent | Hangup:
         """The next event; the hang-up comes last and again on every later call."""
-        while not self._events and self._hangup is None:
-            self._wake.clear()
-            await self._wake.wait()
+        while not self.has_next:
+            self.wake.clear()
+            await self.wake.wait()
         if self._events:
             event, size = self._events.popleft()
             self.bytes -= size

@@ -99,14 +99,14 @@ class Sessions:
 
     # Admission
 
-    def admit(self, caller: Caller) -> None:
-        """Raise a Refusal if a new session of this caller cannot be served well now. Changes nothing but the rate."""
+    def admit(self, caller: Caller, sessions: int = 1) -> None:
+        """Raise a Refusal if new sessions of this caller cannot be served well now. Changes nothing but the rate."""
         limits = self._config.limits
         if self.draining:
             raise self._refusal("draining", 503, "server_shutting_down", "The server is restarting.", 5)
         if not self.engine.ready:
             raise self._refusal("not_ready", 503, "engine_not_ready", "The engine is not ready yet.", 5)
-        if limits.sessions_per_key and self._per_caller[caller.name] >= limits.sessions_per_key:
+        if limits.sessions_per_key and self._per_caller[caller.name] + sessions > limits.sessions_per_key:
             text = f"At most {limits.sessions_per_key} sessions may be open at once."
             raise self._refusal("sessions_per_key", 429, "too_many_sessions", text, 10)
         capacity = self.engine.capacity()
@@ -114,13 +114,13 @@ class Sessions:
         # new they are expected to speak.
         waiting = [entry for entry in self._entries.values() if not entry.live.has_stream]
         expected = sum(entry.started_at > self._clock() - COUNTED_SECONDS for entry in waiting)
-        full = capacity.used + len(waiting) >= capacity.total or expected >= capacity.free
-        if full or (limits.max_sessions and len(self._entries) >= limits.max_sessions):
+        full = capacity.used + len(waiting) + sessions > capacity.total or expected + sessions > capacity.free
+        if full or (limits.max_sessions and len(self._entries) + sessions > limits.max_sessions):
             retry_s = max(1, round(capacity.retry_after_s))
             raise self._refusal("capacity", 503, "server_busy", "The server is at capacity; try again.", retry_s)
-        self._count_arrival(caller)
+        self._count_arrivals(caller, sessions)
 
-    def _count_arrival(self, caller: Caller) -> None:
+    def _count_arrivals(self, caller: Caller, sessions: int) -> None:
         limit = self._config.limits.new_sessions_per_minute
         if not limit:
             return
@@ -130,11 +130,11 @@ class Sessions:
         recent = self._arrivals.setdefault(caller.name, deque())
         while recent and recent[0] <= now - RATE_WINDOW_S:
             recent.popleft()
-        if len(recent) >= limit:
-            wait_s = max(1, round(recent[0] + RATE_WINDOW_S - now))
+        if len(recent) + sessions > limit:
+            wait_s = max(1, round(recent[0] + RATE_WINDOW_S - now)) if recent else round(RATE_WINDOW_S)
             text = f"At most {limit} sessions may be opened in a minute."
             raise self._refusal("rate", 429, "rate_limit_exceeded", text, wait_s)
-        recent.append(now)
+        recent.extend([now] * sessions)
 
     def _refusal(self, reason: str, status: int, code: str, message: str, retry_s: int) -> Refusal:
         self._metrics.refused.labels(reason).inc()
@@ -251,7 +251,7 @@ class Sessions:
                     await self.end(entry)
             else:
                 self._check_time(entry, now)
-        for name in [name for name, recent in self._arrivals.items() if recent[-1] < now - RATE_WINDOW_S]:
+        for name in [name for name, recent in self._arrivals.items() if not recent or recent[-1] < now - RATE_WINDOW_S]:
             del self._arrivals[name]
         self._update_gauges()
 

@@ -15,6 +15,7 @@ from realtime.session.events import (
     Cleared,
     Committed,
     Completed,
+    Delta,
     Effect,
     Measured,
     Problem,
@@ -23,9 +24,11 @@ from realtime.session.events import (
     SpeechStarted,
     SpeechStopped,
     TimedOut,
+    UtteranceEnded,
 )
 from realtime.session.settings import Settings
 from realtime.session.turns import SavedTurns, Turn, Turns
+from realtime.session.utterances import SavedUtterances, UtteranceWatch
 
 # How far speech detection may be behind the audio for the end of a turn to be worth a flush at once, and how far if
 # the pause has lasted a while already (a busy engine).
@@ -54,6 +57,7 @@ class SavedBoundaries:
     boundary: int
     boundary_ms: float
     watch: SavedWatch | None
+    utterances: SavedUtterances | None
 
 
 class Boundaries:
@@ -79,6 +83,7 @@ class Boundaries:
         self._flush = flush
         self._watch: TurnWatch | None = None
         self._set_watch(0)
+        self._utterances = self._new_utterances()
 
     @property
     def speaking(self) -> bool:
@@ -90,7 +95,8 @@ class Boundaries:
 
     def save(self) -> SavedBoundaries:
         watch = None if self._watch is None else self._watch.save()
-        return SavedBoundaries(self.audio, self.turns.save(), self.boundary, self._boundary_ms, watch)
+        utterances = None if self._utterances is None else self._utterances.save()
+        return SavedBoundaries(self.audio, self.turns.save(), self.boundary, self._boundary_ms, watch, utterances)
 
     def load(self, saved: SavedBoundaries, shift: float) -> None:
         """Go on where another session stopped, on a clock that shows `shift` more."""
@@ -99,6 +105,8 @@ class Boundaries:
         self.boundary, self._boundary_ms = saved.boundary, saved.boundary_ms
         if self._watch is not None and saved.watch is not None:
             self._watch.load(saved.watch)
+        if self._utterances is not None and saved.utterances is not None:
+            self._utterances.load(saved.utterances)
 
     def check_integrity(self) -> None:
         self.turns.check_integrity()
@@ -110,6 +118,8 @@ class Boundaries:
     def configure(self, new: Settings) -> None:
         old, self._settings = self._settings, new
         self.turns.trim_start = new.trim_start
+        if new.utterance_end_ms != old.utterance_end_ms:
+            self._utterances = self._new_utterances()
         if new.turn_detection != old.turn_detection:
             self._set_watch(self.boundary)
             self._open_without_detection()
@@ -165,9 +175,13 @@ class Boundaries:
     def hear(self, probability: float, samples: int, now: float) -> None:
         """The next frame of audio, and how likely it is speech."""
         self.audio.covered += samples
-        if self._watch is None:
-            return
-        for sign in self._watch.watch(probability, samples, self.turns.current_text()):
+        if self._watch is not None:
+            self._hear_turns(self._watch, probability, samples, now)
+        if self._utterances is not None:
+            self._hear_utterance(self._utterances, probability)
+
+    def _hear_turns(self, watch: TurnWatch, probability: float, samples: int, now: float) -> None:
+        for sign in watch.watch(probability, samples, self.turns.current_text()):
             if isinstance(sign, Started):
                 self._start(sign.sample, now)
             elif isinstance(sign, Paused):
@@ -179,6 +193,22 @@ class Boundaries:
         detection = self._settings.turn_detection
         if detection is not None and detection.idle_timeout_ms is not None:
             self._end_silence(detection.idle_timeout_ms, now)
+
+    def _hear_utterance(self, watch: UtteranceWatch, probability: float) -> None:
+        heard = self.audio.covered
+        watch.hear(probability, heard)
+        self._end_utterance(watch.ended(heard))
+        # As for turns: audio that is ahead of speech detection may be in the middle of a word.
+        if self.audio.appended - heard <= CAUGHT_UP_SECONDS * self._rate:
+            at_pause = watch.ask(heard)
+            if at_pause is not None:
+                self._flush(at_pause)
+
+    def settle(self, sample: int) -> None:
+        """The engine has said all about the audio before this sample, and the client has been told."""
+        if self._utterances is not None:
+            self._utterances.settle(sample)
+            self._end_utterance(self._utterances.ended(self.audio.covered))
 
     def flush_ended(self) -> None:
         """Ask for the rest of turns that speech detection ended.
@@ -202,6 +232,8 @@ class Boundaries:
 
     def tell(self, events: list[ServerEvent], now: float) -> None:
         for event in events:
+            if isinstance(event, Delta) and event.words and self._utterances is not None:
+                self._end_utterance(self._utterances.say(event.words))
             self._send(event)
             if isinstance(event, Completed) and event.goes_on:
                 self.boundary = min(event.end, self.audio.appended)
@@ -243,6 +275,10 @@ class Boundaries:
             self._end(end, now, by_time=True)
             self._set_boundary(end, end * 1000 / self._rate)
 
+    def _end_utterance(self, sample: int | None) -> None:
+        if sample is not None:
+            self._send(UtteranceEnded(sample))
+
     def _stop_announced(self, sample: int) -> None:
         current = self.turns.current
         if current is not None and current.announced:
@@ -268,6 +304,10 @@ class Boundaries:
             self._watch = TurnWatch(detection, self._rate, start, first_frame=self.audio.covered)
             if self.speaking:
                 self._watch.resume_turn()
+
+    def _new_utterances(self) -> UtteranceWatch | None:
+        gap_ms = self._settings.utterance_end_ms
+        return None if gap_ms is None else UtteranceWatch(gap_ms, self._rate)
 
     def _send(self, event: ServerEvent) -> None:
         self._do(Send(event))

@@ -289,6 +289,7 @@ class Session:
         while self._waiting and self._waiting[0].sample <= mark:
             self._resolve(self._waiting.popleft(), now)
         self._boundaries.tell(self._turns.complete_until(mark), now)
+        self._boundaries.settle(mark)
         if self.phase is Phase.COMMITTING and not self._waiting:
             self._move(Phase.ACTIVE)
         self._recall_speech(now)
@@ -308,6 +309,7 @@ class Session:
             self._recall_speech(now)
             self._boundaries.end_open(now)
             self._boundaries.tell(self._turns.complete_until(self.appended), now)
+            self._boundaries.settle(self.appended)
             self._send(Ended(self.appended))
             self._close_finished()
 

@@ -169,6 +169,13 @@ class Completed:
 
 
 @dataclass(frozen=True, slots=True)
+class UtteranceEnded:
+    """No word followed the one that ends at `sample` for as long as the client wanted to wait."""
+
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
 class ItemFailed:
     item_id: str
     code: str
@@ -229,6 +236,7 @@ ServerEvent = (
     | Cleared
     | Delta
     | Completed
+    | UtteranceEnded
     | ItemFailed
     | Problem
     | Acknowledged

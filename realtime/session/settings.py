@@ -64,6 +64,8 @@ class Settings:
     include: tuple[str, ...] | None = None
     # OpenAI items are shown with a trimmed start; vLLM promises the raw concatenation.
     trim_start: bool = True
+    # Tell the client when no word followed the last one for so long; None leaves that to turns.
+    utterance_end_ms: int | None = None
     # Least audio a commit must find in the buffer; vLLM closes empty utterances too.
     minimum_commit_ms: int = 100
 

@@ -143,17 +143,42 @@ async def pipecat_deepgram(base_url: str, pcm: bytes, pace_s: float, turns: int)
     return await _pipecat(service, pcm, 16_000, pace_s, turns)
 
 
-async def deepgram_sdk(base_url: str, pcm: bytes, pace_s: float) -> list[str]:
-    """16 kHz. Ends when the server has closed the socket."""
+def _deepgram_client(base_url: str, **options: Any) -> Any:
     from deepgram import AsyncDeepgramClient, DeepgramClientEnvironment
 
     root = base_url.removesuffix("/v1")
     production = root.replace("http", "ws", 1)
-    client = AsyncDeepgramClient(
+    return AsyncDeepgramClient(
         api_key="any",
         environment=DeepgramClientEnvironment(base=root, production=production, agent=production, agent_rest=root),
+        **options,
     )
-    async with client.listen.v1.connect(
+
+
+async def deepgram_file(base_url: str, file: bytes) -> Any:
+    """A file, and the answer as the package reads it."""
+    import httpx
+
+    async with httpx.AsyncClient() as http:
+        return await _deepgram_client(base_url, httpx_client=http).listen.v1.media.transcribe_file(
+            request=file, model="nova-3", smart_format=True, utterances=True
+        )
+
+
+async def deepgram_channels(base_url: str, pcm: bytes) -> list[Any]:
+    """All that comes for two channels at 16 kHz, as the package reads it."""
+    async with _deepgram_client(base_url).listen.v1.connect(
+        model="nova-3", encoding="linear16", sample_rate=16_000, channels=2, multichannel=True, vad_events=True
+    ) as connection:
+        for piece in pieces(pcm, 32_000):
+            await connection.send_media(piece)
+        await connection.send_close_stream()
+        return [message async for message in connection]
+
+
+async def deepgram_sdk(base_url: str, pcm: bytes, pace_s: float) -> list[str]:
+    """16 kHz. Ends when the server has closed the socket."""
+    async with _deepgram_client(base_url).listen.v1.connect(
         model="nova-3", encoding="linear16", sample_rate=16_000, interim_results=True
     ) as connection:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,6 +46,11 @@ def text_of(result: dict[str, Any]) -> str:
         ("encoding=linear16&sample_rate=x", "sample_rate"),
         ("encoding=amr-nb&sample_rate=8000", "encoding"),
         ("encoding=linear16&channels=2", "channels"),
+        ("encoding=linear16&channels=9&multichannel=true", "channels"),
+        ("channels=2&multichannel=true", "multichannel"),
+        ("encoding=linear16&utterance_end_ms=soon&interim_results=true", "utterance_end_ms"),
+        ("encoding=linear16&redact=pci", "redact"),
+        ("encoding=linear16&callback=https://a.example", "callback"),
         ("encoding=linear16&language=en&language=de", "language"),
         ("encoding=linear16&encoding=mulaw", "encoding"),
         (f"encoding=linear16&model={'m' * 300}", "model"),
@@ -56,7 +62,10 @@ async def test_audio_we_cannot_read_is_refused_at_the_handshake(serve: Serve, qu
             async with connect(listen(running, query)):
                 pass
         assert refused.value.response.status_code == 400
-        assert json.loads(refused.value.response.body)["error"]["param"] == param
+        body = json.loads(refused.value.response.body)
+        assert set(body) == {"err_code", "err_msg", "request_id"} and body["err_code"] == "Bad Request"
+        assert f"'{param}" in body["err_msg"]
+        assert refused.value.response.headers["dg-error"] == body["err_msg"]
 
 
 async def test_unknown_message_is_an_error_and_the_socket_stays(serve: Serve) -> None:
@@ -69,7 +78,7 @@ async def test_unknown_message_is_an_error_and_the_socket_stays(serve: Serve) ->
 
 
 async def test_turns_give_interims_and_finals_that_do_not_overlap(serve: Serve) -> None:
-    query = QUERY + "&vad_events=true&utterance_end_ms=1000"
+    query = QUERY + "&vad_events=true"
     async with serve() as running, raw_client(listen(running, query)) as client:
         # LiveKit says this before any audio.
         await client.send("KeepAlive")
@@ -82,7 +91,6 @@ async def test_turns_give_interims_and_finals_that_do_not_overlap(serve: Serve) 
     assert code == 1000 and events[-1]["type"] == "Metadata"
     assert events[-1]["duration"] == pytest.approx(4.9, abs=0.01)
     assert [event["type"] for event in events].count("SpeechStarted") == 2
-    assert [event["type"] for event in events].count("UtteranceEnd") == 2
     results = [event for event in events if event["type"] == "Results"]
     finals = [result for result in results if result["is_final"]]
     assert " ".join(text_of(final) for final in finals) == "w1 w2 w3 w4 w5 w6 w7 w8"
@@ -106,8 +114,85 @@ async def test_finalize_answers_at_once_also_with_nothing(serve: Serve) -> None:
         while not (result := await client.receive())["is_final"]:
             pass
         assert result["from_finalize"] and text_of(result) == "w1 w2"
+
+
+async def test_what_is_not_in_force_is_not_repeated_as_if_it_were(serve: Serve) -> None:
+    async with serve() as running, raw_client(listen(running)) as client:
         await client.send("Configure", keyterms=["Tickertape"])
-        assert (await client.receive())["keyterms"] == ["Tickertape"]
+        answer = await client.receive()
+        assert answer["type"] == "ConfigureFailure" and answer["code"] == "CONFIGURE_KEYTERMS_NOT_SUPPORTED"
+        await client.send("Configure", features={"numerals": True})
+        assert (await client.receive())["type"] == "ConfigureFailure"
+        await client.send("Configure", keyterms=None)
+        assert set(await client.receive()) == {"type", "request_id"}
+
+
+@pytest.mark.parametrize("option", ["punctuate", "smart_format"])
+async def test_marks_and_capitals_come_to_those_who_ask(serve: Serve, option: str) -> None:
+    heard = {}
+    for value in ("true", "false"):
+        engine = FakeEngine(words=["Hello,", "World—it's", "3.5!"])
+        query = f"encoding=linear16&sample_rate=16000&{option}={value}&numerals=true&diarize=true"
+        async with serve(engine) as running, raw_client(listen(running, query)) as client:
+            await client.socket.send(tone(1.3, 16_000))
+            await client.send("CloseStream")
+            heard[value] = (await rest(client))[0][0]
+    assert text_of(heard["true"]) == "Hello, World—it's 3.5!"
+    assert text_of(heard["false"]) == "hello world—it's 3.5"
+    words = {value: result["channel"]["alternatives"][0]["words"] for value, result in heard.items()}
+    assert [word["word"] for word in words["true"]] == [word["word"] for word in words["false"]]
+    assert [word["punctuated_word"] for word in words["true"]] == ["Hello,", "World—it's", "3.5!"]
+    assert set(words["false"][0]) == {"word", "start", "end", "confidence"}
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not happened():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def listen_in_real_order(running: Any, query: str, audio: bytes) -> list[dict[str, Any]]:
+    """Small pieces, each heard before the next comes: as if somebody spoke."""
+    async with raw_client(listen(running, query)) as client:
+        for start in range(0, len(audio), 3200):
+            await client.socket.send(audio[start : start + 3200])
+            heard = min(start + 3200, len(audio)) // 2
+            await until(lambda heard=heard: any(stream.samples >= heard for stream in running.engine.streams))
+        await client.send("CloseStream")
+        return (await rest(client))[0]
+
+
+async def test_long_speech_is_final_every_few_seconds_and_its_end_is_told_once(serve: Serve) -> None:
+    async with serve() as running:
+        events = await listen_in_real_order(running, QUERY, tone(16.0, 16_000) + silence(0.6, 16_000))
+    finals = [event for event in events if event["type"] == "Results" and event["is_final"]]
+    assert [final["speech_final"] for final in finals] == [False] * (len(finals) - 1) + [True]
+    assert len(finals) >= 3 and all(final["duration"] < 6 for final in finals)
+    assert " ".join(filter(None, map(text_of, finals))) == " ".join(f"w{number}" for number in range(1, 41))
+
+
+@pytest.mark.parametrize("endpointing", ["300", "false"])
+async def test_the_end_of_an_utterance_comes_after_its_time(serve: Serve, endpointing: str) -> None:
+    query = f"encoding=linear16&interim_results=true&utterance_end_ms=1000&endpointing={endpointing}"
+    pauses = tone(1.0, 16_000) + silence(0.7, 16_000) + tone(1.0, 16_000) + silence(1.6, 16_000)
+    async with serve() as running:
+        events = await listen_in_real_order(running, query, pauses)
+    kinds = [event["type"] for event in events]
+    assert kinds.count("UtteranceEnd") == 1, "a pause of 0.7 s is no end"
+    ended = next(event for event in events if event["type"] == "UtteranceEnd")
+    before = [event for event in events[: kinds.index("UtteranceEnd")] if event["is_final"]]
+    # What was said before it is final by then, and named by its last word.
+    assert " ".join(filter(None, map(text_of, before))) == "w1 w2 w3 w4 w5"
+    last = [word for event in before for word in event["channel"]["alternatives"][0]["words"]][-1]
+    assert ended["last_word_end"] == last["end"] and ended["channel"] == [0, 1]
+    assert any(event["speech_final"] for event in before) == (endpointing == "300")
+
+
+async def test_no_end_of_utterances_without_interim_results(serve: Serve) -> None:
+    async with serve() as running:
+        audio = tone(1.0, 16_000) + silence(1.6, 16_000)
+        events = await listen_in_real_order(running, "encoding=linear16&utterance_end_ms=1000", audio)
+    assert "UtteranceEnd" not in [event["type"] for event in events]
 
 
 async def test_no_interims_unless_asked_for_and_an_empty_frame_closes(serve: Serve) -> None:

@@ -15,6 +15,8 @@ import pytest
 
 from tests.e2e import ecosystem_clients as clients
 from tests.e2e.conftest import Serve
+from tests.e2e.test_deepgram_channels import stereo
+from tests.e2e.test_deepgram_files import wav
 from tests.realtime.gateway_doubles import silence, tone
 
 # Other projects' packages warn about each other; that says nothing about this one.
@@ -52,6 +54,28 @@ async def test_client_that_ends_by_itself(serve: Serve, client: Client, rate: in
     async with serve() as running, asyncio.timeout(30):
         finals = await client(running.base_url, two_turns(rate), PACE_S)
     assert " ".join(finals) in ("w1 w2 w3 w4", "w1 w2 w3 w4 w5")
+
+
+@needs("deepgram")
+async def test_deepgrams_package_reads_the_answer_to_a_file(serve: Serve) -> None:
+    async with serve() as running, asyncio.timeout(30):
+        answer = await clients.deepgram_file(running.base_url, wav(two_turns(16_000)))
+    assert answer.metadata.channels == 1 and answer.metadata.duration == pytest.approx(4.3, abs=0.01)
+    best = answer.results.channels[0].alternatives[0]
+    assert best.transcript == " ".join(word.punctuated_word for word in best.words)
+    assert [part.transcript for part in answer.results.utterances] == ["w1 w2", "w3 w4 w5"]
+
+
+@needs("deepgram")
+async def test_deepgrams_package_reads_two_channels(serve: Serve) -> None:
+    audio = stereo(two_turns(16_000), silence(4.3, 16_000))
+    async with serve() as running, asyncio.timeout(30):
+        messages = await clients.deepgram_channels(running.base_url, audio)
+    finals = [message for message in messages if message.type == "Results" and message.is_final]
+    assert {tuple(message.channel_index) for message in finals} == {(0, 2)}, "nobody speaks on the other one"
+    spoken = " ".join(message.channel.alternatives[0].transcript for message in finals)
+    assert spoken.split() == ["w1", "w2", "w3", "w4", "w5"]
+    assert messages[-1].type == "Metadata" and messages[-1].channels == 2
 
 
 @pytest.mark.parametrize(

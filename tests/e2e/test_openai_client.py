@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from websockets.exceptions import InvalidStatus
 
 from tests.e2e.conftest import Serve
+from tests.e2e.raw_client import raw_client
 from tests.realtime.gateway_doubles import FakeEngine, silence, tone
 
 
@@ -219,6 +220,18 @@ async def test_beta_client_gets_the_beta_shapes(serve: Serve) -> None:
     assert events[1].session.turn_detection.silence_duration_ms == 300
     assert kinds.count("conversation.item.created") == 1 and "conversation.item.added" not in kinds
     assert events[-1].transcript == "w1 w2"
+
+
+async def test_beta_in_a_browser_is_told_by_the_subprotocol(serve: Serve) -> None:
+    offered = ["realtime", "openai-insecure-api-key.the-real-key", "openai-beta.realtime-v1"]
+    async with serve(auth={"keys": ("the-real-key",)}) as running:
+        async with raw_client(f"{running.ws}?intent=transcription", subprotocols=offered) as client:
+            assert client.socket.subprotocol == "realtime"
+            created = await client.receive()
+            assert created["type"] == "transcription_session.created" and "input_audio_format" in created["session"]
+            await client.append(tone(1.0) + silence(0.8))
+            kinds = [event["type"] for event in await client.until(COMPLETED)]
+    assert "conversation.item.created" in kinds and "conversation.item.added" not in kinds
 
 
 @pytest.mark.parametrize("query", [{"model": "gpt-4o-transcribe"}, {"model": "m", "intent": "transcription"}])

@@ -534,6 +534,7 @@ SOME_SETTINGS = (
     IDLE,
     MANUAL,
     replace(VAD, turn_detection=TurnDetection(semantic=True, eagerness="high")),
+    replace(VAD, utterance_end_ms=1000),
     replace(MANUAL, language="de"),
     replace(MANUAL, trim_start=False, minimum_commit_ms=0),
 )

@@ -1,0 +1,179 @@
+"""What Deepgram's clients ask for in their URL, for sockets and for files.
+
+What is not served changes nothing and is not repeated as if it did. Two wishes are refused instead: a client that wants
+secrets taken out of the text, or the answer sent elsewhere, must not believe that it got that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from realtime.errors import Refusal
+from realtime.session.settings import G711_RATE, MAX_RATE, MIN_RATE, AudioFormat, Settings, TurnDetection
+
+# Clients ask for tiny values out of habit; a pause this short inside a sentence is not an end.
+MIN_ENDPOINTING_MS = 300
+NO_ENDPOINTING_MS = 60_000
+# Deepgram takes no shorter ones: words may come later than that.
+MIN_UTTERANCE_END_MS = 1000
+MAX_UTTERANCE_END_MS = 60_000
+DEFAULT_UTTERANCE_SPLIT_S = 0.8
+RAW = {"linear16": "audio/pcm", "mulaw": "audio/pcmu", "alaw": "audio/pcma"}
+CONTAINERS = ("", "flac", "ogg-opus")
+# Each channel is a stream of its own.
+MAX_CHANNELS = 8
+# Longest names.
+MAX_NAME = 256
+REFUSED = {
+    "redact": "Nothing is redacted here; leave 'redact' out.",
+    "callback": "Answers are not sent elsewhere; leave 'callback' out and read the answer.",
+}
+# What is read of the query; all of it has one value.
+READ_ONCE = (
+    "encoding",
+    "sample_rate",
+    "channels",
+    "multichannel",
+    "model",
+    "language",
+    "endpointing",
+    "interim_results",
+    "vad_events",
+    "utterance_end_ms",
+    "punctuate",
+    "smart_format",
+    "utterances",
+    "utt_split",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ListenQuery:
+    """A socket: the settings of each channel's session, and how results are to look."""
+
+    settings: Settings
+    channels: int
+    punctuate: bool
+    interim_results: bool
+    vad_events: bool
+    # Pauses end a turn with `speech_final`.
+    endpoints: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FileQuery:
+    """A file: how to read and what to answer."""
+
+    # None: the file says itself what it is.
+    format: AudioFormat | None
+    language: str | None
+    punctuate: bool
+    utterances: bool
+    # A pause of so many seconds begins another utterance.
+    split_s: float
+
+
+def read_socket_query(query: Mapping[str, str]) -> ListenQuery:
+    """Raises Refusal for audio that cannot be read and for what must not be left out in silence."""
+    _check(query)
+    channels = _channels(query)
+    interim_results = _is_true(query, "interim_results")
+    settings = Settings(
+        format=_raw_format(query) or AudioFormat("audio/webm", 48_000, binary=True),
+        model=query.get("model") or None,
+        language=query.get("language") or None,
+        turn_detection=TurnDetection(silence_duration_ms=_endpointing(query.get("endpointing", ""))),
+        turns_chosen=True,
+        minimum_commit_ms=0,
+        # Deepgram finds the gap in its interim results, so without them there is none to tell of.
+        utterance_end_ms=_utterance_end(query) if interim_results else None,
+    )
+    return ListenQuery(
+        settings,
+        channels,
+        _punctuate(query),
+        interim_results,
+        _is_true(query, "vad_events"),
+        endpoints=query.get("endpointing") != "false",
+    )
+
+
+def read_file_query(query: Mapping[str, str]) -> FileQuery:
+    """The same for a file."""
+    _check(query)
+    if _is_true(query, "multichannel") or query.get("channels", "1") != "1":
+        raise refused("multichannel", "The channels of a file are mixed to one; leave 'multichannel' out.")
+    split = query.get("utt_split", str(DEFAULT_UTTERANCE_SPLIT_S))
+    if not split.replace(".", "", 1).isascii() or not split.replace(".", "", 1).isdigit():
+        raise refused("utt_split", "'utt_split' must be a number of seconds.")
+    language = query.get("language") or None
+    utterances = _is_true(query, "utterances")
+    return FileQuery(_raw_format(query), language, _punctuate(query), utterances, float(split[:9]))
+
+
+def refused(param: str, message: str) -> Refusal:
+    return Refusal(400, "invalid_query_parameter", message, param=param)
+
+
+def _check(query: Mapping[str, str]) -> None:
+    for name, message in REFUSED.items():
+        if query.get(name, "false") != "false":
+            raise refused(name, message)
+    for name in ("model", "language"):
+        if len(query.get(name, "")) > MAX_NAME:
+            raise refused(name, f"'{name}' must have at most {MAX_NAME} characters.")
+
+
+def _is_true(query: Mapping[str, str], name: str) -> bool:
+    return query.get(name, "").lower() == "true"
+
+
+def _punctuate(query: Mapping[str, str]) -> bool:
+    return _is_true(query, "punctuate") or _is_true(query, "smart_format")
+
+
+def _channels(query: Mapping[str, str]) -> int:
+    given = query.get("channels", "1")
+    if given not in map(str, range(1, MAX_CHANNELS + 1)):
+        raise refused("channels", f"'channels' must be a number from 1 to {MAX_CHANNELS}.")
+    if not _is_true(query, "multichannel"):
+        if given != "1":
+            raise refused("channels", "More than one of 'channels' needs 'multichannel=true'; or mix them down.")
+        return 1
+    if query.get("encoding", "") in CONTAINERS:
+        raise refused("multichannel", "For 'multichannel' send raw samples, and say 'encoding' and 'channels'.")
+    return int(given)
+
+
+def _raw_format(query: Mapping[str, str]) -> AudioFormat | None:
+    encoding = query.get("encoding", "")
+    if encoding in CONTAINERS:
+        return None
+    if encoding not in RAW:
+        known = ", ".join(RAW)
+        raise refused(
+            "encoding", f"'{encoding[:40]}' is not supported; send {known}, or a container without 'encoding'."
+        )
+    given = query.get("sample_rate", str(G711_RATE if encoding != "linear16" else 16_000))
+    if not given.isascii() or not given.isdigit() or not MIN_RATE <= int(given[:9]) <= MAX_RATE:
+        raise refused("sample_rate", f"'sample_rate' must lie between {MIN_RATE} and {MAX_RATE}.")
+    rate = int(given) if encoding == "linear16" else G711_RATE
+    return AudioFormat(RAW[encoding], rate, binary=True)
+
+
+def _endpointing(value: str) -> int:
+    if value == "false":
+        return NO_ENDPOINTING_MS
+    if value.isascii() and value.isdigit():
+        return max(MIN_ENDPOINTING_MS, min(int(value[:6]), NO_ENDPOINTING_MS))
+    return MIN_ENDPOINTING_MS
+
+
+def _utterance_end(query: Mapping[str, str]) -> int | None:
+    given = query.get("utterance_end_ms", "")
+    if given in ("", "false"):
+        return None
+    if not given.isascii() or not given.isdigit():
+        raise refused("utterance_end_ms", "'utterance_end_ms' must be a number of milliseconds.")
+    return max(MIN_UTTERANCE_END_MS, min(int(given[:6]), MAX_UTTERANCE_END_MS))
