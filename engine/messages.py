@@ -97,13 +97,18 @@ Saved = dict[str, Any]
 # Engine -> gateway
 
 
+# A token's bytes, and how likely the model found it.
+Chance = tuple[bytes, float]
+
+
 @dataclass(slots=True)
 class Word:
-    """A finished word, with the audio samples it spans."""
+    """A finished word, with the audio samples it spans. `chances` are those of its tokens, if the model tells them."""
 
     text: str
     start_sample: int
     end_sample: int
+    chances: list[Chance] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from engine.boundary.commands import Wire, WireStreamState, plain_state, wire_st
 from engine.spec import ModelSpec
 
 # Goes up whenever an older peer could misread what is sent.
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 Frames = Sequence[Any]
 Payload = NDArray[np.float32]
@@ -33,6 +33,7 @@ class WireWord(Wire):
     text: str
     start_sample: int
     end_sample: int
+    chances: list[messages.Chance]
 
 
 class WireText(Wire, tag="text"):
@@ -266,7 +267,7 @@ def wire_output(output: messages.Output) -> WireOutput:
         case messages.StreamState():
             return wire_state(output)
         case messages.Text(stream, delta, words, tokens, sample):
-            spoken = [WireWord(word.text, word.start_sample, word.end_sample) for word in words]
+            spoken = [WireWord(word.text, word.start_sample, word.end_sample, word.chances) for word in words]
             return WireText(stream, delta, spoken, tokens, sample)
         case messages.Speech(stream, sample, frame_samples, probabilities):
             return WireSpeech(stream, sample, frame_samples, probabilities)
@@ -289,7 +290,9 @@ def plain_output(output: WireOutput) -> messages.Output:
         case WireStreamState():
             return plain_state(output)
         case WireText():
-            words = [messages.Word(word.text, word.start_sample, word.end_sample) for word in output.words]
+            words = [
+                messages.Word(word.text, word.start_sample, word.end_sample, word.chances) for word in output.words
+            ]
             return messages.Text(output.stream, output.delta, words, output.tokens, output.sample)
         case WireSpeech():
             return messages.Speech(output.stream, output.sample, output.frame_samples, output.probabilities)

@@ -79,6 +79,7 @@ class TimedToken:
     token: int
     start: float
     end: float
+    log_probability: float | None = None
 
 
 @dataclass(slots=True)

@@ -132,12 +132,13 @@ class Stream:
 class StreamText:
     """Turns a stream's tokens into Text messages: append-only deltas and words with audio times."""
 
-    __slots__ = ("_blanks", "_builder", "_detokenizer", "_marker", "_stream", "_unsent")
+    __slots__ = ("_blanks", "_builder", "_detokenizer", "_marker", "_pieces", "_stream", "_unsent")
 
     def __init__(self, stream: Stream, vocabulary: Vocabulary) -> None:
         self._stream = stream
         self._detokenizer = Detokenizer(vocabulary)
         self._builder = WordBuilder()
+        self._pieces = vocabulary.pieces
         self._blanks = vocabulary.blanks
         self._marker = vocabulary.word_marker
         self._unsent: list[int] = []
@@ -213,6 +214,8 @@ class StreamText:
             if text:
                 self._keep(self._builder.push(text, clock.sample_at(timed.start), clock.sample_at(timed.end)), words)
                 delta += text
+            if timed.log_probability is not None:
+                self._builder.note_chance(self._pieces[timed.token], timed.log_probability)
         return delta
 
     @staticmethod

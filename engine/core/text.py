@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from codecs import utf_8_decode
 
-from engine.messages import Word
+from engine.messages import Chance, Word
 from engine.vocabulary import Vocabulary
 
 # A script without spaces would otherwise make one endless word.
@@ -44,13 +44,14 @@ class Detokenizer:
 class WordBuilder:
     """Groups text into words with times. A word begins at a marker or at a piece that starts with a space."""
 
-    __slots__ = ("_end", "_marked", "_start", "_text")
+    __slots__ = ("_chances", "_end", "_marked", "_start", "_text")
 
     def __init__(self) -> None:
         self._text = ""
         self._start = 0
         self._end = 0
         self._marked: int | None = None
+        self._chances: list[Chance] = []
 
     def mark(self, sample: int) -> Word | None:
         """The model announced a word here; the word before it is complete."""
@@ -73,18 +74,23 @@ class WordBuilder:
         self._end = end if end > self._start else self._start
         return complete
 
-    @property
-    def unfinished(self) -> tuple[str, int, int, int | None]:
-        """The word in progress, and where an announced one begins."""
-        return self._text, self._start, self._end, self._marked
+    def note_chance(self, piece: bytes, log_probability: float) -> None:
+        """How likely the token was that was pushed last."""
+        self._chances.append((piece, log_probability))
 
-    def resume(self, text: str, start: int, end: int, marked: int | None) -> None:
+    @property
+    def unfinished(self) -> tuple[str, int, int, int | None, list[Chance]]:
+        """The word in progress, where an announced one begins, and how likely its tokens were."""
+        return self._text, self._start, self._end, self._marked, list(self._chances)
+
+    def resume(self, text: str, start: int, end: int, marked: int | None, chances: list[Chance]) -> None:
         self._text, self._start, self._end, self._marked = text, start, end, marked
+        self._chances = [(piece, log_probability) for piece, log_probability in chances]
 
     def flush(self) -> Word | None:
         """Complete the word in progress, if there is one."""
         if not self._text:
             return None
-        word = Word(self._text.rstrip(), self._start, self._end)
-        self._text = ""
+        word = Word(self._text.rstrip(), self._start, self._end, self._chances)
+        self._text, self._chances = "", []
         return word

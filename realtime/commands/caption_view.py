@@ -31,6 +31,7 @@ class ShownWord:
     text: str
     start: float
     end: float
+    confidence: float | None = None
 
 
 class CaptionView:

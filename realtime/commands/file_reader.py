@@ -25,7 +25,8 @@ from realtime.commands.terminal import STANDARD_INPUT, CommandFailed, shown_name
 from realtime.commands.transcripts import FileTranscript
 from realtime.commands.wishes import Wishes
 from realtime.serving.engine_api import EngineApi, StreamApi
-from realtime.session.events import Samples, TimedWord
+from realtime.session.events import Samples
+from realtime.session.words import timed_word
 
 # Decoded audio is handed over in pieces of about this length.
 PIECE_SAMPLES = MODEL_RATE
@@ -91,7 +92,7 @@ class FileTranscriber:
             if isinstance(output, messages.Text):
                 delta = output.delta if transcript.text else output.delta.lstrip()
                 transcript.text += delta
-                transcript.words += [TimedWord(w.text, w.start_sample, w.end_sample) for w in output.words]
+                transcript.words += [timed_word(word) for word in output.words]
                 heard = output.sample / MODEL_RATE
                 elapsed = asyncio.get_running_loop().time() - began
                 bar.update(row, completed=heard, clock=clock(heard), speed=f"{heard / max(elapsed, 0.01):.1f}x")

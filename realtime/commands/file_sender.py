@@ -68,7 +68,12 @@ class FileSender:
         try:
             body = answer.json()
             words = [
-                TimedWord(word["word"], round(word["start"] * RATE), round(word["end"] * RATE))
+                TimedWord(
+                    word["word"],
+                    round(word["start"] * RATE),
+                    round(word["end"] * RATE),
+                    confidence=word.get("confidence"),
+                )
                 for word in body.get("words") or ()
             ]
             samples = round(float(body.get("duration") or 0) * RATE)

@@ -73,7 +73,10 @@ class Listener:
         """An event of a server. Raises CommandFailed for an error."""
         match event.get("type"):
             case kind if kind == DELTA:
-                words = [ShownWord(word["word"], word["start"], word["end"]) for word in event.get("words") or ()]
+                words = [
+                    ShownWord(word["word"], word["start"], word["end"], word.get("confidence"))
+                    for word in event.get("words") or ()
+                ]
                 self.heard(event["delta"], words)
             case kind if kind == COMPLETED:
                 self.end_turn()
@@ -85,6 +88,5 @@ class Listener:
 
     def _save(self, words: Sequence[ShownWord]) -> None:
         if self._file is not None:
-            self._file.add(
-                [TimedWord(word.text, round(word.start * MODEL_RATE), round(word.end * MODEL_RATE)) for word in words]
-            )
+            timed = [(word, round(word.start * MODEL_RATE), round(word.end * MODEL_RATE)) for word in words]
+            self._file.add([TimedWord(word.text, start, end, confidence=word.confidence) for word, start, end in timed])

@@ -29,6 +29,7 @@ from realtime.commands.terminal import KEY_VARIABLE, STANDARD_INPUT, CommandFail
 from realtime.commands.transcript_file import TranscriptFile
 from realtime.commands.wishes import Wishes
 from realtime.session.events import Samples
+from realtime.session.words import timed_word
 
 CHUNK_SAMPLES = MODEL_RATE * 80 // 1000
 TURNS = {"type": "server_vad", "silence_duration_ms": 500}
@@ -122,7 +123,8 @@ async def _through_engine(
 
 
 def _shown(word: messages.Word) -> ShownWord:
-    return ShownWord(word.text, word.start_sample / MODEL_RATE, word.end_sample / MODEL_RATE)
+    timed = timed_word(word)
+    return ShownWord(timed.text, timed.start / MODEL_RATE, timed.end / MODEL_RATE, timed.confidence)
 
 
 async def _through_server(

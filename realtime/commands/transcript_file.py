@@ -14,9 +14,10 @@ from pathlib import Path
 
 from audio.resample import MODEL_RATE
 from realtime.commands.terminal import CommandFailed, UsageError, note
+from realtime.commands.transcripts import word_line
 from realtime.session.events import TimedWord
 from realtime.session.subtitles import Subtitle, subtitles, to_srt, to_vtt
-from realtime.session.words import SENTENCE_ENDS
+from realtime.session.words import SENTENCE_ENDS, word_fields
 
 # Captions that wait for room on the disk, about a day of speech; the oldest go.
 MAX_UNSAVED = 20_000
@@ -25,22 +26,13 @@ MAX_UNSAVED = 20_000
 def _text(caption: Subtitle, number: int, words: bool) -> str:
     if not words:
         return f"{caption.text}\n"
-    return "".join(
-        f"{word.start / MODEL_RATE:.2f}\t{word.end / MODEL_RATE:.2f}\t{word.text.strip()}\n" for word in caption.words
-    )
+    return "".join(word_line(word, MODEL_RATE) for word in caption.words)
 
 
 def _json(caption: Subtitle, number: int, words: bool) -> str:
     body: dict[str, object] = {"start": round(caption.start, 3), "end": round(caption.end, 3), "text": caption.text}
     if words:
-        body["words"] = [
-            {
-                "word": word.text.strip(),
-                "start": round(word.start / MODEL_RATE, 3),
-                "end": round(word.end / MODEL_RATE, 3),
-            }
-            for word in caption.words
-        ]
+        body["words"] = [word_fields(word, MODEL_RATE) for word in caption.words]
     return json.dumps(body, ensure_ascii=False) + "\n"
 
 

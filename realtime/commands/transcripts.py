@@ -11,6 +11,7 @@ from typing import Any
 
 from realtime.session.events import TimedWord
 from realtime.session.subtitles import subtitles, to_srt, to_vtt
+from realtime.session.words import word_fields
 
 
 @dataclass(slots=True)
@@ -32,10 +33,13 @@ class FileTranscript:
 def as_text(transcript: FileTranscript, words: bool) -> str:
     if not words:
         return transcript.text + "\n"
-    rate = transcript.sample_rate
-    return "".join(
-        f"{word.start / rate:.2f}\t{word.end / rate:.2f}\t{word.text.strip()}\n" for word in transcript.words
-    )
+    return "".join(word_line(word, transcript.sample_rate) for word in transcript.words)
+
+
+def word_line(word: TimedWord, sample_rate: int) -> str:
+    """Start, end, word, and how sure the model is of it, if it tells."""
+    sure = "" if word.confidence is None else f"\t{word.confidence:.2f}"
+    return f"{word.start / sample_rate:.2f}\t{word.end / sample_rate:.2f}\t{word.text.strip()}{sure}\n"
 
 
 def as_json(transcript: FileTranscript, words: bool) -> str:
@@ -52,10 +56,7 @@ def as_json(transcript: FileTranscript, words: bool) -> str:
         ],
     }
     if words:
-        body["words"] = [
-            {"word": word.text.strip(), "start": round(word.start / rate, 3), "end": round(word.end / rate, 3)}
-            for word in transcript.words
-        ]
+        body["words"] = [word_fields(word, rate) for word in transcript.words]
     return json.dumps(body, ensure_ascii=False) + "\n"
 
 

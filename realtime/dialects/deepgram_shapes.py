@@ -1,7 +1,4 @@
-"""Pieces that Deepgram's answers have in common, on sockets and for files. No state.
-
-Confidences are not measured; their fields are always 1, because clients read them.
-"""
+"""Pieces that Deepgram's answers have in common, on sockets and for files. No state."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ def alternative(text: str, words: Sequence[TimedWord], sample_rate: int, *, punc
     written = [_word(word, sample_rate, punctuate) for word in words]
     return {
         "transcript": text if punctuate else plain(text),
-        "confidence": 1.0,
+        "confidence": _confidence(words),
         "words": [word for word in written if word["word"]],
     }
 
@@ -39,7 +36,13 @@ def _word(word: TimedWord, sample_rate: int, punctuate: bool) -> Json:
     bare = plain(word.text) or (word.text if punctuate else "")
     times = {"start": seconds(word.start, sample_rate), "end": seconds(word.end, sample_rate)}
     marked = {"punctuated_word": word.text} if punctuate else {}
-    return {"word": bare, **times, "confidence": 1.0, **marked}
+    return {"word": bare, **times, "confidence": _confidence([word]), **marked}
+
+
+def _confidence(words: Sequence[TimedWord]) -> float:
+    """The words' mean. Clients read it in any case: it is 1 where the model tells none."""
+    told = [word.confidence for word in words if word.confidence is not None]
+    return round(sum(told) / len(told), 4) if told else 1.0
 
 
 def model_info(model: str) -> Json:

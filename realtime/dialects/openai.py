@@ -38,6 +38,7 @@ from realtime.session.events import (
     TimedWord,
 )
 from realtime.session.settings import INCLUDE_LOGPROBS, INCLUDE_WORDS, Settings
+from realtime.session.words import token_logprobs, word_fields
 
 # Sessions do not expire; clients that look at the expiry want a moment in the future.
 SHOWN_LIFETIME_S = 24 * 3600
@@ -218,13 +219,10 @@ class OpenAIDialect:
     def _extensions(self, words: tuple[TimedWord, ...], settings: Settings) -> Json:
         extra: Json = {}
         if settings.wants(INCLUDE_LOGPROBS):
-            extra["logprobs"] = None
+            extra["logprobs"] = token_logprobs(words)
         if settings.wants(INCLUDE_WORDS):
             rate = self.facts.sample_rate
-            extra["words"] = [
-                {"word": word.text, "start": round(word.start / rate, 3), "end": round(word.end / rate, 3)}
-                for word in words
-            ]
+            extra["words"] = [word_fields(word, rate) for word in words]
         return extra
 
     def _ms(self, sample: int) -> int:

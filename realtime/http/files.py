@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ from realtime.http.forms import MAX_FIELD_BYTES
 from realtime.serving.container_stream import ContainerStream
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.session.events import Samples, TimedWord
-from realtime.session.subtitles import subtitles, to_srt, to_vtt
+from realtime.session.subtitles import Subtitle, subtitles, to_srt, to_vtt
+from realtime.session.words import timed_word, token_logprobs, word_fields
 
 FORMATS = ("json", "verbose_json", "text", "srt", "vtt")
 READ_BYTES = 256 * 1024
@@ -37,6 +39,7 @@ class UploadRequest:
     prompt: str
     stream: bool
     words: bool
+    logprobs: bool
 
     def options(self) -> dict[str, str]:
         given = {"language": self.language, "prompt": self.prompt}
@@ -73,6 +76,7 @@ def read_request(form: FormData) -> UploadRequest:
         _field(form, "prompt", MAX_FIELD_BYTES)[:MAX_PROMPT_CHARACTERS],
         stream in ("true", "1") and model != "whisper-1",
         words=any("word" in str(value) for value in granularities),
+        logprobs="logprobs" in form.getlist("include[]") + form.getlist("include"),
     )
 
 
@@ -144,7 +148,7 @@ class Transcriber:
                 delta = output.delta if transcript.text else output.delta.lstrip()
                 transcript.text += delta
                 transcript.tokens += len(output.tokens)
-                transcript.words += [TimedWord(w.text, w.start_sample, w.end_sample) for w in output.words]
+                transcript.words += [timed_word(word) for word in output.words]
                 if delta:
                     yield delta
             elif isinstance(output, messages.Closed):
@@ -195,7 +199,8 @@ def write_answer(transcript: Transcript, request: UploadRequest) -> tuple[str, s
         return to_vtt(lines), "text/plain; charset=utf-8"
     usage = {"type": "duration", "seconds": round(transcript.seconds, 3)}
     if request.response_format == "json":
-        return encode_json({"text": transcript.text, "usage": usage}), "application/json"
+        asked = {"logprobs": token_logprobs(transcript.words)} if request.logprobs else {}
+        return encode_json({"text": transcript.text, **asked, "usage": usage}), "application/json"
     body: dict[str, Any] = {
         "task": "transcribe",
         "language": request.language or "english",
@@ -206,14 +211,13 @@ def write_answer(transcript: Transcript, request: UploadRequest) -> tuple[str, s
     }
     if request.words:
         rate = transcript.sample_rate
-        body["words"] = [
-            {"word": word.text, "start": round(word.start / rate, 3), "end": round(word.end / rate, 3)}
-            for word in transcript.words
-        ]
+        body["words"] = [word_fields(word, rate) for word in transcript.words]
     return encode_json(body), "application/json"
 
 
-def _segment(number: int, line: Any) -> dict[str, Any]:
+def _segment(number: int, line: Subtitle) -> dict[str, Any]:
+    logs = [log for word in line.words for _, log in word.chances]
+    spelled = line.text.encode()
     return {
         "id": number,
         "seek": 0,
@@ -222,8 +226,8 @@ def _segment(number: int, line: Any) -> dict[str, Any]:
         "text": line.text,
         "tokens": [],
         "temperature": 0.0,
-        "avg_logprob": 0.0,
-        "compression_ratio": 1.0,
+        "avg_logprob": round(sum(logs) / len(logs), 4) if logs else 0.0,
+        "compression_ratio": round(len(spelled) / len(zlib.compress(spelled)), 3),
         "no_speech_prob": 0.0,
     }
 

@@ -103,9 +103,13 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class TimedWord:
+    """A word and the samples it spans. If the model tells: how likely it found each token of the word, and the word."""
+
     text: str
     start: int
     end: int
+    chances: tuple[messages.Chance, ...] = ()
+    confidence: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,10 @@ cutter keeps both together, so that a turn can get the words that were spoken in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine import messages
 from realtime.session.events import TimedWord
@@ -49,7 +51,7 @@ class WordCutter:
             cut = found + len(word.text) if found >= 0 else len(self._loose)
             text, self._loose = self._loose[:cut], self._loose[cut:]
             given, self._given = min(self._given, cut), max(0, self._given - cut)
-            timed = TimedWord(word.text, base + word.start_sample, base + word.end_sample)
+            timed = timed_word(word, base)
             pieces.append(Piece(text[given:], timed, continues=given > 0))
         return pieces
 
@@ -69,6 +71,37 @@ class WordCutter:
         text = self.take_loose()
         self._loose, self._given = "", 0
         return text
+
+
+def timed_word(word: messages.Word, base: int = 0) -> TimedWord:
+    """A word of an engine stream whose first sample is the session's sample `base`."""
+    start, end, chances = base + word.start_sample, base + word.end_sample, tuple(word.chances)
+    # What the model thinks of the marks behind a word says nothing of the word.
+    spoken = [log for piece, log in chances if any(map(str.isalnum, piece.decode(errors="ignore")))]
+    counted = spoken or [log for _, log in chances]
+    return TimedWord(word.text, start, end, chances, math.exp(math.fsum(counted)) if counted else None)
+
+
+def word_fields(word: TimedWord, sample_rate: int) -> dict[str, Any]:
+    """A word as people read it in JSON, with times in seconds; `confidence` where the model tells one."""
+    fields: dict[str, Any] = {
+        "word": word.text.strip(),
+        "start": round(word.start / sample_rate, 3),
+        "end": round(word.end / sample_rate, 3),
+    }
+    if word.confidence is not None:
+        fields["confidence"] = round(word.confidence, 4)
+    return fields
+
+
+def token_logprobs(words: Iterable[TimedWord]) -> list[dict[str, Any]] | None:
+    """The tokens of some words and their log-probabilities, as OpenAI writes them; None where the model tells none."""
+    chances = [chance for word in words for chance in word.chances]
+    tokens = [
+        {"token": piece.decode(errors="replace"), "logprob": round(log, 5), "bytes": list(piece)}
+        for piece, log in chances
+    ]
+    return tokens or None
 
 
 def ends_sentence(text: str) -> bool:

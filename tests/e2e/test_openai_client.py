@@ -17,7 +17,7 @@ from websockets.exceptions import InvalidStatus
 
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import raw_client
-from tests.realtime.gateway_doubles import FakeEngine, silence, tone
+from tests.realtime.gateway_doubles import CHANCE, FakeEngine, silence, tone
 
 
 def client_for(base_url: str, key: str = "unused") -> AsyncOpenAI:
@@ -300,6 +300,9 @@ async def test_every_event_validates_against_the_sdk_models(serve: Serve) -> Non
         # Extra keys are the SDK's to ignore; required ones must be there and of the right type.
         checked = checker.validate_python(event)
         assert checked.type == event["type"]
+    completed = next(event for event in raw if event["type"] == COMPLETED)
+    assert [chance["token"] for chance in completed["logprobs"]] == [" w1", " w2"]
+    assert all(chance["logprob"] == CHANCE and bytes(chance["bytes"]).decode() for chance in completed["logprobs"])
     assert {event["type"] for event in raw} >= {
         "error",
         "conversation.item.added",

@@ -23,6 +23,8 @@ from engine.spec import ModelSpec
 
 RATE = 16_000
 FRAME = 512
+# Log-probability of every word.
+CHANCE = -0.25
 WORD_SAMPLES = 6_400
 DELAY_SAMPLES = 4_800
 LOUD = 0.01
@@ -144,7 +146,8 @@ class FakeStream:
                     self._words += 1
                     end = (self._frames + 1) * FRAME
                     text = self._engine.word(self._words)
-                    self._pending.append(messages.Word(text, max(0, end - WORD_SAMPLES), end))
+                    chances = [(f" {text}".encode(), CHANCE)]
+                    self._pending.append(messages.Word(text, max(0, end - WORD_SAMPLES), end, chances))
             self._frames += 1
         probabilities = [0.99 if is_loud else 0.01 for is_loud in loud]
         self._put(messages.Speech(self.id, start, FRAME, probabilities))

@@ -278,7 +278,7 @@ class WindowedRunner:
 
     def _timed(self, tokens: list[Heard], before: float, after: float) -> list[TimedToken]:
         return [
-            TimedToken(heard.token, start, end)
+            TimedToken(heard.token, start, end, heard.log_probability)
             for heard, (start, end) in zip(tokens, spans(tokens, before, after), strict=True)
         ]
 

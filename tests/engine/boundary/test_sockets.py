@@ -58,7 +58,7 @@ def test_a_payload_of_an_odd_size_is_refused(rows: int | None, size: int) -> Non
 
 
 OUTPUTS = [
-    messages.Text("s", "hi", [messages.Word("hi", 1, 2)], [5, 0], 7),
+    messages.Text("s", "hi", [messages.Word("hi", 1, 2, [(b" h", -0.5), (b"\xc3", -1.0)])], [5, 0], 7),
     messages.Speech("s", 512, 512, [0.25, 1.0]),
     messages.Opened("s"),
     messages.Flushed("s", 3, 9),

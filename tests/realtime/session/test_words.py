@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from engine import messages
 from realtime.session.events import TimedWord
-from realtime.session.words import WordCutter, ends_sentence
+from realtime.session.words import WordCutter, ends_sentence, timed_word, token_logprobs, word_fields
 
 
 def test_cutter_gives_each_letter_once_whatever_the_deltas() -> None:
@@ -23,6 +25,24 @@ def test_cutter_takes_what_there_is_for_a_word_that_is_not_in_the_text() -> None
     cutter = WordCutter()
     (piece,) = cutter.cut_words(" 5", [messages.Word("five", 0, 10)], 0)
     assert piece.fresh == " 5" and cutter.cut_loose() == ""
+
+
+def test_confidence_is_of_the_word_and_not_of_the_mark_behind_it() -> None:
+    word = messages.Word("straße,", 160, 320, [(b" stra", -0.2), (b"\xc3\x9fe", -0.3), (b",", -4.0)])
+    timed = timed_word(word, 160)
+    assert timed.confidence == pytest.approx(math.exp(-0.5))
+    assert word_fields(timed, 16_000) == {"word": "straße,", "start": 0.02, "end": 0.03, "confidence": 0.6065}
+    assert token_logprobs([timed]) == [
+        {"token": " stra", "logprob": -0.2, "bytes": list(b" stra")},
+        {"token": "ße", "logprob": -0.3, "bytes": [0xC3, 0x9F, 0x65]},
+        {"token": ",", "logprob": -4.0, "bytes": [0x2C]},
+    ]
+
+
+def test_a_model_that_tells_no_chances_is_not_sure_of_anything() -> None:
+    timed = timed_word(messages.Word("hi", 0, 16))
+    assert timed.confidence is None and token_logprobs([timed]) is None
+    assert word_fields(timed, 16_000) == {"word": "hi", "start": 0.0, "end": 0.001}
 
 
 @pytest.mark.parametrize(
