@@ -59,7 +59,7 @@ class ListenRoute:
         file = upload.form["file"]
         assert isinstance(file, UploadFile)
         sha256 = await asyncio.to_thread(_digest, file.file, head)
-        wanted = UploadRequest("json", query.language, "", stream=False, words=True)
+        wanted = UploadRequest("json", query.language, "", stream=False, words=True, logprobs=False)
         transcript = await self._uploads.transcript(file.file, wanted, request)
         request_id = str(uuid4())
         body = write_answer(transcript, query, self._context.sessions.models()[0], request_id, sha256)
