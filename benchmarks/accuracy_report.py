@@ -13,8 +13,10 @@ from benchmarks.scoring import (
     Errors,
     ShownWord,
     bootstrap_interval,
+    calibration,
     emission_delays,
     errors_by_minute,
+    judged,
     percentile,
     plain_words,
     pooled,
@@ -95,6 +97,8 @@ class Delays:
     final: list[float] = field(default_factory=list)
     lag: list[float] = field(default_factory=list)
     after_end: list[float] = field(default_factory=list)
+    # How sure the model was of a word, and whether it was right.
+    judged: list[tuple[float, bool]] = field(default_factory=list)
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -108,6 +112,7 @@ class Delays:
             "lag_p95": percentile(self.lag, 95),
             "lag_max": max(self.lag, default=None),
             "closed_after_end_max": max(self.after_end, default=None),
+            "wrong_in_lowest_tenth_and_upper_half": calibration(self.judged),
         }
 
 
@@ -116,7 +121,9 @@ def delays_of(runs: Sequence[SessionRun]) -> Delays:
     for run in runs:
         shown = run.emissions.shown()
         for part in run.parts:
-            delays.emission += emission_delays(plain_words(part.clip.text), _words_of(part, shown))
+            said, words = plain_words(part.clip.text), _words_of(part, shown)
+            delays.emission += emission_delays(said, words)
+            delays.judged += judged(said, words)
         delays.final += times_to_final(utterances(run.probabilities, run.frame_seconds), shown)
         delays.lag += run.lags
         if run.closed_at is not None:
@@ -236,6 +243,9 @@ def print_live(figures: dict[str, Any]) -> None:
         f"  time to final          p50 {_seconds(figures['time_to_final_p50'])}, "
         f"p95 {_seconds(figures['time_to_final_p95'])}  ({figures['utterances_timed']} utterances)"
     )
+    if figures["wrong_in_lowest_tenth_and_upper_half"] is not None:
+        lowest, upper = figures["wrong_in_lowest_tenth_and_upper_half"]
+        print(f"  wrong by confidence    {_percent(lowest)} of the lowest tenth, {_percent(upper)} of the upper half")
     print(f"  behind the live edge   p95 {_seconds(figures['lag_p95'])}, at most {_seconds(figures['lag_max'])}")
     if "wer_by_minute" in figures:
         print("  minute   word error rate   delay p50")

@@ -24,6 +24,7 @@ from engine.boundary.preparation import make_cutter, prepare
 from engine.messages import Closed, Command, Dead, Failed, Feed, Finish, Open, Output, Refused, Speech, Text
 from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
+from realtime.session.words import timed_word
 
 # What a client sends at a time.
 PACKET_SAMPLES = 1280
@@ -205,7 +206,12 @@ class LiveRun:
         match output:
             case Text():
                 words = [
-                    TimedWord(word.text, word.start_sample / SAMPLE_RATE, word.end_sample / SAMPLE_RATE)
+                    TimedWord(
+                        word.text,
+                        word.start_sample / SAMPLE_RATE,
+                        word.end_sample / SAMPLE_RATE,
+                        timed_word(word).confidence,
+                    )
                     for word in output.words
                 ]
                 run.emissions.add(at, output.delta, words)

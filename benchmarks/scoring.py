@@ -172,11 +172,12 @@ def spread_times(seconds: Sequence[float], count: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class TimedWord:
-    """A word as the engine reports it: the seconds of audio it spans."""
+    """A word as the engine reports it: the seconds of audio it spans, and how sure the model is of it, if it tells."""
 
     text: str
     start: float
     end: float
+    confidence: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,7 @@ class ShownWord:
     start: float
     end: float
     shown_at: float
+    confidence: float | None = None
 
 
 @dataclass(slots=True)
@@ -215,7 +217,7 @@ class Emissions:
                 raise ValueError(f"the word {word.text!r} was reported but its text was never shown")
             cursor = found + len(word.text)
             moment = self._moments[bisect_left(self._ends, cursor)]
-            shown.append(ShownWord(word.text, word.start, word.end, moment))
+            shown.append(ShownWord(word.text, word.start, word.end, moment, word.confidence))
         return shown
 
 
@@ -225,6 +227,23 @@ def emission_delays(reference: Sequence[str], shown: Sequence[ShownWord]) -> lis
     pairs = align(reference, [plain for _, plain in heard])
     matched = ((i, heard[j]) for i, j in pairs if i is not None and j is not None)
     return [word.shown_at - word.end for i, (word, plain) in matched if reference[i] == plain]
+
+
+def judged(reference: Sequence[str], shown: Sequence[ShownWord]) -> list[tuple[float, bool]]:
+    """How sure the model was of each word that it showed, and whether the word is right."""
+    heard = [(word, plain) for word in shown for plain in plain_words(word.text)[:1]]
+    pairs = align(reference, [plain for _, plain in heard])
+    right = {j for i, j in pairs if i is not None and j is not None and reference[i] == heard[j][1]}
+    return [(word.confidence, j in right) for j, (word, _) in enumerate(heard) if word.confidence is not None]
+
+
+def calibration(words: Sequence[tuple[float, bool]]) -> tuple[float, float] | None:
+    """Share of wrong words in the lowest tenth of confidence, and in the upper half."""
+    if len(words) < 20:
+        return None
+    wrong = [not right for _, right in sorted(words)]
+    lowest, upper = wrong[: len(wrong) // 10], wrong[len(wrong) // 2 :]
+    return sum(lowest) / len(lowest), sum(upper) / len(upper)
 
 
 def utterances(

@@ -13,8 +13,10 @@ from benchmarks.scoring import (
     TimedWord,
     align,
     bootstrap_interval,
+    calibration,
     emission_delays,
     errors_by_minute,
+    judged,
     percentile,
     plain_words,
     pooled,
@@ -156,6 +158,20 @@ def test_delays_are_those_of_words_heard_right() -> None:
     ]
     assert emission_delays(plain_words("the cat sat"), shown) == pytest.approx([1.0, 1.5])
     assert emission_delays([], shown) == []
+
+
+def test_words_are_judged_right_or_wrong_with_their_confidence() -> None:
+    said = [("The", 0.9), ("bat", 0.2), ("--", 0.1), ("sat.", 0.8), ("up", 0.3)]
+    shown = [ShownWord(text, 0.0, 0.2, 1.0, confidence) for text, confidence in said]
+    assert judged(plain_words("the cat sat"), shown) == [(0.9, True), (0.2, False), (0.8, True), (0.3, False)]
+    assert judged(["the"], [ShownWord("the", 0.0, 0.2, 1.0)]) == []
+
+
+def test_calibration_compares_unsure_words_with_sure_ones() -> None:
+    words = [(number / 100, number >= 8) for number in range(100)]
+    assert calibration(words) == (0.8, 0.0)
+    assert calibration(words[::-1]) == (0.8, 0.0)
+    assert calibration(words[:10]) is None
 
 
 def test_utterances_are_parted_by_pauses() -> None:
