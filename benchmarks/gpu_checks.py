@@ -1,4 +1,5 @@
-"""Is the fast path right at full dimensions? Recorded step against eager step, kernels against the reference.
+"""Is the fast path right at full dimensions? Recorded step against eager step, kernels against the reference, steps
+that overlap against steps one by one, speech detection on the device against that on the CPU.
 
 python -m benchmarks.gpu_checks [--kv fp8]
 """
@@ -14,11 +15,15 @@ from torch import Tensor
 
 from benchmarks.random_voxtral import random_model
 from engine.core.limits import Limits
+from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
-from engine.messages import Feed, Item, Open
+from engine.messages import Abort, Feed, Finish, Item, Open, Output
+from engine.models.silero import load_silero
 from engine.models.voxtral_realtime import VoxtralRealtime, voxtral_mini_4b
+from engine.runner.device_speech import DeviceSpeechDetector
 from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
+from engine.runner.speech import SpeechDetector
 from engine.server.loop import EngineLoop
 from engine.vocabulary import Vocabulary
 
@@ -99,6 +104,101 @@ def compare_paths(kv_dtype: torch.dtype, positions: int) -> Outcome:
     return Outcome(recorded, eager, errors)
 
 
+class OneByOne:
+    """A runner that does not say that it can run ahead."""
+
+    def __init__(self, runner: VoxtralRunner) -> None:
+        self.spec, self.vocabulary = runner.spec, runner.vocabulary
+        self.check_open, self.execute = runner.check_open, runner.execute
+        self.warm_up, self.close = runner.warm_up, runner.close
+
+
+def in_turns(runner: VoxtralRunner, positions: int, overlap: bool) -> dict[str, list[int]]:
+    """Tokens of streams in two groups whose steps alternate, so that batches are the same whether they overlap or not.
+
+    A stream joins in the middle, in the place of one that is aborted while its step is under way.
+    """
+    memory = runner.memory
+    limits = Limits(memory.streams, memory.cache_embeds, memory.group_pages)
+    loop = EngineLoop(Scheduler(runner.spec, limits, runner.vocabulary), runner if overlap else OneByOne(runner))
+    noise = (np.random.default_rng(5).standard_normal((3, positions * 1280 + 2000)) * 0.1).astype(np.float32)
+    tokens: dict[str, list[int]] = {}
+    fed: dict[str, int] = {}
+
+    commit = loop.scheduler.commit
+
+    def noting(plan: StepPlan, results: list[DecodeResult]) -> list[Output]:
+        for task, result in zip(plan.decode, results, strict=True):
+            tokens.setdefault(task.stream, []).extend(result.tokens)
+        return commit(plan, results)
+
+    loop.scheduler.commit = noting  # type: ignore[method-assign]
+    groups = [["a", "b"], ["c"]]
+    loop.submit([Open(name) for group in groups for name in group], 0)
+    for position in range(positions):
+        if position == positions // 2:
+            loop.submit([Abort("c"), Open("d")], position)
+            groups[1] = ["d"]
+        for group in groups:
+            feeds = []
+            for name in group:
+                start = fed[name] = fed.get(name, 0) + 1
+                payload = noise["abcd".index(name) % 3][start * 1280 : start * 1280 + 2000]
+                item = Item(
+                    runner.spec.prefix_positions + start - 1, 1, (start - 1) * 1280, b"%s%d" % (name.encode(), start)
+                )
+                item.payload = payload
+                feeds.append(Feed(name, [item]))
+            loop.submit(feeds, position)
+            loop.step()
+    loop.submit([Finish(name) for name in "abd"], positions)
+    while loop.has_work():
+        loop.step()
+    return tokens
+
+
+def compare_overlap(kv_dtype: torch.dtype, positions: int) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Tokens with steps that overlap, and with steps one by one."""
+    model, vocabulary = random_model(voxtral_mini_4b(), torch.bfloat16, torch.device("cuda"))
+    runner = make_runner(model, vocabulary, kv_dtype, graphs=True, kernels=True)
+    return in_turns(runner, positions, overlap=True), in_turns(runner, positions, overlap=False)
+
+
+def detection_error(device: str, streams: int = 40, rounds: int = 60) -> float:
+    """The largest difference between the probabilities of both detectors, over noise and voices of all phases."""
+    mine = DeviceSpeechDetector(load_silero(products=True).to(device), streams)
+    mine.warm_up()
+    theirs = SpeechDetector(load_silero(), streams)
+    random = np.random.default_rng(3)
+    time = np.arange(rounds * 1280) / 16_000
+    pending, worst = [], 0.0
+    names = [f"s{index}" for index in range(streams)]
+    for name in names:
+        mine.open(name)
+        theirs.open(name)
+    audio = []
+    for index in range(streams):
+        pitch = 90 + 3 * index
+        buzz = sum(np.sin(2 * np.pi * pitch * k * time) / k for k in range(1, 25)) * (
+            np.sin(2 * np.pi * 3 * time) > -0.3
+        )
+        row = 0.1 * buzz + 0.003 * random.standard_normal(len(time))
+        row[: index * 100] = 0.0
+        audio.append(row.astype(np.float32))
+    for turn in range(rounds):
+        batch = [
+            (name, row[turn * 1280 : (turn + 1) * 1280])
+            for i, (name, row) in enumerate(zip(names, audio, strict=True))
+            if (turn + i) % 5
+        ]
+        pending.append((mine.launch(batch), theirs.detect(batch)))
+    for answers, wanted in pending:
+        for found, right in zip(answers(), wanted, strict=True):
+            assert (found.stream, found.sample) == (right.stream, right.sample)
+            worst = max(worst, float(np.abs(np.subtract(found.probabilities, right.probabilities)).max()))
+    return worst
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16")
@@ -110,6 +210,9 @@ def main() -> None:
     errors = outcome.logit_errors
     print(f"{arguments.kv}: distinct tokens {distinct}")
     print(f"{arguments.kv}: recorded step equals eager step: {outcome.recorded == outcome.eager}")
+    overlapping, one_by_one = compare_overlap(kv_dtype, arguments.positions)
+    print(f"{arguments.kv}: steps that overlap equal steps one by one: {overlapping == one_by_one}")
+    print(f"speech probabilities, device against CPU: worst difference {detection_error('cuda'):.1e}")
     print(f"{arguments.kv}: logits, kernels against reference: median {np.median(errors):.1e}, worst {max(errors):.1e}")
 
 

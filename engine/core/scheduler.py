@@ -49,10 +49,10 @@ class Scheduler:
         self._reserved_embeds = 0
         self._live: list[Stream] = []
         self._backlog: list[Stream] = []
-        # Backlog that the runner has begun; its streams are in no queue.
+        # Tasks that are computed, by slot, and backlog that the runner has begun; their streams are in no queue.
+        self._planned: dict[int, DecodeTask] = {}
         self._unfinished: list[DecodeTask] = []
-        # Streams that may have killed an engine, and the positions it died at.
-        self.suspects: dict[str, range] = {}
+        self.suspects: dict[str, range] = {}  # streams that may have killed an engine, and the positions it died at
         self._opened: dict[int, OpenTask] = {}
         self._closed_slots: list[int] = []
         self._replies: list[Output] = []
@@ -190,10 +190,9 @@ class Scheduler:
     # One step: plan, then commit with the runner's results.
 
     def plan(self, live: bool = True, backlog_positions: int | None = None) -> StepPlan:
-        """What to encode and decode next. Streams in the plan stay out of the queues until `commit`.
-
-        Without `live` the step is backlog's alone; `backlog_positions` bounds what it holds of backlog, 0 is none.
-        """
+        """What to encode and decode next. Streams in the plan stay out of the queues until `commit`, which may come
+        after further plans: no stream is in two of them. Without `live` the step is backlog's alone;
+        `backlog_positions` bounds what it holds of backlog, 0 is none."""
         self._step += 1
         plan = StepPlan(self._step, list(self._opened.values()), self._closed_slots)
         self._opened = {}
@@ -210,16 +209,18 @@ class Scheduler:
             self._backlog = planner.add_all(self._backlog, backlog_positions)
         for stream in waiting:
             (self._live if stream.live else self._backlog).append(stream)
+        self._planned |= {task.slot: task for task in plan.decode}
         return plan
 
     def commit(self, plan: StepPlan, results: list[DecodeResult]) -> list[Output]:
-        """Take in what the runner computed; returns everything there is to say."""
+        """Take in what the runner computed, in the order of the plans; returns everything there is to say."""
         outputs = self.take_replies()
         rereads, stride = self.spec.rereads_window, self.spec.stride_positions
         for task, result in zip(plan.decode, results, strict=True):
-            stream = self.streams.get(task.stream)
-            if stream is None or stream.slot != task.slot:
-                continue  # aborted while its step ran
+            if self._planned.get(task.slot) is not task:
+                continue  # its stream has ended meanwhile; the slot may be another's
+            del self._planned[task.slot]
+            stream = self.streams[task.stream]
             if result.unfinished:
                 self._unfinished.append(task)
                 continue
@@ -245,9 +246,7 @@ class Scheduler:
                     self._queue_if_due(stream)
             except Exception as error:
                 self.surprises.append((task.stream, error))
-        if self._replies:
-            outputs += self.take_replies()
-        return outputs
+        return outputs + self.take_replies()
 
     def check_integrity(self) -> None:
         """Recompute all bookkeeping from scratch. For tests, and for idle moments."""
@@ -265,7 +264,7 @@ class Scheduler:
                 "a stream holds more of the cache than was set aside for it"
             )
             waiting = (self._live if stream.live else self._backlog).count(stream)
-            waiting += sum(task.slot == stream.slot for task in self._unfinished)
+            waiting += sum(task.slot == stream.slot for task in [*self._unfinished, *self._planned.values()])
             assert waiting == int(stream.queued), f"{stream.id} is queued {waiting} times"
 
     # Inside.
@@ -395,6 +394,7 @@ class Scheduler:
             queue = self._live if stream.live else self._backlog
             queue[:] = [other for other in queue if other is not stream]
             self._unfinished = [task for task in self._unfinished if task.slot != stream.slot]
+            self._planned.pop(stream.slot, None)
         # The runner never heard of a stream that closes before its first plan.
         if self._opened.pop(stream.slot, None) is None:
             self._closed_slots.append(stream.slot)

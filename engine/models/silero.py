@@ -5,7 +5,8 @@
 
 Everything up to the LSTM's gates depends on the frame alone, so `encode` takes all frames of all streams at once; only
 `step` goes frame by frame. With four columns every convolution is one matrix product over neighbouring columns, which
-is how it is written here: at this size a general convolution costs several times its arithmetic.
+is how it is written here: at this size a general convolution costs several times its arithmetic. On a GPU the Fourier
+transform is a matrix product too (`products`): cheaper there than a transform, and a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class SileroVad(nn.Module):
     """Weights only; what a stream has heard so far is passed in and handed back."""
 
     window: Tensor
+    basis: Tensor
     conv1: Tensor
     conv1_bias: Tensor
     conv2: Tensor
@@ -72,15 +74,19 @@ class SileroVad(nn.Module):
     out: Tensor
     out_bias: Tensor
 
-    def __init__(self, weights: dict[str, Tensor]) -> None:
+    def __init__(self, weights: dict[str, Tensor], products: bool = False) -> None:
         super().__init__()
         _check(weights)
+        self._products = products
 
         def keep(name: str, tensor: Tensor) -> None:
             self.register_buffer(name, tensor.detach().float().contiguous(), persistent=False)
 
         # The stored Fourier basis is cosines and sines times this window; its first row (frequency 0) is the window.
-        keep("window", weights["stft.forward_basis_buffer"][0, 0])
+        window = weights["stft.forward_basis_buffer"][0, 0]
+        keep("window", window)
+        spectra = torch.fft.rfft(torch.diag(window.double()))  # [sample, bin]
+        keep("basis", torch.cat([spectra.real, spectra.imag], dim=1))  # [256, 2 * 129]
         # The third convolution turns two columns into one and the fourth sees that one alone: their other taps only
         # ever meet padding.
         for number, taps in enumerate([(0, 1, 2), (0, 1, 2), (1, 2), (1,)]):
@@ -97,14 +103,20 @@ class SileroVad(nn.Module):
         """Frames [n, 64 + 512], each behind its context -> what they give to the LSTM's gates [n, 4 * 128]."""
         padded = functional.pad(frames, (0, _PADDING_SAMPLES), mode="reflect")
         columns = padded.unfold(1, _FFT_SAMPLES, _HOP_SAMPLES)  # [n, 4, 256]
-        parts = torch.view_as_real(torch.fft.rfft(columns * self.window)).square()  # [n, 4, 129, 2]
-        magnitude = (parts[..., 0] + parts[..., 1]).sqrt_()
+        magnitude = self._magnitude(columns)  # [n, 4, 129]
         # Zero columns at the sides are the convolutions' padding.
         x = _convolve(functional.pad(magnitude, (0, 0, 1, 1)), 1, self.conv1, self.conv1_bias)  # [n, 4, 128]
         x = _convolve(functional.pad(x, (0, 0, 1, 0)), 2, self.conv2, self.conv2_bias)  # [n, 2, 64]
         x = torch.addmm(self.conv3_bias, x.flatten(1), self.conv3).relu_()  # [n, 64]
         x = torch.addmm(self.conv4_bias, x, self.conv4).relu_()  # [n, 128]
         return torch.addmm(self.gates_bias, x, self.input_gates)
+
+    def _magnitude(self, columns: Tensor) -> Tensor:
+        if self._products:
+            parts = (columns @ self.basis).square()
+            return (parts[..., :_BINS] + parts[..., _BINS:]).sqrt_()
+        parts = torch.view_as_real(torch.fft.rfft(columns * self.window)).square()  # [n, 4, 129, 2]
+        return (parts[..., 0] + parts[..., 1]).sqrt_()
 
     def step(self, gates: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
         """One frame of each stream: gates [b, 4 * 128], state [b, 128] twice -> the new hidden and cell state."""
@@ -118,7 +130,7 @@ class SileroVad(nn.Module):
         return torch.addmm(self.out_bias, hidden.relu(), self.out).sigmoid_().squeeze(1)
 
 
-def load_silero(path: Path | None = None) -> SileroVad:
+def load_silero(path: Path | None = None, products: bool = False) -> SileroVad:
     """The detector with the weights that the `silero-vad` package carries, or with those in `path`."""
     path = path or _packaged_weights()
     try:
@@ -133,7 +145,7 @@ def load_silero(path: Path | None = None) -> SileroVad:
         ) from error
     # The same archive holds a model for 8 kHz under another prefix.
     weights = {name.removeprefix("_model."): tensor for name, tensor in stored.items() if name.startswith("_model.")}
-    return SileroVad(weights).eval()
+    return SileroVad(weights, products).eval()
 
 
 def _packaged_weights() -> Path:

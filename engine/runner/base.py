@@ -57,18 +57,40 @@ class PausingRunner(Protocol):
         done by then are answered as unfinished and come again, in the same order, in the next plan with backlog."""
 
 
-class Detector(Protocol):
-    """Speech probabilities for the new samples of many streams at once."""
+@runtime_checkable
+class LaunchingRunner(Protocol):
+    """A runner of a frame-synchronous model whose device works by itself, so that the host can run ahead of it."""
+
+    def launch(self, plan: StepPlan) -> Callable[[], list[DecodeResult]]:
+        """Returns while the plan is computed; the call that it returns waits for the answers, in the order of the
+        plan's tasks. Plans are computed in the order of their launches, and answers are asked for in that order."""
+
+
+class Listening(Protocol):
+    """What all speech detectors have in common."""
 
     def open(self, stream: str, sample: int = 0) -> None: ...
 
     def close(self, stream: str) -> None: ...
 
-    def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
-        """If it raises, nothing was heard of any stream in the batch: they can be sent again, one by one."""
-
     def pass_silence(self, stream: str, samples: int) -> Speech:
         """`samples` more of a silence in which nothing changes any more: one long frame, without listening."""
+
+
+@runtime_checkable
+class LaunchingDetector(Listening, Protocol):
+    """Speech probabilities for the new samples of many streams at once, from a device that works by itself."""
+
+    def launch(self, batch: list[tuple[str, NDArray[np.float32]]]) -> Callable[[], list[Speech]]:
+        """Returns at once; the call that it returns waits for what was found. If it raises, nothing was heard of any
+        stream in the batch: they can be sent again, one by one."""
+
+
+class Detector(Listening, Protocol):
+    """Speech probabilities for the new samples of many streams at once."""
+
+    def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
+        """If it raises, nothing was heard of any stream in the batch: they can be sent again, one by one."""
 
     def save(self, stream: str) -> Saved:
         """All that decides what is heard next, as plain data."""

@@ -1,10 +1,19 @@
-"""Which device the model runs on, and how much of its memory is free: clear answers before anything is loaded."""
+"""Which device the model runs on, how much of its memory is free, and how numbers get there and back.
+
+A host that runs ahead of its device must neither wait for it by accident nor write over what the device has yet to
+read. So transfers go through memory that is taken for each of them: on CUDA it is pinned, and torch gives it out again
+only when the transfer is over.
+"""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.errors import EngineError
 
@@ -14,6 +23,7 @@ class NoDevice(EngineError):
 
 
 def require_device(name: str) -> torch.device:
+    """The device of this name, current from now on."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -23,6 +33,8 @@ def require_device(name: str) -> torch.device:
             raise NoDevice("no CUDA device is visible; install its driver, or use a model that runs on the CPU")
         if device.index is not None and device.index >= torch.cuda.device_count():
             raise NoDevice(f"{name!r} is not there; {torch.cuda.device_count()} CUDA devices are visible")
+        if device.index is not None:
+            torch.cuda.set_device(device)  # recordings and events belong to the device that is current
     elif device.type != "cpu":
         raise NoDevice(f"{name!r} is not supported; use 'cuda' or 'cpu'")
     return device
@@ -33,3 +45,31 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def staging(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host memory for one transfer to or from the device."""
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def upload(values: NDArray[Any], device: torch.device) -> Tensor:
+    """A copy on the device, without waiting for what it is busy with."""
+    host = staging(values.shape, torch.from_numpy(values).dtype, device)
+    np.copyto(host.numpy(), values)
+    return host.to(device, non_blocking=True)
+
+
+class Download:
+    """A tensor on its way to the host; `values` waits until it and all that the device did before it are there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = staging(tuple(tensor.shape), tensor.dtype, tensor.device)
+        self._host.copy_(tensor, non_blocking=True)
+        self._there: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._there = torch.cuda.current_stream(tensor.device).record_event()  # type: ignore[no-untyped-call]
+
+    def values(self) -> NDArray[Any]:
+        if self._there is not None:
+            self._there.synchronize()
+        return self._host.numpy()

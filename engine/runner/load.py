@@ -14,6 +14,7 @@ from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
 from engine.models.silero import load_silero
 from engine.runner.base import Runner
+from engine.runner.device_speech import DeviceSpeechDetector
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.runner.speech import SpeechDetector
 from engine.runner.windowed.block_ear import BlockEar
@@ -52,8 +53,13 @@ def load_runner(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
     return _load_windowed(path, config)
 
 
-def load_detector(max_streams: int) -> SpeechDetector:
-    return SpeechDetector(load_silero(), max_streams)
+def load_detector(runner: Runner, max_streams: int) -> SpeechDetector | DeviceSpeechDetector:
+    """The speech detector that goes with a runner: on a GPU it runs where the model does."""
+    if not isinstance(runner, VoxtralRunner) or runner.device.type != "cuda":
+        return SpeechDetector(load_silero(), max_streams)
+    detector = DeviceSpeechDetector(load_silero(products=True).to(runner.device), max_streams)
+    detector.warm_up()
+    return detector
 
 
 def _family(path: Path) -> str:

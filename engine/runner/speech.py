@@ -3,10 +3,14 @@
 A stream's samples come in pieces of any length; the detector works in frames, so each stream carries the samples that
 do not fill a frame yet. All frames that are due, of all streams, pass the stateless part of the model in one batch; the
 recurrent part goes frame by frame with all streams side by side. A stream that sends nothing costs nothing.
+
+This is the detector of engines on a CPU; `device_speech` is the one for a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -112,7 +116,8 @@ class SpeechDetector:
         """
         self._check(batch)
         pieces = [self._take(stream, samples) for stream, samples in batch]
-        computed = self._compute(pieces)
+        with _one_thread():
+            computed = self._compute(pieces)
         answers = []
         for (stream, _), piece, values in zip(batch, pieces, computed, strict=True):
             ear, fresh, probabilities = piece.ear, iter(values), []
@@ -210,3 +215,18 @@ class SpeechDetector:
     def _keep(self, slots: Tensor, hidden: Tensor, cell: Tensor) -> None:
         self._hidden.index_copy_(0, slots, hidden)
         self._cell.index_copy_(0, slots, cell)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Whatever the model uses: at this size threads wait for each other longer than they compute, and the more cores a
+    machine has the longer."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -19,4 +19,4 @@ def build_loop(config: EngineConfig, clock: Callable[[], int] = time.perf_counte
     scheduler = Scheduler(runner.spec, limits, runner.vocabulary)
     # A frame-synchronous model was trained to hear silence; a windowed one makes words up in it.
     gate = GateSettings() if runner.spec.rereads_window else None
-    return EngineLoop(scheduler, runner, load_detector(limits.max_streams), gate, clock)
+    return EngineLoop(scheduler, runner, load_detector(runner, limits.max_streams), gate, clock)

@@ -216,7 +216,7 @@ class EngineHost:
                         peer.outputs.append(output)
                 else:
                     self._route(output)
-            if dead is None:
+            if dead is None and not self._loop.is_flying:
                 self._record.wipe()
         return dead
 

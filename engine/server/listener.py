@@ -3,15 +3,18 @@
 The listener promises: each sample of a stream is listened to once, in order, before the step that may read it is
 planned; what was found goes out as `Speech`; and with gate settings a model hears only what its gate lets by. An error
 in listening to many streams at once is found out: the stream it belongs to is blamed, the others are heard.
+
+A detector on a device that works by itself is told to listen and asked later for what it found (`collect`).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.scheduler import Scheduler
 from engine.messages import Item, Output, Saved, Speech
-from engine.runner.base import Detector
+from engine.runner.base import Detector, LaunchingDetector
 from engine.server.gate import Begin, Decision, End, GateSettings, Pause, Resume, Skip, SpeechGate
 from engine.server.unheard import Samples, Stretch, Unheard
 
@@ -25,7 +28,7 @@ class Listener:
     def __init__(
         self,
         scheduler: Scheduler,
-        detector: Detector,
+        detector: Detector | LaunchingDetector,
         gate: GateSettings | None,
         say: Callable[[Output], None],
         announce: Callable[[Iterable[Target]], None],
@@ -41,6 +44,9 @@ class Listener:
         self._announce = announce
         self._blame = blame
         self._open: set[str] = set()
+        # What the device has yet to be asked for, in the order of the launches, and how many launches there were.
+        self._answers: deque[Callable[[], list[Speech]]] = deque()
+        self.launches = 0
         self._unheard: dict[str, Unheard] = {}
 
     @property
@@ -85,6 +91,12 @@ class Listener:
         else:
             self._hear(stretches)
 
+    def collect(self, launches: int) -> None:
+        """Take in what was found by the first so many launches. Waits for the device."""
+        while len(self._answers) > self.launches - launches:
+            for speech in self._answers.popleft()():
+                self._found(speech)
+
     def end_at_pause(self, name: str) -> int | None:
         """Nobody is speaking: an open utterance ends. Returns the position up to which the stream is heard then (None,
         without a gate: all of it). What the gate still holds may be the beginning of the next utterance."""
@@ -110,6 +122,7 @@ class Listener:
 
     def save(self, name: str) -> dict[str, Saved]:
         """All that decides what is heard of a stream from here on, as plain data."""
+        assert not isinstance(self._detector, LaunchingDetector), "models whose state is saved have the other detector"
         parts = {"detector": self._detector.save(name)}
         if name in self._gates:
             parts["gate"] = self._gates[name].save()
@@ -117,6 +130,7 @@ class Listener:
 
     def resume(self, name: str, parts: dict[str, Saved]) -> None:
         """Listen on from a saved state."""
+        assert not isinstance(self._detector, LaunchingDetector), "models whose state is saved have the other detector"
         self._detector.resume(name, parts["detector"])
         if name in self._gates:
             self._gates[name].resume(parts["gate"])
@@ -135,12 +149,17 @@ class Listener:
                 self._found(speech)
             for name, stretch in present:
                 if stretch.silence and name in streams:
+                    self.collect(self.launches)  # what was said before the silence comes first
                     self._pass_silence(name, stretch.silence)
 
     def _detect(self, batch: list[tuple[str, Samples]]) -> list[Speech]:
         """All streams at once. If that fails nothing was heard, and each is listened to alone: one of them is why."""
         try:
-            return self._detector.detect(batch)
+            if not isinstance(self._detector, LaunchingDetector):
+                return self._detector.detect(batch)
+            self._answers.append(self._detector.launch(batch))
+            self.launches += 1
+            return []
         except Exception as error:
             if len(batch) == 1:
                 self._blame(batch[0][0], error)

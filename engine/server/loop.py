@@ -1,6 +1,9 @@
 """The engine's heartbeat: listen -> plan -> execute -> commit.
 
-Synchronous and single-threaded: a shell (a thread, a process) hands commands in and sends one message per step out.
+Single-threaded: a shell (a thread, a process) hands commands in and sends one message per step out. A device that works
+by itself computes a plan while the one before it is committed and the next one is made: a frame-synchronous step needs
+nothing from the step before that is not on the device already, and no stream is in both.
+
 A command that is in error ends its own stream alone, and so does an error nobody foresaw in work for one stream. A
 runner that fails altogether ends the engine, once, and so do books that do not add up any more.
 """
@@ -9,7 +12,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from engine.core.plan import DecodeResult, StepPlan
@@ -39,7 +45,7 @@ from engine.messages import (
     Refused,
     StepOutput,
 )
-from engine.runner.base import Detector, PausingRunner, Runner, SavingRunner
+from engine.runner.base import Detector, LaunchingDetector, LaunchingRunner, PausingRunner, Runner, SavingRunner
 from engine.server.backlog_budget import BacklogBudget
 from engine.server.gate import GateSettings
 from engine.server.listener import Listener, Target
@@ -50,6 +56,28 @@ logger = logging.getLogger(__name__)
 
 # Errors that say "not now" or "not that one" and leave an open stream as it was.
 _REFUSALS = (DuplicateStream, UnknownStream, StreamFinished)
+# Steps that may be under way while the next one is planned, if the runner can do that.
+STEPS_AHEAD = 1
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that may still be computed: its plan, the answers to wait for, how often the detector had been told to
+    listen by then, and when it began."""
+
+    plan: StepPlan
+    answers: Callable[[], list[DecodeResult]]
+    launches: int
+    began: int
+
+
+@contextmanager
+def _runner_failures() -> Iterator[None]:
+    """What the runner raises concerns all streams."""
+    try:
+        yield
+    except Exception as error:
+        raise EngineDead(f"the model runner failed: {type(error).__name__}: {error}") from error
 
 
 class EngineLoop:
@@ -59,7 +87,7 @@ class EngineLoop:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        detector: Detector | None = None,
+        detector: Detector | LaunchingDetector | None = None,
         gate: GateSettings | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
@@ -67,6 +95,8 @@ class EngineLoop:
         self.runner = runner
         self.meter = StepMeter(scheduler.spec, clock)
         self._pausing = runner if isinstance(runner, PausingRunner) else None
+        self._launching = runner if isinstance(runner, LaunchingRunner) else None
+        self._flights: deque[Flight] = deque()
         self._backlog = BacklogBudget(scheduler, self.meter.position_cost, self._pausing is not None, clock)
         # Called with the streams and positions about to be computed: if the engine dies now, they are the suspects.
         self.announce: Callable[[list[Target]], None] | None = None
@@ -126,34 +156,48 @@ class EngineLoop:
 
     def _run_step(self, outputs: list[Output]) -> None:
         """All there is to say comes into `outputs`, also if this raises: then nobody in particular is to blame."""
-        meter, times, plan = self.meter, self.meter.times, None
-        meter.begin()
+        self.meter.begin()
         live_share = self._listen()
-        times.speech_ns = meter.lap()
-        times.plan_ns = times.execute_ns = 0
-        outputs += self._outbox
-        self._outbox = []
+        self.meter.times.speech_ns = self.meter.lap()
+        outputs += self._take_outbox()
+        if self.scheduler.suspects:
+            self._commit(outputs, 0)
         if self.scheduler.has_work():
             plan = self._plan()
-            times.plan_ns = meter.lap()
-            results = self._execute(plan)
-            times.execute_ns = meter.lap()
-            outputs += self.scheduler.commit(plan, results)
-            self._blame_surprises()
-            plan.decode = [task for task, result in zip(plan.decode, results, strict=True) if not result.unfinished]
+            self._flights.append(self._execute(plan))
+            committed = self._commit(outputs, self._most_ahead)
         else:
-            outputs += self.scheduler.take_replies()
-        times.commit_ns = meter.lap()
-        meter.end(plan, live_share)
+            committed = self._commit(outputs, 0)
+            self._say_the_rest(outputs)
+        self.meter.end(live_share)
         if self._states is not None:
-            outputs += self._states.take(plan, outputs)
+            outputs += self._states.take(committed, outputs)
         self._forget_ended(outputs)
+
+    def _say_the_rest(self, outputs: list[Output]) -> None:
+        """Nothing is under way and nothing is to be planned."""
+        if self._listener is not None:
+            self._listener.collect(self._listener.launches)
+            outputs += self._take_outbox()
+        outputs += self.scheduler.take_replies()
+        self.meter.times.commit_ns += self.meter.lap()
+
+    @property
+    def _most_ahead(self) -> int:
+        """Steps that may be under way after one was planned. A stream that may have killed an engine is computed while
+        nothing else is: if the engine dies again, it is clear who it was."""
+        return STEPS_AHEAD if self._launching is not None and not self.scheduler.suspects else 0
+
+    @property
+    def is_flying(self) -> bool:
+        """Whether a step is under way: what it holds may still be the end of the engine."""
+        return bool(self._flights)
 
     def has_work(self) -> bool:
         """Whether another step would do something without another command."""
         listening = self._listener is not None and self._listener.has_work
         saying = self._outbox or self._broken is not None or self.scheduler.has_replies()
-        return bool(listening or saying or self.scheduler.has_work())
+        return bool(self._flights or listening or saying or self.scheduler.has_work())
 
     def _check_alive(self) -> None:
         if self._dead:
@@ -170,16 +214,41 @@ class EngineLoop:
         shares = self._backlog.shares()
         plan = self.scheduler.plan(shares.live, shares.backlog_positions)
         self._blame_surprises()
-        self._announce((task.stream, task.start, task.end) for task in plan.decode)
+        plans = [*(flight.plan for flight in self._flights), plan]
+        self._announce((task.stream, task.start, task.end) for part in plans for task in part.decode)
+        self.meter.times.plan_ns = self.meter.lap()
         return plan
 
-    def _execute(self, plan: StepPlan) -> list[DecodeResult]:
-        try:
-            if self._pausing is None:
-                return self.runner.execute(plan)
-            return self._pausing.execute_until(plan, self._backlog.time_is_up)
-        except Exception as error:
-            raise EngineDead(f"the model runner failed: {type(error).__name__}: {error}") from error
+    def _execute(self, plan: StepPlan) -> Flight:
+        launches = self._listener.launches if self._listener is not None else 0
+        began = self.meter.mark - self.meter.times.plan_ns
+        with _runner_failures():
+            if self._launching is not None:
+                return Flight(plan, self._launching.launch(plan), launches, began)
+            if self._pausing is not None:
+                results = self._pausing.execute_until(plan, self._backlog.time_is_up)
+            else:
+                results = self.runner.execute(plan)
+        return Flight(plan, lambda: results, launches, began)
+
+    def _commit(self, outputs: list[Output], most_ahead: int) -> StepPlan | None:
+        """Take in the oldest steps until so many are under way; the last one that was. Waits for the device."""
+        meter, plan = self.meter, None
+        while len(self._flights) > most_ahead:
+            flight = self._flights.popleft()
+            plan = flight.plan
+            with _runner_failures():
+                results = flight.answers()
+            meter.times.execute_ns += meter.lap()
+            if self._listener is not None:
+                self._listener.collect(flight.launches)
+                outputs += self._take_outbox()
+            outputs += self.scheduler.commit(plan, results)
+            self._blame_surprises()
+            plan.decode = [task for task, result in zip(plan.decode, results, strict=True) if not result.unfinished]
+            meter.times.commit_ns += meter.lap()
+            meter.account(plan, flight.began)
+        return plan
 
     def _announce(self, targets: Iterable[Target]) -> None:
         if self.announce is not None:
@@ -225,6 +294,10 @@ class EngineLoop:
 
     def _say(self, output: Output) -> None:
         self._outbox.append(output)
+
+    def _take_outbox(self) -> list[Output]:
+        outputs, self._outbox = self._outbox, []
+        return outputs
 
     def _message(self, outputs: list[Output]) -> StepOutput:
         self._steps += 1

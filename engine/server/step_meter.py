@@ -48,7 +48,7 @@ class StepTotals:
 
 
 class StepMeter:
-    """One lap for each part of a step; `end` adds the step to the totals and to what live streams cost."""
+    """One lap for each part of a step. `account` says what a plan cost, and `end` adds the step to the totals."""
 
     def __init__(self, spec: ModelSpec, clock: Callable[[], int]) -> None:
         self.times = StepTimes()
@@ -58,35 +58,42 @@ class StepMeter:
         self.position_cost = StepCost()
         self._position_ns = spec.samples_per_position * 1e9 / spec.sample_rate
         self._clock = clock
-        self._mark = 0
+        # The end of the last lap, and of the last plan that was committed.
+        self.mark = 0
+        self._committed_at = 0
 
     def begin(self) -> None:
-        self._mark = self._clock()
+        self.times = StepTimes(streams=self.times.streams, positions=self.times.positions)
+        self.mark = self._clock()
 
     def lap(self) -> int:
         """Nanoseconds since the lap before."""
-        before, self._mark = self._mark, self._clock()
-        return self._mark - before
+        before, self.mark = self.mark, self._clock()
+        return self.mark - before
 
-    def end(self, plan: StepPlan | None, live_share_heard: float) -> None:
-        """The step is over. `live_share_heard` is the part of the listening that was for live streams."""
+    def account(self, plan: StepPlan, began: int) -> None:
+        """The plan that was begun then is committed now. Plans may overlap: the time for which two were under way
+        counts for the first, which the second had to wait for."""
         times = self.times
-        times.live_speech_ns = times.speech_ns * live_share_heard
-        times.live_ns = times.live_speech_ns
-        if plan is not None:
-            times.streams = len(plan.decode)
-            times.positions = sum(task.end - task.start for task in plan.decode)
-            ns = times.plan_ns + times.execute_ns + times.commit_ns
-            read = sum(task.end - task.base for task in plan.decode)
-            if read:
-                self.position_cost.add(read, ns, self._mark)
-            live_ns = ns * _live_part(plan, read)
-            times.live_ns += live_ns
-            # Streams that heard nothing new cost nothing worth counting: their text was there already.
-            heard = [task.end - task.start for task in plan.decode[: plan.live] if task.end > task.start]
-            if heard:
-                self.live_cost.add(len(heard), live_ns, sum(heard) * self._position_ns, self._mark)
-        self.totals.add(times)
+        times.streams = len(plan.decode)
+        times.positions = sum(task.end - task.start for task in plan.decode)
+        ns = self.mark - max(began, self._committed_at)
+        self._committed_at = self.mark
+        read = sum(task.end - task.base for task in plan.decode)
+        if read:
+            self.position_cost.add(read, ns, self.mark)
+        live_ns = ns * _live_part(plan, read)
+        times.live_ns += live_ns
+        # Streams that heard nothing new cost nothing worth counting: their text was there already.
+        heard = [task.end - task.start for task in plan.decode[: plan.live] if task.end > task.start]
+        if heard:
+            self.live_cost.add(len(heard), live_ns, sum(heard) * self._position_ns, self.mark)
+
+    def end(self, live_share_heard: float) -> None:
+        """The step is over. `live_share_heard` is the part of the listening that was for live streams."""
+        self.times.live_speech_ns = self.times.speech_ns * live_share_heard
+        self.times.live_ns += self.times.live_speech_ns
+        self.totals.add(self.times)
 
 
 def _live_part(plan: StepPlan, read: int) -> float:

@@ -27,6 +27,8 @@ class Stretch:
     settling: int = 0
 
     def samples(self) -> Samples:
+        if len(self.pieces) == 1:
+            return self.pieces[0]  # most live streams, most of the time
         return np.concatenate(self.pieces) if self.pieces else np.zeros(0, np.float32)
 
 
@@ -35,6 +37,7 @@ class Unheard:
 
     def __init__(self, spec: ModelSpec) -> None:
         self.stretches = [Stretch()]
+        self.length = 0  # samples to listen to
         self._spec = spec
         self._settling = SETTLING_SECONDS * spec.sample_rate
 
@@ -48,15 +51,11 @@ class Unheard:
                 # Without look-around and padding.
                 self._add_samples(item.payload[spec.look_back_samples : spec.look_back_samples + count])
 
-    @property
-    def length(self) -> int:
-        """Samples to listen to."""
-        return sum(len(piece) for stretch in self.stretches for piece in stretch.pieces)
-
     def _add_samples(self, samples: Samples) -> None:
         if self.stretches[-1].silence:
             self.stretches.append(Stretch())
         self.stretches[-1].pieces.append(samples)
+        self.length += len(samples)
         self.stretches[-1].settling = 0
 
     def _add_silence(self, count: int) -> None:
@@ -64,5 +63,6 @@ class Unheard:
         listened = min(count, self._settling - stretch.settling)
         if listened:
             stretch.pieces.append(np.zeros(listened, np.float32))
+            self.length += listened
             stretch.settling += listened
         stretch.silence += count - listened

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import time
 import zlib
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -122,6 +124,37 @@ class FakeFrames:
 
 
 @dataclass
+class LaunchingFrames(FakeFrames):
+    """A device with a queue: what is launched is computed later, in order, by chance or when somebody asks."""
+
+    chance: random.Random = field(default_factory=lambda: random.Random(0))
+    queue: deque[tuple[StepPlan, list[DecodeResult]]] = field(default_factory=deque)
+    # The most plans that nobody had asked about yet when another one came.
+    most_ahead: int = 0
+    unasked: int = 0
+
+    def launch(self, plan: StepPlan) -> Callable[[], list[DecodeResult]]:
+        self.most_ahead = max(self.most_ahead, self.unasked)
+        self.unasked += 1
+        results: list[DecodeResult] = []
+        self.queue.append((plan, results))
+        for _ in range(self.chance.randint(0, len(self.queue))):
+            self.compute_next()
+
+        def answers() -> list[DecodeResult]:
+            self.unasked -= 1
+            while any(mine is results for _, mine in self.queue):
+                self.compute_next()
+            return results
+
+        return answers
+
+    def compute_next(self) -> None:
+        plan, results = self.queue.popleft()
+        results += self.execute(plan)
+
+
+@dataclass
 class FakeWindowed(FakeFrames):
     """Reads its window again and again; commits what is not too near its end, and keeps some of it."""
 
@@ -184,6 +217,25 @@ class FakeDetector:
                 loud = np.abs(rest[: frames * self.frame]).reshape(frames, self.frame).mean(axis=1)
                 found.append(Speech(stream, start, self.frame, [float(value) for value in np.minimum(loud, 1)]))
         return found
+
+
+@dataclass
+class LaunchingFakeDetector(FakeDetector):
+    """Listens at once and answers when it is asked, but not for a stream that was closed meanwhile."""
+
+    openings: dict[str, object] = field(default_factory=dict)
+
+    def open(self, stream: str, sample: int = 0) -> None:
+        super().open(stream, sample)
+        self.openings[stream] = object()
+
+    def close(self, stream: str) -> None:
+        super().close(stream)
+        self.openings.pop(stream, None)
+
+    def launch(self, batch: list[tuple[str, NDArray[np.float32]]]) -> Callable[[], list[Speech]]:
+        found = [(self.openings[speech.stream], speech) for speech in self.detect(batch)]
+        return lambda: [speech for opening, speech in found if self.openings.get(speech.stream) is opening]
 
 
 def build(

@@ -37,6 +37,19 @@ def test_the_recorded_step_equals_the_eager_step(kv_dtype: torch.dtype) -> None:
     assert max(outcome.logit_errors) < 5e-2
 
 
+def test_steps_that_overlap_equal_steps_one_by_one() -> None:
+    from benchmarks.gpu_checks import compare_overlap
+
+    overlapping, one_by_one = compare_overlap(torch.float8_e4m3fn, positions=40)
+    assert overlapping == one_by_one and len(overlapping["a"]) >= 40
+
+
+def test_speech_is_detected_on_the_device_as_on_the_cpu() -> None:
+    from benchmarks.gpu_checks import detection_error
+
+    assert detection_error("cuda") < 1e-4
+
+
 def test_angles_on_the_device_are_exact_at_position_50_000_000() -> None:
     from engine.models.layers import inverse_frequencies, rotary_angles
 

@@ -1,7 +1,8 @@
 """What a step reads: per-slot state that stays on the device, and the few numbers that change with every step.
 
 A step uploads one small block of integers and the samples of the items to encode. Everything else (the last token of
-each stream, its delay, its run of blanks, its ring tables) is on the device already and changes by deltas.
+each stream, its delay, its run of blanks, its ring tables) is on the device already and changes by deltas. Nothing here
+waits for the device: the next step can be uploaded while it computes this one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.models.voxtral_realtime import STREAMING_PAD
+from engine.runner.device import Download, staging, upload
 
 NOT_FORCED = -1
 
@@ -28,8 +30,7 @@ class SlotState:
         self.blank_runs = torch.zeros(streams + 1, dtype=torch.int64, device=device)
 
     def set(self, slots: Sequence[int], tokens: Sequence[int], delays: Sequence[int], runs: Sequence[int]) -> None:
-        device = self.tokens.device
-        values = torch.tensor([slots, tokens, delays, runs], dtype=torch.int64).to(device)
+        values = upload(np.array([slots, tokens, delays, runs], dtype=np.int64), self.tokens.device)
         self.tokens[values[0]] = values[1]
         self.delays[values[0]] = values[2]
         self.blank_runs[values[0]] = values[3]
@@ -69,40 +70,38 @@ class StepBuffers:
     """Fixed places for a step's inputs and outputs, so that a captured graph can read and write them."""
 
     def __init__(self, capacity: int, payload_samples: int, padding_slot: int, spare_row: int, device: torch.device):
-        pinned = device.type == "cuda"
         self.capacity = capacity
+        self._device = device
         self._padding = (padding_slot, 0, 0, STREAMING_PAD, spare_row)
-        self._host_numbers = torch.empty(5, capacity, dtype=torch.int64, pin_memory=pinned)
-        self._host_samples = torch.zeros(capacity, payload_samples, dtype=torch.float32, pin_memory=pinned)
-        self._host_results = torch.empty(3, capacity, dtype=torch.int64, pin_memory=pinned)
-        self._numbers_view: NDArray[np.int64] = self._host_numbers.numpy()
-        self._samples_view: NDArray[np.float32] = self._host_samples.numpy()
-        self._results_view: NDArray[np.int64] = self._host_results.numpy()
         self._numbers = torch.empty(5, capacity, dtype=torch.int64, device=device)
         self.samples = torch.zeros(capacity, payload_samples, dtype=torch.float32, device=device)
         self.results = torch.zeros(3, capacity, dtype=torch.int64, device=device)
 
     def upload(self, rows: StepRows, payloads: Payloads) -> None:
         """Send a step's numbers, and what it encodes."""
-        view = self._numbers_view
+        numbers = staging((5, self.capacity), torch.int64, self._device)
+        view = numbers.numpy()
         for line, values in enumerate((rows.slots, rows.positions, rows.inputs, rows.forced, payloads.rows)):
             view[line, : len(values)] = values
             view[line, len(values) :] = self._padding[line]
-        self._numbers.copy_(self._host_numbers, non_blocking=True)
+        self._numbers.copy_(numbers, non_blocking=True)
         count = len(payloads.samples)
         if count:
-            np.concatenate(payloads.samples, out=self._samples_view[:count].reshape(-1))
-            self.samples[:count].copy_(self._host_samples[:count], non_blocking=True)
+            samples = staging((count, self.samples.shape[1]), torch.float32, self._device)
+            np.concatenate(payloads.samples, out=samples.numpy().reshape(-1))
+            self.samples[:count].copy_(samples, non_blocking=True)
 
     def numbers(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Slots, positions, input rows, forced tokens and encode targets of a batch padded to `size`."""
         slots, positions, inputs, forced, targets = self._numbers[:, :size].unbind()
         return slots, positions, inputs, forced, targets
 
-    def download(self, count: int) -> StepOutcome:
-        """What became of the first `count` rows. Waits for the device."""
-        self._host_results.copy_(self.results, non_blocking=True)
-        if self.results.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        tokens, failed, guarded = self._results_view[:, :count]
-        return StepOutcome(tokens.tolist(), np.flatnonzero(failed).tolist(), int(guarded.sum()))
+    def download(self) -> Download:
+        """What becomes of the rows that were sent last, on its way to the host."""
+        return Download(self.results)
+
+
+def outcome_of(results: Download, count: int) -> StepOutcome:
+    """What became of the first `count` rows. Waits for the device."""
+    tokens, failed, guarded = results.values()[:, :count]
+    return StepOutcome(tokens.tolist(), np.flatnonzero(failed).tolist(), int(guarded.sum()))

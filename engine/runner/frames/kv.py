@@ -16,6 +16,7 @@ from engine.models.attention import PagedAttention
 from engine.models.layers import rotary_angles
 from engine.models.operands import Heads, KvPages, Span
 from engine.models.voxtral_realtime import VoxtralConfig
+from engine.runner.device import upload
 from engine.spec import KvGroup
 
 # One page is one turn of the attention kernel's loop. Smaller pages waste less of a ring (it holds up to one page more
@@ -104,7 +105,7 @@ class StackCache:
             return
         values = np.array(entries, dtype=np.int64).T
         self.host_table[values[0], values[1]] = values[2]
-        slots, indices, pages = torch.from_numpy(values.copy()).to(self.table.device)
+        slots, indices, pages = upload(values, self.table.device)
         self.table[slots, indices] = pages.int()
 
     def open_streams(self, openings: list[int], slots: list[int]) -> None:
@@ -112,7 +113,7 @@ class StackCache:
         count = self._opening_pages
         sources = self.host_table[self.opening_slot + np.array(openings), :count]
         targets = self.host_table[np.array(slots), :count]
-        pages = torch.from_numpy(np.stack([sources, targets]).astype(np.int64)).to(self.table.device)
+        pages = upload(np.stack([sources, targets]).astype(np.int64), self.table.device)
         for start in range(0, len(slots), STREAMS_PER_COPY):
             part = pages[:, start : start + STREAMS_PER_COPY].flatten(1)
             self.pages.copy_pages(part[0], part[1])

@@ -5,10 +5,12 @@ A batched pass reads and writes fixed places only, so that it can be recorded as
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.models.voxtral_realtime import BOS, MAX_DELAY_POSITIONS, STREAMING_PAD, VoxtralRealtime
+from engine.runner.device import upload
 from engine.runner.frames.batch import NOT_FORCED, SlotState, StepBuffers
 from engine.runner.frames.kv import StackCache
 from engine.runner.frames.sampler import choose, next_blank_runs
@@ -57,8 +59,8 @@ class ModelPasses:
 
         Returns the last hidden rows, [positions, width].
         """
-        numbers = torch.tensor([inputs, tokens], dtype=torch.int64).to(self._model.device)
-        where = torch.tensor([slot, position], dtype=torch.int64).to(self._model.device)
+        numbers = upload(np.array([inputs, tokens], dtype=np.int64), self._model.device)
+        where = upload(np.array([slot, position], dtype=np.int64), self._model.device)
         delays = torch.full_like(numbers[0], delay)
         return self._forward(where[:1], where[1:], len(inputs), numbers[0], numbers[1], delays, use_kernels=False)
 

@@ -4,11 +4,15 @@ A live step is one batched pass over every stream in the plan: encode new items 
 input row, run encoder and decoder over paged keys and values, choose a token and keep it on the device as the stream's
 next input. On CUDA that pass is a recorded graph. A replayed stream repeats known tokens, so whole stretches of it run
 as one chunk; everything else that has more than one position to do takes turns in further passes.
+
+`launch` puts a plan's work in the device's queue and reads nothing back: the tokens that the next step is fed are on
+the device, and the host asks for them when it has time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,8 +26,8 @@ from engine.models.voxtral_realtime import (
     VoxtralRealtime,
     tensor_shapes,
 )
-from engine.runner.device import free_memory, require_device
-from engine.runner.frames.batch import NOT_FORCED, Payloads, SlotState, StepBuffers, StepRows
+from engine.runner.device import Download, free_memory, require_device
+from engine.runner.frames.batch import NOT_FORCED, Payloads, SlotState, StepBuffers, StepRows, outcome_of
 from engine.runner.frames.graphs import StepGraphs
 from engine.runner.frames.kv import StackCache, stack_layouts
 from engine.runner.frames.memory import MemoryPlan, plan_memory, voxtral_spec
@@ -68,8 +72,17 @@ class _Slot:
         return run
 
 
-# A decode task under way, with the tokens of the positions that are computed.
-_Work = tuple[DecodeTask, list[int]]
+@dataclass(slots=True)
+class _Work:
+    """A decode task under way: how many of its positions are in the device's queue, and the tokens that are known."""
+
+    task: DecodeTask
+    done: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+
+# A batched pass: who was in it, and what it answers.
+_Pass = tuple[list[_Work], Download]
 
 
 class VoxtralRunner:
@@ -80,6 +93,7 @@ class VoxtralRunner:
         self.spec = voxtral_spec(model.config, layouts, "voxtral-realtime")
         self.vocabulary = vocabulary
         self.memory = memory
+        self.device = model.device
         # Times the guard against the blank rut changed a token.
         self.blank_guard_activations = 0
         prefix = self.spec.prefix_positions
@@ -157,8 +171,11 @@ class VoxtralRunner:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[DecodeResult]:
+        return self.launch(plan)()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Callable[[], list[DecodeResult]]:
         self.warm_up()
         for slot in plan.closed:
             self._slots.pop(slot, None)
@@ -166,21 +183,32 @@ class VoxtralRunner:
             self._open(plan.opened)
         self._update_tables(plan.decode)
         payloads, errors = self._slab.payloads(plan.encode)
-        work: list[_Work] = [(task, []) for task in plan.decode]
-        chunks = [share for share in work if share[0].end - share[0].start > 1 and share[0].stream not in errors]
+        work = [_Work(task) for task in plan.decode]
+        sound = [share for share in work if share.task.stream not in errors] if errors else work
+        chunks = [share for share in sound if share.task.end - share.task.start > 1]
         capacity = self._buffers.capacity
-        if chunks or len(payloads.rows) > min(len(work) - len(errors), capacity):
+        if chunks or len(payloads.rows) > min(len(sound), capacity):
             self._slab.encode(payloads)
             payloads = Payloads([], [])
-        for task, tokens in chunks:
-            self._replay(task, tokens)
-        while due := [
-            share for share in work if share[0].start + len(share[1]) < share[0].end and share[0].stream not in errors
-        ]:
+        for share in chunks:
+            self._replay(share)
+        passes: list[_Pass] = []
+        while due := [share for share in sound if share.task.start + share.done < share.task.end]:
             for start in range(0, len(due), capacity):
-                self._run_batch(due[start : start + capacity], payloads, errors)
+                passes.append(self._run_batch(due[start : start + capacity], payloads))
                 payloads = Payloads([], [])
-        return [DecodeResult(tokens, (), None, errors.get(task.stream)) for task, tokens in work]
+        return lambda: self._read(work, passes, errors)
+
+    def _read(self, work: list[_Work], passes: list[_Pass], errors: dict[str, str]) -> list[DecodeResult]:
+        """What the passes of a plan have answered."""
+        for batch, answers in passes:
+            outcome = outcome_of(answers, len(batch))
+            self.blank_guard_activations += outcome.guarded
+            for share, token in zip(batch, outcome.tokens, strict=True):
+                share.tokens.append(token)
+            for row in outcome.failed:
+                errors[batch[row].task.stream] = BROKEN_LOGITS
+        return [DecodeResult(share.tokens, (), None, errors.get(share.task.stream)) for share in work]
 
     # Changes since the last plan
 
@@ -216,34 +244,33 @@ class VoxtralRunner:
 
     # Decoding
 
-    def _replay(self, task: DecodeTask, tokens: list[int]) -> None:
+    def _replay(self, share: _Work) -> None:
         """Run a stretch of known tokens as one chunk."""
-        slot, prefix = self._slots[task.slot], self.spec.prefix_positions
-        forced, begin = slot.forced, task.start - prefix
+        task, prefix = share.task, self.spec.prefix_positions
+        slot, begin = self._slots[task.slot], task.start - prefix
+        forced = slot.forced
         end = min(task.end - prefix, len(forced))
         if end - begin < 2:
             return
         fed = [forced[begin - 1] if begin else STREAMING_PAD, *forced[begin : end - 1]]
         self._passes.chunk(task.slot, task.start, task.rows[: end - begin], fed, slot.delay)
         self._state.set([task.slot], [forced[end - 1]], [slot.delay], [slot.blank_run(end)])
-        tokens += forced[begin:end]
+        share.tokens += forced[begin:end]
+        share.done = end - begin
 
-    def _run_batch(self, batch: list[_Work], payloads: Payloads, errors: dict[str, str]) -> None:
+    def _run_batch(self, batch: list[_Work], payloads: Payloads) -> _Pass:
         """The next position of each stream in `batch`, as one pass."""
-        slots = [task.slot for task, _ in batch]
-        positions = [task.start + len(tokens) for task, tokens in batch]
-        inputs = [task.rows[len(tokens)] for task, tokens in batch]
+        slots = [share.task.slot for share in batch]
+        positions = [share.task.start + share.done for share in batch]
+        inputs = [share.task.rows[share.done] for share in batch]
         self._buffers.upload(StepRows(slots, positions, inputs, self._forced_at(slots, positions)), payloads)
         if self._graphs is not None:
             self._graphs.run(len(batch))
         else:
             self._passes.batch(len(batch))
-        outcome = self._buffers.download(len(batch))
-        self.blank_guard_activations += outcome.guarded
-        for (_, tokens), token in zip(batch, outcome.tokens, strict=True):
-            tokens.append(token)
-        for row in outcome.failed:
-            errors[batch[row][0].stream] = BROKEN_LOGITS
+        for share in batch:
+            share.done += 1
+        return batch, self._buffers.download()
 
     def _forced_at(self, slots: list[int], positions: list[int]) -> list[int]:
         """The outputs that are known before they are computed."""

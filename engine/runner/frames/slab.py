@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from engine.core.plan import SILENCE_ROW, EncodeTask
 from engine.models.voxtral_realtime import VoxtralRealtime
+from engine.runner.device import upload
 from engine.runner.frames.batch import Payloads
 from engine.spec import ModelSpec
 
@@ -87,6 +88,6 @@ class EncoderSlab:
         device = self.rows.device
         for start in range(0, len(payloads.rows), ENCODE_BATCH):
             part = slice(start, start + ENCODE_BATCH)
-            samples = torch.from_numpy(np.stack(payloads.samples[part])).to(device)
-            rows = torch.tensor(payloads.rows[part], dtype=torch.int64).to(device)
+            samples = upload(np.stack(payloads.samples[part]), device)
+            rows = upload(np.array(payloads.rows[part], dtype=np.int64), device)
             self.rows.index_copy_(0, rows, self._model.stem_rows(samples))

@@ -283,7 +283,7 @@ def build_real() -> EngineLoop:
     limits = Limits(max_streams=2, cache_embeds=1024)
     ear = WindowEar(model, pieces, Policy())
     runner = WindowedRunner(model, Vocabulary(pieces), spec, limits.cache_embeds, Policy(), ear)
-    return EngineLoop(Scheduler(spec, limits, runner.vocabulary), runner, load_detector(2), GateSettings())
+    return EngineLoop(Scheduler(spec, limits, runner.vocabulary), runner, load_detector(runner, 2), GateSettings())
 
 
 async def test_real_speech_is_the_same_after_twenty_deaths() -> None:

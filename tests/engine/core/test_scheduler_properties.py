@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.core.limits import Limits
-from engine.core.plan import DecodeResult, DecodeTask, TimedToken
+from engine.core.plan import DecodeResult, DecodeTask, StepPlan, TimedToken
 from engine.core.scheduler import Scheduler
 from engine.errors import AtCapacity
-from engine.messages import Closed, Failed, Flushed, Item, Open, Text
+from engine.messages import Closed, Failed, Flushed, Item, Open, Output, Text
 from engine.spec import KvGroup, ModelSpec
 from engine.vocabulary import Vocabulary
 
@@ -144,7 +144,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 expected = self.heard[task.stream][-1] + 1 if self.heard[task.stream] else self.spec.prefix_positions
                 assert task.start == expected, "positions are computed once, in order"
                 self.heard[task.stream] += range(task.start, task.end)
-        for output in self.engine.commit(plan, results):
+        self.take(self.engine.commit(plan, results))
+
+    def take(self, outputs: list[Output]) -> None:
+        for output in outputs:
             if isinstance(output, Flushed):
                 tag, position = self.flushes[output.stream].pop(0)
                 assert output.tag == tag
@@ -185,9 +188,44 @@ class WindowMachine(SchedulerMachine):
         self.engine.pause(name, max(0, self.ends[name] - back))
 
 
+class OverlapMachine(SchedulerMachine):
+    """Plans are committed later, in their order, with any events between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plans: deque[StepPlan] = deque()
+
+    @rule()
+    def plan(self) -> None:
+        under_way = {task.slot for plan in self.plans for task in plan.decode if task.stream in self.engine.streams}
+        plan = self.engine.plan()
+        for task in plan.decode:
+            assert task.slot not in under_way, "no stream is in two plans"
+            heard = self.heard[task.stream]
+            assert task.start == (heard[-1] + 1 if heard else self.spec.prefix_positions)
+            heard += range(task.start, task.end)
+        self.plans.append(plan)
+
+    def run_step(self, slide: int, failing: int = 99) -> None:
+        if not self.plans:
+            self.plan()
+        plan = self.plans.popleft()
+        results = [execute(self.spec, task, slide) for task in plan.decode]
+        if failing < len(results):
+            results[failing] = DecodeResult(error="broken")
+        self.take(self.engine.commit(plan, results))
+
+    def teardown(self) -> None:
+        while self.plans:
+            self.run_step(slide=3)
+        super().teardown()
+
+
 SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 WindowMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+OverlapMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestFrames = SchedulerMachine.TestCase
+TestOverlap = OverlapMachine.TestCase
 TestWindows = WindowMachine.TestCase
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -120,6 +121,27 @@ def test_a_stream_comes_once_in_a_batch(model: SileroVad) -> None:
     detector.open("a")
     with pytest.raises(BadItem, match="twice"):
         detector.detect([("a", sound(1)), ("a", sound(1))])
+
+
+def test_the_detector_takes_one_thread_and_leaves_the_model_its_own(model: SileroVad) -> None:
+    threads: list[int] = []
+
+    class Watching(SileroVad):
+        def encode(self, frames: Tensor) -> Tensor:
+            threads.append(torch.get_num_threads())
+            return super().encode(frames)
+
+    watching = Watching.__new__(Watching)
+    watching.__dict__ = dict(model.__dict__)
+    detector = SpeechDetector(watching, max_streams=1)
+    detector.open("a")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        detector.detect([("a", sound(4))])
+        assert threads == [1] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_nothing_new_is_nothing_to_do(counting: CountingModel) -> None:

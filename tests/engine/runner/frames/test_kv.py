@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.runner.frames.batch import NOT_FORCED, Payloads, SlotState, StepBuffers, StepOutcome, StepRows
+from engine.runner.frames.batch import NOT_FORCED, Payloads, SlotState, StepBuffers, StepOutcome, StepRows, outcome_of
 from engine.runner.frames.kv import PAGE_ROWS, StackCache, stack_layouts
 from tests.engine.runner.frames.voxtral_driver import SMALL
 
@@ -79,7 +79,7 @@ def test_empty_rows_go_to_the_padding_slot_and_the_spare_row() -> None:
 def test_results_come_back_without_the_padding() -> None:
     buffers = StepBuffers(capacity=4, payload_samples=3, padding_slot=9, spare_row=77, device=CPU)
     buffers.results.copy_(torch.tensor([[7, 8, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]]))
-    assert buffers.download(2) == StepOutcome(tokens=[7, 8], failed=[1], guarded=2)
+    assert outcome_of(buffers.download(), 2) == StepOutcome(tokens=[7, 8], failed=[1], guarded=2)
 
 
 def test_slot_state_is_set_by_slot() -> None:

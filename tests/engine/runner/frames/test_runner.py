@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.gpu_checks import in_turns
 from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan
 from engine.core.scheduler import Limits, Scheduler
-from engine.messages import Failed, Finish, Item, Open
+from engine.messages import Failed, Finish, Item, Open, Output
 from engine.messages import Feed as FeedCommand
 from engine.runner.base import GuardedRunner
 from engine.runner.device import NoDevice
@@ -244,15 +245,14 @@ def test_through_the_real_loop() -> None:
     loop.submit([Open("a", delay_positions=3), Open("b")], 0)
     tokens: dict[str, list[int]] = {"a": [], "b": []}
     failed = []
-    execute = runner.execute
+    commit = loop.scheduler.commit
 
-    def recording(plan: StepPlan) -> list[DecodeResult]:
-        results = execute(plan)
+    def recording(plan: StepPlan, results: list[DecodeResult]) -> list[Output]:
         for task, result in zip(plan.decode, results, strict=True):
             tokens[task.stream] += result.tokens
-        return results
+        return commit(plan, results)
 
-    runner.execute = recording  # type: ignore[method-assign]
+    loop.scheduler.commit = recording  # type: ignore[method-assign]
 
     def step() -> None:
         output = loop.step()
@@ -333,3 +333,11 @@ def driver_step_at(driver: Driver, feed: Feed, position: int) -> None:
     )
     assert runner.execute(plan)[0].error is None
     feed.done = position + 1
+
+
+def test_steps_that_overlap_say_what_steps_one_by_one_say() -> None:
+    runner = small_runner(3)
+    overlapping = in_turns(runner, 40, overlap=True)
+    assert overlapping == in_turns(runner, 40, overlap=False)
+    assert [len(overlapping[name]) for name in "abd"] == [40, 40, 20]
+    assert len(set(overlapping["a"])) > 3
