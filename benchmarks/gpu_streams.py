@@ -2,14 +2,17 @@
 
     python -m benchmarks.gpu_streams --window 1024 --kv bf16 --streams 100 200 400 --bisect --reference
 
-N streams with random phases feed distinct audio, one 80 ms frame at a time, in real time. Streams start as old as
+Engine alone: no sockets, no gateway. N streams with random phases feed distinct pieces of speech, one 80 ms frame at a
+time, in real time; the speech detector listens to all of it (`--no-detector` leaves it out). Streams start as old as
 their windows are long, so every step reads full windows from the first second on; they join 5 ms apart, and counting
 begins 2 s after the last has joined. Lag is the time from the moment a frame is complete to the moment its token is
 out; a point holds if the 99th percentile of the lag is at most 80 ms. A step is what the engine's thread does between
-two looks at its inbox: commands in, plan, execute, commit; what of it is not the device is the host. The audio is made
-by the same thread: that counts in the lag and as feed, not as host. Random weights choose a word in nearly every frame,
-where speech has blanks in four of five, so commit costs more here than in use.
-Needs torch, numpy and (for --reference) transformers. Writes a table, and JSON with --json.
+two looks at its inbox: commands in, detection, plan, launch, and commit of the step before; what of it is not the
+device is the host on the critical path (`--one-by-one`: steps do not overlap). The audio is made by the same thread:
+that counts in the lag and as feed, not as host. Random weights choose a word in nearly every frame, where speech has
+blanks in four of five, so commit costs more here than in use.
+Needs torch, numpy and (for --reference) transformers. Writes a table, and JSON with --json. With --small a tiny model
+runs on the CPU: that checks the benchmark and measures nothing.
 """
 
 from __future__ import annotations
@@ -19,29 +22,31 @@ import gc
 import json
 import time
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from benchmarks.random_voxtral import random_model
+from benchmarks.gpu_probe import OneByOne, Probe
+from benchmarks.random_voxtral import random_model, tiny_config
+from benchmarks.speech_sound import speech
 from benchmarks.step_cost import Bench as HostBench
+from benchmarks.traffic import Traffic
 from engine.core.limits import Limits
-from engine.core.plan import DecodeResult, DecodeTask, StepPlan
 from engine.core.scheduler import Scheduler
-from engine.messages import Abort, Feed, Item, Open
+from engine.messages import Abort, Open, Speech
 from engine.models.voxtral_realtime import voxtral_mini_4b
 from engine.runner.device import free_memory, require_device
 from engine.runner.frames.batch import Payloads, StepRows
 from engine.runner.frames.memory import GIB, plan_memory
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
+from engine.runner.load import load_detector
 from engine.server.collector import calm_collector
 from engine.server.loop import EngineLoop
 
-POSITION_NS = 80_000_000
 MAX_LAG_MS = 80.0
 SETTLE_S = 2
-JOIN_EVERY_NS = 5_000_000
 KV_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
@@ -59,14 +64,19 @@ class Point:
     step_p50: float
     step_p99: float
     device_p50: float
+    # Of all the time the device computed; of the steps what the device did not.
+    device_share: float
     host_share: float
     submit_p50: float
+    speech_p50: float
     plan_p50: float
     commit_p50: float
     plan_commit_p99: float
     # Of all the time: making the audio, and nothing to do.
     feed_share: float
     idle_share: float
+    # Of the detector's frames, those with speech in them.
+    speech_share: float
     late_frames: int
 
     @property
@@ -74,82 +84,15 @@ class Point:
         return self.lag_p99 <= MAX_LAG_MS and self.late_frames == 0
 
 
-class Probe:
-    """Stands between the loop and the runner: keeps the last plan and the time the device took for it."""
-
-    def __init__(self, runner: VoxtralRunner) -> None:
-        self._runner = runner
-        self.spec, self.vocabulary, self.check_open = runner.spec, runner.vocabulary, runner.check_open
-        self.tasks: list[DecodeTask] = []
-        self._passes: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        graphs = runner._graphs
-        assert graphs is not None
-        replay = graphs.run
-
-        def timed(count: int) -> None:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            replay(count)
-            end.record()
-            self._passes.append((begin, end))
-
-        graphs.run = timed  # type: ignore[method-assign]
-
-    def execute(self, plan: StepPlan) -> list[DecodeResult]:
-        self.tasks = plan.decode
-        self._passes = []
-        return self._runner.execute(plan)
-
-    def device_ms(self) -> float:
-        return sum(float(begin.elapsed_time(end)) for begin, end in self._passes)
-
-
-class Traffic:
-    """N streams, each with its own phase and its own stretch of a long noise; they join one after the other."""
-
-    def __init__(self, streams: int, first_position: int, seed: int) -> None:
-        random = np.random.default_rng(seed)
-        self.names = [f"stream {index}" for index in range(streams)]
-        self._phases = np.sort(random.integers(0, POSITION_NS, streams)).tolist()
-        # Frames that a stream misses at the beginning because it has not joined yet.
-        self._missed = (random.permutation(streams) * JOIN_EVERY_NS // POSITION_NS).tolist()
-        self.joined_ns = (max(self._missed) + 1) * POSITION_NS
-        self._noise = (random.standard_normal(1 << 24) * 0.1).astype(np.float32)
-        self._starts = random.integers(0, (1 << 24) - 2000, streams).tolist()
-        self._first = first_position
-        self._next = 0  # frames are numbered over all streams, in order of arrival
-
-    def due(self, elapsed_ns: int) -> list[Feed]:
-        feeds = []
-        while self.next_arrival() <= elapsed_ns:
-            frame, index = divmod(self._next, len(self.names))
-            self._next += 1
-            frame -= self._missed[index]
-            if frame < 0:
-                continue
-            start = (self._starts[index] + frame * 1280) % ((1 << 24) - 2000)
-            item = Item(
-                offset=self._first + frame,
-                length=1,
-                sample=frame * 1280,
-                key=b"%d/%d" % (index, frame),
-                payload=self._noise[start : start + 2000],
-            )
-            feeds.append(Feed(self.names[index], [item]))
-        return feeds
-
-    def next_arrival(self) -> int:
-        frame, index = divmod(self._next, len(self.names))
-        return int((frame + 1) * POSITION_NS + self._phases[index])
-
-    def arrival(self, index: int, position: int) -> int:
-        return int((position - self._first + self._missed[index] + 1) * POSITION_NS + self._phases[index])
-
-
 class Bench:
-    def __init__(self, runner: VoxtralRunner) -> None:
-        self.probe = Probe(runner)
+    def __init__(
+        self, runner: VoxtralRunner, *, detects: bool = True, overlaps: bool = True, recording: Path | None = None
+    ) -> None:
+        self._detector = load_detector(runner, runner.memory.streams) if detects else None
+        self.probe = Probe(runner, self._detector)
+        self._overlaps = overlaps
         self._memory = runner.memory
+        self._sound = speech(recording)
         # Streams begin behind a full window, which is where they spend their lives.
         start = 64 + 2 * max(group.window_positions for group in runner.spec.kv_groups)
         self._spec = replace(runner.spec, prefix_positions=start)
@@ -157,21 +100,23 @@ class Bench:
     def measure(self, streams: int, seconds: float, seed: int = 1) -> Point:
         memory = self._memory
         limits = Limits(memory.streams, memory.cache_embeds, memory.group_pages)
-        loop = EngineLoop(Scheduler(self._spec, limits, self.probe.vocabulary), self.probe)  # type: ignore[arg-type]
-        traffic = Traffic(streams, self._spec.prefix_positions, seed)
+        runner: Any = self.probe if self._overlaps else OneByOne(self.probe)
+        loop = EngineLoop(Scheduler(self._spec, limits, self.probe.vocabulary), runner, self._detector)
+        traffic = Traffic(streams, self._spec.prefix_positions, seed, self._sound)
         loop.submit([Open(name) for name in traffic.names], 0)
-        loop.step()
+        _finish_steps(loop)
         gc.collect()  # what the last point left behind
+        self.probe.look()
         point = self._run(loop, traffic, seconds)
         loop.submit([Abort(name) for name in traffic.names], 0)
-        loop.step()
+        _finish_steps(loop)
         return point
 
     def _run(self, loop: EngineLoop, traffic: Traffic, seconds: float) -> Point:
         slots = {loop.scheduler.streams[name].slot: index for index, name in enumerate(traffic.names)}
         lags: list[int] = []
         steps: list[Step] = []
-        feed_ns = idle_ns = 0
+        feed_ns = idle_ns = heard = spoken = 0
         settled = traffic.joined_ns + SETTLE_S * 10**9
         began = time.perf_counter_ns()
         while (elapsed := time.perf_counter_ns() - began) < settled + seconds * 1e9:
@@ -183,12 +128,17 @@ class Bench:
                 time.sleep(max(0, traffic.next_arrival() - elapsed) / 1e9)
                 idle_ns += (time.perf_counter_ns() - submitted) * (elapsed >= settled)
                 continue
-            loop.step()
+            said = loop.step()
             now = time.perf_counter_ns()
+            tasks, device_ms = self.probe.look()
             if elapsed < settled:
                 continue
             feed_ns += step_began - began - elapsed
-            lags += [now - began - traffic.arrival(slots[task.slot], task.start) for task in self.probe.tasks]
+            for output in [] if said is None else said.outputs:
+                if isinstance(output, Speech):
+                    heard += len(output.probabilities)
+                    spoken += sum(probability >= 0.5 for probability in output.probabilities)
+            lags += [now - began - traffic.arrival(slots[task.slot], task.start) for task in tasks]
             times = loop.meter.times
             steps.append(
                 Step(
@@ -196,15 +146,16 @@ class Bench:
                     submit=(submitted - step_began) / 1e6,
                     plan=times.plan_ns / 1e6,
                     commit=times.commit_ns / 1e6,
-                    device=self.probe.device_ms(),
-                    streams=len(self.probe.tasks),
+                    device=device_ms,
+                    streams=len(tasks),
+                    speech=times.speech_ns / 1e6,
                 )
             )
         waiting = sum(stream.available - stream.computed for stream in loop.scheduler.streams.values())
         late = max(0, waiting - len(traffic.names))
-        return _summary(
-            len(traffic.names), seconds, lags, steps, late, feed_ns / 1e9 / seconds, idle_ns / 1e9 / seconds
-        )
+        speech_share = spoken / heard if heard else 0.0
+        shares = feed_ns / 1e9 / seconds, idle_ns / 1e9 / seconds, speech_share
+        return _summary(len(traffic.names), seconds, lags, steps, late, *shares)
 
 
 class Step(NamedTuple):
@@ -216,46 +167,67 @@ class Step(NamedTuple):
     commit: float
     device: float
     streams: int
+    speech: float
+
+
+def _finish_steps(loop: EngineLoop) -> None:
+    while loop.has_work():
+        loop.step()
 
 
 def _summary(
-    streams: int, seconds: float, lags: list[int], steps: list[Step], late: int, feed_share: float, idle_share: float
+    streams: int,
+    seconds: float,
+    lags: list[int],
+    steps: list[Step],
+    late: int,
+    feed_share: float,
+    idle_share: float,
+    speech_share: float,
 ) -> Point:
     lag = np.array(lags) / 1e6
-    whole, submit, plan, commit, device, batch = np.array(steps).T
+    whole, submit, plan, commit, device, batch, speech_ms = np.array(steps).T
+    computing = batch > 0
     return Point(
         streams=streams,
         seconds=seconds,
         steps=len(steps),
-        batch_p50=float(np.median(batch)),
+        batch_p50=float(np.median(batch[computing])),
         lag_p50=float(np.percentile(lag, 50)),
         lag_p99=float(np.percentile(lag, 99)),
         lag_max=float(lag.max()),
         step_p50=float(np.percentile(whole, 50)),
         step_p99=float(np.percentile(whole, 99)),
-        device_p50=float(np.median(device)),
-        host_share=float(1 - device.sum() / whole.sum()),
+        device_p50=float(np.median(device[computing])),
+        device_share=float(device.sum() / 1000 / seconds),
+        host_share=float(max(0.0, 1 - device.sum() / whole.sum())),
         submit_p50=float(np.median(submit)),
+        speech_p50=float(np.median(speech_ms)),
         plan_p50=float(np.median(plan)),
         commit_p50=float(np.median(commit)),
         plan_commit_p99=float(np.percentile(plan + commit, 99)),
         feed_share=feed_share,
         idle_share=idle_share,
+        speech_share=speech_share,
         late_frames=late,
     )
 
 
-def build_runner(kv: str, window: int, max_streams: int | None) -> VoxtralRunner:
-    device = require_device("cuda")
-    config = voxtral_mini_4b()
+def build_runner(kv: str, window: int, max_streams: int | None, small: bool = False) -> VoxtralRunner:
+    """At full dimensions on a GPU; with `small`, a tiny one on the CPU for a few streams."""
+    device = require_device("cpu" if small else "cuda")
+    config = tiny_config() if small else voxtral_mini_4b()
     settings = RunnerSettings(kv_dtype=KV_TYPES[kv], decoder_window=window, max_streams=max_streams)
+    if small:
+        torch.set_num_threads(1)
+        settings = RunnerSettings("cpu", torch.float32, torch.float32, decoder_window=24, max_streams=max_streams or 8)
     memory = plan_memory(
         config,
         free_memory(device),
-        decoder_window=window,
+        decoder_window=settings.decoder_window,
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
-        max_streams=max_streams,
+        max_streams=settings.max_streams,
     )
     model, vocabulary = random_model(config, settings.dtype, device)
     runner = VoxtralRunner(model, vocabulary, memory, settings)
@@ -278,6 +250,8 @@ def _fill_pages(runner: VoxtralRunner) -> None:
 
 def step_times(runner: VoxtralRunner, sizes: list[int]) -> list[tuple[int, float]]:
     """Milliseconds of the recorded step alone, by batch size, all streams with full windows in pages of their own."""
+    if not sizes:
+        return []
     buffers, graphs = runner._buffers, runner._graphs
     assert graphs is not None
     for cache in runner._caches:
@@ -325,19 +299,35 @@ def bisect(bench: Bench, low: int, high: int, seconds: float) -> list[Point]:
     return points
 
 
+def search(bench: Bench, points: list[Point], seconds: float, probe_seconds: float, room: int) -> list[Point]:
+    """The largest number that holds, starting from what is known."""
+    low = max((point.streams for point in points if point.holds), default=1)
+    failing = [point.streams for point in points if not point.holds and point.streams > low]
+    found = bisect(bench, low, min([room + 1, *failing]), probe_seconds)
+    # A probe is short; the largest number is measured again for as long as the points asked for.
+    known = [*points, *found]
+    largest = max((point.streams for point in known if point.holds), default=0)
+    if largest and all(point.seconds < seconds for point in known if point.streams == largest):
+        found.append(bench.measure(largest, seconds))
+        print_point(found[-1])
+    return found
+
+
 def print_point(point: Point) -> None:
+    host = f"submit {point.submit_p50:.2f} speech {point.speech_p50:.2f} plan {point.plan_p50:.2f}"
     print(
-        f"N={point.streams:4d} {'holds' if point.holds else 'FAILS'}  "
+        f"engine alone, N={point.streams:4d} {'holds' if point.holds else 'FAILS'}  "
         f"lag p50 {point.lag_p50:6.1f} p99 {point.lag_p99:6.1f} max {point.lag_max:6.1f}  "
         f"step p50 {point.step_p50:5.1f} p99 {point.step_p99:5.1f}  device p50 {point.device_p50:5.1f}  "
-        f"host {100 * point.host_share:4.1f} % (submit {point.submit_p50:.2f} plan {point.plan_p50:.2f} commit "
+        f"busy {100 * point.device_share:4.1f} %  host {100 * point.host_share:4.1f} % ({host} commit "
         f"{point.commit_p50:.2f})  plan+commit p99 {point.plan_commit_p99:4.2f}  batch {point.batch_p50:.0f}  "
-        f"feed {100 * point.feed_share:.1f} %  idle {100 * point.idle_share:.1f} %  late {point.late_frames}",
+        f"feed {100 * point.feed_share:.1f} %  idle {100 * point.idle_share:.1f} %  "
+        f"speech in {100 * point.speech_share:.0f} % of frames  late {point.late_frames}",
         flush=True,
     )
 
 
-def main() -> None:
+def parsed(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv", choices=sorted(KV_TYPES), default="bf16")
     parser.add_argument("--window", type=int, default=1024, help="decoder window in tokens")
@@ -347,9 +337,18 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=[1, 8, 32, 64, 128], help="batch sizes to time alone")
     parser.add_argument("--bisect", type=float, metavar="SECONDS", help="search the largest N, SECONDS per probe")
     parser.add_argument("--reference", action="store_true", help="time transformers on the same machine first")
+    parser.add_argument("--no-detector", action="store_true", help="leave speech detection out")
+    parser.add_argument("--one-by-one", action="store_true", help="steps that do not overlap")
+    parser.add_argument("--audio", type=Path, help="a WAV file of speech; default: voices that are made up")
+    parser.add_argument("--small", action="store_true", help="a tiny model on the CPU, to check the benchmark itself")
     parser.add_argument("--json", help="file for the results")
-    arguments = parser.parse_args()
-    results: dict[str, Any] = {"arguments": vars(arguments), "device": torch.cuda.get_device_name()}
+    return parser.parse_args(given)
+
+
+def main(given: list[str] | None = None) -> None:
+    arguments = parsed(given)
+    device = "cpu" if arguments.small else torch.cuda.get_device_name()
+    results: dict[str, Any] = {"arguments": {**vars(arguments), "audio": str(arguments.audio)}, "device": device}
     if arguments.reference:
         from benchmarks.transformers_voxtral import streaming_step_ms
 
@@ -358,21 +357,25 @@ def main() -> None:
         torch.cuda.empty_cache()
         print(f"transformers, one stream: {results['transformers_step_ms']:.0f} ms a step", flush=True)
     began = time.perf_counter()
-    runner = build_runner(arguments.kv, arguments.window, arguments.max_streams)
-    free = torch.cuda.mem_get_info()[0]
+    runner = build_runner(arguments.kv, arguments.window, arguments.max_streams, arguments.small)
+    free = free_memory(runner.device)
     results |= {"room_for": runner.memory.streams, "free_gib": free / GIB, "start_s": time.perf_counter() - began}
     print(
         f"{arguments.kv}, window {arguments.window}: room for {runner.memory.streams} streams, "
         f"{free / GIB:.1f} GiB left, start-up {results['start_s']:.0f} s",
         flush=True,
     )
-    results["steps"] = step_times(runner, [size for size in arguments.sizes if size <= runner.memory.streams])
+    sizes = [] if arguments.small else [size for size in arguments.sizes if size <= runner.memory.streams]
+    results["steps"] = step_times(runner, sizes)
     for size, milliseconds in results["steps"]:
         print(f"step of {size:3d} streams: {milliseconds:6.2f} ms on the device", flush=True)
     calm_collector()
-    results["plan_commit_512_ms"] = plan_commit_ms(512)
-    print(f"plan and commit for 512 streams at once: {results['plan_commit_512_ms']:.2f} ms", flush=True)
-    bench = Bench(runner)
+    if not arguments.small:
+        results["plan_commit_512_ms"] = plan_commit_ms(512)
+        print(f"plan and commit for 512 streams at once: {results['plan_commit_512_ms']:.2f} ms", flush=True)
+    detects, overlaps = not arguments.no_detector, not arguments.one_by_one
+    bench = Bench(runner, detects=detects, overlaps=overlaps, recording=arguments.audio)
+    results["free_with_detector_gib"] = free_memory(runner.device) / GIB
     points = []
     for streams in arguments.streams:
         if streams > runner.memory.streams:
@@ -381,15 +384,7 @@ def main() -> None:
         points.append(bench.measure(streams, arguments.seconds))
         print_point(points[-1])
     if arguments.bisect:
-        holding = [point.streams for point in points if point.holds]
-        low = max(holding, default=1)
-        failing = [point.streams for point in points if not point.holds and point.streams > low]
-        points += bisect(bench, low, min([runner.memory.streams + 1, *failing]), arguments.bisect)
-        # A probe is short; the largest number is measured again for as long as the points asked for.
-        largest = max((point.streams for point in points if point.holds), default=0)
-        if largest and all(point.seconds < arguments.seconds for point in points if point.streams == largest):
-            points.append(bench.measure(largest, arguments.seconds))
-            print_point(points[-1])
+        points += search(bench, points, arguments.seconds, arguments.bisect, runner.memory.streams)
     results["points"] = [asdict(point) for point in points]
     largest = max((point.streams for point in points if point.holds and point.seconds >= arguments.seconds), default=0)
     print(f"largest N that holds for {arguments.seconds:.0f} s: {largest}")

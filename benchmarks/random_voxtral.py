@@ -5,14 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.models.operands import Heads
 from engine.models.voxtral_realtime import (
     FIRST_TEXT_TOKEN,
     STREAMING_WORD,
+    Stack,
     VoxtralConfig,
     VoxtralRealtime,
     tensor_shapes,
 )
 from engine.vocabulary import Vocabulary
+
+
+def tiny_config() -> VoxtralConfig:
+    """Dimensions for a CPU that has other things to do."""
+    audio = Stack(32, 2, 48, Heads(2, 2, 16, 42), 1e6, 1e-5, biased=True)
+    text = Stack(48, 2, 64, Heads(4, 2, 16, 64), 1e6, 1e-5, biased=False)
+    vocabulary = FIRST_TEXT_TOKEN + 200
+    return VoxtralConfig(audio, text, mel_bins=16, rows_per_position=4, vocabulary=vocabulary, default_delay=6)
 
 
 def random_tensors(config: VoxtralConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Tensor]:

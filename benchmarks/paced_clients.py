@@ -1,0 +1,222 @@
+"""One process of clients for `benchmarks.gpu_server`: sessions that speak in real time and note when words come back.
+
+Audio goes out when its last sample has been spoken, on an absolute schedule. A word's lag is the time from the moment
+its last sample was sent to the moment the delta with its text came, less the model's delay. No two sessions send the
+same samples on the same grid, so that no cache can answer for the model. Orders come on stdin; when all is prepared,
+`ready` goes to stdout; then the schedule comes, and the findings go out at the end, all of it line by line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import json
+import sys
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from benchmarks.speech_sound import SAMPLE_RATE, resampled, speech
+
+DELTA = "conversation.item.input_audio_transcription.delta"
+# A refused client asks again after so long, as one that heeds Retry-After would.
+ASK_AGAIN_S = 1.0
+# People take turns: one period of speech and silence.
+PERIOD_S = 20.0
+SAMPLES_PER_POSITION = 1280
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What one process of clients is to do."""
+
+    urls: list[str]
+    sessions: list[int]
+    all_sessions: int
+    rate: int
+    append_ms: int
+    delay_ms: int
+    silent_share: float
+    recording: str | None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Moments on the machine's monotonic clock. The first session of all processes connects at `begins`, the last one
+    `join_s` later; what happens between the other two is counted, and then all hang up."""
+
+    begins: float
+    join_s: float
+    counts_from: float
+    counts_until: float
+
+
+class Track:
+    """Sound that goes round, as bytes of 16-bit samples."""
+
+    def __init__(self, samples: NDArray[np.int16]) -> None:
+        self.samples = len(samples)
+        # Twice, so that a piece never has to be put together.
+        self._bytes = memoryview(np.concatenate([samples, samples]).tobytes())
+
+    def piece(self, start: int, count: int) -> memoryview:
+        start %= self.samples
+        return self._bytes[2 * start : 2 * (start + count)]
+
+
+@dataclass
+class Findings:
+    """Of all sessions of a process. `lags` are pairs of seconds since counting began and the lag in milliseconds."""
+
+    lags: list[tuple[float, float]] = field(default_factory=list)
+    appends: int = 0
+    late_ms: list[float] = field(default_factory=list)
+    events: Counter[str] = field(default_factory=Counter)
+    refusals: int = 0
+    connected: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+class Client:
+    """One session."""
+
+    def __init__(
+        self, number: int, orders: Orders, schedule: Schedule, sounds: tuple[Track, Track], findings: Findings
+    ) -> None:
+        self._number = number
+        self._orders = orders
+        self._schedule = schedule
+        self._findings = findings
+        self._url = orders.urls[number % len(orders.urls)]
+        self._speech, self._quiet = sounds
+        chance = np.random.default_rng(number)
+        grid = SAMPLES_PER_POSITION * orders.rate // SAMPLE_RATE
+        # A place of its own on the grid of items: what others send, this one never sends in the same frames.
+        self._start = int(chance.integers(0, self._speech.samples // grid)) * grid + number % grid
+        self._silent_from = float(chance.uniform(0, PERIOD_S))
+        # When each append was sent, and the texts whose words have not been named yet.
+        self._sent: list[float] = []
+        self._texts: deque[tuple[str, float]] = deque()
+
+    async def run(self) -> None:
+        schedule = self._schedule
+        await _sleep_until(schedule.begins + self._number / self._orders.all_sessions * schedule.join_s)
+        while time.monotonic() < schedule.counts_until:
+            try:
+                socket = await connect(self._url, compression=None, max_size=1 << 24, proxy=None, open_timeout=30)
+            except InvalidStatus:
+                self._findings.refusals += 1
+                await asyncio.sleep(ASK_AGAIN_S)
+                continue
+            except (OSError, TimeoutError) as error:
+                self._findings.failures.append(f"{type(error).__name__}: {error}")
+                return
+            async with socket:
+                await self._converse(socket)
+            return
+        self._findings.failures.append("never let in")
+
+    async def _converse(self, socket: ClientConnection) -> None:
+        audio = {"format": {"type": "audio/pcm", "rate": self._orders.rate}, "turn_detection": {"type": "server_vad"}}
+        session = {
+            "type": "transcription",
+            "audio": {"input": audio},
+            "include": ["item.input_audio_transcription.words"],
+        }
+        await socket.send(json.dumps({"type": "session.update", "session": session}))
+        self._findings.connected += 1
+        listener = asyncio.create_task(self._listen(socket))
+        try:
+            await self._speak(socket)
+        except ConnectionClosed as error:
+            self._findings.failures.append(f"closed: {error}")
+        finally:
+            listener.cancel()
+            await asyncio.gather(listener, return_exceptions=True)
+
+    async def _speak(self, socket: ClientConnection) -> None:
+        orders, schedule, findings = self._orders, self._schedule, self._findings
+        size, step = orders.rate * orders.append_ms // 1000, orders.append_ms / 1000
+        spoken, place = time.monotonic(), self._start
+        while spoken < schedule.counts_until:
+            spoken += step
+            await _sleep_until(spoken)
+            sound = self._quiet if self._is_silent(spoken) else self._speech
+            now = time.monotonic()
+            self._sent.append(now)
+            if schedule.counts_from <= now < schedule.counts_until:
+                findings.appends += 1
+                findings.late_ms.append(1000 * (now - spoken))
+            text = base64.b64encode(sound.piece(place, size)).decode()
+            place += size
+            await socket.send(f'{{"type":"input_audio_buffer.append","audio":"{text}"}}')
+
+    def _is_silent(self, moment: float) -> bool:
+        return (moment + self._silent_from) % PERIOD_S < self._orders.silent_share * PERIOD_S
+
+    async def _listen(self, socket: ClientConnection) -> None:
+        async for frame in socket:
+            now = time.monotonic()
+            event: dict[str, Any] = json.loads(frame)
+            self._findings.events[event["type"]] += 1
+            if event["type"] == DELTA:
+                self._texts.extend((text, now) for text in event["delta"].split())
+                for word in event.get("words", ()):
+                    self._note(word)
+
+    def _note(self, word: dict[str, Any]) -> None:
+        orders, schedule = self._orders, self._schedule
+        while self._texts:
+            text, came = self._texts.popleft()
+            if text == word["word"]:
+                break
+        else:
+            return
+        append = int(word["end"] * 1000 / orders.append_ms - 1e-6)
+        if append >= len(self._sent) or not schedule.counts_from <= came < schedule.counts_until:
+            return
+        lag_ms = 1000 * (came - self._sent[append]) - orders.delay_ms
+        self._findings.lags.append((round(came - schedule.counts_from, 3), round(lag_ms, 2)))
+
+
+async def _sleep_until(moment: float) -> None:
+    await asyncio.sleep(max(0.0, moment - time.monotonic()))
+
+
+def sounds_of(orders: Orders) -> tuple[Track, Track]:
+    """Speech, and a room in which nobody speaks."""
+    sound = speech(None if orders.recording is None else Path(orders.recording))
+    spoken = (np.clip(resampled(sound, SAMPLE_RATE, orders.rate), -1, 1) * 32767).astype(np.int16)
+    quiet = (np.random.default_rng(0).standard_normal(len(spoken)) * 3).astype(np.int16)
+    return Track(spoken), Track(quiet)
+
+
+async def play(orders: Orders, schedule: Schedule, sounds: tuple[Track, Track]) -> Findings:
+    findings = Findings()
+    clients = [Client(number, orders, schedule, sounds, findings) for number in orders.sessions]
+    await asyncio.gather(*(client.run() for client in clients))
+    return findings
+
+
+def main() -> None:
+    orders = Orders(**json.loads(sys.stdin.readline()))
+    sounds = sounds_of(orders)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    schedule = Schedule(**json.loads(sys.stdin.readline()))
+    # All sessions begin with the same few objects; the collector would only walk them.
+    gc.freeze()
+    findings = asyncio.run(play(orders, schedule, sounds))
+    sys.stdout.write(json.dumps(vars(findings)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

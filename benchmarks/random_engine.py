@@ -1,0 +1,47 @@
+"""An engine process with a Voxtral Realtime of random weights: what `tickertape engine` runs but for the weights.
+
+python -m benchmarks.random_engine --listen ipc:///tmp/engine --kv fp8 --max-streams 800
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import threading
+from functools import partial
+
+from benchmarks.gpu_streams import build_runner
+from engine.core.limits import Limits
+from engine.core.scheduler import Scheduler
+from engine.runner.load import load_detector
+from engine.server.loop import EngineLoop
+from engine.server.main import run_engine
+
+
+def build(kv: str, window: int, max_streams: int | None, small: bool) -> EngineLoop:
+    runner = build_runner(kv, window, max_streams, small)
+    memory, streams = runner.memory, runner.memory.streams
+    limits = Limits(streams, memory.cache_embeds, memory.group_pages, step_positions=streams, step_embeds=streams)
+    scheduler = Scheduler(runner.spec, limits, runner.vocabulary)
+    return EngineLoop(scheduler, runner, load_detector(runner, streams))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--listen", required=True, help="address to listen on")
+    parser.add_argument("--kv", choices=("bf16", "fp8"), default="fp8")
+    parser.add_argument("--window", type=int, default=1024, help="decoder window in tokens")
+    parser.add_argument("--max-streams", type=int, help="streams to make room for; default: all that fit")
+    parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    asked_to_stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: asked_to_stop.set())
+    make = partial(build, options.kv, options.window, options.max_streams, options.small)
+    run_engine(options.listen, make, asked_to_stop.is_set)
+
+
+if __name__ == "__main__":
+    main()
