@@ -1,11 +1,12 @@
 """How accurate and how fast the transcripts of a windowed model are, on recordings with known words.
 
-    python -m benchmarks.accuracy MANIFEST [--live [--paced]] [--model NAME] [--kind KIND] [--limit N]
+    python -m benchmarks.accuracy MANIFEST [--file] [--live [--paced]] [--model NAME] [--kind KIND] [--limit N]
                                   [--streams N] [--joined [--rounds N]] [--pause SECONDS] [--json FILE]
 
 Without --live: the weights alone, on whole clips, greedy. With --live: that, and the real engine fed at the pace of a
-microphone, in the same run, so that the difference is the price of being live. --joined plays all clips as one long
-session per stream, with --rounds again and again, so that early and late error rates are of the same words.
+microphone, in the same run, so that the difference is the price of being live. With --file: that, and the real engine
+with the recordings as uploads, --streams of them at a time. --joined plays all clips as one long session per stream,
+with --rounds again and again, so that early and late error rates are of the same words.
 Exit status: 0 done, 1 the engine failed, 2 the manifest or the model cannot be used.
 """
 
@@ -31,6 +32,7 @@ from benchmarks.accuracy_report import (
     rounds_of,
     transcripts_of,
 )
+from benchmarks.file_run import FileOutcome, FileRun
 from benchmarks.live_run import LiveRun, RunFailed, SessionRun, VirtualClock, WallClock
 from benchmarks.offline_run import OfflineTranscriber
 from benchmarks.recordings import (
@@ -78,19 +80,22 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("manifest", type=Path, help="JSON lines with path, text and seconds")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a name that `tickertape pull` knows, or a folder")
     parser.add_argument("--live", action="store_true", help="also run the real engine at the pace of a microphone")
+    parser.add_argument("--file", action="store_true", help="also send the recordings as uploads to the real engine")
     parser.add_argument("--paced", action="store_true", help="with --live: wait in real time, do not simulate it")
     parser.add_argument("--only-live", action="store_true", help="with --live: leave the offline run out")
     parser.add_argument("--kind", help="only recordings of this kind")
     parser.add_argument("--limit", type=_positive, help="only the first N recordings")
-    parser.add_argument("--streams", type=_positive, default=1, help="live sessions at the same time")
+    parser.add_argument("--streams", type=_positive, default=1, help="live sessions or files at the same time")
     parser.add_argument("--joined", action="store_true", help="all clips as one long session per stream")
     parser.add_argument("--rounds", type=_positive, default=1, help="with --joined: play the clips so many times over")
     parser.add_argument("--pause", type=float, default=PAUSE_SECONDS, help="seconds of silence after each recording")
     parser.add_argument("--threads", type=_positive, default=1, help="threads of torch")
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args(arguments)
-    if not options.live and (options.paced or options.joined or options.only_live or options.streams > 1):
-        parser.error("--paced, --joined, --only-live and --streams need --live")
+    if not options.live and (options.paced or options.joined or options.only_live):
+        parser.error("--paced, --joined and --only-live need --live")
+    if not (options.live or options.file) and options.streams > 1:
+        parser.error("--streams needs --live or --file")
     if options.rounds > 1 and not options.joined:
         parser.error("--rounds needs --joined")
     return options
@@ -118,16 +123,24 @@ def _measure(clips: list[Clip], options: argparse.Namespace) -> dict[str, Any]:
     if not options.only_live:
         report["offline"] = _run_offline(clips, options, normalise)
         print_accuracy("Offline: whole clips, greedy", report["offline"])
+    if options.file:
+        report["file"] = _run_file(clips, options, normalise)
+        print_accuracy(f"File: uploads, {options.streams} at a time", report["file"])
+        _compare("file", report)
     if options.live:
         report["live"] = _run_live(clips, options, normalise)
         pace = "in real time" if options.paced else "in simulated time"
         print_accuracy(f"Live: {options.streams} stream(s) {pace}", report["live"])
         print_live(report["live"])
-        offline, live = report.get("offline", {}).get("wer"), report["live"].get("wer")
-        if offline is not None and live is not None:
-            report["live_minus_offline_points"] = 100 * (live - offline)
-            print(f"\nLive is {100 * (live - offline):+.2f} points from offline.")
+        _compare("live", report)
     return report
+
+
+def _compare(what: str, report: dict[str, Any]) -> None:
+    offline, other = report.get("offline", {}).get("wer"), report[what].get("wer")
+    if offline is not None and other is not None:
+        report[f"{what}_minus_offline_points"] = 100 * (other - offline)
+        print(f"\n{what.capitalize()} is {100 * (other - offline):+.2f} points from offline.")
 
 
 def _spelling_table() -> dict[str, str]:
@@ -180,6 +193,22 @@ def _run_live(clips: list[Clip], options: argparse.Namespace, normalise: Normali
         figures["rounds"] = rounds_of(finished, options.rounds, live.costs, normalise)
     heard = sum(run.seconds for run in finished)
     return figures | {"streams": options.streams, "cpu_per_audio_second": clock.cpu_seconds / heard}
+
+
+def _run_file(clips: list[Clip], options: argparse.Namespace, normalise: Normaliser) -> dict[str, Any]:
+    loop = build_loop(EngineConfig(options.model, "cpu", max_streams=options.streams, threads=options.threads))
+    warm_up(loop)
+    outcomes: list[FileOutcome] = []
+
+    def note(outcome: FileOutcome) -> None:
+        outcomes.append(outcome)
+        _progress("file", len(outcomes), len(clips))
+
+    run = FileRun(loop, options.streams)
+    run.send(clips, note)
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    figures = accuracy([outcome.transcript for outcome in outcomes], normalise)
+    return figures | {"streams": options.streams, "cpu_per_audio_second": run.cpu_seconds / seconds}
 
 
 def _transcriber(model: str) -> OfflineTranscriber:

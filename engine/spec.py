@@ -56,14 +56,16 @@ class ModelSpec:
     # A step of a windowed (encoder-decoder) model reads its whole window again, from the window's first item;
     # a frame-synchronous model reads only positions it has not computed yet.
     rereads_window: bool = False
-    # Most positions a step of a model that rereads its window may read.
+    # Most positions a step of a model that rereads its window may read; of backlog it may be more, for nobody waits for
+    # its next word.
     window_positions: int = 1
+    file_window_positions: int = 1
     # Most new positions of one stream in one step, and the same while tokens of a replayed stream are forced.
     step_positions: int = 1
     replay_positions: int = 64
     # Positions kept behind the last computed one: what word times and recomputation still look at.
     history_positions: int = 64
-    # Encoder-cache embeddings a stream may hold references to at once; admission sets them aside.
+    # Encoder-cache embeddings a live stream may hold references to at once; admission sets them aside.
     embeds_per_stream: int = 16
     kv_groups: tuple[KvGroup, ...] = ()
     # Features that may come in place of an item's samples; None: the model takes samples only.
@@ -77,7 +79,15 @@ class ModelSpec:
 
         By then it is known where utterances end in that window, so that what is read does not depend on when.
         """
-        return self.window_positions + self.stride_positions
+        return self.window_for(live=False) + self.stride_positions
+
+    def window_for(self, live: bool) -> int:
+        """The longest window of a stream."""
+        return self.window_positions if live else max(self.window_positions, self.file_window_positions)
+
+    def embeds_for(self, live: bool) -> int:
+        """Encoder-cache embeddings a stream may hold: those of its window, and as many around it for every stream."""
+        return self.embeds_per_stream + self.window_for(live) - self.window_positions
 
     def flush_positions_for(self, delay_positions: int) -> int:
         """Silent positions that must be computed before the last word of a stream with this delay is out."""

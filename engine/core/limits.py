@@ -25,7 +25,7 @@ def largest_item(spec: ModelSpec, limits: Limits) -> int:
     """
     if len(limits.group_pages) != len(spec.kv_groups):
         raise ValueError(f"{len(spec.kv_groups)} groups of pages are needed, {len(limits.group_pages)} were given")
-    needed = spec.window_positions if spec.rereads_window else 1
+    needed = spec.window_for(live=False) if spec.rereads_window else 1
     if limits.step_positions < needed:
         raise ValueError(f"a step of this model reads {needed} positions; raise step_positions to at least that")
     if limits.step_embeds < 1:

@@ -28,6 +28,7 @@ class OpenTask:
     # What `Runner.save` gave for a stream that goes on here, and the audio that it refers to.
     saved: Saved | None = None
     saved_items: Sequence[Item] = ()
+    live: bool = True
 
 
 @dataclass(slots=True)

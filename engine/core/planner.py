@@ -101,7 +101,7 @@ class Planner:
         not depend on how busy the machine is, as long as it keeps up.
         """
         base, done, stride = stream.base, stream.computed, self._spec.stride_positions
-        limit = base + self._spec.window_positions
+        limit = base + self._spec.window_for(stream.live)
         in_time = self._is_in_time(stream)
         mark = self._next_mark(stream, limit, in_time)
         end = min(stream.available, limit) if mark is None else mark
@@ -168,7 +168,7 @@ class Planner:
         """Bring an item into the cache for this step; returns False if a budget does not allow it."""
         embeds = item.embeds
         if embeds:
-            if stream.held_embeds + embeds > self._spec.embeds_per_stream:
+            if stream.held_embeds + embeds > self._spec.embeds_for(stream.live):
                 return False
             cache, held = self._cache, stream.held
             # The same audio with another mask has other rows.

@@ -69,16 +69,16 @@ class Scheduler:
         delay = spec.default_delay_positions if message.delay_positions is None else message.delay_positions
         if not 0 <= delay <= spec.max_delay_positions:
             raise BadOption(name, f"a delay of {delay} positions; this model takes 0 to {spec.max_delay_positions}")
-        self._check_capacity(name)
+        self._check_capacity(name, message.live)
         for group, pool in zip(spec.kv_groups, self.pools, strict=True):
             pool.reserve(group.ring_pages)
-        self._reserved_embeds += spec.embeds_per_stream
+        self._reserved_embeds += spec.embeds_for(message.live)
         slot = self._free_slots.pop()
         if message.suspect is not None:
             self.suspects[name] = range(*message.suspect)
         held = self.cache.open(name)
         self.streams[name] = Stream(message, slot, delay, spec, held, self.pools, self._vocabulary)
-        self._opened[slot] = OpenTask(slot, name, delay, message.options, message.forced_tokens)
+        self._opened[slot] = OpenTask(slot, name, delay, message.options, message.forced_tokens, live=message.live)
 
     def resume(self, message: Open, now: int) -> None:
         """Put a stream that was just admitted into its saved state."""
@@ -228,7 +228,7 @@ class Scheduler:
             try:
                 problem = result.error
                 if problem is None and (rereads or len(result.tokens) != task.end - task.start):
-                    problem = self._broken_promise(task, result)
+                    problem = self._broken_promise(task, result, stream.live)
                 if problem:
                     self.fail(StreamFailed(task.stream, f"the model failed on this stream: {problem}"))
                     continue
@@ -253,29 +253,28 @@ class Scheduler:
         self.cache.check_integrity()
         for group, pool in enumerate(self.pools):
             pool.check_integrity([page for stream in self.streams.values() for page in stream.rings[group].pages])
-        assert self._reserved_embeds == len(self.streams) * self.spec.embeds_per_stream <= self.limits.cache_embeds
+        reserved = sum(self.spec.embeds_for(stream.live) for stream in self.streams.values())
+        assert self._reserved_embeds == reserved <= self.limits.cache_embeds
         slots = [stream.slot for stream in self.streams.values()] + self._free_slots
         assert sorted(slots) == list(range(self.limits.max_streams)), "slots were lost or handed out twice"
         for stream in self.streams.values():
             stream.timeline.check_integrity()
             assert stream.base <= stream.computed <= stream.available == stream.timeline.end
             held = sum(len(entry) for entry in stream.held.values())
-            assert held == stream.held_embeds <= self.spec.embeds_per_stream, (
-                "a stream holds more of the cache than was set aside for it"
-            )
+            assert held == stream.held_embeds <= self.spec.embeds_for(stream.live), "more than was set aside for it"
             waiting = (self._live if stream.live else self._backlog).count(stream)
             waiting += sum(task.slot == stream.slot for task in [*self._unfinished, *self._planned.values()])
             assert waiting == int(stream.queued), f"{stream.id} is queued {waiting} times"
 
     # Inside.
 
-    def _check_capacity(self, name: str) -> None:
+    def _check_capacity(self, name: str, live: bool) -> None:
         if not self._free_slots:
             raise AtCapacity(name, f"all {self.limits.max_streams} streams are taken; try again later")
         for group, pool in zip(self.spec.kv_groups, self.pools, strict=True):
             if not pool.can_reserve(group.ring_pages):
                 raise AtCapacity(name, f"fewer than {group.ring_pages} {group.name} pages are left; try again later")
-        if self._reserved_embeds + self.spec.embeds_per_stream > self.limits.cache_embeds:
+        if self._reserved_embeds + self.spec.embeds_for(live) > self.limits.cache_embeds:
             raise AtCapacity(name, "the encoder cache is set aside for other streams; try again later")
 
     def _open_stream(self, name: str) -> Stream:
@@ -350,13 +349,13 @@ class Scheduler:
             timeline.prune(horizon)
             stream.clock.prune(horizon)
 
-    def _broken_promise(self, task: DecodeTask, result: DecodeResult) -> str | None:
+    def _broken_promise(self, task: DecodeTask, result: DecodeResult, live: bool) -> str | None:
         """What a runner's answer lacks for the stream to go on, if anything."""
         if not self.spec.rereads_window:
             return f"{len(result.tokens)} tokens for {task.end - task.start} positions"
         if result.keep_from is not None and not task.base <= result.keep_from <= task.end:
             return f"keep_from {result.keep_from} is outside [{task.base}, {task.end}]"
-        if not task.final and task.end - task.base >= self.spec.window_positions:
+        if not task.final and task.end - task.base >= self.spec.window_for(live):
             if result.keep_from is None or result.keep_from == task.base:
                 return "the window is full and did not move"
         return None
@@ -388,7 +387,7 @@ class Scheduler:
         self.cache.close(stream.id)
         for ring in stream.rings:
             ring.close()
-        self._reserved_embeds -= self.spec.embeds_per_stream
+        self._reserved_embeds -= self.spec.embeds_for(stream.live)
         self._free_slots.append(stream.slot)
         if stream.queued:
             queue = self._live if stream.live else self._backlog

@@ -6,6 +6,7 @@ matrix, and that the cross-attention keys and values of all layers are made in o
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine.models.seq2seq import (
     DecoderState,
     Encoded,
     FrameConv,
+    at_once,
     cross_keys_values,
     join_heads,
     quantise_linears,
@@ -145,6 +147,9 @@ class MoonshineEncoder(nn.Module):
         self.rotary = Rotary(config)
 
     def forward(self, audio: Tensor, lengths: list[int]) -> tuple[Tensor, list[int]]:
+        return at_once(self.layer_by_layer(audio, lengths))
+
+    def layer_by_layer(self, audio: Tensor, lengths: list[int]) -> Generator[None, None, tuple[Tensor, list[int]]]:
         """[batch, samples] -> [batch, frames, width] and the frames that are real in each row."""
         x = torch.tanh(self.conv1(audio[:, :, None]))
         x = self._normalise(x, [frames_after(length, 1) for length in lengths])
@@ -156,6 +161,7 @@ class MoonshineEncoder(nn.Module):
             mask = mask[:, None, None, :]
         angles = self.rotary.angles(torch.arange(x.shape[1], device=x.device)[None])
         for layer in self.layers:
+            yield
             x = layer(x, self.rotary, angles, mask)
         return self.layer_norm(x), frames
 
@@ -254,7 +260,11 @@ class Moonshine(nn.Module):
         """Nothing to change: it was made for short windows."""
 
     def encode(self, audio: Tensor, lengths: list[int]) -> Encoded:
-        return self.cross(*self.encoder(audio, lengths))
+        return at_once(self.encode_slowly(audio, lengths))
+
+    def encode_slowly(self, audio: Tensor, lengths: list[int]) -> Generator[None, None, Encoded]:
+        hidden, frames = yield from self.encoder.layer_by_layer(audio, lengths)
+        return self.cross(hidden, frames)
 
     def cross(self, hidden: Tensor, frames: list[int]) -> Encoded:
         """[batch, frames, width] of the encoder, of which so many are real in each row -> what the decoder hears."""

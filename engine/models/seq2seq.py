@@ -6,13 +6,26 @@ said so far), both batched over streams. Rows of a batch are ragged; masks make 
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+
+T = TypeVar("T")
+
+
+def at_once(work: Generator[None, None, T]) -> T:
+    """Work that could be laid aside between its pieces, done without a break."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            result: T = done.value
+            return result
 
 
 @dataclass(slots=True)
@@ -109,6 +122,9 @@ class SpeechModel(Protocol):
 
     def encode(self, audio: Tensor, lengths: list[int]) -> Encoded:
         """[batch, samples] of 16 kHz audio, zero behind each row's length -> what the decoder listens to."""
+
+    def encode_slowly(self, audio: Tensor, lengths: list[int]) -> Generator[None, None, Encoded]:
+        """The same, a layer at a time; the caller may do something else between them."""
 
     def new_state(self, batch: int, capacity: int) -> DecoderState: ...
 

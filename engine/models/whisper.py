@@ -8,6 +8,7 @@ to 30 seconds; `context_slack_seconds` trims that to the audio plus some silence
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from engine.models.seq2seq import (
     DecoderPass,
     DecoderState,
     Encoded,
+    at_once,
     cross_keys_values,
     join_heads,
     quantise_linears,
@@ -152,7 +154,7 @@ class WhisperEncoder(nn.Module):
         self.blocks = nn.ModuleList(_EncoderBlock(config.width, config.audio_heads) for _ in range(config.audio_layers))
         self.ln_post = nn.LayerNorm(config.width)
 
-    def forward(self, mel: Tensor, frames: list[int]) -> Tensor:
+    def layer_by_layer(self, mel: Tensor, frames: list[int]) -> Generator[None, None, Tensor]:
         """[batch, mels, 2 * frames] -> [batch, frames, width]; `frames` are the real ones of each row."""
         mask = None
         x = gelu(self.conv1(mel))
@@ -164,6 +166,7 @@ class WhisperEncoder(nn.Module):
         x = gelu(self.conv2(x)).transpose(1, 2)
         x = x + self.positional_embedding[: x.shape[1]]
         for block in self.blocks:
+            yield
             x = block(x, mask)
         result: Tensor = self.ln_post(x)
         return result
@@ -246,13 +249,16 @@ class Whisper(nn.Module):
         self.context_slack_seconds = LIVE_SLACK_SECONDS
 
     def encode(self, audio: Tensor, lengths: list[int]) -> Encoded:
+        return at_once(self.encode_slowly(audio, lengths))
+
+    def encode_slowly(self, audio: Tensor, lengths: list[int]) -> Generator[None, None, Encoded]:
         frames = [self._context_frames(length) for length in lengths]
         samples = max(frames) * self.samples_per_frame
         mel = self.log_mel(pad(audio[:, :samples], (0, max(0, samples - audio.shape[1]))))
         if min(frames) < max(frames):
             ends = 2 * torch.tensor(frames, device=mel.device)[:, None]
             mel = mel * (torch.arange(mel.shape[2], device=mel.device) < ends)[:, None, :]
-        hidden = self.encoder(mel, frames)
+        hidden = yield from self.encoder.layer_by_layer(mel, frames)
         config = self.config
         keys, values = cross_keys_values(self.cross_kv(hidden), config.text_layers, config.text_heads)
         return Encoded(keys, values, frames)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from engine.weights.streaming import load_streaming_weights
 # A windowed stream needs a few megabytes: a CPU runs out of time long before it runs out of memory.
 WINDOWED_STREAMS = 64
 WINDOW_POSITIONS = 192
+FILE_WINDOW_POSITIONS = 350
 STRIDE_POSITIONS = 10
 # A model that hears each frame once: frames of 24 ms in a block, and how soon the decoder looks at a new one.
 BLOCK_FRAMES = 26
@@ -99,19 +101,26 @@ def _load_windowed(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
     model, pieces = load_speech_model(path)
     policy, stride, trained_for = Policy(), STRIDE_POSITIONS, None
     streaming = path / STREAMING_ENCODER
+    whole = model
     if isinstance(model, Moonshine) and streaming.is_file():
+        # Whole windows of files are heard best, and for less, by the encoder as it was published.
+        whole = deepcopy(model)
+        whole.decoder = model.decoder
+        whole.quantise()
         trained_for = load_streaming_weights(model, streaming)
         policy, stride = BLOCK_POLICY, BLOCK_STRIDE_POSITIONS
     model.quantise()
     ear: Ear = WindowEar(model, pieces, policy)
     if isinstance(model, Moonshine) and trained_for is not None:
         ear = BlockEar(model, StreamingEncoder(model.encoder, trained_for, BLOCK_FRAMES))
-    spec = windowed_spec(path.name, WINDOW_POSITIONS, stride)
+    file_ear = WindowEar(whole, pieces, Policy())
+    spec = windowed_spec(path.name, WINDOW_POSITIONS, stride, FILE_WINDOW_POSITIONS)
     streams = config.max_streams or WINDOWED_STREAMS
+    longer_windows = WINDOWS_PER_STEP * (spec.embeds_for(live=False) - spec.embeds_for(live=True))
     limits = Limits(
         max_streams=streams,
-        cache_embeds=streams * spec.embeds_per_stream + SPARE_EMBEDS,
+        cache_embeds=streams * spec.embeds_for(live=True) + longer_windows + SPARE_EMBEDS,
         step_positions=WINDOWS_PER_STEP * spec.window_positions,
         step_embeds=WINDOWS_PER_STEP * spec.window_positions,
     )
-    return WindowedRunner(model, Vocabulary(pieces), spec, limits.cache_embeds, policy, ear), limits
+    return WindowedRunner(model, Vocabulary(pieces), spec, limits.cache_embeds, policy, ear, file_ear), limits

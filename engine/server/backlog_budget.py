@@ -40,7 +40,7 @@ class BacklogBudget:
         self._pauses = pauses
         self._clock = clock
         self._stride_ns = spec.stride_positions * spec.samples_per_position * 1e9 / spec.sample_rate
-        self._least_positions = spec.window_positions if spec.rereads_window else 1
+        self._least_positions = spec.window_for(live=False) if spec.rereads_window else 1
         self._position_cost = position_cost
         self._backlog_is_next = False
         self._stop_at = 0

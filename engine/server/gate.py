@@ -7,6 +7,8 @@ convinced, and says where an utterance has ended, so that its text becomes final
     QUIET --evidence above zero--> DOUBTFUL --enough evidence--> OPEN --quiet for the hang-over--> QUIET
                                        `--evidence back at zero--> QUIET
 
+An utterance of a file may be longer than what a model can hear at once. It is cut where it is quiet then, and goes on.
+
 A pause in an utterance is told long before it has lasted for the hang-over. The model can hear the utterance up to
 there meanwhile; if nobody speaks on, it ends at the pause, and its text is there without another look.
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -32,6 +34,8 @@ _SAMPLES_PER_MS = _SAMPLE_RATE // 1000
 _NEUTRAL_LOG_ODDS = 1.0
 _MOST_FOR = 6.0
 _MOST_AGAINST = -1.0
+# Frames over which it must be calm where an utterance is cut.
+_CALM_FRAMES = 8
 # Keeps the odds finite.
 _SURE = 1e-4
 
@@ -54,6 +58,19 @@ class GateSettings:
     hang_over_samples: int = 512 * _SAMPLES_PER_MS
     # Audio is held back for doubt no longer than this.
     hold_samples: int = 5_000 * _SAMPLES_PER_MS
+    # An utterance longer than this is cut where it was quietest since it was half as long (None: it is never cut).
+    longest_samples: int | None = None
+
+    def for_files(self, longest_samples: int) -> GateSettings:
+        """Nobody waits for the next word of a file, so pauses stay in its windows: a model that hears a pause and what
+        follows it knows best whether a sentence ended there. A long silence would be wasted work."""
+        return replace(
+            self,
+            pre_roll_samples=1_000 * _SAMPLES_PER_MS,
+            pause_samples=1_000 * _SAMPLES_PER_MS,
+            hang_over_samples=3_000 * _SAMPLES_PER_MS,
+            longest_samples=longest_samples,
+        )
 
     def __post_init__(self) -> None:
         if not 0 < self.stop_threshold < 1:
@@ -102,7 +119,14 @@ class End:
     speech_end: int
 
 
-Decision = Skip | Begin | Pause | Resume | End
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The utterance goes on behind `sample`, but it has become too long to be heard as one: commit what lies before."""
+
+    sample: int
+
+
+Decision = Skip | Begin | Pause | Resume | End | Cut
 
 
 class GateState(Enum):
@@ -126,6 +150,9 @@ class SpeechGate:
         self._speech_end = sample
         self._paused_at: int | None = None
         self._last_utterance_end: int | None = None
+        # The last probabilities, and how loud and where the calmest place was at which the utterance could be cut.
+        self._recent: list[float] = []
+        self._calmest: tuple[float, int] | None = None
 
     def save(self) -> dict[str, Any]:
         """All that decides what comes next, as plain data."""
@@ -144,13 +171,12 @@ class SpeechGate:
         decisions: list[Decision] = []
         for probability in probabilities:
             self._sample += frame_samples
-            decision: Decision | None
+            found: list[Decision | None]
             if self.is_open:
-                decision = self._follow(probability)
+                found = [self._follow(probability), self._cut_if_long(probability, frame_samples)]
             else:
-                decision = self._weigh(probability, frame_samples)
-            if decision is not None:
-                decisions.append(decision)
+                found = [self._weigh(probability, frame_samples)]
+            decisions += [decision for decision in found if decision is not None]
         if not self.is_open:
             kept = self._held_from() if self.state is GateState.DOUBTFUL else self._sample
             decisions += self._skip(kept - self.settings.pre_roll_samples)
@@ -213,6 +239,20 @@ class SpeechGate:
             return Pause(self._sample)
         return self._end(self._paused_at) if quiet >= self.settings.hang_over_samples else None
 
+    def _cut_if_long(self, probability: float, frame_samples: int) -> Cut | None:
+        """OPEN: an utterance that has become too long is cut where it was calmest since it was half as long."""
+        longest = self.settings.longest_samples
+        if longest is None or not self.is_open:
+            return None
+        self._recent = [*self._recent, probability][-_CALM_FRAMES:]
+        middle = self._sample - frame_samples * _CALM_FRAMES // 2
+        if middle - self._floor >= longest // 2 and (self._calmest is None or sum(self._recent) <= self._calmest[0]):
+            self._calmest = sum(self._recent), middle
+        if self._sample - self._floor < longest or self._calmest is None:
+            return None
+        self._floor, self._calmest = self._calmest[1], None
+        return Cut(self._floor)
+
     def _needed(self) -> float:
         settings, last = self.settings, self._last_utterance_end
         in_conversation = last is not None and self._speech_start - last <= settings.conversation_samples
@@ -223,12 +263,13 @@ class SpeechGate:
 
     def _end(self, sample: int) -> End:
         self._rest()
-        self._floor = sample
+        self._floor = sample = max(sample, self._floor)
         self._last_utterance_end = self._speech_end
         return End(sample, self._speech_end)
 
     def _rest(self) -> None:
         self.state = GateState.QUIET
+        self._calmest = None
         self._evidence = 0.0
 
     def _skip(self, sample: int) -> list[Decision]:

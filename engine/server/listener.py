@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from engine.core.scheduler import Scheduler
 from engine.messages import Item, Output, Saved, Speech
 from engine.runner.base import Detector, LaunchingDetector
-from engine.server.gate import Begin, Decision, End, GateSettings, Pause, Resume, Skip, SpeechGate
+from engine.server.gate import Begin, Cut, Decision, End, GateSettings, Pause, Resume, Skip, SpeechGate
 from engine.server.unheard import Samples, Stretch, Unheard
 
 # A stream that is about to be computed, and the positions [start, end).
@@ -40,6 +40,9 @@ class Listener:
         self.live_share = 0.0
         self._scheduler = scheduler
         self._gate_settings = gate
+        if gate is not None:
+            spec = scheduler.spec
+            self._file_settings = gate.for_files((spec.window_for(live=False) - 2) * spec.samples_per_position)
         self._say = say
         self._announce = announce
         self._blame = blame
@@ -58,7 +61,8 @@ class Listener:
         self._detector.open(name)
         self._open.add(name)
         if self._gate_settings is not None:
-            self._gates[name] = SpeechGate(self._gate_settings)
+            live = self._scheduler.streams[name].live
+            self._gates[name] = SpeechGate(self._gate_settings if live else self._file_settings)
             self._scheduler.hold(name, True)
 
     def close(self, name: str) -> None:
@@ -202,5 +206,7 @@ class Listener:
                     # Audio of a burst may be here already from behind the utterance: that is not part of it.
                     scheduler.flush(name, None, clock.position_at(decision.sample + rate - 1))
                     scheduler.hold(name, True)
+                case Cut():
+                    scheduler.flush(name, None, clock.position_at(decision.sample + rate - 1))
                 case Skip():
                     scheduler.skip(name, clock.position_at(decision.sample))

@@ -6,7 +6,7 @@ All places are positions, absolute on the stream's clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.core.plan import DecodeTask
 from engine.messages import Item, Saved
-from engine.models.seq2seq import Encoded, SpeechModel
+from engine.models.seq2seq import Encoded, SpeechModel, at_once
 from engine.runner.windowed.stability import Heard, Policy, starts_word
 
 SAMPLES_PER_POSITION = 1_280
@@ -84,13 +84,17 @@ class WindowEar:
         self._tails: dict[int, _Tail] = {}
 
     def hear(self, task: DecodeTask, audio: Tensor) -> Sound:
+        return at_once(self.hear_slowly(task, audio))
+
+    def hear_slowly(self, task: DecodeTask, audio: Tensor) -> Generator[None, None, Sound]:
+        """The same in pieces; the caller may do something else between them."""
         tail = self._near_tail(task.slot, task.base, task.end)
         if tail is not None:
             audio = torch.cat((tail.audio, audio), dim=1)
         missing = self._model.min_samples - audio.shape[1]
         if missing > 0:
             audio = torch.nn.functional.pad(audio, (0, missing))
-        encoded = self._model.encode(audio, [audio.shape[1]])
+        encoded = yield from self._model.encode_slowly(audio, [audio.shape[1]])
         if tail is None:
             return Sound(encoded, task.base, task.end)
         return Sound(encoded, task.base - tail.positions, task.end, tail.tokens)

@@ -4,22 +4,22 @@ Live streams of a plan are decoded as one batch, backlog as another. Encoding is
 window fills the machine by itself, needs no padding then, and a stream's text cannot depend on its neighbours.
 
 A window of backlog has no earlier pass to go on from and takes longer than a live stream can wait. It is therefore read
-in pieces, one encoded window or one pass of the decoder each, and can be laid aside behind every piece.
+in pieces, one layer of the encoder or one pass of the decoder each, and can be laid aside behind every piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, StepPlan, TimedToken
+from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan, TimedToken
 from engine.messages import Open, Saved
 from engine.models.seq2seq import Encoded, SpeechModel
-from engine.runner.windowed.ears import SAMPLES_PER_POSITION, Ear, Sound
+from engine.runner.windowed.ears import SAMPLES_PER_POSITION, Ear, Sound, WindowEar
 from engine.runner.windowed.greedy import GreedyDecoder, Row
 from engine.runner.windowed.stability import (
     Heard,
@@ -31,6 +31,7 @@ from engine.runner.windowed.stability import (
     rereads_from,
     rising,
     spans,
+    steady,
     without_second_mark,
 )
 from engine.spec import ModelSpec
@@ -39,7 +40,7 @@ from engine.vocabulary import Vocabulary
 SAMPLE_RATE = 16_000
 
 
-def windowed_spec(name: str, window_positions: int, stride_positions: int) -> ModelSpec:
+def windowed_spec(name: str, window_positions: int, stride_positions: int, file_window_positions: int = 1) -> ModelSpec:
     return ModelSpec(
         name=name,
         sample_rate=SAMPLE_RATE,
@@ -47,7 +48,8 @@ def windowed_spec(name: str, window_positions: int, stride_positions: int) -> Mo
         stride_positions=stride_positions,
         rereads_window=True,
         window_positions=window_positions,
-        history_positions=window_positions,
+        file_window_positions=file_window_positions,
+        history_positions=max(window_positions, file_window_positions),
         # An item may stick out of the window at both ends.
         embeds_per_stream=window_positions + 64,
     )
@@ -57,6 +59,7 @@ def windowed_spec(name: str, window_positions: int, stride_positions: int) -> Mo
 class _Slot:
     """What a stream's window holds: text that was committed from it, and what the last pass said after that."""
 
+    live: bool
     committed: list[Heard] = field(default_factory=list)
     hypothesis: list[Heard] = field(default_factory=list)
     # Something of this utterance has been committed: somebody speaks.
@@ -104,6 +107,7 @@ class WindowedRunner:
         cache_embeds: int,
         policy: Policy,
         ear: Ear,
+        file_ear: WindowEar,
     ) -> None:
         self.spec = spec
         self.vocabulary = vocabulary
@@ -111,6 +115,7 @@ class WindowedRunner:
         self._policy = policy
         model.go_live()
         self._ear = ear
+        self._file_ear = file_ear
         self._decoder = GreedyDecoder(model)
         # The samples of each position; row 0 is silence.
         self._slab = torch.zeros(cache_embeds + 1, spec.samples_per_position)
@@ -148,15 +153,16 @@ class WindowedRunner:
         for slot in plan.closed:
             self._slots.pop(slot, None)
             self._ear.forget(slot)
+            self._file_ear.forget(slot)
             if self._backlog is not None:
                 self._backlog.drop(slot)
                 if not self._backlog.open_slots:
                     self._backlog = None
         for opened in plan.opened:
-            self._slots[opened.slot] = _Slot()
+            self._slots[opened.slot] = _Slot(opened.live)
             if opened.saved is not None:
-                self._slots[opened.slot] = _resumed(opened.saved)
-                self._ear.resume(opened.slot, opened.saved["ear"], opened.saved_items)
+                self._slots[opened.slot] = _resumed(opened)
+                self._ear_of(opened.slot).resume(opened.slot, opened.saved["ear"], opened.saved_items)
         for item in plan.encode:
             self._write(item)
 
@@ -171,7 +177,7 @@ class WindowedRunner:
         for task in tasks:
             # A stream that has gone is not heard any more: its slot may belong to another by now.
             if task.slot in reading.open_slots and not self._is_understood(task):
-                sounds[task.slot] = self._ear.hear(task, self._audio(task))
+                sounds[task.slot] = yield from self._hear(task)
                 yield
         heard = [task for task in tasks if task.slot in sounds and task.slot in reading.open_slots]
         rows = {task.slot: self._row(task, sounds[task.slot]) for task in heard}
@@ -188,8 +194,8 @@ class WindowedRunner:
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
         """The slot's state as plain data, and the first position whose audio that state needs."""
-        held = self._slots.get(slot) or _Slot()
-        ear, audio_from = self._ear.save(slot, base, end)
+        held = self._slots.get(slot) or _Slot(live=True)
+        ear, audio_from = self._ear_of(slot).save(slot, base, end)
         saved: Saved = {
             "committed": [(heard.token, heard.peak, heard.log_probability) for heard in held.committed],
             "hypothesis": [(heard.token, heard.peak, heard.log_probability) for heard in held.hypothesis],
@@ -215,6 +221,15 @@ class WindowedRunner:
             samples = samples[torch.tensor(task.mask)]
         self._slab[torch.tensor(task.rows)] = samples
 
+    def _hear(self, task: DecodeTask) -> Generator[None, None, Sound]:
+        if self._slots[task.slot].live:
+            return self._ear.hear(task, self._audio(task))
+        return (yield from self._file_ear.hear_slowly(task, self._audio(task)))
+
+    def _ear_of(self, slot: int) -> Ear:
+        held = self._slots.get(slot)
+        return self._ear if held is None or held.live else self._file_ear
+
     def _audio(self, task: DecodeTask) -> Tensor:
         return self._slab[torch.tensor(task.rows)].view(1, -1)
 
@@ -238,13 +253,17 @@ class WindowedRunner:
         floor = slot.committed[-1].peak if slot.committed else float(task.base)
         scale = self._model.samples_per_frame / SAMPLES_PER_POSITION
         places = [sound.origin + peak * scale for peak in row.peaks]
-        heard = zip(row.tokens, rising(places, floor), row.log_probabilities, strict=True)
-        new = [Heard(*each) for each in heard]
+        # A file's window is heard once and as a whole: nothing was said of it yet that could be said again.
+        whole = task.final and not slot.live
+        steps = steady(places, floor) if whole else rising(places, floor)
+        new = [Heard(*each) for each in zip(row.tokens, steps, row.log_probabilities, strict=True)]
         loop = loop_start([heard.token for heard in slot.committed] + row.tokens)
         if loop is not None:
             new = new[: max(0, loop - len(slot.committed))]
+        if not whole:
+            new = new[: rereads_from(places, floor)]
         said = [heard.token for heard in slot.committed] or list(sound.said)
-        new = without_second_mark(said, new[: rereads_from(places, floor)], self.vocabulary.pieces)
+        new = without_second_mark(said, new, self.vocabulary.pieces)
         text = b"".join(self.vocabulary.pieces[token] for token in row.tokens)
         if not slot.spoken and is_noise(text, row.log_probabilities, self._policy):
             new = []
@@ -272,7 +291,7 @@ class WindowedRunner:
         slot = self._slots[task.slot]
         floor = slot.committed[-1].peak if slot.committed else float(task.base)
         timed = self._timed(slot.hypothesis, floor, float(task.end))
-        self._ear.end(task, self._audio(task), slot.committed + slot.hypothesis)
+        self._ear_of(task.slot).end(task, self._audio(task), slot.committed + slot.hypothesis)
         slot.restart()
         return DecodeResult(timed=timed, keep_from=task.end)
 
@@ -301,9 +320,11 @@ class WindowedRunner:
         return task.end - length // 2
 
 
-def _resumed(saved: Saved) -> _Slot:
+def _resumed(opened: OpenTask) -> _Slot:
     """The slot that `save` saw."""
+    saved = opened.saved
+    assert saved is not None
     committed = [Heard(*heard) for heard in saved["committed"]]
     hypothesis = [Heard(*heard) for heard in saved["hypothesis"]]
     understood = None if saved["understood"] is None else tuple(saved["understood"])
-    return _Slot(committed, hypothesis, saved["spoken"], understood)
+    return _Slot(opened.live, committed, hypothesis, saved["spoken"], understood)

@@ -98,6 +98,26 @@ def rising(peaks: list[float], floor: float) -> list[float]:
     return result
 
 
+def steady(peaks: list[float], floor: float) -> list[float]:
+    """The places that never run backwards and are nearest to the peaks, all in all: a few peaks that lie far off, as at
+    the beginning of a window that was never heard before, do not move the others.
+
+    Neighbours that run backwards are put together, at the median of their peaks, until none do.
+    """
+    groups: list[list[float]] = []
+    for peak in peaks:
+        groups.append([max(peak, floor)])
+        while len(groups) > 1 and _median(groups[-2]) > _median(groups[-1]):
+            last = groups.pop()
+            groups[-1] = sorted(groups[-1] + last)
+    return [_median(group) for group in groups for _ in group]
+
+
+def _median(values: list[float]) -> float:
+    """Of sorted values; the lower one of two."""
+    return values[(len(values) - 1) // 2]
+
+
 def rereads_from(peaks: list[float], floor: float) -> int | None:
     """Index at which a hypothesis starts to repeat audio that was said before: two tokens in a row look far back."""
     behind = 0

@@ -193,7 +193,8 @@ def build_with(ear: Callable[[list[bytes], Policy], Ear]) -> EngineLoop:
     ]
     spec = windowed_spec("tiny", 40, 5)
     policy = Policy(agreed_margin=2.0, lone_margin=4.0, cut_beyond=30.0, doubt=-100.0)
-    runner = WindowedRunner(tiny_model(), Vocabulary(pieces), spec, 400, policy, ear(pieces, policy))
+    file_ear = WindowEar(tiny_model(), pieces, policy)
+    runner = WindowedRunner(tiny_model(), Vocabulary(pieces), spec, 400, policy, ear(pieces, policy), file_ear)
     limits = Limits(max_streams=2, cache_embeds=400)
     detector = fakes.FakeDetector(frame=512)
     return EngineLoop(Scheduler(spec, limits, runner.vocabulary), runner, detector, GateSettings())
@@ -282,7 +283,8 @@ def build_real() -> EngineLoop:
     spec = windowed_spec(REAL_MODEL, 192, 10)
     limits = Limits(max_streams=2, cache_embeds=1024)
     ear = WindowEar(model, pieces, Policy())
-    runner = WindowedRunner(model, Vocabulary(pieces), spec, limits.cache_embeds, Policy(), ear)
+    file_ear = WindowEar(model, pieces, Policy())
+    runner = WindowedRunner(model, Vocabulary(pieces), spec, limits.cache_embeds, Policy(), ear, file_ear)
     return EngineLoop(Scheduler(spec, limits, runner.vocabulary), runner, load_detector(runner, 2), GateSettings())
 
 

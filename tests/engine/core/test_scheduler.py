@@ -626,6 +626,20 @@ class TestWindows:
         task, _ = self.run(engine, DecodeResult())
         assert not task.final and (task.base, task.end) == (2, 6), "a whole stride"
 
+    def test_the_windows_of_a_file_may_be_longer_than_those_of_a_live_stream(self) -> None:
+        spec = replace(WINDOWS, file_window_positions=40)
+        engine = scheduler(spec, cache_embeds=spec.embeds_for(live=False) + spec.embeds_for(live=True))
+        for name in ("file", "live"):
+            engine.admit(Open(name, live=name == "live"))
+            engine.feed(name, [frame(p, spec=spec) for p in range(39)], 0)
+            engine.flush(name, None, 38)
+        engine.check_integrity()
+        live, file = engine.plan().decode
+        assert (file.base, file.end, file.final) == (0, 38, True)
+        assert (live.base, live.end, live.final) == (0, 16, False)
+        with pytest.raises(AtCapacity, match="cache"):
+            engine.admit(Open("more"))
+
     def test_a_backlog_longer_than_the_window_is_read_in_windows(self) -> None:
         engine = self.engine()
         self.feed(engine, 0, 40)

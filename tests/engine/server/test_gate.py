@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.server.gate import Begin, Decision, End, GateSettings, Pause, Resume, Skip, SpeechGate
+from engine.server.gate import Begin, Cut, Decision, End, GateSettings, Pause, Resume, Skip, SpeechGate
 
 FRAME = 512
 # A frame lasts 0.032 s. One of SPEECH adds 6 log-odds, one of DOUBT 1.2, one of QUIET takes 1, one of NEUTRAL nothing.
@@ -216,3 +216,56 @@ def test_decisions_move_forward_and_alternate(frames: list[float]) -> None:
         # What is held back is bounded, however long the doubt lasts.
         if not is_open:
             assert number * FRAME - last <= SETTINGS.hold_samples + SETTINGS.pre_roll_samples
+
+
+# Files: long utterances are cut where it is quiet
+
+LONGEST = 60 * FRAME
+FILE = replace(SETTINGS, longest_samples=LONGEST)
+
+
+def test_an_utterance_that_grows_too_long_is_cut_where_it_was_calmest() -> None:
+    stretches = [(SPEECH, 20), (QUIET, 9), (SPEECH, 11), (0.6, 8), (SPEECH, 30)]
+    cut = 44 * FRAME  # the calm place in the second half, not the calmer one in the first
+    assert [d for d in decide(*stretches, settings=FILE) if isinstance(d, (Begin, Cut, End))] == [Begin(0), Cut(cut)]
+    assert not any(isinstance(decision, Cut) for decision in decide(*stretches, (SPEECH, 500)))
+
+
+def test_what_follows_a_cut_is_the_same_utterance() -> None:
+    decisions = decide((SPEECH, 40), (0.6, 8), (SPEECH, 30), (QUIET, 10), settings=FILE)
+    assert heard(decisions) == [Begin(0), End(81 * FRAME, speech_end=78 * FRAME)]
+
+
+def test_an_utterance_that_ends_in_the_calm_where_it_was_cut_ends_there() -> None:
+    gate = SpeechGate(replace(FILE, hang_over_samples=20 * FRAME))
+    decisions = gate.judge([SPEECH] * 45 + [QUIET] * 30, FRAME)
+    cut = next(decision.sample for decision in decisions if isinstance(decision, Cut))
+    assert cut > 48 * FRAME
+    assert decisions[-2:] == [End(cut, speech_end=45 * FRAME), Skip(70 * FRAME)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(frames=st.lists(st.sampled_from([QUIET, 0.5, SPEECH, SPEECH, SPEECH]), max_size=400), at=st.integers(1, 40))
+def test_no_piece_of_a_file_is_longer_than_its_bound_however_it_comes(frames: list[float], at: int) -> None:
+    one_by_one = decide(*[(probability, 1) for probability in frames], settings=FILE)
+    gate, grouped = SpeechGate(FILE), []
+    for start in range(0, len(frames), at):
+        grouped += gate.judge(frames[start : start + at], FRAME)
+        gate, saved = SpeechGate(FILE), gate.save()
+        gate.resume(saved)
+    kinds = (Begin, Cut, End)
+    assert [d for d in grouped if isinstance(d, kinds)] == [d for d in one_by_one if isinstance(d, kinds)]
+    start = None
+    for decision in one_by_one:
+        if isinstance(decision, (Cut, End)):
+            assert start is not None and start <= decision.sample <= start + LONGEST
+        if isinstance(decision, kinds):
+            start = decision.sample
+
+
+def test_short_silences_stay_in_the_windows_of_files_and_long_ones_do_not() -> None:
+    settings = GateSettings().for_files(28 * 16_000)
+    second = 16_000 // FRAME
+    for silence, utterances in ((1, 1), (2, 1), (4, 2)):
+        decisions = decide((SPEECH, 2 * second), (QUIET, silence * second), (SPEECH, second), settings=settings)
+        assert sum(isinstance(decision, Begin) for decision in decisions) == utterances

@@ -281,6 +281,34 @@ class TestSpeech:
         assert "".join(text.delta for text in texts) == "a" * 10 + "b" * 10
         assert loop.scheduler.cache.queries < 50, "only speech and what surrounds it is encoded"
 
+    def windows(self, values: list[int], live: bool) -> tuple[str, list[tuple[int, int]]]:
+        """What was said of a stream that comes position by position, and the windows whose text was final."""
+        final: list[tuple[int, int]] = []
+
+        def note(plan: StepPlan) -> None:
+            final.extend((task.base, task.end) for task in plan.decode if task.final)
+
+        spec = replace(WINDOWED, file_window_positions=64)
+        loop = engine(EchoRunner(spec, note), LoudnessDetector(), gated=True)
+        loop.submit([Open("a", live=live)], 0)
+        outputs = self.feed(loop, 0, values)
+        loop.submit([Finish("a")], len(values))
+        outputs += drain(loop)
+        return "".join(output.delta for output in outputs if isinstance(output, Text)), final
+
+    def test_a_pause_in_a_file_ends_nothing(self) -> None:
+        values = [1] * 10 + [0] * 12 + [2] * 10 + [0] * 120
+        live, utterances = self.windows(values, live=True)
+        said, final = self.windows(values, live=False)
+        assert said == live == "a" * 10 + "b" * 10
+        assert len(utterances) == 2 and len(final) == 1
+
+    def test_what_is_too_long_in_a_file_is_cut_where_it_is_quiet(self) -> None:
+        said, final = self.windows([0] * 50 + [3] * 40 + [0] * 3 + [4] * 100, live=False)
+        assert said == "c" * 40 + "d" * 100
+        assert all(end - base <= 64 for base, end in final) and len(final) == 3
+        assert 90 <= final[0][1] <= 93 and [base for base, _ in final[1:]] == [end for _, end in final[:-1]]
+
     def test_an_hour_of_declared_silence_costs_next_to_nothing(self) -> None:
         hour, detector = 45_000, LoudnessDetector()
         loop = engine(EchoRunner(WINDOWED), detector, gated=True)

@@ -53,7 +53,8 @@ def make_runner(model: Moonshine) -> WindowedRunner:
     pieces = [b"", b"", b""] + [b" w%d" % token if token % 3 else b"x" for token in range(3, VOCABULARY)]
     policy = Policy(agreed_margin=2.0, lone_margin=4.0, cut_beyond=30.0, doubt=-100.0)
     spec = windowed_spec("tiny", WINDOW, STRIDE)
-    return WindowedRunner(model, Vocabulary(pieces), spec, 400, policy, WindowEar(model, pieces, policy))
+    ears = WindowEar(model, pieces, policy), WindowEar(model, pieces, policy)
+    return WindowedRunner(model, Vocabulary(pieces), spec, 400, policy, *ears)
 
 
 def speech(seed: int, positions: int) -> NDArray[np.float32]:
@@ -255,6 +256,33 @@ def test_backlog_that_closes_half_read_leaves_the_others_their_words(model: Moon
     assert again[1] == kept, "nothing is left of windows whose streams have gone"
 
 
+class Scripted:
+    """A decoder that says the same of every window; attention to its first words is far off."""
+
+    tokens, peaks = [4, 5, 7, 8, 10], [120, 128, 30, 50, 90]
+
+    def passes(self, rows: list[Row], encoded: Encoded) -> Iterator[None]:
+        for row in rows:
+            row.tokens, row.peaks, row.log_probabilities = self.tokens, self.peaks, [0.0] * 5
+            row.ended = row.done = True
+        return iter(())
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_stray_peak_costs_a_file_no_words(model: Moonshine, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
+    """A live stream would take it for audio that it has read before."""
+    runner = make_runner(model)
+    monkeypatch.setattr(runner, "_decoder", Scripted())
+    plan = Uploads(runner, seeds=(42,)).plan
+    plan.opened[0].live, plan.live = live, int(live)
+    (result,) = runner.execute(plan)
+    said = [timed.token for timed in result.timed]
+    assert result.keep_from == WINDOW and said == (Scripted.tokens[:2] if live else Scripted.tokens)
+    assert all(0 <= timed.start <= timed.end <= WINDOW for timed in result.timed)
+    if not live:
+        assert result.timed[2].end < result.timed[4].start < 28, "a word is where attention to it peaks"
+
+
 def test_a_window_never_outgrows_its_bound_and_times_move_forward(model: Moonshine) -> None:
     streams = Streams(make_runner(model), {0: speech(20, 60 * STRIDE)})
     for _ in range(60):
@@ -286,7 +314,7 @@ def test_an_utterance_that_ends_at_its_pause_is_not_read_again(
             streams.step()
     plain.step(final=True)
     paused.step(pause=True)
-    monkeypatch.setattr(model, "encode", None)
+    monkeypatch.setattr(model, "encode_slowly", None)
     paused.end_here()
     for slot in audio:
         assert paused.tokens(slot) == plain.tokens(slot) and plain.tokens(slot)
@@ -300,7 +328,7 @@ def test_an_utterance_that_goes_on_after_its_pause_is_read_to_its_end(
     streams.step()
     streams.step(pause=True)
     streams.step()
-    monkeypatch.setattr(model, "encode", None)
+    monkeypatch.setattr(model, "encode_slowly", None)
     with pytest.raises(TypeError):
         streams.end_here()
 

@@ -15,6 +15,7 @@ from engine.runner.windowed.stability import (
     rereads_from,
     rising,
     spans,
+    steady,
     without_second_mark,
 )
 
@@ -145,3 +146,18 @@ def test_a_committed_mark_is_not_followed_by_another() -> None:
     assert without_second_mark([0], new, PIECES) == new
     assert without_second_mark([], new, PIECES) == new[2:]
     assert without_second_mark([6], heard((5, 1.0)), PIECES) == []
+
+
+def test_a_stray_peak_moves_no_other_word_of_a_window() -> None:
+    assert steady([90.0, 2.0, 5.0, 9.0], 0.0) == [2.0, 2.0, 5.0, 9.0]
+    assert steady([1.0, 2.0, 0.0, 9.0, 4.0, 12.0], 0.0) == [1.0, 1.0, 1.0, 4.0, 4.0, 12.0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0, 400), max_size=40), st.floats(0, 100))
+def test_steady_places_rise_and_are_places_of_peaks(peaks: list[float], floor: float) -> None:
+    places = steady(peaks, floor)
+    assert places == sorted(places) and len(places) == len(peaks)
+    assert set(places) <= {floor, *peaks} and all(place >= floor for place in places)
+    in_order = sorted(max(peak, floor) for peak in peaks)
+    assert steady(in_order, floor) == in_order
