@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 DEFAULT_MODEL = "moonshine-tiny"
 # A stream counts as speaking for so long after it came, and after speech was last heard in it. Long enough for the
@@ -16,7 +16,7 @@ class EngineConfig:
 
     # A name that `tickertape pull` knows, or the path of a checkpoint.
     model: str = DEFAULT_MODEL
-    # auto, cpu or cuda.
+    # auto, cpu, cuda or cuda:N.
     device: str = "auto"
     # Streams at once; 0 takes what the device allows.
     max_streams: int = 0
@@ -26,3 +26,13 @@ class EngineConfig:
     decoder_window: int = 1024
     kv_8bit: bool = False
     blank_guard: bool = True
+
+    @classmethod
+    def from_settings(cls, model: str, settings: object) -> EngineConfig:
+        """A model and settings from an object that has them under the same names, such as a part of a configuration."""
+        return cls(model, **{name: getattr(settings, name) for name in cls.setting_names()})
+
+    @classmethod
+    def setting_names(cls) -> list[str]:
+        """All but the model itself."""
+        return [field.name for field in fields(cls) if field.name != "model"]

@@ -43,6 +43,8 @@ class ModelSpec:
     name: str
     sample_rate: int
     samples_per_position: int
+    # Tells weights of this name from others; empty if nobody looked.
+    weights: str = ""
     look_back_samples: int = 0
     look_ahead_samples: int = 0
     # Positions every stream starts with, before its first sample (an opening that is computed once and copied).

@@ -222,12 +222,4 @@ async def engine_in_thread(model: str, device: str = "auto", max_streams: int = 
 
 
 def _engine_config(model: ModelConfig) -> EngineConfig:
-    return EngineConfig(
-        model=DEFAULT_MODEL if model.name == "default" else model.name,
-        device=model.device,
-        max_streams=model.max_streams,
-        threads=model.threads,
-        decoder_window=model.decoder_window,
-        kv_8bit=model.kv_8bit,
-        blank_guard=model.blank_guard,
-    )
+    return EngineConfig.from_settings(DEFAULT_MODEL if model.name == "default" else model.name, model)

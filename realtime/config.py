@@ -120,7 +120,7 @@ class ModelConfig:
     name: str = "default"
     # Further names under which clients may ask for it. OpenAI clients may use any name at all.
     aliases: tuple[str, ...] = ("mistralai/Voxtral-Mini-4B-Realtime-2602",)
-    # Where it runs: auto, cpu or cuda.
+    # Where it runs: auto, cpu, cuda, or cuda:1 for the second GPU.
     device: str = "auto"
     # Addresses of engines that run elsewhere; empty starts one of our own.
     engines: tuple[str, ...] = ()

@@ -174,10 +174,7 @@ class Supervisor:
             self.spec.set_result(spec)
         elif spec != self.spec.result():
             link.close()
-            raise EngineMismatch(
-                f"the engine at {seat.engine.address} runs {spec.name!r} with other settings or another model than "
-                f"{self.spec.result().name!r} on the other engines; behind one gateway all must be the same"
-            )
+            raise EngineMismatch(_difference(seat.engine.address, spec, self.spec.result()))
         self._greet(seat, link)
 
     def _greet(self, seat: Seat, link: EngineLink) -> None:
@@ -264,3 +261,14 @@ class Supervisor:
         death = Death(self._clock(), crashed, step_known=flights is not None, strangers=others)
         guilty = convict(suspects, death)
         return None if guilty is None else by_suspicion[guilty]
+
+
+def _difference(address: str, spec: ModelSpec, others: ModelSpec) -> str:
+    """Why an engine cannot stand beside the others."""
+    what = "other settings or another model than"
+    if (spec.name, spec.weights) != (others.name, others.weights) and spec.name == others.name:
+        what = f"other weights ({spec.weights or 'unmarked'}, not {others.weights or 'unmarked'}) than"
+    return (
+        f"the engine at {address} runs {spec.name!r} with {what} {others.name!r} on the other engines; "
+        "behind one gateway all must be the same"
+    )

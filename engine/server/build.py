@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler
 from engine.runner.load import load_detector, load_runner
 from engine.server.gate import GateSettings
 from engine.server.loop import EngineLoop
+from engine.weights.fingerprint import fingerprint
 from engine.weights.store import resolve
 
 
 def build_loop(config: EngineConfig, clock: Callable[[], int] = time.perf_counter_ns) -> EngineLoop:
     """Load the model and what surrounds it. Raises EngineError with what to change."""
-    runner, limits = load_runner(resolve(config.model), config)
-    scheduler = Scheduler(runner.spec, limits, runner.vocabulary)
+    path = resolve(config.model)
+    runner, limits = load_runner(path, config)
+    # Gateways compare it: two engines must not answer with different weights under one name.
+    spec = replace(runner.spec, weights=fingerprint(path))
+    scheduler = Scheduler(spec, limits, runner.vocabulary)
     # A frame-synchronous model was trained to hear silence; a windowed one makes words up in it.
     gate = GateSettings() if runner.spec.rereads_window else None
     return EngineLoop(scheduler, runner, load_detector(runner, limits.max_streams), gate, clock)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from engine.config import EngineConfig
 from realtime.commands.pull import fetch, model_name
-from realtime.commands.serve import set_up_logging
+from realtime.commands.serve import add_config_options, config_of, set_up_logging
 from realtime.commands.terminal import UsageError
-from realtime.config import ModelConfig
 
 EPILOG = """\
 Examples:
   tickertape engine --listen tcp://127.0.0.1:5555
-  tickertape engine --listen tcp://10.0.0.7:5555 --model whisper-small.en --device cuda
-  CUDA_VISIBLE_DEVICES=1 tickertape engine --listen ipc:///run/tickertape/engine1
+  tickertape engine --listen tcp://10.0.0.7:5555 --model /models/voxtral --device cuda --model.kv-8bit true
+  tickertape engine --listen ipc:///run/tickertape/engine1 --model /models/voxtral --device cuda:1
 
 then: tickertape serve --engine tcp://127.0.0.1:5555
+Its settings are those of the section [model] that concern an engine, from the same file, variables and flags that
+`tickertape serve` reads. Engines behind one gateway must run the same weights with the same settings.
 The connection is neither encrypted nor authenticated: listen only on networks where every machine is trusted.
 """
 
@@ -30,12 +32,8 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--listen", required=True, metavar="ADDRESS", help="tcp://HOST:PORT or ipc://PATH")
-    parser.add_argument(
-        "--model", default=ModelConfig().name, help="a name from `tickertape models`, or a path to a checkpoint"
-    )
-    parser.add_argument("--device", default=ModelConfig().device, choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--max-streams", type=int, default=0, help="streams at once; 0 takes what memory allows")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads of the model; 0 leaves it to the model")
+    keys = [f"model.{name}" for name in ("name", *EngineConfig.setting_names())]
+    add_config_options(parser, keys, "as the key of this name; docs/tickertape.toml explains it")
     parser.set_defaults(run=run)
 
 
@@ -45,7 +43,6 @@ def run(options: argparse.Namespace) -> int:
     from functools import partial
 
     from engine.boundary.sockets import check_address
-    from engine.config import EngineConfig
     from engine.server.build import build_loop
     from engine.server.main import run_engine
 
@@ -53,12 +50,13 @@ def run(options: argparse.Namespace) -> int:
         check_address(options.listen)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    name = model_name(options.model)
+    settings = config_of(options).model
+    name = model_name(settings.name)
     fetch(name)
     set_up_logging()
     asked_to_stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: asked_to_stop.set())
-    config = EngineConfig(name, options.device, options.max_streams, options.threads)
+    config = EngineConfig.from_settings(name, settings)
     run_engine(options.listen, partial(build_loop, config), asked_to_stop.is_set)
     return 0

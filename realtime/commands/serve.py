@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import socket
+from collections.abc import Collection
 from typing import Any
 
 from realtime.commands.pull import fetch, model_name
@@ -32,8 +33,9 @@ SHORT = {
     "--host": ("server.host", "address to listen on; others than this machine need keys, or --no-auth"),
     "--port": ("server.port", "port to listen on"),
     "--model": ("model.name", "a name from `tickertape models`, or a path to a checkpoint"),
-    "--device": ("model.device", "auto, cpu or cuda"),
+    "--device": ("model.device", "auto, cpu, cuda, or cuda:1 for the second GPU"),
     "--max-streams": ("model.max_streams", "sessions at once; what the machine can do if not given"),
+    "--threads": ("model.threads", "CPU threads of the model; if not given, the model decides"),
     "--engine": ("model.engines", "addresses of engines that run elsewhere, separated by commas"),
 }
 
@@ -46,17 +48,7 @@ def add(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_config_options(parser)
-    parser.add_argument(
-        "--ready-fd", type=int, metavar="N", help="write the address to this file descriptor once the server is ready"
-    )
-    parser.set_defaults(run=run)
-
-
-def add_config_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE", help="a TOML file with the configuration")
-    for flag, (key, about) in SHORT.items():
-        parser.add_argument(flag, dest=f"flag:{key}", metavar=flag.removeprefix("--").upper(), help=about)
+    add_config_options(parser, known_keys())
     parser.add_argument(
         "--no-auth",
         dest="flag:auth.no_auth",
@@ -64,9 +56,21 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
         const=True,
         help="serve without keys on an address others can reach",
     )
-    for key in known_keys():
+    parser.add_argument(
+        "--ready-fd", type=int, metavar="N", help="write the address to this file descriptor once the server is ready"
+    )
+    parser.set_defaults(run=run)
+
+
+def add_config_options(parser: argparse.ArgumentParser, keys: Collection[str], about: str | None = None) -> None:
+    """Flags for so many keys of the configuration; the long ones are listed in the help with `about` or not at all."""
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with the configuration")
+    for flag, (key, meaning) in SHORT.items():
+        if key in keys:
+            parser.add_argument(flag, dest=f"flag:{key}", metavar=flag.removeprefix("--").upper(), help=meaning)
+    for key in keys:
         flag = f"--{key.replace('_', '-')}"
-        parser.add_argument(flag, dest=f"flag:{key}", help=argparse.SUPPRESS)
+        parser.add_argument(flag, dest=f"flag:{key}", metavar="VALUE", help=about or argparse.SUPPRESS)
 
 
 def config_of(options: argparse.Namespace) -> Config:

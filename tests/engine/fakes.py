@@ -246,11 +246,11 @@ def build(
     warm_up_seconds: float = 0.0,
     name: str | None = None,
     detects: bool = False,
+    weights: str = "",
 ) -> EngineLoop:
     kind = FakeWindowed if windowed else FakeFrames
     runner = kind(die_with=die_with, step_seconds=step_seconds, warm_up_seconds=warm_up_seconds)
-    if name is not None:
-        runner.spec = replace(runner.spec, name=name)
+    runner.spec = replace(runner.spec, name=name or runner.spec.name, weights=weights)
     limits = Limits(max_streams=max_streams, cache_embeds=max_streams * 100 + 100)
     return EngineLoop(Scheduler(runner.spec, limits, VOCABULARY), runner, FakeDetector() if detects else None)
 

@@ -151,6 +151,12 @@ async def test_two_engines_with_different_models_are_refused() -> None:
         await client.start()
 
 
+async def test_two_engines_with_other_weights_under_one_name_are_refused() -> None:
+    engines = [EngineThread(partial(fakes.build, weights="aaaa")), EngineThread(partial(fakes.build, weights="bbbb"))]
+    with pytest.raises(EngineMismatch, match=r"'fake-frames' with other weights \((aaaa, not bbbb|bbbb, not aaaa)\)"):
+        await EngineClient(engines).start()
+
+
 async def test_one_of_two_engines_is_enough(tmp_path: Path) -> None:
     absent = RemoteEngine(f"ipc://{tmp_path}/nobody", start_timeout_s=0.2)
     async with fakes.running(absent, EngineThread(fakes.build)) as client:

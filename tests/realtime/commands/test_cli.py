@@ -156,6 +156,20 @@ def _known_keys() -> list[str]:
     return known_keys()
 
 
+def test_an_engine_takes_every_setting_of_the_model_that_serve_takes(tmp_path: Path) -> None:
+    from engine.config import EngineConfig
+    from realtime.commands.serve import config_of
+
+    file = tmp_path / "tickertape.toml"
+    file.write_text("[model]\nkv_8bit = true\nblank_guard = false\n[limits]\nmax_sessions = 3\n")
+    arguments = ["--device", "cuda:1", "--max-streams", "7", "--threads", "2", "--model.decoder-window", "512"]
+    options = cli.build_parser().parse_args(["engine", "--listen", "ipc:///x", "--config", str(file), *arguments])
+    settings = EngineConfig.from_settings("voxtral", config_of(options).model)
+    assert settings == EngineConfig("voxtral", "cuda:1", 7, 2, 512, True, False)
+    for name in EngineConfig.setting_names():
+        cli.build_parser().parse_args(["engine", "--listen", "ipc:///x", f"--model.{name.replace('_', '-')}", "1"])
+
+
 def test_flags_of_serve_reach_the_configuration() -> None:
     from realtime.commands.serve import config_of
 
