@@ -26,6 +26,8 @@ class EngineConfig:
     decoder_window: int = 1024
     kv_8bit: bool = False
     blank_guard: bool = True
+    # Engines that share the device: each plans with its part of the memory.
+    share_of: int = 1
 
     @classmethod
     def from_settings(cls, model: str, settings: object) -> EngineConfig:
@@ -34,5 +36,5 @@ class EngineConfig:
 
     @classmethod
     def setting_names(cls) -> list[str]:
-        """All but the model itself."""
-        return [field.name for field in fields(cls) if field.name != "model"]
+        """What a configuration says: not the model itself, nor what follows from the others."""
+        return [field.name for field in fields(cls) if field.name not in ("model", "share_of")]

@@ -180,9 +180,11 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     freeze_modules()
     model = config.model
     engines: list[EngineHandle] = [RemoteEngine(address) for address in model.engines]
+    spares = 1 if model.spare else 0
     client = EngineClient(
-        engines or [EngineProcess(_engine_config(model))],
+        engines or [EngineProcess(_engine_config(model)) for _ in range(1 + spares)],
         ClientSettings(
+            spares=spares,
             cache_bytes=model.input_cache_bytes,
             keep_seconds=config.limits.replay_s,
             max_load=config.limits.max_load,
@@ -222,4 +224,5 @@ async def engine_in_thread(model: str, device: str = "auto", max_streams: int = 
 
 
 def _engine_config(model: ModelConfig) -> EngineConfig:
-    return EngineConfig.from_settings(DEFAULT_MODEL if model.name == "default" else model.name, model)
+    config = EngineConfig.from_settings(DEFAULT_MODEL if model.name == "default" else model.name, model)
+    return replace(config, share_of=2 if model.spare else 1)

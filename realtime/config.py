@@ -124,6 +124,8 @@ class ModelConfig:
     device: str = "auto"
     # Addresses of engines that run elsewhere; empty starts one of our own.
     engines: tuple[str, ...] = ()
+    # Keep a second engine of our own loaded, for the moment when the first is lost. It takes as much memory again.
+    spare: bool = False
     # Streams at once; 0 takes what the device's memory allows.
     max_streams: int = 0
     # CPU threads of the model; 0 leaves it to the model.
@@ -180,6 +182,8 @@ def check(config: Config) -> None:
         raise ConfigError(f"limits.max_load is a share and cannot be more than 1, but is {config.limits.max_load:g}")
     if config.session.turn_s < MIN_TURN_S:
         raise ConfigError(f"session.turn_s must be at least {MIN_TURN_S:g}, not {config.session.turn_s:g}")
+    if config.model.spare and config.model.engines:
+        raise ConfigError("model.spare is for an engine of our own: engines elsewhere have theirs where they run")
     if any(len(key) < 8 for key in auth.keys):
         raise ConfigError("auth.keys: a key must have at least 8 characters")
     if auth.keys and auth.no_auth:

@@ -51,6 +51,9 @@ class Capacity:
     # Those that are connected, of so many that should be.
     engines: tuple[EngineShare, ...] = ()
     engines_wanted: int = 0
+    # Engines that wait for another one to be lost, and how many of them there should be.
+    spares_ready: int = 0
+    spares_wanted: int = 0
 
 
 def streams_held(status: Status, max_load: float) -> int:

@@ -40,6 +40,8 @@ class ClientSettings:
     ahead_seconds: float = 60.0
     # How long streams wait for an engine before they end.
     recovery_timeout_s: float = 120.0
+    # So many of the engines stay empty until another one is lost.
+    spares: int = 0
     # How busy live streams may keep an engine before it counts as full; 0 counts places only.
     max_load: float = 0.95
 
@@ -63,7 +65,12 @@ class EngineClient:
         """
         settings = self._settings
         self._supervisor = Supervisor(
-            self._engines, settings.model, settings.cache_bytes, settings.recovery_timeout_s, settings.max_load
+            self._engines,
+            settings.model,
+            settings.cache_bytes,
+            settings.recovery_timeout_s,
+            settings.max_load,
+            settings.spares,
         )
         self._supervisor.spec.add_done_callback(self._meet)
         await self._supervisor.start()
@@ -132,7 +139,9 @@ class EngineClient:
 
     def capacity(self) -> Capacity:
         connected = capacity_of([link.status for link in self._links()], self._settings.max_load)
-        return replace(connected, engines_wanted=len(self._engines))
+        spares = self._settings.spares
+        ready = 0 if self._supervisor is None else self._supervisor.seats.spares_ready
+        return replace(connected, engines_wanted=len(self._engines) - spares, spares_ready=ready, spares_wanted=spares)
 
     async def inject(self, items: Sequence[Item | None]) -> int:
         """Put items prepared elsewhere into the engines' caches; returns how many were taken. Raises ItemRefused.

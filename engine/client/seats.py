@@ -24,6 +24,8 @@ class Seat:
     def __init__(self, engine: EngineHandle) -> None:
         self.engine = engine
         self.link: EngineLink | None = None
+        # Whether streams may sit here; an engine that is connected and does not serve is a spare.
+        self.serves = False
         self.streams: dict[str, EngineStream] = {}
         # Streams that the engine was asked to take and has not answered about.
         self.opening = 0
@@ -35,14 +37,38 @@ class Seat:
 
 
 class Seats:
-    """All of them; a stream sits on one at most."""
+    """All of them; a stream sits on one at most. `spares` of them stay empty until one that serves is lost."""
 
-    def __init__(self, engines: Sequence[EngineHandle], max_load: float) -> None:
+    def __init__(self, engines: Sequence[EngineHandle], max_load: float, spares: int = 0) -> None:
         self.all = [Seat(engine) for engine in engines]
+        self.spares = spares
         self._max_load = max_load
 
+    def arrived(self, seat: Seat, link: EngineLink) -> None:
+        """The engine is connected."""
+        seat.link = link
+        self._promote()
+
+    def lost(self, seat: Seat) -> Seat | None:
+        """The engine is not connected any more; the spare that serves in its place, if there is one."""
+        seat.link, seat.serves = None, False
+        return self._promote()
+
+    def _promote(self) -> Seat | None:
+        """Let a connected engine serve if too few do; all that are needed serve after each arrival and each loss."""
+        spare = next((seat for seat in self.all if seat.link is not None and not seat.serves), None)
+        if spare is None or len(self.links()) >= len(self.all) - self.spares:
+            return None
+        spare.serves = True
+        return spare
+
     def links(self) -> list[EngineLink]:
-        return [seat.link for seat in self.all if seat.link is not None]
+        """To the engines that serve."""
+        return [seat.link for seat in self.all if seat.link is not None and seat.serves]
+
+    @property
+    def spares_ready(self) -> int:
+        return sum(seat.link is not None and not seat.serves for seat in self.all)
 
     def streams(self) -> list[EngineStream]:
         return [stream for seat in self.all for stream in seat.streams.values()]
@@ -55,7 +81,7 @@ class Seats:
             full = status.counted >= streams_held(status, self._max_load)
             return max(0.0, status.lag_ms - USUAL_LAG_MS), full, len(seat.streams) / max(1, status.slots_total)
 
-        ready = [(seat.link.status, seat) for seat in self.all if seat.link is not None]
+        ready = [(seat.link.status, seat) for seat in self.all if seat.link is not None and seat.serves]
         return [seat for _, seat in sorted(ready, key=order)]
 
     def place_for_lost(self) -> Seat | None:

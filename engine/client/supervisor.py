@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
@@ -27,6 +28,10 @@ from engine.spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 5.0
+# A spare that cannot start is tried again so much later: each try takes time from those who serve.
+SPARE_RETRY_S = 60.0
+# Of engines that have to start, the second waits so long for the first.
+START_APART_S = 30.0
 
 
 @dataclass(slots=True)
@@ -57,17 +62,25 @@ class EngineMetrics:
 
 class Supervisor:
     def __init__(
-        self, engines: Sequence[EngineHandle], model: str | None, cache_bytes: int, timeout_s: float, max_load: float
+        self,
+        engines: Sequence[EngineHandle],
+        model: str | None,
+        cache_bytes: int,
+        timeout_s: float,
+        max_load: float,
+        spares: int = 0,
     ) -> None:
+        """`spares`: so many of the engines serve only when another one is lost."""
         # The model that all engines run: known when the first of them has answered.
         self.spec: asyncio.Future[ModelSpec] = asyncio.get_running_loop().create_future()
-        self.seats = Seats(engines, max_load)
+        self.seats = Seats(engines, max_load, spares)
         self._model = model
         self._cache_bytes = cache_bytes
         self._gateway = uuid4().hex
         self._clock = asyncio.get_running_loop().time
         self._recovery = Recovery(self.seats, timeout_s, self._clock)
         self._tasks: list[asyncio.Task[None]] = []
+        self._arrival = asyncio.Event()
         self._past = EngineMetrics()
 
     async def start(self) -> None:
@@ -78,7 +91,8 @@ class Supervisor:
         """
         self._tasks = [asyncio.create_task(self._hold(seat), name=seat.engine.address) for seat in self.seats.all]
         self._tasks.append(asyncio.create_task(self._recovery.run(), name="recovery of streams"))
-        tries = [seat.first_try for seat in self.seats.all if seat.engine.is_ours]
+        serving = self.seats.all[: len(self.seats.all) - self.seats.spares]
+        tries = [seat.first_try for seat in serving if seat.engine.is_ours]
         results = await asyncio.gather(*tries, return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         mismatches = [error for error in errors if isinstance(error, EngineMismatch)]
@@ -136,11 +150,16 @@ class Supervisor:
         backoff = RETRY_S
         while True:
             try:
+                await self._wait_for_turn(seat)
                 await self._connect(seat)
             except Exception as error:
                 if not seat.first_try.done():
                     seat.first_try.set_exception(error)
                     seat.first_try.exception()
+                if self._is_only_spare():
+                    logger.error("there is no spare engine, those that serve go on without: %s", error)
+                    await asyncio.sleep(SPARE_RETRY_S)
+                    continue
                 logger.error("the engine at %s cannot be used: %s", seat.engine.address, error)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, MAX_BACKOFF_S)
@@ -151,6 +170,21 @@ class Supervisor:
             self._recovery.wake()
             why = await self._loss_of(seat)
             await self._lose(seat, why)
+
+    async def _wait_for_turn(self, seat: Seat) -> None:
+        """With a spare, engines start one after the other: the one that will serve is there sooner."""
+        if not self.seats.spares:
+            return
+        before = self.seats.all[: self.seats.all.index(seat)]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(START_APART_S):
+                while any(other.link is None for other in before):
+                    self._arrival.clear()
+                    await self._arrival.wait()
+
+    def _is_only_spare(self) -> bool:
+        """All who should serve do: an engine that is not there is missed as a spare."""
+        return len(self.seats.links()) == len(self.seats.all) - self.seats.spares
 
     async def _connect(self, seat: Seat) -> None:
         """Start the engine if it is ours, and shake hands; gives up when its process does."""
@@ -182,7 +216,9 @@ class Supervisor:
         if seat.engine_id not in ("", link.engine):
             self._past.add_life(seat.last_status)
             self._past.restarts += 1
-        seat.engine_id, seat.link = link.engine, link
+        seat.engine_id = link.engine
+        self.seats.arrived(seat, link)
+        self._arrival.set()
 
     def _events(self, seat: Seat) -> LinkEvents:
         def on_output(output: messages.Output) -> None:
@@ -217,13 +253,16 @@ class Supervisor:
 
     async def _lose(self, seat: Seat, why: str) -> None:
         """Take the streams off a dead engine, end the one that killed it if that is clear, and queue the others."""
-        link, seat.link = seat.link, None
+        link = seat.link
+        substitute = self.seats.lost(seat)
         streams, seat.streams = list(seat.streams.values()), {}
         assert link is not None
         link.close()
         seat.last_status = link.status
         self._past.input_cache.add(link.cache.stats)
         logger.warning("%s; %d streams will be carried over", why, len(streams))
+        if substitute is not None:
+            logger.warning("the spare engine at %s serves from now on", substitute.engine.address)
         now = self._clock()
         for stream in streams:
             stream.detach(why, now)

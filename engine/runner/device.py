@@ -40,6 +40,13 @@ def require_device(name: str) -> torch.device:
     return device
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes that the device has, whoever uses them."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that nobody has taken yet."""
     if device.type == "cuda":

@@ -81,6 +81,7 @@ def _load_voxtral(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
         kv_dtype=torch.float8_e4m3fn if config.kv_8bit else torch.bfloat16,
         decoder_window=config.decoder_window,
         max_streams=config.max_streams or None,
+        share_of=config.share_of,
         blank_guard=config.blank_guard,
     )
     runner = VoxtralRunner.from_checkpoint(path, settings)

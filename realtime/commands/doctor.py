@@ -134,7 +134,8 @@ def _look_at_memory(report: Report, weight_bytes: int) -> None:
     needed = MEMORY_BASE_BYTES + MEMORY_FACTOR * weight_bytes
     text = f"{available / 2**30:.1f} GiB free, about {needed / 2**30:.1f} GiB needed on the CPU"
     if needed <= available:
-        report.good("memory", text)
+        twice = "fits" if 2 * needed <= available else "does not fit"
+        report.good("memory", f"{text}; a spare engine (model.spare) takes as much again and {twice}")
     else:
         report.bad("memory", f"{text}; choose a smaller model")
 

@@ -97,6 +97,8 @@ class Answers:
                 "retry_after_s": capacity.retry_after_s,
                 "draining": self._sessions.draining,
                 "engines_wanted": capacity.engines_wanted,
+                "spares_ready": capacity.spares_ready,
+                "spares_wanted": capacity.spares_wanted,
                 "engines": [
                     {
                         "streams_used": engine.used,

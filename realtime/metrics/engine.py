@@ -45,6 +45,7 @@ def engine_collector(
             ("engine_speaking", "Engine streams that hear speech now", room.speaking),
             ("engine_streams_counted", "Live streams that speak or did so lately", room.counted),
             ("engine_streams_that_hold", "Live streams that could speak at once, by the measured cost", room.holds),
+            ("engine_spares", "Engines that wait for another one to be lost", room.spares_ready),
             ("engine_load", "Share of its time the least busy engine spends on live streams", room.load),
             ("engine_load_per_stream", "What one more speaking stream would add to the load", room.load_per_stream),
         ):

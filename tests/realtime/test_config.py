@@ -29,6 +29,7 @@ from realtime.config import Config, ConfigError, load_config
         ({"server.host": "0.0.0.0"}, "can be reached by others"),
         ({"server.host": "example.org"}, "can be reached by others"),
         ({"server.tls_cert": "x.pem"}, "belong together"),
+        ({"model.spare": True, "model.engines": "tcp://gpu1:5555"}, "model.spare is for an engine of our own"),
         ({"server.tls_cert": "x.pem", "server.tls_key": "y.pem"}, "there is no file 'x.pem'"),
     ],
 )

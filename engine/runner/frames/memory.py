@@ -108,6 +108,40 @@ def plan_memory(
     )
 
 
+def plan_share(
+    config: VoxtralConfig,
+    free_bytes: int,
+    total_bytes: int,
+    share_of: int,
+    *,
+    decoder_window: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    max_streams: int | None,
+) -> MemoryPlan:
+    """The plan of one of `share_of` engines on a device.
+
+    Each plans with its part of the whole device and not with what is free, so that all of them take as many streams as
+    the others and can stand in for one another.
+    """
+    room = free_bytes if share_of == 1 else total_bytes // share_of
+    try:
+        plan = plan_memory(
+            config, room, decoder_window=decoder_window, dtype=dtype, kv_dtype=kv_dtype, max_streams=max_streams
+        )
+    except NotEnoughMemory as error:
+        if share_of == 1:
+            raise
+        text = f"{share_of} engines share the device and its {_gib(total_bytes)} (model.spare): {error}"
+        raise NotEnoughMemory(text) from error
+    if plan.total_bytes > free_bytes:
+        raise NotEnoughMemory(
+            f"this engine would take {_gib(plan.total_bytes)}, its part of {_gib(total_bytes)} for {share_of} engines "
+            f"(model.spare), and {_gib(free_bytes)} are free: set model.max_streams below {plan.streams}"
+        )
+    return plan
+
+
 def _opening_bytes(spec: ModelSpec) -> int:
     """Pages that no stream owns: one opening of the encoder, one of the decoder per delay, one of each for padding."""
     total = 0

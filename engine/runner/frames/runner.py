@@ -26,11 +26,11 @@ from engine.models.voxtral_realtime import (
     VoxtralRealtime,
     tensor_shapes,
 )
-from engine.runner.device import Download, free_memory, require_device
+from engine.runner.device import Download, free_memory, require_device, total_memory
 from engine.runner.frames.batch import NOT_FORCED, Payloads, SlotState, StepBuffers, StepRows, outcome_of
 from engine.runner.frames.graphs import StepGraphs
 from engine.runner.frames.kv import StackCache, stack_layouts
-from engine.runner.frames.memory import MemoryPlan, plan_memory, voxtral_spec
+from engine.runner.frames.memory import MemoryPlan, plan_share, voxtral_spec
 from engine.runner.frames.passes import ModelPasses
 from engine.runner.frames.slab import EncoderSlab
 from engine.vocabulary import Vocabulary
@@ -50,6 +50,8 @@ class RunnerSettings:
     kv_dtype: torch.dtype = torch.bfloat16
     decoder_window: int = 1024
     max_streams: int | None = None
+    # Engines that share the device.
+    share_of: int = 1
     blank_guard: bool = True
     graphs: bool = True
 
@@ -124,9 +126,11 @@ class VoxtralRunner:
         """Load a checkpoint directory. Raises before anything is allocated if the device or its memory will not do."""
         config = VoxtralConfig.from_dict(read_config(directory))
         device = require_device(settings.device)
-        memory = plan_memory(
+        memory = plan_share(
             config,
             free_memory(device),
+            total_memory(device),
+            settings.share_of,
             decoder_window=settings.decoder_window,
             dtype=settings.dtype,
             kv_dtype=settings.kv_dtype,

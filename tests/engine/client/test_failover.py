@@ -49,9 +49,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Play:
     """Some streams over some engines, and what was done to each stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, spares: int = 0) -> None:
         self.engines = [LoopEngine(f"e{number}") for number in range(ENGINES)]
-        self.client = EngineClient(self.engines, ClientSettings(recovery_timeout_s=600))
+        self.client = EngineClient(self.engines, ClientSettings(recovery_timeout_s=600, spares=spares))
         self.streams: list[EngineStream] = []
         self.transcripts = [fakes.Transcript() for _ in range(STREAMS)]
         self.readers: list[asyncio.Task[None]] = []
@@ -113,6 +113,9 @@ class Play:
             engine.run(1000)
 
     def check_places(self) -> None:
+        seats = self.client._running.seats
+        assert len(seats.links()) <= ENGINES - seats.spares
+        assert not any(seat.streams for seat in seats.all if not seat.serves), "a stream on an engine that is spare"
         for stream in self.streams:
             self.client._running.place_of(stream)
 
@@ -160,8 +163,8 @@ def calm(number: int, done: list[str]) -> fakes.Transcript:
     return transcript
 
 
-async def play(happenings: list[Event], in_the_end: str) -> None:
-    play = Play()
+async def play(happenings: list[Event], in_the_end: str, spares: int) -> None:
+    play = Play(spares)
     try:
         await play.start()
         for what, number in happenings:
@@ -200,11 +203,11 @@ REFUSED_AND_THEN_LOST: list[Event] = [
 ]
 
 
-@given(st.lists(events, max_size=40), st.sampled_from(["go on", "close"]))
-@example(REFUSED_AND_THEN_LOST, "go on")
+@given(st.lists(events, max_size=40), st.sampled_from(["go on", "close"]), st.integers(0, 1))
+@example(REFUSED_AND_THEN_LOST, "go on", 0)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_each_stream_goes_on_or_ends(happenings: list[Event], in_the_end: str) -> None:
-    asyncio.run(play(happenings, in_the_end))
+def test_each_stream_goes_on_or_ends(happenings: list[Event], in_the_end: str, spares: int) -> None:
+    asyncio.run(play(happenings, in_the_end, spares))
 
 
 def counted(play: Play) -> tuple[int, int, int]:

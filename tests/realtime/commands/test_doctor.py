@@ -29,6 +29,10 @@ def test_model_too_large_for_the_memory_fails(
     (tmp_path / "model.safetensors").write_bytes(bytes(2_000_000))
     monkeypatch.setattr(doctor, "available_memory", lambda: 700 * 2**20)
     assert cli.main(["doctor", "--model", str(tmp_path), "--no-measure"]) == 0
+    assert "a spare engine (model.spare) takes as much again and does not fit" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "available_memory", lambda: 1400 * 2**20)
+    assert cli.main(["doctor", "--model", str(tmp_path), "--no-measure"]) == 0
+    assert "takes as much again and fits" in capsys.readouterr().out
     monkeypatch.setattr(doctor, "available_memory", lambda: 500 * 2**20)
     assert cli.main(["doctor", "--model", str(tmp_path), "--no-measure"]) == 1
     assert "choose a smaller model" in capsys.readouterr().out

@@ -7,7 +7,15 @@ import torch
 
 from engine.models.voxtral_realtime import voxtral_mini_4b
 from engine.runner.frames.kv import stack_layouts
-from engine.runner.frames.memory import GIB, MemoryPlan, NotEnoughMemory, plan_memory, stream_bytes, voxtral_spec
+from engine.runner.frames.memory import (
+    GIB,
+    MemoryPlan,
+    NotEnoughMemory,
+    plan_memory,
+    plan_share,
+    stream_bytes,
+    voxtral_spec,
+)
 
 H200_GIB = 139
 
@@ -66,3 +74,26 @@ def test_bytes_per_position_are_those_of_the_model() -> None:
     eight_bit = stack_layouts(voxtral_mini_4b(), 1024, torch.float8_e4m3fn)
     spec = voxtral_spec(voxtral_mini_4b(), eight_bit, "voxtral")
     assert stream_bytes(spec) < 165 * 1024 * 1024
+
+
+def shared_plan(total_gib: float, free_gib: float, engines: int, streams: int | None = None) -> MemoryPlan:
+    free, total = int(free_gib * GIB), int(total_gib * GIB)
+    options = {"decoder_window": 1024, "dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "max_streams": streams}
+    return plan_share(voxtral_mini_4b(), free, total, engines, **options)  # type: ignore[arg-type]
+
+
+def test_two_engines_on_one_device_take_equally_many_streams() -> None:
+    first = shared_plan(H200_GIB, H200_GIB - 1, 2)
+    second = shared_plan(H200_GIB, H200_GIB - first.total_bytes / GIB, 2)
+    assert first == second and 2 * first.total_bytes <= H200_GIB * GIB
+    assert first.streams < plan(H200_GIB).streams / 2 < shared_plan(H200_GIB, H200_GIB, 1).streams
+
+
+def test_a_device_that_is_too_small_for_two_engines_says_so() -> None:
+    assert plan(16).streams >= 1
+    with pytest.raises(NotEnoughMemory, match=r"2 engines share the device.*16\.0 GiB \(model\.spare\): the model"):
+        shared_plan(16, 16, 2)
+    with pytest.raises(NotEnoughMemory, match=r"2 engines share.*300 streams need"):
+        shared_plan(H200_GIB, H200_GIB, 2, streams=300)
+    with pytest.raises(NotEnoughMemory, match=r"40\.0 GiB are free: set model\.max_streams below"):
+        shared_plan(H200_GIB, 40, 2)
