@@ -210,9 +210,13 @@ def write_answer(transcript: Transcript, request: UploadRequest) -> tuple[str, s
         "usage": usage,
     }
     if request.words:
-        rate = transcript.sample_rate
-        body["words"] = [word_fields(word, rate) for word in transcript.words]
+        body["words"] = words_from(transcript, 0)
     return encode_json(body), "application/json"
+
+
+def words_from(transcript: Transcript, first: int) -> list[dict[str, Any]]:
+    """The words of a transcript from the one with this number on."""
+    return [word_fields(word, transcript.sample_rate) for word in transcript.words[first:]]
 
 
 def _segment(number: int, line: Subtitle) -> dict[str, Any]:
@@ -236,7 +240,7 @@ def sse(body: dict[str, Any]) -> str:
     return f"data: {encode_json(body)}\n\n"
 
 
-def sse_done(transcript: Transcript) -> Iterator[str]:
+def sse_done(transcript: Transcript, *, duration: bool = False) -> Iterator[str]:
     audio_tokens = round(transcript.seconds * 12.5)
     usage = {
         "type": "tokens",
@@ -245,7 +249,8 @@ def sse_done(transcript: Transcript) -> Iterator[str]:
         "total_tokens": audio_tokens + transcript.tokens,
         "input_token_details": {"text_tokens": 0, "audio_tokens": audio_tokens},
     }
-    yield sse({"type": "transcript.text.done", "text": transcript.text, "usage": usage})
+    extra = {"duration": round(transcript.seconds, 3)} if duration else {}
+    yield sse({"type": "transcript.text.done", "text": transcript.text, "usage": usage, **extra})
     yield "data: [DONE]\n\n"
 
 

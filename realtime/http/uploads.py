@@ -14,7 +14,16 @@ from starlette.types import Receive, Scope, Send
 
 from realtime.errors import Refusal
 from realtime.http.context import Context
-from realtime.http.files import Transcriber, Transcript, UploadRequest, read_request, sse, sse_done, write_answer
+from realtime.http.files import (
+    Transcriber,
+    Transcript,
+    UploadRequest,
+    read_request,
+    sse,
+    sse_done,
+    words_from,
+    write_answer,
+)
 from realtime.http.forms import FormReader, Upload, client_gone
 
 
@@ -43,7 +52,7 @@ class UploadRoutes:
         if wanted.stream:
             transcript = Transcript(self._context.engine.spec.sample_rate)
             deltas = self._watched(self._transcriber.deltas(file.file, wanted, transcript), request)
-            return await self._stream(deltas, transcript, upload)
+            return await self._stream(deltas, transcript, upload, words=wanted.words)
         transcript = await self.transcript(file.file, wanted, request)
         await upload.close()
         body, media_type = write_answer(transcript, wanted)
@@ -72,18 +81,21 @@ class UploadRoutes:
             await asyncio.gather(gone, return_exceptions=True)
             await deltas.aclose()
 
-    async def _stream(self, deltas: AsyncGenerator[str], transcript: Transcript, upload: Upload) -> Response:
+    async def _stream(
+        self, deltas: AsyncGenerator[str], transcript: Transcript, upload: Upload, *, words: bool
+    ) -> Response:
         """The answer begins with the first text or the end; until then a refusal can have a status of its own."""
         first = await anext(deltas, None)
 
         async def body() -> AsyncIterator[str]:
             try:
-                if first is not None:
-                    yield sse({"type": "transcript.text.delta", "delta": first})
-                async for delta in deltas:
-                    yield sse({"type": "transcript.text.delta", "delta": delta})
+                told = 0
+                async for delta in _with_first(first, deltas):
+                    timed = {"words": words_from(transcript, told)} if words else {}
+                    told = len(transcript.words)
+                    yield sse({"type": "transcript.text.delta", "delta": delta, **timed})
                 self.count("ok")
-                for event in sse_done(transcript):
+                for event in sse_done(transcript, duration=words):
                     yield event
             except Refusal as refusal:
                 self.count(refusal.code)
@@ -111,6 +123,13 @@ class _Streamed(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._end()
+
+
+async def _with_first(first: str | None, rest: AsyncIterator[str]) -> AsyncIterator[str]:
+    if first is not None:
+        yield first
+    async for delta in rest:
+        yield delta
 
 
 async def _next(deltas: AsyncGenerator[str], gone: asyncio.Task[None], seconds: float) -> str | None:

@@ -1,228 +1,122 @@
-// Puts the page together: buttons and drops start a recording, the link carries it, the views show what comes back.
+// Puts the page together: what its buttons do, and what is shown of a recording.
 
+import { Archive } from "./archive.js";
 import { Captions } from "./captions.js";
-import { FORMATS, download } from "./export.js";
-import { FileSource } from "./file-source.js";
+import { copyText } from "./clipboard.js";
+import { FORMATS, download, toText } from "./export.js";
 import { clock, shortSeconds } from "./format.js";
-import { Link } from "./link.js";
-import { Microphone, listMicrophones } from "./microphone.js";
+import { Keeper } from "./keeper.js";
+import { Library } from "./library.js";
+import { Overlay } from "./overlay.js";
 import { Preferences } from "./preferences.js";
-import { fileProblem, microphoneProblem } from "./reasons.js";
+import { Search } from "./search.js";
 import { connectSettings } from "./settings.js";
+import { Studio } from "./studio.js";
 import { Tape, levelOf } from "./tape.js";
 import { Transcript } from "./transcript.js";
 import { WordTimes } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
-const RESUMED_SHOWN_MS = 4000;
 const SLOW_SECONDS = 1.5;
+const COPIED_SHOWN_MS = 2000;
 
 const preferences = new Preferences();
 const transcript = new Transcript();
+const studio = new Studio(transcript, preferences);
+const keeper = new Keeper(new Archive(), transcript);
 const tape = new Tape($("tape"), transcript);
 const announce = (text) => ($("announcer").textContent = text);
-new Captions(transcript, { list: $("turns"), earlier: $("earlier"), later: $("later"), live: $("live") });
-new WordTimes($("captions"), $("tip"), announce);
+const captions = new Captions(transcript, { list: $("turns"), earlier: $("earlier"), later: $("later"), live: $("live") });
+const words = new WordTimes($("captions"), $("tip"), announce);
 const settings = connectSettings(preferences, () => tape.draw());
-
-// The recording under way: a source of sound and, once that is open, its link. Null when nothing is heard.
-let recording = null;
-// Where the next recording begins on the transcript's clock.
-let offset = 0;
+const search = new Search(
+  transcript,
+  captions,
+  { bar: $("search"), field: $("search-field"), count: $("search-count"), next: $("search-next"), previous: $("search-previous"), close: $("search-close") },
+  announce,
+);
+const overlay = new Overlay(
+  transcript,
+  preferences,
+  { layer: $("overlay"), lines: $("overlay-lines"), smaller: $("overlay-smaller"), larger: $("overlay-larger"), float: $("overlay-float"), close: $("overlay-close") },
+  showProblem,
+);
+const library = new Library(
+  keeper,
+  { dialog: $("library"), list: $("library-list"), none: $("library-none") },
+  { busy: () => studio.recording !== null, onOpen: showRestored },
+);
+// All that is finished has been saved as a file.
 let saved = true;
 
-// State and problems
+// What is shown
+
+// A problem stays until it is dismissed, or until `owner`, who told it, has no problem any more.
+function showProblem(text, owner = "page") {
+  const box = $("problem");
+  if (!text && owner !== box.dataset.owner) return;
+  box.dataset.owner = owner;
+  box.hidden = !text;
+  $("problem-text").textContent = text;
+}
+
+function refresh() {
+  const running = studio.recording !== null;
+  const { link } = studio;
+  $("listen-label").textContent = running ? "Stop" : "Start listening";
+  $("listen").classList.toggle("running", running);
+  $("pause").hidden = !link || Boolean(link.file) || link.finishing;
+  $("pause").textContent = studio.paused ? "Resume" : "Pause";
+  $("device").disabled = $("open-file").disabled = running;
+  $("empty").hidden = running || transcript.entries.length > 0;
+  $("captions").hidden = !$("empty").hidden;
+  $("after").hidden = !transcript.finished.length;
+  $("clear").disabled = running;
+  $("retry").hidden = link?.state !== "lost";
+  if (running) $("restored").hidden = true;
+  showStatus();
+  showMeters(link);
+}
 
 // The countdown changes every second; a screen reader hears only the rest.
-function showState(state, text, countdown = "") {
+function showStatus() {
+  const { state, text, countdown } = studio.status;
   $("state").dataset.state = state;
   if ($("state-text").textContent !== text) $("state-text").textContent = text;
   $("countdown").textContent = countdown;
 }
 
-function showProblem(text) {
-  $("problem").hidden = !text;
-  $("problem-text").textContent = text;
+function showMeters(link) {
+  const waiting = link?.waitingSeconds ?? 0;
+  $("waiting").textContent = link ? shortSeconds(waiting) : "–";
+  $("waiting-box").classList.toggle("warning", Boolean(link?.live) && waiting > SLOW_SECONDS);
+  $("elapsed").textContent = clock(link ? link.edge : studio.offset);
+  if (!link) $("level").value = 0;
+  tape.acked = link?.ackedEdge ?? studio.offset;
+  const progress = link?.file ? link.progress : undefined;
+  $("progress").hidden = progress === undefined;
+  if (progress === null) $("progress").removeAttribute("value");
+  else if (progress !== undefined) $("progress").value = progress;
 }
 
-const CONTINUED = { resumed: "Resumed, nothing lost", restarted: "Back, in a new session" };
-
-function describe({ link, notice, reason }) {
-  switch (link.state) {
-    case "connecting":
-      return link.sessions ? "Server lost, reconnecting…" : "Connecting…";
-    case "listening":
-      return notice || (link.live ? "Listening" : "Playing the file");
-    case "finishing":
-      return "Getting the last words…";
-    case "lost":
-      return link.live ? `${reason}, still recording` : reason;
-    default:
-      return "Ready";
-  }
-}
-
-function refresh() {
-  const running = recording !== null;
-  $("listen-label").textContent = running ? "Stop" : "Start listening";
-  $("listen").classList.toggle("running", running);
-  $("device").disabled = $("open-file").disabled = running;
-  $("empty").hidden = running || transcript.entries.length > 0;
-  $("captions").hidden = !$("empty").hidden;
-  const link = recording?.link;
-  $("retry").hidden = link?.state !== "lost";
-  if (link) showLink(link);
-}
-
-function showLink(link) {
-  const lost = link.state === "lost" || (link.state === "connecting" && link.sessions);
-  const seconds = Math.max(0, Math.ceil((link.retryAt - Date.now()) / 1000));
-  showState(lost ? "lost" : link.state, describe(recording), link.state === "lost" ? `: retrying in ${seconds} s` : "");
-  $("waiting").textContent = shortSeconds(link.waitingSeconds);
-  $("waiting-box").classList.toggle("warning", link.live && link.waitingSeconds > SLOW_SECONDS);
-  $("elapsed").textContent = clock(link.edge);
-  tape.acked = link.ackedEdge;
-}
-
-// Recording
-
-async function begin(source, explain) {
-  showProblem("");
-  const mine = (recording = { source, link: null, started: false, notice: "", reason: "" });
-  refresh();
-  showState("connecting", source.live ? "Opening the microphone…" : "Reading the file…");
-  try {
-    await source.open();
-  } catch (error) {
-    if (recording === mine) end(explain(error));
-    return;
-  }
-  if (recording !== mine) {
-    // Stopped while it was opening.
-    source.close();
-    return;
-  }
-  fillDevices();
-  const link = new Link({ key: preferences.key, rate: source.rate, live: source.live, offset, transcript });
-  mine.link = link;
-  link.addEventListener("state", (event) => onState(mine, event));
-  link.addEventListener("tick", refresh);
-  link.addEventListener("problem", ({ text }) => showProblem(text));
-  link.addEventListener("key", () => settings.open("key"));
-  link.start();
-  if (!source.live) return;
-  // What is said while the server is reached is kept, and sent then.
-  source.start();
-  keepAwake(link);
-}
-
-function onState(mine, { state, detail }) {
-  if (recording !== mine) return;
-  if (state === "lost") mine.reason = detail;
-  if (state === "closed") {
-    end(detail);
-    return;
-  }
-  if (state === "listening") {
-    mine.notice = CONTINUED[detail] ?? "";
-    setTimeout(() => (mine.notice = ""), RESUMED_SHOWN_MS);
-    if (!mine.started && !mine.source.live) mine.source.start();
-    mine.started = true;
-  }
+function showRestored(head) {
+  const when = new Date(head.updated).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
+  $("restored-text").textContent = `Captions of ${when}`;
+  $("restored").hidden = false;
+  saved = true;
   refresh();
 }
 
-function onChunk(samples) {
-  const link = recording?.link;
-  if (!link || link.finishing) return;
-  link.push(samples);
-  const level = levelOf(samples);
-  $("level").value = level;
-  tape.push(level, link.edge);
-}
-
-function finish() {
-  const { source, link, started } = recording;
-  source.close();
-  $("level").value = 0;
-  if (!link) end("");
-  // A second press, or one while there is no server, does not wait for the last words.
-  else if (!started || link.finishing || link.state !== "listening") link.stop();
-  else link.finish();
-}
-
-function end(problem) {
-  const { link, source } = recording;
-  recording = null;
-  source.close();
-  if (link) offset = link.edge;
-  $("level").value = 0;
-  $("waiting").textContent = "–";
-  $("waiting-box").classList.remove("warning");
-  showState("idle", "Ready");
-  showProblem(problem);
-  refresh();
-}
+// What buttons do
 
 function listen() {
-  if (recording) {
-    finish();
-    return;
-  }
-  const gone = () => recording && (finish(), showProblem("The microphone was unplugged or switched off."));
-  begin(new Microphone($("device").value, onChunk, gone), microphoneProblem);
+  if (studio.recording) studio.finish();
+  else studio.listen($("device").value);
 }
 
 function play(file) {
-  if (recording) {
-    showProblem("Stop first, then open a file.");
-    return;
-  }
-  const options = {
-    realTime: preferences.choices.realTime,
-    room: () => recording?.link?.room(),
-    onChunk,
-    onEnd: () => recording && finish(),
-  };
-  begin(new FileSource(file, options), fileProblem);
-}
-
-// A phone that falls asleep takes the microphone with it.
-async function keepAwake(link) {
-  try {
-    const lock = await navigator.wakeLock?.request("screen");
-    link.addEventListener("state", () => link.over && lock?.release());
-  } catch {
-    // Not allowed now, for example on a low battery; recording works all the same.
-  }
-}
-
-async function fillDevices() {
-  const chosen = $("device").value || preferences.choices.device;
-  const options = [new Option("Default microphone", "")];
-  for (const device of await listMicrophones()) {
-    if (device.deviceId !== "default") options.push(new Option(device.label || "Microphone", device.deviceId));
-  }
-  $("device").replaceChildren(...options);
-  if (options.some((option) => option.value === chosen)) $("device").value = chosen;
-}
-
-// Captions
-
-transcript.addEventListener("added", () => $("captions").hidden && refresh());
-transcript.addEventListener("grown", ({ turn }) => {
-  const spoken = turn.words.at(-1)?.end;
-  if (recording && spoken) $("lag").textContent = shortSeconds(recording.link.edge - spoken);
-});
-transcript.addEventListener("changed", ({ turn }) => {
-  if (turn.state === "open") return;
-  saved = false;
-  enableExports(true);
-  if (preferences.choices.announce) announce(turn.text);
-});
-
-function enableExports(enabled) {
-  document.querySelectorAll(".exports button").forEach((button) => (button.disabled = !enabled));
+  if (studio.recording) showProblem("Stop first, then open a file.");
+  else studio.play(file);
 }
 
 function save(format) {
@@ -230,43 +124,104 @@ function save(format) {
   const stamp = new Date().toISOString().slice(0, 16).replace("T", "-").replace(":", "");
   download(`captions-${stamp}.${format}`, type, write(transcript));
   saved = true;
+  $("save-menu").hidePopover();
 }
 
-function clear() {
-  if (!saved && !confirm("Clear captions that have not been saved?")) return;
-  if (recording) {
-    showProblem("Stop first, then clear the captions.");
-    return;
-  }
-  offset = 0;
+async function copy(text, button) {
+  const copied = await copyText(text);
+  announce(copied ? "Copied" : "The browser does not let this page copy");
+  if (!button) return;
+  button.textContent = copied ? "Copied" : "Not copied";
+  setTimeout(() => (button.textContent = "Copy"), COPIED_SHOWN_MS);
+}
+
+async function clear() {
+  if (!saved && !confirm("Delete these captions? They have not been saved as a file.")) return;
+  await keeper.forget();
+  startedAnew();
+}
+
+async function fresh() {
+  if (!keeper.works && !saved && !confirm("Clear captions that have not been saved?")) return;
+  await keeper.fresh();
+  startedAnew();
+}
+
+function startedAnew() {
   saved = true;
-  transcript.clear();
+  $("restored").hidden = true;
   tape.clear();
-  enableExports(false);
   $("lag").textContent = "–";
-  $("elapsed").textContent = "0:00";
   refresh();
+}
+
+function key(event) {
+  const typing = event.target.closest?.("input, textarea, select, dialog");
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !document.querySelector("dialog[open]")) listen();
+  else if (event.key === "/" && !typing && transcript.entries.length) {
+    event.preventDefault();
+    search.open();
+  }
 }
 
 // Wiring
 
-$("listen").addEventListener("click", listen);
-$("retry").addEventListener("click", () => recording?.link.retryNow());
-$("dismiss").addEventListener("click", () => showProblem(""));
-$("clear").addEventListener("click", clear);
-$("device").addEventListener("change", () => preferences.set("device", $("device").value));
-$("open-file").addEventListener("click", () => $("file").click());
+studio.addEventListener("change", refresh);
+studio.addEventListener("problem", ({ text }) => showProblem(text, "studio"));
+studio.addEventListener("key", () => settings.open("key"));
+studio.addEventListener("opened", settings.devicesKnown);
+studio.addEventListener("sound", ({ samples }) => {
+  const level = levelOf(samples);
+  $("level").value = level;
+  tape.push(level, studio.link.edge);
+});
+keeper.addEventListener("problem", ({ text }) => showProblem(text));
+
+transcript.addEventListener("added", () => $("captions").hidden && refresh());
+transcript.addEventListener("grown", ({ turn }) => {
+  const spoken = turn.words.at(-1)?.end;
+  if (studio.link?.live && spoken) $("lag").textContent = shortSeconds(studio.link.edge - spoken);
+});
+transcript.addEventListener("changed", ({ turn }) => {
+  if (turn.state === "open") return;
+  saved = false;
+  $("after").hidden = false;
+  if (preferences.choices.announce) announce(turn.text);
+});
+
+const buttons = {
+  listen,
+  pause: () => studio.pause(),
+  retry: () => studio.link?.retryNow(),
+  dismiss: () => showProblem("", $("problem").dataset.owner),
+  copy: () => copy(toText(transcript), $("copy")),
+  find: () => search.open(),
+  clear,
+  "go-on": listen,
+  afresh: fresh,
+  "library-new": async () => {
+    $("library").close();
+    if (studio.recording) showProblem("Stop first, then begin a new transcript.");
+    else await fresh();
+  },
+  "open-file": () => $("file").click(),
+  "open-library": () => library.open(),
+  "open-overlay": () => overlay.open(),
+};
+for (const [id, action] of Object.entries(buttons)) $(id).addEventListener("click", action);
+for (const button of document.querySelectorAll("[data-format]")) {
+  button.addEventListener("click", () => save(button.dataset.format));
+}
+$("turns").addEventListener("click", ({ target }) => {
+  if (target.matches(".copy")) copy(target.closest("li").turn.text.trim(), target);
+});
+words.addEventListener("copy", ({ turn }) => copy(turn.text.trim()));
 $("file").addEventListener("change", () => {
   const [file] = $("file").files;
   $("file").value = "";
   if (file) play(file);
 });
-for (const button of document.querySelectorAll("[data-format]")) {
-  button.addEventListener("click", () => save(button.dataset.format));
-}
-addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !$("settings").open) listen();
-});
+addEventListener("keydown", key);
 addEventListener("dragover", (event) => {
   event.preventDefault();
   $("drop").hidden = false;
@@ -281,9 +236,9 @@ addEventListener("drop", (event) => {
   if (file) play(file);
 });
 addEventListener("beforeunload", (event) => {
-  if (recording || !saved) event.preventDefault();
+  if (studio.recording || (!saved && !keeper.complete)) event.preventDefault();
 });
-addEventListener("pagehide", () => recording?.link.stop());
-navigator.mediaDevices?.addEventListener("devicechange", fillDevices);
-fillDevices();
+addEventListener("pagehide", () => studio.link?.stop());
 refresh();
+const head = await keeper.start();
+if (head) showRestored(head);

@@ -7,14 +7,18 @@ const MOST_SHOWN = 80;
 const STEP = 40;
 // Nearer to the end than this, the page follows new text.
 const FOLLOW_PIXELS = 160;
+// A word of which the model is less sure than this is shaded.
+const UNSURE_BELOW = 0.5;
 
-export class Captions {
+// Tells `shown` when other turns are in the document than before.
+export class Captions extends EventTarget {
   constructor(transcript, { list, earlier, later, live }) {
+    super();
     Object.assign(this, { transcript, list, earlier, later, live });
     this.items = new Map();
     this.first = this.last = 0;
     this.following = true;
-    transcript.addEventListener("reset", () => this.#rebuild(0, 0));
+    transcript.addEventListener("reset", () => this.toLive());
     transcript.addEventListener("added", () => this.#added());
     transcript.addEventListener("grown", ({ turn, delta }) => this.#grown(turn, delta));
     transcript.addEventListener("changed", ({ turn }) => this.#changed(turn));
@@ -31,6 +35,15 @@ export class Captions {
     this.#rebuild(length - STEP, length);
     this.following = true;
     this.#follow();
+  }
+
+  // Brings a turn onto the screen, wherever in the transcript it is.
+  show(turn) {
+    const at = this.transcript.entries.indexOf(turn);
+    if (!this.items.has(turn)) this.#rebuild(at - STEP, Math.min(at + STEP, this.transcript.entries.length));
+    this.following = false;
+    this.items.get(turn).scrollIntoView({ block: "center", behavior: "instant" });
+    this.#controls();
   }
 
   get #atEnd() {
@@ -102,6 +115,7 @@ export class Captions {
     this.last = Math.max(0, last);
     for (const turn of this.transcript.entries.slice(this.first, this.last)) this.#append(turn);
     this.#controls();
+    this.dispatchEvent(new Event("shown"));
   }
 
   #append(turn) {
@@ -110,7 +124,14 @@ export class Captions {
     const mark = document.createElement("time");
     const text = document.createElement("p");
     text.className = "text";
-    item.append(mark, text);
+    const copy = document.createElement("button");
+    copy.type = "button";
+    copy.className = "copy";
+    // In reach of the pointer; the keyboard has a key for it, so that it need not walk through all of them.
+    copy.tabIndex = -1;
+    copy.ariaLabel = "Copy this caption";
+    copy.textContent = "Copy";
+    item.append(mark, text, copy);
     fill(item, turn);
     this.items.set(turn, item);
     this.list.append(item);
@@ -162,8 +183,9 @@ function fill(item, turn) {
 function piece({ text, word }) {
   if (!word) return text;
   const span = document.createElement("span");
-  span.className = "word";
+  const unsure = word.confidence < UNSURE_BELOW;
+  span.className = unsure ? "word unsure" : "word";
   span.textContent = text;
-  span.dataset.time = `${exactClock(word.start)} – ${exactClock(word.end)}`;
+  span.dataset.time = `${exactClock(word.start)} – ${exactClock(word.end)}${unsure ? ", unsure" : ""}`;
   return span;
 }

@@ -2,7 +2,7 @@
 
 const MAX_CAPTION_CHARACTERS = 84;
 const MAX_CAPTION_SECONDS = 6;
-const SENTENCE_END = /[.?!…。？！]$/u;
+export const SENTENCE_END = /[.?!…。？！]$/u;
 
 export const FORMATS = {
   txt: { type: "text/plain", write: toText },
@@ -35,7 +35,7 @@ export function toJson(transcript) {
     end: round(end),
     text: text.trim(),
     complete: state === "done",
-    words: words.map((word) => ({ word: word.word, start: round(word.start), end: round(word.end) })),
+    words: words.map((word) => ({ ...word, start: round(word.start), end: round(word.end) })),
   }));
   const notes = transcript.entries.filter((entry) => entry.state === "note");
   return `${JSON.stringify({ turns, notes: notes.map(({ start, text }) => ({ at: round(start), text })) }, null, 2)}\n`;

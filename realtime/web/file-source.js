@@ -1,4 +1,4 @@
-// A sound file as a source of PCM16 chunks: decoded by the browser, sent at the pace of a clock or of the server.
+// A sound file as a source of PCM16 chunks: decoded by the browser, played at its own pace.
 
 import { downmix, toPcm16 } from "./decimator.js";
 
@@ -12,9 +12,10 @@ export class FileSource {
   rate = RATE;
 
   // `room()` resolves when the server can take more. `onEnd()` is called after the last chunk.
-  constructor(file, { realTime, room, onChunk, onEnd }) {
-    Object.assign(this, { file, realTime, room, onChunk, onEnd });
+  constructor(file, { room, onChunk, onEnd }) {
+    Object.assign(this, { file, room, onChunk, onEnd });
     this.stopped = false;
+    this.going = Promise.resolve();
   }
 
   async open() {
@@ -26,29 +27,34 @@ export class FileSource {
     this.samples = downmix(channels);
   }
 
-  get seconds() {
-    return this.samples.length / RATE;
-  }
-
   async start() {
     this.run();
   }
 
   async run() {
     const size = Math.round(RATE * CHUNK_SECONDS);
-    const begun = performance.now();
+    let due = performance.now();
     for (let at = 0; at < this.samples.length && !this.stopped; at += size) {
-      const due = begun + (1000 * at) / RATE;
       const early = due - performance.now();
-      if (this.realTime && early > 0) await new Promise((done) => setTimeout(done, early));
+      if (early > 0) await new Promise((done) => setTimeout(done, early));
+      await this.going;
       await this.room();
+      // What was missed during a pause is not caught up with.
+      due = Math.max(due, performance.now() - 1000 * CHUNK_SECONDS) + 1000 * CHUNK_SECONDS;
       if (!this.stopped) this.onChunk(toPcm16(this.samples.subarray(at, at + size)));
     }
     this.samples = new Float32Array(0);
     if (!this.stopped) this.onEnd();
   }
 
+  pause() {
+    this.going = new Promise((go) => (this.resume = go));
+  }
+
+  resume() {}
+
   async close() {
     this.stopped = true;
+    this.resume();
   }
 }

@@ -25,10 +25,10 @@ const TAKEN_OVER = 4409;
 const POLICY = 1008;
 
 export class Link extends EventTarget {
-  // `offset` is where this recording begins on the transcript's clock, in seconds.
-  constructor({ key, rate, live, offset, transcript }) {
+  // `offset` is where this recording begins on the transcript's clock, in seconds; `wishes` are for the model.
+  constructor({ key, rate, live, offset, transcript, wishes = {} }) {
     super();
-    Object.assign(this, { key, rate, live, offset, transcript });
+    Object.assign(this, { key, rate, live, offset, transcript, wishes });
     this.backlog = new Backlog(BACKLOG_SECONDS * rate);
     this.state = "idle";
     this.base = this.cursor = this.acked = this.sequence = this.tries = this.sessions = 0;
@@ -225,10 +225,8 @@ export class Link extends EventTarget {
     this.base = this.acked = this.cursor;
     this.sequence = 0;
     const format = { type: "audio/pcm", rate: this.rate, transport: "binary" };
-    this.#send({
-      type: "session.update",
-      session: { type: "transcription", audio: { input: { format } }, include: INCLUDE },
-    });
+    const input = { format, transcription: this.wishes };
+    this.#send({ type: "session.update", session: { type: "transcription", audio: { input }, include: INCLUDE } });
   }
 
   // Go back to the oldest sound that has not become a finished turn, as far as it is still there.

@@ -2,13 +2,15 @@
 
 const KEY = "tickertape.key";
 const CHOICES = "tickertape.choices";
-const DEFAULTS = { theme: "", size: 1, announce: true, realTime: true, device: "" };
+const DEFAULTS = { theme: "", size: 1, overlay: 5, announce: true, realTime: false, device: "", language: "", keywords: "" };
 
 export class Preferences {
   constructor() {
     this.key = read(() => sessionStorage.getItem(KEY)) ?? "";
     const stored = read(() => JSON.parse(localStorage.getItem(CHOICES)));
     this.choices = { ...DEFAULTS, ...stored };
+    // What the server's model can be told: some of language, keywords, prompt.
+    this.options = [];
     this.apply();
   }
 
@@ -21,6 +23,16 @@ export class Preferences {
     this.choices[name] = value;
     read(() => localStorage.setItem(CHOICES, JSON.stringify(this.choices)));
     this.apply();
+  }
+
+  // Language and words to expect, as far as the server's model takes them. A model without keywords may take a prompt.
+  get wishes() {
+    const words = this.choices.keywords.split(/[,\n]/).map((word) => word.trim()).filter(Boolean);
+    const takes = (name) => this.options.includes(name);
+    const language = takes("language") ? this.choices.language.trim() : "";
+    if (!words.length) return { language, keywords: {} };
+    if (takes("keywords")) return { language, keywords: { keywords: words } };
+    return { language, keywords: takes("prompt") ? { prompt: words.join(", ") } : {} };
   }
 
   // The theme on the screen, chosen or not.

@@ -7,12 +7,13 @@ const MICROPHONE = {
   SecurityError: "Browsers give a page the microphone only over https or on this very machine. Files work here all the same.",
   NotFoundError: "No microphone was found. Plug one in, or open a file.",
   OverconstrainedError: "The chosen microphone is gone. Choose another one, then start again.",
+  NoSoundError: "No sound was shared. Choose a tab or the screen again, and tick the box that shares its sound.",
   NotReadableError: "The microphone is in use by another program, or does not answer.",
 };
 
 const FILE = {
   EncodingError: "This file could not be read as sound. WAV, MP3, FLAC, Ogg, Opus and M4A usually work.",
-  QuotaExceededError: `This file is too large for a browser (more than ${MAX_FILE_BYTES / 2 ** 20} MB). Send it to the server's upload address instead.`,
+  QuotaExceededError: `This file is too large for a browser (more than ${MAX_FILE_BYTES / 2 ** 20} MB). In the settings, let files be sent whole.`,
 };
 
 export function microphoneProblem(error) {
@@ -21,6 +22,18 @@ export function microphoneProblem(error) {
 
 export function fileProblem(error) {
   return FILE[error.name] ?? `The file could not be opened: ${error.message}`;
+}
+
+// What the upload route answered; empty if all went well.
+export function uploadProblem(status, body) {
+  if (status === 200) return "";
+  if (status === 401) return "This server needs an access key. Check it in the settings.";
+  try {
+    const { message } = JSON.parse(body).error;
+    return status === 400 ? `This file could not be read: ${message}` : message;
+  } catch {
+    return `The server did not take the file (status ${status}).`;
+  }
 }
 
 // Why an open socket was closed by the other side.
@@ -40,7 +53,7 @@ export async function whyRefused(key) {
     if ((await fetch("v1/models", { headers })).status === 401) return wrongKey(key);
     if (!(await fetch("ready")).ok) return { text: "The server is starting" };
     const capacity = await (await fetch("capacity")).json();
-    if (capacity.streams_used >= capacity.streams_total) return { text: "The server is full" };
+    if (capacity.streams_free < 1) return { text: "The server is full" };
     return { refused: true, text: "The server refuses more sessions for now" };
   } catch {
     return { text: "Server lost" };

@@ -1,18 +1,27 @@
 // The settings dialog and the theme button.
 
+import { TAB, TAB_AND_MICROPHONE, listMicrophones } from "./microphone.js";
+import { canShareSound } from "./tab-sound.js";
+
 const $ = (id) => document.getElementById(id);
 
 export function connectSettings(preferences, onTheme) {
   const { choices } = preferences;
   $("key").value = preferences.key;
-  $("pace").value = choices.realTime ? "real" : "fast";
+  $("pace").value = choices.realTime ? "real" : "whole";
   $("size").value = choices.size;
   $("announce").checked = choices.announce;
+  $("language").value = choices.language;
+  $("keywords").value = choices.keywords;
 
   $("key").addEventListener("input", () => preferences.setKey($("key").value));
+  $("key").addEventListener("change", () => showWishes(preferences));
   $("pace").addEventListener("change", () => preferences.set("realTime", $("pace").value === "real"));
   $("size").addEventListener("input", () => preferences.set("size", Number($("size").value)));
   $("announce").addEventListener("change", () => preferences.set("announce", $("announce").checked));
+  $("device").addEventListener("change", () => preferences.set("device", $("device").value));
+  $("language").addEventListener("input", () => preferences.set("language", $("language").value));
+  $("keywords").addEventListener("input", () => preferences.set("keywords", $("keywords").value));
   $("open-settings").addEventListener("click", () => $("settings").showModal());
 
   const showTheme = () => {
@@ -25,11 +34,44 @@ export function connectSettings(preferences, onTheme) {
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showTheme);
   showTheme();
+  showWishes(preferences);
+  showSources(preferences);
+  navigator.mediaDevices?.addEventListener("devicechange", () => showSources(preferences));
 
   return {
     open(field) {
       if (!$("settings").open) $("settings").showModal();
       $(field).focus();
     },
+    // A browser tells names of devices once one has been opened.
+    devicesKnown: () => showSources(preferences),
   };
+}
+
+async function showSources(preferences) {
+  const chosen = $("device").value || preferences.choices.device;
+  const options = [new Option("Default microphone", "")];
+  for (const device of await listMicrophones()) {
+    if (device.deviceId !== "default") options.push(new Option(device.label || "Microphone", device.deviceId));
+  }
+  if (canShareSound()) {
+    options.push(new Option("Sound of a tab or the screen", TAB));
+    options.push(new Option("Microphone and sound of a tab", TAB_AND_MICROPHONE));
+  }
+  $("device").replaceChildren(...options);
+  if (options.some((option) => option.value === chosen)) $("device").value = chosen;
+}
+
+// Only what the server's model takes can be filled in.
+async function showWishes(preferences) {
+  try {
+    const headers = preferences.key ? { Authorization: `Bearer ${preferences.key}` } : {};
+    const models = await (await fetch("v1/models", { headers })).json();
+    preferences.options = models.data[0].options;
+  } catch {
+    preferences.options = [];
+  }
+  const takes = (name) => preferences.options.includes(name);
+  $("language-box").hidden = !takes("language");
+  $("keywords-box").hidden = !takes("keywords") && !takes("prompt");
 }

@@ -12,10 +12,18 @@ export class Transcript extends EventTarget {
   }
 
   clear() {
-    this.entries = [];
+    this.load([]);
+  }
+
+  // What was kept of an earlier visit. Turns that were open then get no more text.
+  load(entries) {
+    const ended = (turn) => turn.words.at(-1)?.end ?? turn.end ?? turn.start;
+    this.entries = entries.map((turn) => (turn.state === "open" ? { ...turn, state: "cut", end: ended(turn) } : turn));
     // Where the newest finished turn ended.
-    this.settledUntil = 0;
+    this.settledUntil = Math.max(0, ...this.entries.slice(-1).map((turn) => turn.end));
     this.byId = new Map();
+    // Entries are numbered for good, so that one can be told from another when some have gone.
+    this.numbers = (entries.at(-1)?.number ?? -1) + 1;
     this.#tell("reset");
   }
 
@@ -59,7 +67,7 @@ export class Transcript extends EventTarget {
   }
 
   note(text, at) {
-    this.entries.push({ state: "note", text, start: at, end: at, words: [] });
+    this.entries.push({ number: this.numbers++, state: "note", text, start: at, end: at, words: [] });
     this.#tell("added", this.entries.at(-1));
   }
 
@@ -75,7 +83,7 @@ export class Transcript extends EventTarget {
   #turn(id, start) {
     let turn = this.byId.get(id);
     if (!turn) {
-      turn = { id, start, end: null, text: "", words: [], state: "open" };
+      turn = { id, number: this.numbers++, start, end: null, text: "", words: [], state: "open" };
       this.byId.set(id, turn);
       this.entries.push(turn);
       this.#tell("added", turn);
@@ -125,8 +133,9 @@ export class Transcript extends EventTarget {
   }
 }
 
+// `confidence`, from 0 to 1, is there where the server's model tells it.
 function timed(words, base) {
-  return (words ?? []).map(({ word, start, end }) => ({ word: word.trim(), start: base + start, end: base + end }));
+  return (words ?? []).map((word) => ({ ...word, word: word.word.trim(), start: base + word.start, end: base + word.end }));
 }
 
 // The text of a turn in pieces: words with their times, and what stands between them. No character is lost.

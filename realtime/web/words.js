@@ -1,7 +1,9 @@
 // When was this word said? Shown for the word under the pointer, or the one reached with the arrow keys.
 
-export class WordTimes {
+// Tells `copy` with the turn whose word is shown when somebody presses C.
+export class WordTimes extends EventTarget {
   constructor(captions, tip, announce) {
+    super();
     Object.assign(this, { captions, tip, announce });
     this.current = null;
     captions.addEventListener("pointerover", ({ target }) => this.#show(target.closest(".word")));
@@ -35,6 +37,9 @@ export class WordTimes {
       End: words.length - 1,
     }[event.key];
     if (event.key === "Escape") this.#show(null);
+    if (event.key === "c" && !event.ctrlKey && !event.metaKey && this.current) {
+      this.dispatchEvent(Object.assign(new Event("copy"), { turn: this.current.closest("li").turn }));
+    }
     const word = words[target];
     if (!word) return;
     event.preventDefault();

@@ -9,6 +9,7 @@ import json
 import wave
 from typing import Any
 
+import httpx
 import pytest
 from openai import AsyncOpenAI, AuthenticationError, NotFoundError
 from openai.types.realtime import RealtimeServerEvent
@@ -374,6 +375,16 @@ async def test_file_as_server_sent_events(serve: Serve) -> None:
         events = [event async for event in stream]
     assert "".join(event.delta for event in events[:-1]) == events[-1].text == "w1 w2 w3 w4 w5"
     assert events[-1].type == "transcript.text.done" and events[-1].usage.type == "tokens"
+
+
+async def test_streamed_file_has_times_of_words_when_asked(serve: Serve) -> None:
+    async with serve() as running, httpx.AsyncClient(base_url=running.base_url, trust_env=False) as client:
+        data = {"model": "m", "stream": "true", "timestamp_granularities[]": "word"}
+        answer = await client.post("audio/transcriptions", data=data, files={"file": ("speech.wav", wav(2.1))})
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n")[:-2]]
+    words = [word for event in events[:-1] for word in event["words"]]
+    assert " ".join(word["word"] for word in words) == events[-1]["text"]
+    assert words[0].items() >= {"word": "w1", "start": 0.016, "end": 0.416}.items() and events[-1]["duration"] == 2.1
 
 
 async def test_wrong_key_is_refused_at_the_handshake(serve: Serve) -> None:

@@ -23,7 +23,7 @@ from engine.spec import ModelSpec
 
 RATE = 16_000
 FRAME = 512
-# Log-probability of every word.
+# Log-probability of every word that has none of its own.
 CHANCE = -0.25
 WORD_SAMPLES = 6_400
 DELAY_SAMPLES = 4_800
@@ -146,7 +146,7 @@ class FakeStream:
                     self._words += 1
                     end = (self._frames + 1) * FRAME
                     text = self._engine.word(self._words)
-                    chances = [(f" {text}".encode(), CHANCE)]
+                    chances = [(f" {text}".encode(), self._engine.chances.get(text, CHANCE))]
                     self._pending.append(messages.Word(text, max(0, end - WORD_SAMPLES), end, chances))
             self._frames += 1
         probabilities = [0.99 if is_loud else 0.01 for is_loud in loud]
@@ -170,6 +170,8 @@ class FakeEngine:
         self.opened: list[dict[str, object]] = []
         self.active: set[str] = set()
         self.words = words
+        # Log-probabilities of some words.
+        self.chances: dict[str, float] = {}
         self.feed_delay_s = 0.0
         self.output_delay_s = 0.0
         self.keep_audio = False

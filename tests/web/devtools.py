@@ -30,7 +30,7 @@ FLAGS = (
     "--use-fake-device-for-media-stream",
     "--remote-debugging-port=0",
 )
-KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39, " ": 32}
+KEYS = {"c": 67, "/": 191, "+": 187, "Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39, " ": 32}
 CTRL, SHIFT = 2, 8
 
 
@@ -51,10 +51,11 @@ class Page:
         self.errors: list[str] = []
         self._socket = socket
         self._session: str | None = None
-        self._context = ""
+        self.context = ""
         self._number = 0
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._loaded = asyncio.Event()
+        self._crashed = asyncio.Event()
         self._names: dict[str, str] = {}
         self._finished: asyncio.Queue[str] = asyncio.Queue()
         self._reader = asyncio.create_task(self._read(), name="devtools reader")
@@ -68,18 +69,19 @@ class Page:
         await self._socket.send(json.dumps(message))
         return await asyncio.wait_for(answer, 90)
 
-    async def attach(self) -> None:
-        """Open a tab of its own, with nothing kept from others."""
-        self._context = context = (await self.call("Target.createBrowserContext", disposeOnDetach=True))[
-            "browserContextId"
-        ]
-        await self.call("Browser.grantPermissions", permissions=["audioCapture"], browserContextId=context)
-        where = {"behavior": "allowAndName", "downloadPath": str(self.downloads), "eventsEnabled": True}
-        await self.call("Browser.setDownloadBehavior", browserContextId=context, **where)
+    async def attach(self, context: str | None = None) -> None:
+        """Open a tab of its own, with nothing kept from others, or beside those of `context`."""
+        if context is None:
+            context = (await self.call("Target.createBrowserContext", disposeOnDetach=True))["browserContextId"]
+            allowed = ["audioCapture", "clipboardReadWrite", "clipboardSanitizedWrite"]
+            await self.call("Browser.grantPermissions", permissions=allowed, browserContextId=context)
+            where = {"behavior": "allowAndName", "downloadPath": str(self.downloads), "eventsEnabled": True}
+            await self.call("Browser.setDownloadBehavior", browserContextId=context, **where)
+        self.context = context
         target = await self.call("Target.createTarget", url="about:blank", browserContextId=context)
         attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]
-        for domain in ("Page", "Runtime", "Network", "Log"):
+        for domain in ("Page", "Runtime", "Network", "Log", "Inspector"):
             await self.call(f"{domain}.enable")
 
     async def close(self) -> None:
@@ -101,6 +103,8 @@ class Page:
     def _note(self, method: str, params: dict[str, Any]) -> None:
         if method == "Page.loadEventFired":
             self._loaded.set()
+        elif method in ("Inspector.targetCrashed", "Target.targetCrashed"):
+            self._crashed.set()
         elif method == "Browser.downloadWillBegin":
             self._names[params["guid"]] = params["suggestedFilename"]
         elif method == "Browser.downloadProgress" and params["state"] == "completed":
@@ -133,8 +137,8 @@ class Page:
         value = await self.evaluate(
             f"""new Promise((resolve) => {{
               const deadline = performance.now() + {seconds * 1000};
-              const look = () => {{
-                const value = {expression};
+              const look = async () => {{
+                const value = await ({expression});
                 if (value || performance.now() > deadline) resolve(value || null);
                 else setTimeout(look, 50);
               }};
@@ -161,11 +165,26 @@ class Page:
 
     async def press(self, key: str, modifiers: int = 0) -> None:
         common = {"key": key, "code": "Space" if key == " " else key, "windowsVirtualKeyCode": KEYS[key]}
-        text = {"Enter": "\r", " ": " "}.get(key)
+        text = key if len(key) == 1 else {"Enter": "\r"}.get(key)
         await self.call(
             "Input.dispatchKeyEvent", type="keyDown", modifiers=modifiers, **common, **({"text": text} if text else {})
         )
         await self.call("Input.dispatchKeyEvent", type="keyUp", modifiers=modifiers, **common)
+
+    async def before_load(self, script: str) -> None:
+        """Run a script in every page that this tab opens, before the page's own."""
+        await self.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+
+    async def reload(self) -> None:
+        self._loaded.clear()
+        await self.call("Page.reload")
+        await asyncio.wait_for(self._loaded.wait(), 20)
+
+    async def crash(self) -> None:
+        """The tab's process ends at once."""
+        crashed = asyncio.create_task(self.call("Page.crash"))
+        await asyncio.wait_for(self._crashed.wait(), 20)
+        crashed.cancel()
 
     async def type(self, text: str) -> None:
         await self.call("Input.insertText", text=text)
@@ -176,7 +195,7 @@ class Page:
         await self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
 
     async def deny(self, permission: str, url: str) -> None:
-        where = {"origin": url, "browserContextId": self._context}
+        where = {"origin": url, "browserContextId": self.context}
         await self.call("Browser.setPermission", permission={"name": permission}, setting="denied", **where)
 
     async def media(self, **features: str) -> None:
@@ -232,11 +251,11 @@ def _address(file: Path, process: subprocess.Popen[bytes]) -> str:
 
 
 @asynccontextmanager
-async def open_page(address: str, downloads: Path) -> AsyncIterator[Page]:
+async def open_page(address: str, downloads: Path, context: str | None = None) -> AsyncIterator[Page]:
     """A fresh tab of a running browser."""
     async with connect(address, max_size=None, compression=None) as socket:
         page = Page(socket, downloads)
-        await page.attach()
+        await page.attach(context)
         try:
             yield page
         finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.web.devtools import Page
@@ -75,3 +77,21 @@ async def listen(page: Page, url: str) -> None:
 async def stop(page: Page, seconds: float = 30) -> None:
     await page.click("#listen")
     await page.until(f"{STATE} === 'Ready'", seconds)
+
+
+async def send_file(page: Page, file: Path) -> None:
+    """Captions in no time: the file goes whole, and its words come back as fast as they can."""
+    await page.choose_file("#file", file)
+    await page.until(f"{STATE} === 'Ready' && {TURNS}.length > 0")
+
+
+async def play_at_pace(page: Page, url: str, file: Path) -> None:
+    await page.open(url)
+    await choose(page, "#pace", "real")
+    await page.choose_file("#file", file)
+
+
+async def choose(page: Page, selector: str, value: str) -> None:
+    """As if chosen in a list or typed into a field."""
+    script = "(e) => { e.value = %s; for (const kind of ['input', 'change']) e.dispatchEvent(new Event(kind)); }"
+    await page.evaluate(f"({script % json.dumps(value)})(document.querySelector({selector!r}))")

@@ -43,7 +43,8 @@ ADD_CAPTIONS = """(() => {
   document.querySelector("#problem").hidden = false;
   document.querySelector("#problem-text").textContent = "Something is wrong.";
   document.querySelector("#state").dataset.state = "lost";
-  document.querySelector("#retry").hidden = false;
+  for (const id of ["retry", "restored", "pause", "after", "search"]) document.querySelector(`#${id}`).hidden = false;
+  document.querySelector("#restored-text").textContent = "Captions of 14 November";
   for (const state of ["done", "open", "cut", "note"]) {
     const item = document.createElement("li");
     item.dataset.state = state;
@@ -60,6 +61,10 @@ async def test_all_text_can_be_read_in_both_themes(page: Page, server: PageServe
     await page.evaluate(ADD_CAPTIONS)
     assert await page.evaluate(LOW_CONTRAST) == []
     await page.evaluate("document.querySelector('#settings').showModal()")
+    assert await page.evaluate(LOW_CONTRAST) == []
+    await page.evaluate("document.querySelector('#settings').close()")
+    await page.evaluate("document.querySelector('#open-library').click()")
+    await page.until("document.querySelector('#library').open")
     assert await page.evaluate(LOW_CONTRAST) == []
 
 

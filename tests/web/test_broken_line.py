@@ -12,7 +12,18 @@ from tests.web.conftest import PageServer
 from tests.web.devtools import Page
 from tests.web.line import line_to
 from tests.web.page_server import SENTENCES
-from tests.web.shown import DONE, OPEN_TEXT, STATE, check_order, check_said, listen, stop, texts, turns
+from tests.web.shown import (
+    DONE,
+    OPEN_TEXT,
+    STATE,
+    check_order,
+    check_said,
+    listen,
+    play_at_pace,
+    stop,
+    texts,
+    turns,
+)
 
 WARNED = "document.querySelector('#waiting-box').classList.contains('warning')"
 WAITING = "parseFloat(document.querySelector('#waiting').textContent)"
@@ -20,8 +31,7 @@ WAITING = "parseFloat(document.querySelector('#waiting').textContent)"
 
 async def test_cut_line_is_resumed_without_losing_a_word(page: Page, server: PageServer, talk: Path) -> None:
     async with line_to(server.port) as line:
-        await page.open(line.url)
-        await page.choose_file("#file", talk)
+        await play_at_pace(page, line.url, talk)
         await page.until(f"{DONE}.length >= 1")
         await page.until(OPEN_TEXT)
         line.cut()
@@ -46,8 +56,7 @@ async def test_retry_button_does_not_wait(page: Page, server: PageServer) -> Non
 
 async def test_clogged_line_is_shown_and_then_caught_up(page: Page, server: PageServer, talk: Path) -> None:
     async with line_to(server.port) as line:
-        await page.open(line.url)
-        await page.choose_file("#file", talk)
+        await play_at_pace(page, line.url, talk)
         await page.until(OPEN_TEXT)
         line.clog()
         await page.until(f"{WAITING} > 2")
@@ -80,5 +89,6 @@ async def test_stopping_without_a_server_keeps_the_text_and_says_what_is_missing
     after = await turns(page)
     assert [turn.text for turn in after[:-1]] == before and after[-2].state == "cut"
     assert after[-1].state == "note" and "were not transcribed" in after[-1].text
+    await page.click("#save")
     await page.click("[data-format=txt]")
     assert await page.downloaded("txt") == "".join(f"{text}\n" for text in before)

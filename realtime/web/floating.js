@@ -1,0 +1,105 @@
+// A small window above all others: a document where the browser has such windows, a video of drawn text elsewhere.
+
+const SIZE = { width: 640, height: 220 };
+const SCALE = 2;
+const FONT_PIXELS = 30;
+const LINE_PIXELS = 40;
+const MARGIN = 20;
+
+export class FloatingWindow {
+  static get possible() {
+    return "documentPictureInPicture" in window || Boolean(document.pictureInPictureEnabled);
+  }
+
+  constructor() {
+    this.body = this.canvas = null;
+  }
+
+  get shown() {
+    return Boolean(this.body || this.canvas);
+  }
+
+  // Needs a click just before it.
+  async open() {
+    if (this.shown) return;
+    if ("documentPictureInPicture" in window) await this.#openDocument();
+    else await this.#openVideo();
+  }
+
+  draw(newest) {
+    if (this.body) fillLines(this.body, newest);
+    else if (this.canvas) this.#drawVideo(newest);
+  }
+
+  async #openDocument() {
+    const other = await documentPictureInPicture.requestWindow(SIZE);
+    const style = other.document.createElement("link");
+    style.rel = "stylesheet";
+    style.href = new URL("style.css", document.baseURI);
+    other.document.head.append(style);
+    other.document.title = "Captions";
+    other.document.documentElement.dataset.theme = document.documentElement.dataset.theme ?? "";
+    this.body = other.document.body;
+    this.body.className = "floating";
+    other.addEventListener("pagehide", () => (this.body = null));
+  }
+
+  async #openVideo() {
+    const canvas = document.createElement("canvas");
+    canvas.width = SIZE.width * SCALE;
+    canvas.height = SIZE.height * SCALE;
+    this.canvas = canvas;
+    this.#drawVideo([]);
+    const video = document.createElement("video");
+    video.muted = true;
+    video.srcObject = canvas.captureStream();
+    try {
+      await video.play();
+      await video.requestPictureInPicture();
+    } catch (error) {
+      this.canvas = null;
+      throw error;
+    }
+    video.addEventListener("leavepictureinpicture", () => (this.canvas = null));
+  }
+
+  // The newest lines at the bottom, in the colours of the page.
+  #drawVideo(newest) {
+    const context = this.canvas.getContext("2d");
+    const style = getComputedStyle(document.body);
+    context.setTransform(SCALE, 0, 0, SCALE, 0, 0);
+    context.fillStyle = getComputedStyle(document.documentElement).backgroundColor;
+    context.fillRect(0, 0, SIZE.width, SIZE.height);
+    context.fillStyle = style.color;
+    context.font = `${FONT_PIXELS}px ${style.getPropertyValue("--serif")}`;
+    const lines = newest.flatMap(({ text }) => wrap(context, text, SIZE.width - 2 * MARGIN));
+    let y = SIZE.height - MARGIN;
+    for (let n = lines.length - 1; n >= 0 && y > FONT_PIXELS; n -= 1, y -= LINE_PIXELS) context.fillText(lines[n], MARGIN, y);
+  }
+}
+
+// One paragraph for each turn, in whichever document `element` is.
+export function fillLines(element, newest) {
+  const lines = newest.map(({ open, text }) => {
+    const line = element.ownerDocument.createElement("p");
+    line.className = open ? "open" : "";
+    line.textContent = text;
+    return line;
+  });
+  element.replaceChildren(...lines);
+}
+
+function wrap(context, text, width) {
+  const lines = [];
+  let line = "";
+  for (const word of text.split(/\s+/)) {
+    const longer = line ? `${line} ${word}` : word;
+    if (line && context.measureText(longer).width > width) {
+      lines.push(line);
+      line = word;
+    } else {
+      line = longer;
+    }
+  }
+  return line ? [...lines, line] : lines;
+}

@@ -1,0 +1,158 @@
+// Writes the transcript on the page into the archive while it grows, and brings an earlier one back.
+//
+// What could not be written stays on the page and is tried again with the next turn; a `problem` is told once.
+
+const SOON_MS = 400;
+const TRIM_EVERY = 200;
+
+export class Keeper extends EventTarget {
+  // `archive` as in archive.js, not yet open.
+  constructor(archive, transcript) {
+    super();
+    Object.assign(this, { archive, transcript });
+    this.works = false;
+    this.written = 0;
+    this.#begin();
+    transcript.addEventListener("reset", () => this.#begin());
+    for (const kind of ["added", "grown", "changed"]) {
+      transcript.addEventListener(kind, ({ turn }) => this.#touch(turn));
+    }
+    transcript.addEventListener("removed", ({ turn }) => {
+      this.dirty.delete(turn);
+      this.removed.add(turn.number);
+      this.#soon();
+    });
+    // The last moment that a browser grants a page.
+    addEventListener("pagehide", () => this.flush());
+    addEventListener("visibilitychange", () => document.hidden && this.flush());
+  }
+
+  // Opens the archive and shows the newest transcript that no other window has, if there is one: its head, or null.
+  async start() {
+    try {
+      await this.archive.open();
+      this.works = true;
+      await this.archive.trim(this.id);
+      for (const head of await this.archive.heads()) if (await this.bring(head)) return head;
+    } catch (error) {
+      this.#failed(error);
+    }
+    return null;
+  }
+
+  // Shows an earlier transcript in place of this one; false if another window goes on with it.
+  async bring({ id }) {
+    const release = await hold(id);
+    if (!release) return false;
+    await this.flush();
+    const turns = await this.archive.turns(id);
+    this.coming = { id, release };
+    this.transcript.load(turns);
+    this.coming = null;
+    return true;
+  }
+
+  // Leaves what is on the page to the archive and begins a new transcript.
+  async fresh() {
+    await this.flush();
+    this.transcript.clear();
+  }
+
+  // True if all that is shown is also kept.
+  get complete() {
+    return this.works && !this.dirty.size && !this.removed.size;
+  }
+
+  // Forgets what is on the page, here and in the archive.
+  async forget() {
+    const { id } = this;
+    this.transcript.clear();
+    await this.delete(id);
+  }
+
+  async delete(id) {
+    if (!this.works) return;
+    await this.last;
+    await this.archive.delete(id).catch((error) => this.#failed(error));
+  }
+
+  // Writes what has changed; one write at a time, in order.
+  flush() {
+    clearTimeout(this.timer);
+    this.timer = 0;
+    this.last = (this.last ?? Promise.resolve()).then(() => this.#write());
+    return this.last;
+  }
+
+  // A transcript that is new, or the one that is coming back.
+  #begin() {
+    clearTimeout(this.timer);
+    this.timer = 0;
+    this.dirty = new Set();
+    this.removed = new Set();
+    this.release?.();
+    this.id = this.coming?.id ?? Date.now() + Math.random();
+    if (this.coming) this.release = this.coming.release;
+    else hold(this.id).then((release) => (this.release = release));
+  }
+
+  #touch(turn) {
+    this.dirty.add(turn);
+    if (turn.state === "open") this.#soon();
+    else this.flush();
+  }
+
+  #soon() {
+    this.timer ||= setTimeout(() => this.flush(), SOON_MS);
+  }
+
+  async #write() {
+    const { id, dirty, removed } = this;
+    if (!this.works || !(dirty.size || removed.size)) return;
+    const turns = [...dirty].filter((turn) => turn.text).map(({ id: _, ...rest }) => structuredClone(rest));
+    const gone = [...removed];
+    const touched = [...dirty];
+    dirty.clear();
+    removed.clear();
+    try {
+      await this.archive.write(this.#head(id), turns, gone);
+      this.told = false;
+      this.written += turns.length;
+      if (this.written >= TRIM_EVERY) {
+        this.written = 0;
+        await this.archive.trim(id);
+      }
+    } catch (error) {
+      touched.forEach((turn) => dirty.add(turn));
+      gone.forEach((number) => removed.add(number));
+      this.#failed(error);
+    }
+    this.dispatchEvent(new Event("written"));
+  }
+
+  #head(id) {
+    const { entries } = this.transcript;
+    const title = entries.find((entry) => entry.text && entry.state !== "note")?.text.trim().slice(0, 120) ?? "";
+    return { id, title, seconds: entries.at(-1)?.end ?? 0, updated: Date.now() };
+  }
+
+  #failed(error) {
+    if (this.told) return;
+    this.told = true;
+    const full = error?.name === "QuotaExceededError";
+    const why = full ? "There is no room left in this browser to keep captions." : "This browser keeps no captions for this page.";
+    this.dispatchEvent(Object.assign(new Event("problem"), { text: `${why} Save them before you close the page.` }));
+  }
+}
+
+// Two windows must not write the same transcript: what lets go of it again, or null if another window holds it.
+// Where a browser has no locks, the window that wrote last wins.
+function hold(id) {
+  if (!navigator.locks) return Promise.resolve(() => {});
+  return new Promise((resolve) => {
+    navigator.locks.request(`tickertape ${id}`, { ifAvailable: true }, (lock) => {
+      if (!lock) resolve(null);
+      return lock && new Promise((release) => resolve(release));
+    });
+  });
+}

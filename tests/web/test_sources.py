@@ -1,0 +1,191 @@
+"""Where sound comes from besides the microphone, and what the model is told with it: tabs, files, languages, words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.realtime.gateway_doubles import FakeEngine
+from tests.web.conftest import PageServer, page_server
+from tests.web.devtools import Page
+from tests.web.line import line_to
+from tests.web.page_server import SENTENCES, WORDS
+from tests.web.shown import (
+    DONE,
+    OPEN_TEXT,
+    PROBLEM,
+    STATE,
+    check_said,
+    choose,
+    listen,
+    play_at_pace,
+    send_file,
+    stop,
+    texts,
+    turns,
+)
+
+# A tab that plays a tone, as a browser would share it. With `window.silent` no sound is shared.
+SHARED_TAB = """
+  window.asked = [];
+  const microphone = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
+  navigator.mediaDevices.getUserMedia = (wanted) => (window.asked.push("microphone"), microphone(wanted));
+  navigator.mediaDevices.getDisplayMedia = async (wanted) => {
+    window.asked.push("tab");
+    const context = new AudioContext();
+    const tone = context.createOscillator();
+    const out = context.createMediaStreamDestination();
+    tone.connect(out);
+    tone.start();
+    const picture = document.createElement("canvas");
+    picture.getContext("2d");
+    const sound = window.silent ? [] : out.stream.getTracks();
+    window.shared = new MediaStream([...picture.captureStream().getTracks(), ...sound]);
+    return window.shared;
+  };
+"""
+PROGRESS = "document.querySelector('#progress:not([hidden])')"
+
+
+@pytest.mark.parametrize(("choice", "asked"), [("tab", ["tab"]), ("tab+microphone", ["tab", "microphone"])])
+async def test_sound_of_a_tab_is_heard(page: Page, server: PageServer, choice: str, asked: list[str]) -> None:
+    await page.before_load(SHARED_TAB)
+    await page.open(server.url)
+    await page.until(f"[...document.querySelector('#device').options].some((option) => option.value === {choice!r})")
+    await choose(page, "#device", choice)
+    await page.click("#listen")
+    await page.until(OPEN_TEXT)
+    assert await page.evaluate("window.asked") == asked
+    # Nobody needs the picture.
+    assert await page.evaluate("window.shared.getVideoTracks().every((track) => track.readyState === 'ended')")
+    await stop(page)
+    check_said(await turns(page))
+
+
+async def test_tab_that_ends_or_shares_no_sound_is_said(page: Page, server: PageServer) -> None:
+    await page.before_load(SHARED_TAB)
+    await page.open(server.url)
+    await choose(page, "#device", "tab")
+    await page.evaluate("window.silent = true")
+    await page.click("#listen")
+    assert "No sound was shared" in await page.until(PROBLEM)
+    await page.evaluate("window.silent = false")
+    await page.click("#listen")
+    await page.until(f"{STATE} === 'Listening'")
+    await page.evaluate("window.shared.getAudioTracks()[0].dispatchEvent(new Event('ended'))")
+    assert "Nothing is shared any more" in await page.until(f"{STATE} === 'Ready' && {PROBLEM}")
+
+
+async def test_file_goes_whole_and_its_words_come_back_in_turns(page: Page, server: PageServer, talk: Path) -> None:
+    await page.open(server.url)
+    await send_file(page, talk)
+    shown = await turns(page)
+    assert [turn.text for turn in shown] == list(SENTENCES[:3]) and {turn.state for turn in shown} == {"done"}
+    check_said(shown)
+    assert 0.7 < shown[0].start < 1.2 and [len(turn.words) for turn in shown] == [3, 4, 3]
+    assert await page.evaluate("document.querySelector('#elapsed').textContent") == "0:07"
+    assert server.engine.opened[0]["live"] is False
+    # A second file follows on the same clock.
+    await send_file(page, talk)
+    assert (await turns(page))[3].start > 7.6
+
+
+async def test_progress_of_sending_and_of_reading_is_shown(page: Page, server: PageServer, talk: Path) -> None:
+    """The line lets nothing through, then the engine takes its time."""
+    server.engine.feed_delay_s = 0.3
+    async with line_to(server.port) as line:
+        await page.open(line.url)
+        line.clog()
+        await page.choose_file("#file", talk)
+        await page.until(f"{STATE} === 'Sending the file' && {PROGRESS}")
+        line.clear()
+        await page.until(f"{STATE} === 'Reading the file' && {PROGRESS}?.value > 0.1 && {PROGRESS}.value < 1")
+        # Text is there while the rest is read.
+        await page.until(OPEN_TEXT)
+        await page.until(f"{STATE} === 'Ready'")
+    assert await texts(page) == list(SENTENCES[:3])
+    assert await page.evaluate(f"{PROGRESS} === null")
+
+
+async def test_stopped_upload_keeps_what_was_read(page: Page, server: PageServer, talk: Path) -> None:
+    server.engine.feed_delay_s = 0.5
+    await page.open(server.url)
+    await page.choose_file("#file", talk)
+    shown = await page.until(OPEN_TEXT)
+    await stop(page)
+    after = await turns(page)
+    assert after[-1].state == "cut" and any(turn.text.startswith(shown) for turn in after)
+    await page.until("document.querySelector('#progress').hidden")
+
+
+async def test_server_that_goes_away_while_it_reads_is_said(page: Page, server: PageServer, talk: Path) -> None:
+    server.engine.feed_delay_s = 0.5
+    async with line_to(server.port) as line:
+        await page.open(line.url)
+        await page.choose_file("#file", talk)
+        shown = await page.until(OPEN_TEXT)
+        line.close_for_good()
+        assert "went away" in await page.until(PROBLEM)
+    assert any(turn.text.startswith(shown) for turn in await turns(page))
+
+
+async def test_file_can_be_played_at_its_own_pace(page: Page, server: PageServer, talk: Path) -> None:
+    await play_at_pace(page, server.url, talk)
+    await page.until(f"{STATE} === 'Playing the file'")
+    await page.until(OPEN_TEXT)
+    await page.click("#pause")
+    await page.until(f"{STATE} === 'Paused'")
+    await page.click("#pause")
+    await page.until(f"{DONE}.length === 3 && {STATE} === 'Ready'")
+    assert await texts(page) == list(SENTENCES[:3])
+    assert server.engine.opened[0]["live"] is True
+
+
+@pytest.mark.parametrize(
+    ("takes", "told"),
+    [
+        (("language", "prompt"), {"language": "fr", "prompt": "Tickertape, Moonshine"}),
+        (("language",), {"language": "fr"}),
+        ((), {}),
+    ],
+)
+async def test_language_and_words_to_expect(page: Page, takes: tuple[str, ...], told: dict[str, str]) -> None:
+    engine = FakeEngine(words=WORDS)
+    engine.takes(*takes)
+    async with page_server(engine) as server:
+        await page.open(server.url)
+        await page.until("document.querySelector('#language-box').hidden === " + str("language" not in takes).lower())
+        hidden = await page.evaluate("document.querySelector('#keywords-box').hidden")
+        assert hidden is ("prompt" not in takes)
+        await choose(page, "#language", "fr")
+        await choose(page, "#keywords", "Tickertape, Moonshine,")
+        await page.click("#listen")
+        await page.until(f"{STATE} === 'Listening'")
+        await stop(page)
+        assert engine.opened[-1]["options"] == told
+
+
+async def test_words_to_expect_go_with_a_file_too(page: Page, server: PageServer, talk: Path) -> None:
+    await page.open(server.url)
+    await page.until("!document.querySelector('#language-box').hidden")
+    await choose(page, "#language", "fr")
+    await choose(page, "#keywords", "Tickertape")
+    await send_file(page, talk)
+    assert server.engine.opened[-1]["options"] == {"language": "fr", "prompt": "Tickertape"}
+
+
+async def test_full_is_told_from_the_free_streams(page: Page, server: PageServer) -> None:
+    """The engine has places, but what speaks already leaves no time for one more; and the other way about."""
+    await listen(page, server.url)
+    await stop(page)
+    for free, text in ((0, "The server is full"), (3, "The server refuses more sessions for now")):
+        why = await page.evaluate(
+            f"""(async () => {{
+              const capacity = {{ streams_used: 9, streams_total: 9, streams_free: {free} }};
+              const answers = {{ ready: {{}}, capacity }};
+              window.fetch = async (path) => Response.json(answers[path] ?? {{}});
+              return (await import("{server.url}reasons.js")).whyRefused("");
+            }})()"""
+        )
+        assert why["text"] == text
