@@ -32,10 +32,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 weights: setup
 	$(BIN)/tickertape pull
 
-# The browser tests need a browser, the audio tests a voice. Where neither can be installed, those tests say so and skip.
+# The browser tests need two browsers, the audio tests a voice. Where one cannot be installed, its tests say so and skip.
 system:
 	@missing=""; \
 	command -v chromium >/dev/null || missing="$$missing chromium"; \
+	command -v firefox-esr >/dev/null || command -v firefox >/dev/null || missing="$$missing firefox-esr"; \
 	command -v espeak-ng >/dev/null || missing="$$missing espeak-ng"; \
 	if [ -n "$$missing" ] && [ -n "$(APT)" ]; then \
 		echo "installing$$missing"; \

@@ -240,5 +240,5 @@ addEventListener("beforeunload", (event) => {
 });
 addEventListener("pagehide", () => studio.link?.stop());
 refresh();
-const head = await keeper.start();
+const head = await keeper.start(() => !studio.recording && !transcript.entries.length);
 if (head) showRestored(head);

@@ -4,6 +4,8 @@
 
 const SOON_MS = 400;
 const TRIM_EVERY = 200;
+// A page that is being reloaded may still have its transcript for a moment.
+const LEAVING_MS = 1500;
 
 export class Keeper extends EventTarget {
   // `archive` as in archive.js, not yet open.
@@ -28,12 +30,19 @@ export class Keeper extends EventTarget {
   }
 
   // Opens the archive and shows the newest transcript that no other window has, if there is one: its head, or null.
-  async start() {
+  // `wanted()` says whether it still may be shown by then.
+  async start(wanted) {
     try {
       await this.archive.open();
       this.works = true;
       await this.archive.trim(this.id);
-      for (const head of await this.archive.heads()) if (await this.bring(head)) return head;
+      let patience = LEAVING_MS;
+      for (const head of await this.archive.heads()) {
+        const release = await hold(head.id, patience);
+        patience = 0;
+        if (release && wanted()) return (await this.#load(head.id, release)) && head;
+        release?.();
+      }
     } catch (error) {
       this.#failed(error);
     }
@@ -42,8 +51,11 @@ export class Keeper extends EventTarget {
 
   // Shows an earlier transcript in place of this one; false if another window goes on with it.
   async bring({ id }) {
-    const release = await hold(id);
-    if (!release) return false;
+    const release = await hold(id, 0);
+    return Boolean(release) && this.#load(id, release);
+  }
+
+  async #load(id, release) {
     await this.flush();
     const turns = await this.archive.turns(id);
     this.coming = { id, release };
@@ -93,7 +105,7 @@ export class Keeper extends EventTarget {
     this.release?.();
     this.id = this.coming?.id ?? Date.now() + Math.random();
     if (this.coming) this.release = this.coming.release;
-    else hold(this.id).then((release) => (this.release = release));
+    else hold(this.id, 0).then((release) => (this.release = release));
   }
 
   #touch(turn) {
@@ -145,14 +157,13 @@ export class Keeper extends EventTarget {
   }
 }
 
-// Two windows must not write the same transcript: what lets go of it again, or null if another window holds it.
-// Where a browser has no locks, the window that wrote last wins.
-function hold(id) {
+// Two windows must not write the same transcript: what lets go of it again, or null if another window holds it and does
+// not let go within `patience` milliseconds. Where a browser has no locks, the window that wrote last wins.
+function hold(id, patience) {
   if (!navigator.locks) return Promise.resolve(() => {});
+  const how = patience ? { signal: AbortSignal.timeout(patience) } : { ifAvailable: true };
   return new Promise((resolve) => {
-    navigator.locks.request(`tickertape ${id}`, { ifAvailable: true }, (lock) => {
-      if (!lock) resolve(null);
-      return lock && new Promise((release) => resolve(release));
-    });
+    const held = (lock) => (lock ? new Promise((release) => resolve(release)) : resolve(null));
+    navigator.locks.request(`tickertape ${id}`, how, held).catch(() => resolve(null));
   });
 }

@@ -19,6 +19,7 @@ from realtime.app import listening
 from realtime.config import AuthConfig, Config, ServerConfig
 from tests.realtime.gateway_doubles import FakeEngine, silence, tone
 from tests.web.devtools import Page, find_browser, open_page, running_browser
+from tests.web.firefox import find_firefox, running_firefox
 from tests.web.page_server import WORDS
 
 ROOT = Path(__file__).parents[2]
@@ -120,6 +121,15 @@ def chromium() -> str:
 @pytest.fixture(scope="session")
 def browser(chromium: str, speech: Path) -> Iterator[str]:
     with running_browser(chromium, speech) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def firefox() -> Iterator[str]:
+    path = find_firefox()
+    if path is None:
+        pytest.skip("no Firefox here: install the Debian package 'firefox-esr' to test the page in it")
+    with running_firefox(path) as address:
         yield address
 
 

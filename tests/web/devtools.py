@@ -16,6 +16,8 @@ from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
 
+from tests.web.tab import PageError, Tab
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--headless=new",
@@ -38,11 +40,7 @@ def find_browser() -> str | None:
     return next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
-class PageError(AssertionError):
-    """A script in the page failed."""
-
-
-class Page:
+class Page(Tab):
     """One tab. Remembers every request it made and every error it reported."""
 
     def __init__(self, socket: ClientConnection, downloads: Path) -> None:
@@ -131,24 +129,6 @@ class Page:
         if "exceptionDetails" in answer:
             raise PageError(str(answer["exceptionDetails"]))
         return answer["result"].get("value")
-
-    async def until(self, expression: str, seconds: float = 30) -> Any:
-        """Wait inside the page until an expression is true; says what the page showed when it never is."""
-        value = await self.evaluate(
-            f"""new Promise((resolve) => {{
-              const deadline = performance.now() + {seconds * 1000};
-              const look = async () => {{
-                const value = await ({expression});
-                if (value || performance.now() > deadline) resolve(value || null);
-                else setTimeout(look, 50);
-              }};
-              look();
-            }})"""
-        )
-        if value is None:
-            shown = await self.evaluate("document.body.innerText")
-            raise PageError(f"never true: {expression}\nerrors: {self.errors}\npage:\n{shown}")
-        return value
 
     async def click(self, selector: str) -> None:
         """A real click in the middle of an element, which must be visible there."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.web.devtools import Page
 from tests.web.page_server import WORDS
+from tests.web.tab import Tab
 
 TURNS = "[...document.querySelectorAll('#turns li')]"
 DONE = f"{TURNS}.filter((li) => li.dataset.state === 'done')"
@@ -31,7 +31,7 @@ class Turn:
     word_ends: tuple[float, ...]
 
 
-async def turns(page: Page) -> list[Turn]:
+async def turns(page: Tab) -> list[Turn]:
     found: list[Any] = await page.evaluate(
         f"{TURNS}.map((li) => ({{...li.turn, shown: li.querySelector('.text').textContent}}))"
     )
@@ -49,7 +49,7 @@ async def turns(page: Page) -> list[Turn]:
     ]
 
 
-async def texts(page: Page) -> list[str]:
+async def texts(page: Tab) -> list[str]:
     """Of the turns that are finished."""
     return [turn.text for turn in await turns(page) if turn.state == "done"]
 
@@ -68,30 +68,30 @@ def check_order(shown: list[Turn]) -> None:
     assert ends == sorted(ends)
 
 
-async def listen(page: Page, url: str) -> None:
+async def listen(page: Tab, url: str) -> None:
     await page.open(url)
     await page.click("#listen")
     await page.until(f"{STATE} === 'Listening'")
 
 
-async def stop(page: Page, seconds: float = 30) -> None:
+async def stop(page: Tab, seconds: float = 30) -> None:
     await page.click("#listen")
     await page.until(f"{STATE} === 'Ready'", seconds)
 
 
-async def send_file(page: Page, file: Path) -> None:
+async def send_file(page: Tab, file: Path) -> None:
     """Captions in no time: the file goes whole, and its words come back as fast as they can."""
     await page.choose_file("#file", file)
     await page.until(f"{STATE} === 'Ready' && {TURNS}.length > 0")
 
 
-async def play_at_pace(page: Page, url: str, file: Path) -> None:
+async def play_at_pace(page: Tab, url: str, file: Path) -> None:
     await page.open(url)
     await choose(page, "#pace", "real")
     await page.choose_file("#file", file)
 
 
-async def choose(page: Page, selector: str, value: str) -> None:
+async def choose(page: Tab, selector: str, value: str) -> None:
     """As if chosen in a list or typed into a field."""
     script = "(e) => { e.value = %s; for (const kind of ['input', 'change']) e.dispatchEvent(new Event(kind)); }"
     await page.evaluate(f"({script % json.dumps(value)})(document.querySelector({selector!r}))")

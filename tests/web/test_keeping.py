@@ -142,7 +142,7 @@ async def test_full_storage_makes_room_and_then_says_so(page: Page, server: Page
     await page.evaluate("window.room = 0")
     await send_file(page, talk)
     # The older transcript has made room.
-    await page.until(f"{KEPT}.then((kept) => kept.length === 3)")
+    await page.until(f"window.room === 1 && {KEPT}.then((kept) => kept.length === 3)")
     assert await page.evaluate(PROBLEM) is None
     await page.evaluate("window.room = 0")
     await send_file(page, talk)

@@ -48,12 +48,16 @@ SHARED_TAB = """
 PROGRESS = "document.querySelector('#progress:not([hidden])')"
 
 
+async def choose_source(page: Page, value: str) -> None:
+    await page.until(f"[...document.querySelector('#device').options].some((option) => option.value === {value!r})")
+    await choose(page, "#device", value)
+
+
 @pytest.mark.parametrize(("choice", "asked"), [("tab", ["tab"]), ("tab+microphone", ["tab", "microphone"])])
 async def test_sound_of_a_tab_is_heard(page: Page, server: PageServer, choice: str, asked: list[str]) -> None:
     await page.before_load(SHARED_TAB)
     await page.open(server.url)
-    await page.until(f"[...document.querySelector('#device').options].some((option) => option.value === {choice!r})")
-    await choose(page, "#device", choice)
+    await choose_source(page, choice)
     await page.click("#listen")
     await page.until(OPEN_TEXT)
     assert await page.evaluate("window.asked") == asked
@@ -66,7 +70,7 @@ async def test_sound_of_a_tab_is_heard(page: Page, server: PageServer, choice: s
 async def test_tab_that_ends_or_shares_no_sound_is_said(page: Page, server: PageServer) -> None:
     await page.before_load(SHARED_TAB)
     await page.open(server.url)
-    await choose(page, "#device", "tab")
+    await choose_source(page, "tab")
     await page.evaluate("window.silent = true")
     await page.click("#listen")
     assert "No sound was shared" in await page.until(PROBLEM)

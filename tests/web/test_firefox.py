@@ -1,0 +1,124 @@
+"""The core of the page in a second browser: speak, read, come back after a reload, find, files, large captions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.web.conftest import PageServer
+from tests.web.firefox import FirefoxTab, open_tab
+from tests.web.line import line_to
+from tests.web.page_server import SENTENCES
+from tests.web.shown import (
+    DONE,
+    OPEN_TEXT,
+    PROBLEM,
+    STATE,
+    TURNS,
+    check_order,
+    check_said,
+    choose,
+    listen,
+    send_file,
+    stop,
+    texts,
+    turns,
+)
+
+# On a machine without a sound card this browser's sound stands still, so a timer takes the place of its audio thread:
+# three stretches of sound, in the chunks that the page's own recorder would make.
+SPEAKER = """
+  const rate = 16000, size = 960;
+  const loud = [[0.9, 2.15], [3.05, 4.7], [5.6, 6.85]];
+  const sample = (n) => loud.some(([from, to]) => n >= from * rate && n < to * rate) ? 9000 * Math.sin(n / 6) : 0;
+  window.AudioContext = class {
+    sampleRate = rate;
+    state = "running";
+    audioWorklet = { addModule: async () => {} };
+    createMediaStreamSource = () => ({ connect: (node) => node.run() });
+    async resume() {}
+    async close() {}
+  };
+  window.AudioWorkletNode = class {
+    port = {};
+    run() {
+      let at = 0;
+      setInterval(() => {
+        const chunk = Int16Array.from({ length: size }, (_, n) => sample(at + n));
+        at += size;
+        this.port.onmessage?.({ data: chunk });
+      }, 60);
+    }
+  };
+"""
+# The browser may take long to start on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+async def tab(firefox: str) -> AsyncIterator[FirefoxTab]:
+    async with open_tab(firefox) as opened:
+        yield opened
+        assert not opened.errors
+
+
+async def test_speak_read_pause_and_stop(tab: FirefoxTab, server: PageServer) -> None:
+    await tab.before_load(SPEAKER)
+    await listen(tab, server.url)
+    await tab.until(OPEN_TEXT)
+    await tab.until(f"{DONE}.length >= 1")
+    await tab.click("#pause")
+    await tab.until(f"{STATE} === 'Paused'")
+    await tab.click("#pause")
+    await tab.until(f"{STATE} === 'Listening'")
+    await stop(tab)
+    check_said(await turns(tab))
+    assert server.engine.active == set()
+
+
+async def test_cut_line_is_resumed(tab: FirefoxTab, server: PageServer, talk: Path) -> None:
+    async with line_to(server.port) as line:
+        await tab.open(line.url)
+        await choose(tab, "#pace", "real")
+        await tab.choose_file("#file", talk)
+        await tab.until(OPEN_TEXT)
+        line.cut()
+        await tab.until(f"{STATE} === 'Resumed, nothing lost'")
+        await tab.until(f"{STATE} === 'Ready'")
+    assert await texts(tab) == list(SENTENCES[:3])
+    # The browser itself reports a line that was cut.
+    tab.errors = [error for error in tab.errors if "connection" not in error]
+
+
+async def test_file_reload_find_and_large_captions(tab: FirefoxTab, server: PageServer, talk: Path) -> None:
+    await tab.open(server.url)
+    await send_file(tab, talk)
+    before = await turns(tab)
+    assert [turn.text for turn in before] == list(SENTENCES[:3])
+    check_order(before)
+    await tab.reload()
+    await tab.until("!document.querySelector('#restored').hidden")
+    assert await turns(tab) == before
+    await tab.click("#find")
+    await tab.type("tide fell.")
+    await tab.until("document.querySelector('#search-count').textContent === '1 of 1'")
+    await tab.until("[...CSS.highlights.get('found-now')].map(String).join() === 'tide fell.'")
+    await tab.press("Escape")
+    await tab.click("#copy")
+    await tab.until("document.querySelector('#copy').textContent === 'Copied'")
+    await tab.click("#open-overlay")
+    await tab.until(
+        f"[...document.querySelectorAll('#overlay p')].map((p) => p.textContent).at(-1) === {SENTENCES[2]!r}"
+    )
+    await tab.click("#overlay-close")
+    await tab.until("document.querySelector('#overlay').hidden")
+    await tab.click("#clear")
+    await tab.until(f"{TURNS}.length === 0")
+
+
+async def test_forbidden_storage_is_said(tab: FirefoxTab, server: PageServer) -> None:
+    await tab.before_load("IDBFactory.prototype.open = () => { throw new DOMException('not here', 'SecurityError'); };")
+    await tab.open(server.url)
+    assert "keeps no captions" in await tab.until(PROBLEM)
