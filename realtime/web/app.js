@@ -142,8 +142,9 @@ async function clear() {
 }
 
 async function fresh() {
-  if (!keeper.works && !saved && !confirm("Clear captions that have not been saved?")) return;
-  await keeper.fresh();
+  await keeper.flush();
+  if (!saved && !keeper.complete && !confirm("These captions could not be kept, and have not been saved. Delete them?")) return;
+  transcript.clear();
   startedAnew();
 }
 

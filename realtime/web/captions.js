@@ -41,9 +41,8 @@ export class Captions extends EventTarget {
   show(turn) {
     const at = this.transcript.entries.indexOf(turn);
     if (!this.items.has(turn)) this.#rebuild(at - STEP, Math.min(at + STEP, this.transcript.entries.length));
-    this.following = false;
     this.items.get(turn).scrollIntoView({ block: "center", behavior: "instant" });
-    this.#controls();
+    this.#scrolled();
   }
 
   get #atEnd() {

@@ -13,6 +13,13 @@ export class Keeper extends EventTarget {
     super();
     Object.assign(this, { archive, transcript });
     this.works = false;
+    this.opened = archive.open().then(
+      () => {
+        this.works = true;
+        this.flush();
+      },
+      (error) => this.#failed(error),
+    );
     this.written = 0;
     this.#begin();
     transcript.addEventListener("reset", () => this.#begin());
@@ -29,12 +36,12 @@ export class Keeper extends EventTarget {
     addEventListener("visibilitychange", () => document.hidden && this.flush());
   }
 
-  // Opens the archive and shows the newest transcript that no other window has, if there is one: its head, or null.
+  // Shows the newest transcript that no other window has, if there is one: its head, or null.
   // `wanted()` says whether it still may be shown by then.
   async start(wanted) {
+    await this.opened;
+    if (!this.works) return null;
     try {
-      await this.archive.open();
-      this.works = true;
       await this.archive.trim(this.id);
       let patience = LEAVING_MS;
       for (const head of await this.archive.heads()) {
@@ -62,12 +69,6 @@ export class Keeper extends EventTarget {
     this.transcript.load(turns);
     this.coming = null;
     return true;
-  }
-
-  // Leaves what is on the page to the archive and begins a new transcript.
-  async fresh() {
-    await this.flush();
-    this.transcript.clear();
   }
 
   // True if all that is shown is also kept.

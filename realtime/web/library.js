@@ -14,6 +14,7 @@ export class Library {
   }
 
   async #fill() {
+    await this.keeper.opened;
     await this.keeper.flush();
     const heads = this.keeper.works ? await this.keeper.archive.heads() : [];
     this.none.hidden = heads.length > 0;
@@ -37,6 +38,7 @@ export class Library {
 
   async #bring(head, opener) {
     if (this.busy()) this.#refuse(opener, "Stop listening first.");
+    else if (!this.keeper.complete) this.#refuse(opener, "The captions on the page could not be kept; save them first.");
     else if (await this.keeper.bring(head)) {
       this.dialog.close();
       this.onOpen(head);

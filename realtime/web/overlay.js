@@ -2,7 +2,7 @@
 
 import { FloatingWindow, fillLines } from "./floating.js";
 
-const CHARACTERS = 320;
+const CHARACTERS = 240;
 const SIZES = [3, 4, 5, 6.5, 8];
 
 export class Overlay {
@@ -21,7 +21,7 @@ export class Overlay {
     for (const kind of ["added", "grown", "changed", "removed", "reset"]) {
       transcript.addEventListener(kind, () => this.#later());
     }
-    this.#resize(0);
+    this.#showSize();
   }
 
   // Browsers that refuse fullscreen show the layer over the page.
@@ -63,9 +63,12 @@ export class Overlay {
 
   #resize(by) {
     const at = SIZES.indexOf(this.preferences.choices.overlay);
-    const size = SIZES[Math.max(0, Math.min(SIZES.length - 1, at + by))];
-    this.preferences.set("overlay", size);
-    this.layer.style.setProperty("--overlay-size", size);
+    this.preferences.set("overlay", SIZES[Math.max(0, Math.min(SIZES.length - 1, at + by))]);
+    this.#showSize();
+  }
+
+  #showSize() {
+    this.layer.style.setProperty("--overlay-size", this.preferences.choices.overlay);
   }
 
   #later() {

@@ -148,6 +148,13 @@ async def test_full_storage_makes_room_and_then_says_so(page: Page, server: Page
     await send_file(page, talk)
     assert "no room left" in await page.until(PROBLEM)
     assert await texts(page) == list(SENTENCES[:3]) * 2
+    # A new transcript would cost these, so the page asks first.
+    await page.evaluate("(window.confirm = (text) => ((window.asked = text), false), undefined)")
+    await page.click("#open-library")
+    await page.until("document.querySelector('#library').open")
+    await page.click("#library-new")
+    assert "could not be kept" in await page.until("window.asked")
+    assert await texts(page) == list(SENTENCES[:3]) * 2
     # With room again, everything is written after all.
     await page.evaluate("window.room = 99")
     await send_file(page, talk)
