@@ -40,7 +40,10 @@ export class Archive {
     try {
       await this.#write(head, turns, removed);
     } catch (error) {
-      if (error?.name !== "QuotaExceededError" || !(await this.#dropOldest(head.id))) throw error;
+      if (error?.name !== "QuotaExceededError") throw error;
+      // Writes that fail together make room once.
+      this.making ??= this.#dropOldest(head.id).finally(() => (this.making = null));
+      if (!(await this.making)) throw error;
       await this.write(head, turns, removed);
     }
   }
@@ -66,12 +69,14 @@ export class Archive {
     for (const { id } of heads) if (id < oldest[0] && id !== current) await this.delete(id);
   }
 
+  // All requests are made before anything is waited for, and the end is told: the browser then finishes without the page.
   async #write(head, turns, removed) {
-    const transaction = this.database.transaction([HEADS, TURNS], "readwrite");
+    const transaction = this.database.transaction([HEADS, TURNS], "readwrite", { durability: "relaxed" });
     try {
       transaction.objectStore(HEADS).put(head);
       for (const turn of turns) transaction.objectStore(TURNS).put({ ...turn, id: head.id });
       for (const number of removed) transaction.objectStore(TURNS).delete([head.id, number]);
+      transaction.commit();
     } catch (error) {
       transaction.abort();
       throw error;

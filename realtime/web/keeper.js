@@ -20,7 +20,7 @@ export class Keeper extends EventTarget {
       },
       (error) => this.#failed(error),
     );
-    this.written = 0;
+    this.written = this.writing = 0;
     this.#begin();
     transcript.addEventListener("reset", () => this.#begin());
     for (const kind of ["added", "grown", "changed"]) {
@@ -73,7 +73,7 @@ export class Keeper extends EventTarget {
 
   // True if all that is shown is also kept.
   get complete() {
-    return this.works && !this.dirty.size && !this.removed.size;
+    return this.works && !this.writing && !this.dirty.size && !this.removed.size;
   }
 
   // Forgets what is on the page, here and in the archive.
@@ -89,11 +89,11 @@ export class Keeper extends EventTarget {
     await this.archive.delete(id).catch((error) => this.#failed(error));
   }
 
-  // Writes what has changed; one write at a time, in order.
+  // Writes what has changed. The write begins at once, for a page that is going has no later; the database keeps the order.
   flush() {
     clearTimeout(this.timer);
     this.timer = 0;
-    this.last = (this.last ?? Promise.resolve()).then(() => this.#write());
+    this.last = Promise.all([this.last, this.#write()]);
     return this.last;
   }
 
@@ -122,12 +122,12 @@ export class Keeper extends EventTarget {
   async #write() {
     const { id, dirty, removed } = this;
     if (!this.works || !(dirty.size || removed.size)) return;
-    const turns = [...dirty].filter((turn) => turn.text).map(({ id: _, ...rest }) => structuredClone(rest));
-    const gone = [...removed];
-    const touched = [...dirty];
+    const [touched, gone] = [[...dirty], [...removed]];
     dirty.clear();
     removed.clear();
+    this.writing += 1;
     try {
+      const turns = touched.filter((turn) => turn.text);
       await this.archive.write(this.#head(id), turns, gone);
       this.told = false;
       this.written += turns.length;
@@ -140,7 +140,7 @@ export class Keeper extends EventTarget {
       gone.forEach((number) => removed.add(number));
       this.#failed(error);
     }
-    this.dispatchEvent(new Event("written"));
+    this.writing -= 1;
   }
 
   #head(id) {
