@@ -20,7 +20,7 @@ class EngineConfig:
     device: str = "auto"
     # Streams at once; 0 takes what the device allows.
     max_streams: int = 0
-    # CPU threads for the model; 0 leaves the choice to the model's family.
+    # CPU threads for the model, 0: as many as there are cores. A windowed model reads so many streams side by side.
     threads: int = 0
     # Frame-synchronous models: tokens the decoder looks back on, 8-bit keys and values, the guard against blank ruts.
     decoder_window: int = 1024

@@ -88,7 +88,8 @@ class DecodeResult:
     """Answer to one DecodeTask, in the order of the plan.
 
     Frame-synchronous models give one token per position in `tokens`. Windowed models give the tokens they commit in
-    `timed`, and in `keep_from` the first position their next window still needs. `error` ends this stream alone.
+    `timed`, in `keep_from` the first position their next window still needs, and in `stride` (None: as before) the new
+    positions that make the next step worth taking. `error` ends this stream alone.
     `unfinished` says nothing yet: a runner that can interrupt backlog goes on with this task in a later step.
     """
 
@@ -97,3 +98,4 @@ class DecodeResult:
     keep_from: int | None = None
     error: str | None = None
     unfinished: bool = False
+    stride: int | None = None

@@ -13,8 +13,8 @@ from engine.core.stream import Stream
 from engine.messages import Item
 from engine.spec import ModelSpec
 
-# A live stream that is fewer strides behind than this takes every stride. A larger number keeps words the same on a
-# busier machine; with a smaller one a late stream catches up sooner.
+# A live stream that is fewer strides of its model behind than this takes every stride. A larger number keeps words the
+# same on a busier machine; with a smaller one a late stream catches up sooner.
 STRIDES_IN_TIME = 5
 # Streams that met an error nobody foresaw, and the error.
 Surprises = list[tuple[str, Exception]]
@@ -100,18 +100,16 @@ class Planner:
         The span goes on by whole strides, not to the newest sample: what a model hears, and so what it says, then does
         not depend on how busy the machine is, as long as it keeps up.
         """
-        base, done, stride = stream.base, stream.computed, self._spec.stride_positions
+        base, done, stride = stream.base, stream.computed, stream.stride
         limit = base + self._spec.window_for(stream.live)
         in_time = self._is_in_time(stream)
         mark = self._next_mark(stream, limit, in_time)
         end = min(stream.available, limit) if mark is None else mark
         # The stride that ends at a mark is the mark's own step.
         strides = (end - done - (mark is not None)) // stride
-        if strides >= 1 and in_time:
-            return base, done + stride
-        if strides < 1 or mark is not None:
+        if strides < 1 or (mark is not None and not in_time):
             return base, end
-        return base, done + strides * stride
+        return base, done + (1 if in_time else strides) * stride
 
     def _is_in_time(self, stream: Stream) -> bool:
         """Whether a stream takes every stride and every pause: a live one that is not far behind, or that is behind

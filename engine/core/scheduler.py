@@ -215,7 +215,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, results: list[DecodeResult]) -> list[Output]:
         """Take in what the runner computed, in the order of the plans; returns everything there is to say."""
         outputs = self.take_replies()
-        rereads, stride = self.spec.rereads_window, self.spec.stride_positions
+        rereads = self.spec.rereads_window
         for task, result in zip(plan.decode, results, strict=True):
             if self._planned.get(task.slot) is not task:
                 continue  # its stream has ended meanwhile; the slot may be another's
@@ -232,7 +232,7 @@ class Scheduler:
                 if problem:
                     self.fail(StreamFailed(task.stream, f"the model failed on this stream: {problem}"))
                     continue
-                stream.computed = task.end
+                stream.computed, stream.stride = task.end, result.stride or stream.stride
                 ends = task.final if rereads else bool(stream.flushes) and stream.flushes[0].position <= task.end
                 text = stream.text.commit(task.start, result, ends)
                 if text is not None:
@@ -242,7 +242,7 @@ class Scheduler:
                     self._leave_behind(stream, keep)
                 if stream.flushes:
                     self._settle(stream, outputs)
-                elif stream.available - task.end >= stride or stream.pauses:
+                elif stream.available - task.end >= stream.stride or stream.pauses:
                     self._queue_if_due(stream)
             except Exception as error:
                 self.surprises.append((task.stream, error))

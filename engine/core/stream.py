@@ -40,7 +40,7 @@ class Stream:
     __slots__ = (
         "available", "base", "catch_up_until", "clock", "computed", "covered", "delay", "encoded", "finished",
         "flushes", "forced", "held", "held_embeds", "holding", "id", "live", "new_pages", "pauses", "prune_at",
-        "queued", "released", "rings", "slot", "text", "timeline", "waiting_since",
+        "queued", "released", "rings", "slot", "stride", "text", "timeline", "waiting_since",
     )  # fmt: skip
 
     def __init__(
@@ -63,6 +63,7 @@ class Stream:
         self.available = start  # positions below this have come
         self.computed = start  # positions below this are done
         self.base = start  # first position a model that rereads its window still needs
+        self.stride = spec.stride_positions  # new positions that make a step worth taking while audio keeps coming
         self.held = held  # items whose rows this stream holds in the encoder cache
         self.held_embeds = 0
         self.encoded = 0  # items below this index are in the encoder cache, or left it again
@@ -96,7 +97,7 @@ class Stream:
             return True
         if not self.live and spec.rereads_window:
             return self.available >= self.base + spec.backlog_positions
-        if self.available - self.computed >= spec.stride_positions and not self.holding:
+        if self.available - self.computed >= self.stride and not self.holding:
             return True
         return bool(self.pauses) and self.next_pause() is not None
 
@@ -112,6 +113,7 @@ class Stream:
         return {
             "base": self.base,
             "computed": self.computed,
+            "stride": self.stride,
             "pauses": list(self.pauses),
             "holding": self.holding,
             "flushes": [(mark.position, mark.tag, mark.resume_at) for mark in flushes],
@@ -123,7 +125,7 @@ class Stream:
         """Take a saved state over; the stream's items are in the timeline already."""
         self.timeline.end = self.available = available
         self.base, self.computed, self.holding = saved["base"], saved["computed"], saved["holding"]
-        self.pauses = deque(saved["pauses"])
+        self.pauses, self.stride = deque(saved["pauses"]), saved["stride"]
         self.flushes = deque(FlushMark(*mark) for mark in saved["flushes"])
         self.clock.resume(saved["clock"])
         self.text.resume(saved["text"])

@@ -78,20 +78,21 @@ class Rotary:
 
     def __init__(self, config: MoonshineConfig) -> None:
         exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
-        self._frequencies = 1.0 / config.rope_theta**exponent
-        self._dim = 2 * len(self._frequencies)
+        turning = 1.0 / config.rope_theta**exponent
+        # The last pairs of a head do not turn.
+        self._frequencies = torch.zeros(config.width // config.heads // 2)
+        self._frequencies[: len(turning)] = turning
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[batch, count] -> two of [batch, 1, count, rotary_dim / 2]"""
+    def angles(self, positions: Tensor) -> Tensor:
+        """[batch, count] -> complex [batch, 1, count, dim / 2]"""
         # In double precision: a stream that runs for an hour has positions whose angles float32 would round off.
         angle = positions[:, None, :, None].double() * self._frequencies.to(positions.device)
-        return angle.cos().float(), angle.sin().float()
+        return torch.polar(torch.ones_like(angle), angle).to(torch.complex64)
 
-    def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        cosine, sine = angles
-        even, odd = x[..., 0 : self._dim : 2], x[..., 1 : self._dim : 2]
-        turned = torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1).flatten(-2)
-        return torch.cat((turned, x[..., self._dim :]), dim=-1)
+    def turn(self, x: Tensor, angles: Tensor) -> Tensor:
+        """[..., heads, count, dim], as complex numbers of neighbouring dimensions: one product."""
+        pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * angles).flatten(-2)
 
 
 class _SelfAttention(nn.Module):
@@ -101,9 +102,12 @@ class _SelfAttention(nn.Module):
         self.qkv_proj = nn.Linear(config.width, 3 * config.width, bias=False)
         self.o_proj = nn.Linear(config.width, config.width, bias=False)
 
-    def project(self, x: Tensor, rotary: Rotary, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = (split_heads(part, self.heads) for part in self.qkv_proj(x).chunk(3, dim=-1))
-        return rotary.turn(query, angles), rotary.turn(key, angles), value
+    def project(self, x: Tensor, rotary: Rotary, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[batch, count, width] -> query, key and value, [batch, heads, count, dim] each"""
+        batch, count, width = x.shape
+        parts = self.qkv_proj(x).view(batch, count, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        query, key = rotary.turn(parts[:2], angles)
+        return query, key, parts[2]
 
 
 class _EncoderMlp(nn.Module):
@@ -125,7 +129,7 @@ class EncoderLayer(nn.Module):
         self.post_attention_layernorm = nn.LayerNorm(config.width, bias=False)
         self.mlp = _EncoderMlp(config)
 
-    def forward(self, x: Tensor, rotary: Rotary, angles: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, angles: Tensor, mask: Tensor | None) -> Tensor:
         query, key, value = self.self_attn.project(self.input_layernorm(x), rotary, angles)
         mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask)
         x = x + self.self_attn.o_proj(join_heads(mixed))
@@ -213,9 +217,7 @@ class DecoderLayer(nn.Module):
         self.mlp = _DecoderMlp(config)
         self._scale = (config.width // config.heads) ** -0.5
 
-    def forward(
-        self, x: Tensor, layer: int, run: DecoderPass, rotary: Rotary, angles: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, layer: int, run: DecoderPass, rotary: Rotary, angles: Tensor) -> tuple[Tensor, Tensor]:
         query, key, value = self.self_attn.project(self.input_layernorm(x), rotary, angles)
         x = x + self.self_attn.o_proj(run.speak(layer, query * self._scale, key, value))
         query = split_heads(self.encoder_attn.q_proj(self.post_attention_layernorm(x)), self.self_attn.heads)
@@ -247,6 +249,8 @@ class Moonshine(nn.Module):
         # Keys, then values, of every decoder layer's cross-attention.
         self.cross_kv = nn.Linear(config.width, 2 * config.decoder_layers * config.width, bias=False)
         self.decoder = MoonshineDecoder(config)
+        # The embedding, as 8-bit outputs; None before `quantise`.
+        self._head: nn.Module | None = None
         self._rotary = Rotary(config)
         self.max_tokens = 194
         self.start_tokens = [config.start_token]
@@ -293,15 +297,22 @@ class Moonshine(nn.Module):
         return self.decoder.norm(x), torch.stack(followed).mean(dim=0)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.decoder.embed_tokens.weight.T
+        if self._head is None:
+            return hidden @ self.decoder.embed_tokens.weight.T
+        result: Tensor = self._head(hidden)
+        return result
 
     def quantise(self) -> None:
-        """8-bit weights where a whole window goes through at once: the encoder and the cross-attention inputs."""
+        """8-bit weights wherever matrices are large: the encoder reads many rows at once, and to say one token the
+        decoder reads all its weights, which is what takes the time."""
         quantise_linears(self.encoder.layers)
         quantise_linears(self.encoder.conv2)
+        quantise_linears(self.decoder.layers)
         holder = nn.ModuleDict({"cross_kv": self.cross_kv})
+        head = holder["head"] = nn.Linear(self.config.width, self.config.vocabulary, bias=False, device="meta")
+        head.weight = self.decoder.embed_tokens.weight
         quantise_linears(holder)
-        self.cross_kv = holder["cross_kv"]  # type: ignore[assignment]
+        self.cross_kv, self._head = holder["cross_kv"], holder["head"]  # type: ignore[assignment]
 
     @classmethod
     def load(cls, config: MoonshineConfig, tensors: dict[str, Tensor]) -> Moonshine:

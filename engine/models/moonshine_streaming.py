@@ -98,6 +98,10 @@ class StreamingEncoder:
         """From a block's last frame to the end of the audio that must be there before the block comes out."""
         return self.spec.look_ahead * SAMPLES_PER_FRAME + _FRAME_REACH - SAMPLES_PER_FRAME
 
+    def samples_to_next(self, state: EncoderState) -> int:
+        """Samples since the start of the stream at which the next block comes out."""
+        return _samples_for(state.position + self._span)
+
     def start(self) -> EncoderState:
         layers, dim = len(self._layers), self._width // self._heads
         like = self._encoder.layer_norm.weight

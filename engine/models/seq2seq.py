@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 T = TypeVar("T")
 
@@ -61,25 +62,27 @@ class Encoded:
 
 
 class DecoderState:
-    """Self-attention keys [layers, batch, heads, dim, capacity] and values [layers, batch, heads, capacity, dim]."""
+    """Self-attention keys and values, [layers, batch, heads, capacity, dim] each."""
 
     def __init__(self, layers: int, batch: int, heads: int, capacity: int, dim: int, like: Tensor) -> None:
-        self.keys = torch.zeros(layers, batch, heads, dim, capacity, dtype=like.dtype, device=like.device)
-        self.values = torch.zeros(layers, batch, heads, capacity, dim, dtype=like.dtype, device=like.device)
+        self.keys = torch.zeros(layers, batch, heads, capacity, dim, dtype=like.dtype, device=like.device)
+        self.values = torch.zeros_like(self.keys)
 
-    def extend(self, layer: int, positions: Tensor, key: Tensor, value: Tensor, past: int) -> tuple[Tensor, Tensor]:
-        """Write [batch, heads, count, dim] at each row's positions; returns all of the first `past` positions."""
-        index = positions[:, None, :, None].expand_as(value)
-        self.values[layer].scatter_(2, index, value)
-        self.keys[layer].scatter_(3, index.transpose(2, 3), key.transpose(2, 3))
-        return self.keys[layer, ..., :past], self.values[layer, :, :, :past]
+    def extend(self, layer: int, index: Tensor, key: Tensor, value: Tensor, past: int) -> tuple[Tensor, Tensor]:
+        """Write [batch, heads, count, dim] at each row's positions, `index` [batch, 1, count, 1]; returns all of the
+        first `past` positions."""
+        index = index.expand_as(value)
+        keys, values = self.keys[layer], self.values[layer]
+        keys.scatter_(2, index, key)
+        values.scatter_(2, index, value)
+        return keys[:, :, :past], values[:, :, :past]
 
 
 @dataclass(slots=True)
 class DecoderPass:
     """What every layer of one decoding call needs: where its tokens are, what they may see, and what they hear."""
 
-    positions: Tensor
+    index: Tensor
     state: DecoderState
     encoded: Encoded
     past: int
@@ -89,14 +92,15 @@ class DecoderPass:
     @classmethod
     def start(cls, positions: Tensor, state: DecoderState, encoded: Encoded) -> DecoderPass:
         past = int(positions.max()) + 1
+        index = positions[:, None, :, None]
         # A token sees itself and what came before it: [batch, 1, count, past].
-        seen = torch.arange(past, device=positions.device) <= positions[:, None, :, None]
-        return cls(positions, state, encoded, past, seen, encoded.mask())
+        seen = torch.arange(past, device=positions.device) <= index
+        return cls(index, state, encoded, past, seen, encoded.mask())
 
     def speak(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Self-attention over the text so far; query is scaled."""
-        keys, values = self.state.extend(layer, self.positions, key, value, self.past)
-        return join_heads(attend(query, keys, values, self.seen)[0])
+        keys, values = self.state.extend(layer, self.index, key, value, self.past)
+        return join_heads(scaled_dot_product_attention(query, keys, values, attn_mask=self.seen, scale=1.0))
 
     def listen(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-attention over the audio, with its weights [batch, heads, count, frames]; query is scaled."""
@@ -139,12 +143,18 @@ class SpeechModel(Protocol):
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention with its weights: [batch, heads, count, dim] and [batch, heads, count, keys]; query is scaled."""
-    scores = query @ keys
+    """Attention with its weights: [batch, heads, count, dim] and [batch, heads, count, keys].
+
+    query is scaled; keys are [batch, heads, dim, keys].
+    """
+    batch, heads, count, _ = query.shape
+    # Without the detours of a product of four dimensions: a token has little to do, and much of its time goes there.
+    scores = torch.bmm(query.flatten(0, 1), keys.flatten(0, 1)).view(batch, heads, count, -1)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     weights = scores.softmax(dim=-1)
-    return weights @ values, weights
+    mixed = torch.bmm(weights.flatten(0, 1), values.flatten(0, 1))
+    return mixed.view(batch, heads, count, -1), weights
 
 
 def cross_keys_values(both: Tensor, layers: int, heads: int) -> tuple[Tensor, Tensor]:
@@ -189,8 +199,9 @@ class Int8Linear(nn.Module):
     """A linear layer with 8-bit weights and 8-bit activations.
 
     The fast kernels take one scale per matrix. Rows of weights and rows of input are therefore brought to the same
-    range first and scaled back behind the product, which is as exact as a scale per row. Weights have as many steps as
-    the processor can add up (`weight_steps`).
+    range first and scaled back behind the product, which is as exact as a scale per row. A last row that spans the
+    range is added, so that rounding is always the same: sums of integers are exact, and so what a row gives does not
+    depend on its neighbours, to the last bit. Weights have as many steps as the processor can add up (`weight_steps`).
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -200,12 +211,17 @@ class Int8Linear(nn.Module):
         self.bias = None if linear.bias is None else linear.bias.detach().float()
         quantised = torch.quantize_per_tensor(weight / self.range[:, None], 1.0 / weight_steps(), 0, torch.qint8)
         self._packed = torch.ops.quantized.linear_prepack(quantised, None)
+        self._whole_range = torch.zeros(1, weight.shape[1])
+        self._whole_range[0, :2] = torch.tensor([-1.0, 1.0])
 
     def forward(self, x: Tensor) -> Tensor:
-        loudest = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12)
-        product: Tensor = torch.ops.quantized.linear_dynamic(x / loudest, self._packed)
-        product.mul_(loudest).mul_(self.range)
-        return product if self.bias is None else product.add_(self.bias)
+        rows = x.reshape(-1, x.shape[-1])
+        loudest = torch.linalg.vector_norm(rows, inf, dim=1, keepdim=True).clamp_(min=1e-12)
+        level = torch.cat((rows / loudest, self._whole_range))
+        product: Tensor = torch.ops.quantized.linear_dynamic(level, self._packed)[:-1]
+        scale = loudest * self.range
+        product = product.mul_(scale) if self.bias is None else torch.addcmul(self.bias, product, scale)
+        return product.view(*x.shape[:-1], product.shape[1])
 
 
 # Steps from zero to the largest weight: of a signed byte, and what is left of them where pairs of products saturate.

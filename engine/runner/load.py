@@ -33,9 +33,8 @@ WINDOWED_STREAMS = 64
 WINDOW_POSITIONS = 192
 FILE_WINDOW_POSITIONS = 350
 STRIDE_POSITIONS = 10
-# A model that hears each frame once: frames of 24 ms in a block, and how soon the decoder looks at a new one.
+# A model that hears each frame once: frames of 24 ms in a block.
 BLOCK_FRAMES = 26
-BLOCK_STRIDE_POSITIONS = 8
 # Encoder-cache rows beyond what streams hold: room for audio that comes again.
 SPARE_EMBEDS = 512
 # A windowed model reads at most so many whole windows side by side: of live streams in a step, or of backlog.
@@ -48,11 +47,13 @@ class BadDevice(EngineError):
 
 def load_runner(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
     """The runner of a checkpoint, and the limits to schedule it by."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    threads = config.threads or torch.get_num_threads()
     if _family(path) == "voxtral_realtime":
+        torch.set_num_threads(threads)
         return _load_voxtral(path, config)
-    return _load_windowed(path, config)
+    # Streams run side by side, each on one thread.
+    torch.set_num_threads(1)
+    return _load_windowed(path, config, threads)
 
 
 def load_detector(runner: Runner, max_streams: int) -> SpeechDetector | DeviceSpeechDetector:
@@ -96,24 +97,26 @@ def _load_voxtral(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
     return runner, limits
 
 
-def _load_windowed(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
+def _load_windowed(path: Path, config: EngineConfig, threads: int) -> tuple[Runner, Limits]:
     if config.device not in ("auto", "cpu"):
         raise BadDevice(f"this model runs on the CPU, not on {config.device!r}; leave the device out")
     model, pieces = load_speech_model(path)
-    policy, stride, trained_for = Policy(), STRIDE_POSITIONS, None
     streaming = path / STREAMING_ENCODER
     whole = model
+    ear: Ear
     if isinstance(model, Moonshine) and streaming.is_file():
         # Whole windows of files are heard best, and for less, by the encoder as it was published.
         whole = deepcopy(model)
         whole.decoder = model.decoder
         whole.quantise()
         trained_for = load_streaming_weights(model, streaming)
-        policy, stride = BLOCK_POLICY, BLOCK_STRIDE_POSITIONS
-    model.quantise()
-    ear: Ear = WindowEar(model, pieces, policy)
-    if isinstance(model, Moonshine) and trained_for is not None:
-        ear = BlockEar(model, StreamingEncoder(model.encoder, trained_for, BLOCK_FRAMES))
+        model.quantise()
+        policy, ear = BLOCK_POLICY, BlockEar(model, StreamingEncoder(model.encoder, trained_for, BLOCK_FRAMES))
+        stride = ear.first_stride
+    else:
+        model.quantise()
+        policy, stride = Policy(), STRIDE_POSITIONS
+        ear = WindowEar(model, pieces, policy)
     file_ear = WindowEar(whole, pieces, Policy())
     spec = windowed_spec(path.name, WINDOW_POSITIONS, stride, FILE_WINDOW_POSITIONS)
     streams = config.max_streams or WINDOWED_STREAMS
@@ -124,4 +127,5 @@ def _load_windowed(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
         step_positions=WINDOWS_PER_STEP * spec.window_positions,
         step_embeds=WINDOWS_PER_STEP * spec.window_positions,
     )
-    return WindowedRunner(model, Vocabulary(pieces), spec, limits.cache_embeds, policy, ear, file_ear), limits
+    runner = WindowedRunner(model, Vocabulary(pieces), spec, limits.cache_embeds, policy, ear, file_ear, threads)
+    return runner, limits

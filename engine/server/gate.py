@@ -55,7 +55,7 @@ class GateSettings:
     # `hang_over_samples` is its end.
     stop_threshold: float = 0.35
     pause_samples: int = 96 * _SAMPLES_PER_MS
-    hang_over_samples: int = 512 * _SAMPLES_PER_MS
+    hang_over_samples: int = 416 * _SAMPLES_PER_MS
     # Audio is held back for doubt no longer than this.
     hold_samples: int = 5_000 * _SAMPLES_PER_MS
     # An utterance longer than this is cut where it was quietest since it was half as long (None: it is never cut).

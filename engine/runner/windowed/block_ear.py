@@ -2,8 +2,10 @@
 
 An utterance is heard from its anchor on: the position at which its encoder started. What a frame says depends on the
 audio since the anchor and on nothing else, not on how that audio was cut into tasks; so a stream is rebuilt exactly by
-hearing it again from there. An utterance that goes on for long gets a new anchor where its window begins, which bounds
-both the audio that a rebuild needs and what the encoder has to remember.
+hearing it again from there. An utterance that goes on for long gets a new anchor where its window begins, when that has
+just been cut and is short: that bounds the audio that a rebuild needs, and little is heard twice.
+
+A pass is worth while when a block has come out, so the ear says when the next one will.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from engine.models.seq2seq import Encoded
 from engine.runner.windowed.ears import SAMPLES_PER_POSITION, Sound, audio_of
 from engine.runner.windowed.stability import POSITIONS_PER_SECOND, Heard
 
-# The encoder was trained on stretches of up to 28 s.
-LONGEST_FROM_ANCHOR = int(28 * POSITIONS_PER_SECOND)
+# A window that is cut later than this after its anchor gets a new one. The encoder was trained on up to 28 s; a window
+# is cut every seven or eight seconds.
+LONG_FROM_ANCHOR = int(18 * POSITIONS_PER_SECOND)
 
 
 @dataclass(slots=True)
@@ -46,13 +49,18 @@ class BlockEar:
         self._encoder = encoder
         self._utterances: dict[int, _Utterance] = {}
 
+    @property
+    def first_stride(self) -> int:
+        """Positions from the beginning of an utterance to its first block."""
+        return self._next_block_at(self._start(0))
+
     def hear(self, task: DecodeTask, audio: Tensor) -> Sound:
         utterance = self._utterances.get(task.slot)
         if utterance is None or utterance.heard < task.base or self._is_long(utterance, task):
             utterance = self._utterances[task.slot] = self._start(task.base)
         new = audio[0, (utterance.heard - task.base) * SAMPLES_PER_POSITION :]
         self._take(utterance, new, task.end)
-        self._drop_before(utterance, task.base)
+        self._drop_before(utterance, self._frames_before(utterance, task.base))
         encoded = utterance.encoded
         if task.final or task.pause:
             # The utterance may go on behind a pause, so what ends here is a copy.
@@ -60,7 +68,12 @@ class BlockEar:
             encoded = _join(encoded, self._cross(rest))
         scale = self._model.samples_per_frame / SAMPLES_PER_POSITION
         origin = utterance.anchor + utterance.first * scale
-        return Sound(encoded, origin, min(float(task.end), origin + encoded.lengths[0] * scale))
+        return Sound(
+            encoded,
+            origin,
+            min(float(task.end), origin + encoded.lengths[0] * scale),
+            stride=self._next_block_at(utterance) - task.end,
+        )
 
     def end(self, task: DecodeTask, audio: Tensor, said: list[Heard]) -> None:
         self._utterances.pop(task.slot, None)
@@ -72,7 +85,7 @@ class BlockEar:
         utterance = self._utterances.get(slot)
         if utterance is None:
             return {"anchor": None}, base
-        return {"anchor": utterance.anchor, "heard": utterance.heard, "base": base}, utterance.anchor
+        return {"anchor": utterance.anchor, "heard": utterance.heard, "first": utterance.first}, utterance.anchor
 
     def resume(self, slot: int, saved: Saved, items: Sequence[Item]) -> None:
         if saved["anchor"] is None:
@@ -80,15 +93,25 @@ class BlockEar:
         utterance = self._utterances[slot] = self._start(saved["anchor"])
         audio = audio_of(items, saved["anchor"], saved["heard"])
         self._take(utterance, audio[0], saved["heard"])
-        self._drop_before(utterance, saved["base"])
+        self._drop_before(utterance, saved["first"])
 
     def _start(self, anchor: int) -> _Utterance:
         state = self._encoder.start()
         return _Utterance(anchor, anchor, state, self._cross(state.waiting[0]))
 
-    @staticmethod
-    def _is_long(utterance: _Utterance, task: DecodeTask) -> bool:
-        return task.base > utterance.anchor and task.end - utterance.anchor > LONGEST_FROM_ANCHOR
+    def _next_block_at(self, utterance: _Utterance) -> int:
+        """The position at whose beginning the audio of the next block is there."""
+        samples = self._encoder.samples_to_next(utterance.state)
+        return utterance.anchor + -(-samples // SAMPLES_PER_POSITION)
+
+    def _is_long(self, utterance: _Utterance, task: DecodeTask) -> bool:
+        was_cut = self._frames_before(utterance, task.base) > utterance.first
+        return was_cut and task.end - utterance.anchor > LONG_FROM_ANCHOR
+
+    def _frames_before(self, utterance: _Utterance, base: int) -> int:
+        """Frames since the anchor that begin before the window."""
+        samples = (base - utterance.anchor) * SAMPLES_PER_POSITION
+        return -(-samples // self._model.samples_per_frame)
 
     def _take(self, utterance: _Utterance, audio: Tensor, end: int) -> None:
         frames, utterance.state = self._encoder.step(audio, utterance.state)
@@ -96,10 +119,9 @@ class BlockEar:
         if len(frames):
             utterance.encoded = _join(utterance.encoded, self._cross(frames))
 
-    def _drop_before(self, utterance: _Utterance, base: int) -> None:
-        """Let go of frames that begin before the window."""
-        samples = (base - utterance.anchor) * SAMPLES_PER_POSITION
-        first = -(-samples // self._model.samples_per_frame)
+    @staticmethod
+    def _drop_before(utterance: _Utterance, first: int) -> None:
+        """Let go of frames before the first one of the window."""
         drop = min(first - utterance.first, utterance.encoded.lengths[0])
         if drop > 0:
             encoded = utterance.encoded

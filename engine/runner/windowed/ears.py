@@ -32,6 +32,8 @@ class Sound:
     edge: float
     # Text of the part before the window, if the sound begins before it.
     said: Sequence[int] = ()
+    # Positions until there is more to listen to; None: as many as before.
+    stride: int | None = None
 
     @property
     def frames(self) -> int:
@@ -44,7 +46,8 @@ class Ear(Protocol):
     def hear(self, task: DecodeTask, audio: Tensor) -> Sound: ...
 
     def end(self, task: DecodeTask, audio: Tensor, said: list[Heard]) -> None:
-        """The utterance ends with this task's window; `said` is all that was said in it."""
+        """The utterance ends with this task's window; `said` is all that was said in it. The next one's first pass
+        comes a stride of the model behind its beginning."""
 
     def forget(self, slot: int) -> None:
         """The slot's stream is closed. Harmless for a slot that heard nothing."""

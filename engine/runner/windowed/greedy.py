@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 from torch import Tensor
@@ -27,12 +28,17 @@ class Row:
     stop_frame: float | None
     # Frames that hold audio; attention to padding behind them says nothing.
     frames: int
+    # Two tokens in a row that attend to frames so far before what is said already: the text begins again, and decoding
+    # stops. `said_until` moves on with the text.
+    far_back: float = inf
+    said_until: float = -inf
     tokens: list[int] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)
     # The model said that the text ends here.
     ended: bool = False
     done: bool = False
+    _behind: int = 0
 
     def take(self, token: int, log_probability: float, peak: int, end_token: int) -> None:
         if token == end_token:
@@ -41,7 +47,10 @@ class Row:
         self.tokens.append(token)
         self.peaks.append(peak)
         self.log_probabilities.append(log_probability)
-        if len(self.tokens) >= self.most or (self.stop_frame is not None and peak >= self.stop_frame):
+        self._behind = self._behind + 1 if peak < self.said_until - self.far_back else 0
+        self.said_until = max(self.said_until, peak)
+        at_edge = self.stop_frame is not None and peak >= self.stop_frame
+        if len(self.tokens) >= self.most or at_edge or self._behind == 2:
             self.done = True
 
 

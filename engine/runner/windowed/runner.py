@@ -1,7 +1,9 @@
 """The runner of windowed models: rereads each stream's window, decodes on from committed text, commits what is stable.
 
-Live streams of a plan are decoded as one batch, backlog as another. Encoding is done stream by stream on a CPU: a
-window fills the machine by itself, needs no padding then, and a stream's text cannot depend on its neighbours.
+Live streams of a plan are read side by side, each thread with its share of them; those of a share are decoded as one
+batch, and backlog as another. Two threads with a stream each are never in each other's way, as two threads inside one
+product are. Encoding is done stream by stream on a CPU: a window fills a core by itself, needs no padding then, and a
+stream's text cannot depend on its neighbours.
 
 A window of backlog has no earlier pass to go on from and takes longer than a live stream can wait. It is therefore read
 in pieces, one layer of the encoder or one pass of the decoder each, and can be laid aside behind every piece.
@@ -10,6 +12,7 @@ in pieces, one layer of the encoder or one pass of the decoder each, and can be 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +25,7 @@ from engine.models.seq2seq import Encoded, SpeechModel
 from engine.runner.windowed.ears import SAMPLES_PER_POSITION, Ear, Sound, WindowEar
 from engine.runner.windowed.greedy import GreedyDecoder, Row
 from engine.runner.windowed.stability import (
+    FAR_BACK,
     Heard,
     Policy,
     best_cut,
@@ -91,6 +95,11 @@ class _Reading:
                 return False
         return True
 
+    def refuse(self, slot: int, why: str) -> None:
+        """A stream cannot be read: it ends alone."""
+        self.open_slots.discard(slot)
+        self.results[slot] = DecodeResult(error=why)
+
     def drop(self, slot: int) -> None:
         """A stream has gone: the others do not wait for its words."""
         self.open_slots.discard(slot)
@@ -108,6 +117,7 @@ class WindowedRunner:
         policy: Policy,
         ear: Ear,
         file_ear: WindowEar,
+        threads: int = 1,
     ) -> None:
         self.spec = spec
         self.vocabulary = vocabulary
@@ -121,6 +131,9 @@ class WindowedRunner:
         self._slab = torch.zeros(cache_embeds + 1, spec.samples_per_position)
         self._slots: dict[int, _Slot] = {}
         self._backlog: _Reading | None = None
+        # The calling thread takes a share itself.
+        self._threads = threads
+        self._helpers = ThreadPoolExecutor(threads - 1, "read") if threads > 1 else None
 
     def check_open(self, message: Open) -> None:
         if message.delay_positions is not None:
@@ -135,11 +148,7 @@ class WindowedRunner:
     def execute_until(self, plan: StepPlan, time_is_up: Callable[[], bool]) -> list[DecodeResult]:
         self._prepare(plan)
         live, backlog = plan.decode[: plan.live], plan.decode[plan.live :]
-        results = {}
-        if live:
-            reading = self._read(live)
-            reading.go_on(lambda: False)
-            results = reading.results
+        results = self._read_side_by_side(live)
         if backlog:
             if self._backlog is None:
                 self._backlog = self._read(backlog)
@@ -147,6 +156,20 @@ class WindowedRunner:
                 results |= self._backlog.results
                 self._backlog = None
         return [results.get(task.slot) or DecodeResult(unfinished=True) for task in plan.decode]
+
+    def _read_side_by_side(self, tasks: list[DecodeTask]) -> dict[int, DecodeResult]:
+        own, *others = [tasks[first :: self._threads] for first in range(self._threads)]
+        given = [self._helpers.submit(self._read_whole, part) for part in others if part and self._helpers is not None]
+        results = self._read_whole(own)
+        for part in given:
+            results |= part.result()
+        return results
+
+    @torch.inference_mode()
+    def _read_whole(self, tasks: list[DecodeTask]) -> dict[int, DecodeResult]:
+        reading = self._read(tasks)
+        reading.go_on(lambda: False)
+        return reading.results
 
     def _prepare(self, plan: StepPlan) -> None:
         """Slots and samples for a plan's tasks."""
@@ -177,6 +200,9 @@ class WindowedRunner:
         for task in tasks:
             # A stream that has gone is not heard any more: its slot may belong to another by now.
             if task.slot in reading.open_slots and not self._is_understood(task):
+                if not bool(torch.isfinite(self._audio(task)).all()):
+                    reading.refuse(task.slot, "its audio holds values that are not numbers")
+                    continue
                 sounds[task.slot] = yield from self._hear(task)
                 yield
         heard = [task for task in tasks if task.slot in sounds and task.slot in reading.open_slots]
@@ -214,6 +240,8 @@ class WindowedRunner:
 
     def close(self) -> None:
         self._slots.clear()
+        if self._helpers is not None:
+            self._helpers.shutdown()
 
     def _write(self, task: EncodeTask) -> None:
         samples = torch.from_numpy(np.ascontiguousarray(task.payload)).view(-1, SAMPLES_PER_POSITION)
@@ -239,13 +267,16 @@ class WindowedRunner:
         committed = [*sound.said, *(heard.token for heard in slot.committed)]
         room = model.max_tokens - len(model.start_tokens) - len(committed) - 1
         most = max(1, min(room, round(seconds * policy.tokens_per_second) + 4 - len(committed)))
-        margin = policy.agreed_margin * SAMPLES_PER_POSITION / model.samples_per_frame
+        frames_per_position = SAMPLES_PER_POSITION / model.samples_per_frame
+        said_until = slot.committed[-1].peak if slot.committed else float(task.base)
         return Row(
             committed=committed,
             draft=[heard.token for heard in slot.hypothesis[:most]],
             most=most,
-            stop_frame=None if task.final or task.pause else sound.frames - margin,
+            stop_frame=None if task.final or task.pause else sound.frames - policy.agreed_margin * frames_per_position,
             frames=sound.frames,
+            far_back=FAR_BACK * frames_per_position,
+            said_until=(said_until - sound.origin) * frames_per_position,
         )
 
     def _result(self, task: DecodeTask, sound: Sound, row: Row) -> DecodeResult:
@@ -280,7 +311,7 @@ class WindowedRunner:
         slot.hypothesis = new[count:]
         keep_from = self._cut(task, slot, upcoming)
         slot.understood = (keep_from, task.end) if task.pause else None
-        return DecodeResult(timed=timed, keep_from=keep_from)
+        return DecodeResult(timed=timed, keep_from=keep_from, stride=sound.stride)
 
     def _is_understood(self, task: DecodeTask) -> bool:
         """Whether the last pass has decoded all of a window that now ends."""
@@ -293,7 +324,7 @@ class WindowedRunner:
         timed = self._timed(slot.hypothesis, floor, float(task.end))
         self._ear_of(task.slot).end(task, self._audio(task), slot.committed + slot.hypothesis)
         slot.restart()
-        return DecodeResult(timed=timed, keep_from=task.end)
+        return DecodeResult(timed=timed, keep_from=task.end, stride=self.spec.stride_positions)
 
     def _timed(self, tokens: list[Heard], before: float, after: float) -> list[TimedToken]:
         return [

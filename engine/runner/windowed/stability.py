@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 POSITIONS_PER_SECOND = 12.5
 
@@ -21,7 +22,7 @@ _MUSIC = "\u266a".encode()
 # A word is heard within this much of the place where attention to it peaks.
 _REACH = 0.35 * POSITIONS_PER_SECOND
 # Attention that peaks this far before what was said already is more than noise of the measurement.
-_FAR_BACK = 0.8 * POSITIONS_PER_SECOND
+FAR_BACK = 0.8 * POSITIONS_PER_SECOND
 # Longest phrase looked for by the loop check, and how often it may be said in a row.
 _LOOP_TOKENS = 12
 _LOOP_REPEATS = 4
@@ -32,15 +33,18 @@ class Policy:
     """How careful to be, in positions."""
 
     # Distance from the live edge at which a token may be committed: `agreed_margin` if two passes agree on it and its
-    # log-probability is at least `sure`, else `lone_margin`.
+    # log-probability is at least `sure`, or if that is at least `certain`; `doubtful_margin` if they do not agree and
+    # it is not sure either; else `lone_margin`.
     agreed_margin: float = 0.4 * POSITIONS_PER_SECOND
     lone_margin: float = 1.2 * POSITIONS_PER_SECOND
+    doubtful_margin: float = 1.2 * POSITIONS_PER_SECOND
     sure: float = -0.7
+    certain: float = inf
     # A window longer than this is cut at its best pause or sentence end.
     cut_beyond: float = 10.0 * POSITIONS_PER_SECOND
     # Audio that a cut should leave in the window.
     keep_behind: float = 3.0 * POSITIONS_PER_SECOND
-    # A window shorter than this has little context yet: margins are wider by `young_margin`.
+    # A window shorter than this has little context yet: margins of what is not certain are wider by `young_margin`.
     young_below: float = 3.0 * POSITIONS_PER_SECOND
     young_margin: float = 0.6 * POSITIONS_PER_SECOND
     # The end of an utterance helps to understand the next one: how much of it is kept, the longest gap after which it
@@ -55,10 +59,14 @@ class Policy:
     doubt: float = -0.9
 
 
-# Behind the edge of a block its look-ahead has been heard already: a word there does not change much any more.
+# Behind the edge of a block its look-ahead has been heard already: a word there does not change much any more. Measured
+# on 6 minutes of development clips, tokens less than 0.45 s from the edge that one pass had said and later ones could
+# change: of those with a log-probability above -0.05 they kept 99 % (344 of 347), above -0.2 88 %, above -0.7 72 %,
+# below 45 %.
 BLOCK_POLICY = Policy(
     agreed_margin=0.15 * POSITIONS_PER_SECOND,
     lone_margin=0.5 * POSITIONS_PER_SECOND,
+    certain=-0.05,
     young_margin=0.3 * POSITIONS_PER_SECOND,
 )
 
@@ -122,7 +130,7 @@ def rereads_from(peaks: list[float], floor: float) -> int | None:
     """Index at which a hypothesis starts to repeat audio that was said before: two tokens in a row look far back."""
     behind = 0
     for index, peak in enumerate(peaks):
-        behind = behind + 1 if peak < floor - _FAR_BACK else 0
+        behind = behind + 1 if peak < floor - FAR_BACK else 0
         if behind == 2:
             return index - 1
         floor = max(floor, peak)
@@ -143,21 +151,27 @@ def committable(
     place; `ended` says that the model finished its sentence behind the last token, rather than being stopped there.
     """
     base, edge = window
-    if edge - base < policy.young_below:
-        edge -= policy.young_margin
+    young = policy.young_margin if edge - base < policy.young_below else 0.0
     agreed = 0
     while agreed < min(len(new), len(previous)) and new[agreed].token == previous[agreed]:
         agreed += 1
     count = 0
     for index, heard in enumerate(new):
-        settled = index < agreed and heard.log_probability >= policy.sure
-        margin = policy.agreed_margin if settled else policy.lone_margin
-        if heard.peak > edge - margin:
+        if heard.peak > edge - _margin(heard.log_probability, index < agreed, young, policy):
             break
         count += 1
     while count and not _complete(count, new, ended, pieces):
         count -= 1
     return count
+
+
+def _margin(log_probability: float, agreed: bool, young: float, policy: Policy) -> float:
+    if log_probability >= policy.certain:
+        return policy.agreed_margin
+    sure = log_probability >= policy.sure
+    if agreed and sure:
+        return policy.agreed_margin + young
+    return young + (policy.lone_margin if agreed or sure else policy.doubtful_margin)
 
 
 def _complete(count: int, new: list[Heard], ended: bool, pieces: list[bytes]) -> bool:

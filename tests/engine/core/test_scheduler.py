@@ -548,6 +548,16 @@ class TestWindows:
         tasks.append(self.run(engine, DecodeResult())[0])
         assert [(task.end, task.pause) for task in tasks] == [(4, False), (5, True), (9, False)]
 
+    def test_a_model_says_when_its_next_step_is_worth_while(self) -> None:
+        engine = self.engine()
+        self.feed(engine, 0, 12)
+        ends = [self.run(engine, DecodeResult(stride=stride))[0].end for stride in (1, 3, None)]
+        assert ends == [4, 5, 8] and engine.streams["a"].stride == 3
+        assert self.run(engine, DecodeResult(stride=2))[0].end == 11
+        assert not engine.has_work(), "one position is less than the stride"
+        self.feed(engine, 12, 13)
+        assert self.run(engine, DecodeResult())[0].end == 13
+
     def test_pauses_that_come_late_are_heard_one_by_one_and_before_the_flush_that_ends_there(self) -> None:
         engine = self.engine()
         self.feed(engine, 0, 6)

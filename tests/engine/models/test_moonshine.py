@@ -13,6 +13,7 @@ from transformers import MoonshineConfig as ReferenceConfig
 from transformers import MoonshineForConditionalGeneration
 
 from engine.models.moonshine import Moonshine, MoonshineConfig
+from engine.models.seq2seq import Int8Linear
 from engine.weights.onnx import moonshine_tensors
 from engine.weights.store import cache_folder
 
@@ -109,6 +110,18 @@ def test_8_bit_encoder_stays_close_and_does_not_mix_rows(reference: MoonshineFor
         keys, expected = quantised.encode(audio, [16_000]).keys, exact.encode(audio, [16_000]).keys
     assert float((keys - expected).norm() / expected.norm()) < 0.1
     assert not torch.equal(keys, expected)
+
+
+def test_a_row_of_an_8_bit_layer_does_not_depend_on_its_neighbours_to_the_last_bit() -> None:
+    torch.manual_seed(5)
+    layer = Int8Linear(torch.nn.Linear(48, 32))
+    # Rows of other sizes and of other signs: a range that rows share would round them differently.
+    rows = torch.randn(7, 48) * torch.logspace(-2, 2, 7)[:, None]
+    rows[3].abs_()
+    rows[5] = 0.0
+    together = layer(rows[None])
+    for index in range(7):
+        assert torch.equal(layer(rows[None, index : index + 1])[0], together[0, index : index + 1])
 
 
 @pytest.mark.parametrize("name", ["moonshine-tiny", "moonshine-base"])

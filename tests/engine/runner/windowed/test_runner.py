@@ -49,12 +49,12 @@ def model() -> Moonshine:
     return made
 
 
-def make_runner(model: Moonshine) -> WindowedRunner:
+def make_runner(model: Moonshine, threads: int = 1) -> WindowedRunner:
     pieces = [b"", b"", b""] + [b" w%d" % token if token % 3 else b"x" for token in range(3, VOCABULARY)]
     policy = Policy(agreed_margin=2.0, lone_margin=4.0, cut_beyond=30.0, doubt=-100.0)
     spec = windowed_spec("tiny", WINDOW, STRIDE)
     ears = WindowEar(model, pieces, policy), WindowEar(model, pieces, policy)
-    return WindowedRunner(model, Vocabulary(pieces), spec, 400, policy, *ears)
+    return WindowedRunner(model, Vocabulary(pieces), spec, 400, policy, *ears, threads)
 
 
 def speech(seed: int, positions: int) -> NDArray[np.float32]:
@@ -136,6 +136,21 @@ def test_masked_items_fill_only_their_rows(model: Moonshine) -> None:
     assert not runner._slab[0].any() and not runner._slab[5].any()
 
 
+def test_audio_that_is_not_numbers_ends_its_stream_alone(model: Moonshine) -> None:
+    runner, tasks, encode = make_runner(model), [], []
+    for slot, samples in enumerate((speech(1, STRIDE), speech(2, STRIDE))):
+        samples[300] = np.nan if slot == 0 else samples[300]
+        rows = [1 + slot * 100 + position for position in range(STRIDE)]
+        encode.append(EncodeTask(f"s{slot}", samples, None, rows))
+        tasks.append(DecodeTask(slot, f"s{slot}", 0, 0, STRIDE, rows, [], True))
+    opened = [OpenTask(slot, f"s{slot}", 0, {}, []) for slot in range(2)]
+    broken, whole = runner.execute(StepPlan(0, opened=opened, encode=encode, decode=tasks, live=2))
+    assert broken.error == "its audio holds values that are not numbers"
+    alone = Streams(make_runner(model), {0: speech(2, STRIDE)})
+    alone.step(final=True)
+    assert whole.error is None and [timed.token for timed in whole.timed] == alone.tokens(0)
+
+
 # Decoding
 
 
@@ -173,14 +188,26 @@ def test_rows_of_a_batch_do_not_touch_each_other(model: Moonshine) -> None:
         assert (row.tokens, row.peaks, row.ended) == (other.tokens, other.peaks, other.ended)
 
 
+@pytest.mark.parametrize(("peaks", "taken"), [([40, 9, 8, 41], 3), ([40, 9, 41, 8], 4), ([40, 9, 41, 8, 7, 42], 5)])
+def test_a_row_that_begins_again_is_not_decoded_on(peaks: list[int], taken: int) -> None:
+    """Two tokens in a row that attend to what is said already; one alone may be noise of the measurement."""
+    row = Row([], [], 20, None, 100, far_back=20.0, said_until=30.0)
+    for token, peak in enumerate(peaks, 3):
+        if not row.done:
+            row.take(token, 0.0, peak, end_token=2)
+    assert len(row.tokens) == taken and not row.ended
+
+
 # Streams
 
 
-def test_streams_together_say_what_each_says_alone(model: Moonshine) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_streams_together_say_what_each_says_alone(model: Moonshine, threads: int) -> None:
     audio = {slot: speech(10 + slot, 60) for slot in range(3)}
-    together = Streams(make_runner(model), audio)
+    together = Streams(make_runner(model, threads), audio)
     for step in range(12):
         together.step(final=step == 11)
+    together.runner.close()
     for slot, samples in audio.items():
         alone = Streams(make_runner(model), {slot: samples})
         for step in range(12):
