@@ -55,6 +55,21 @@ def test_tokens_the_model_doubts_need_more_distance() -> None:
     assert count([Heard(0, 10.0), Heard(1, 39.0, -1.2), Heard(2, 49.0)], [0, 1, 2]) == 2
 
 
+def test_what_the_model_is_certain_of_waits_for_no_second_pass_however_young_the_window() -> None:
+    policy = Policy(agreed_margin=4.0, lone_margin=10.0, certain=-0.1)
+    for chance, expected in ((-0.05, 1), (-0.2, 0)):
+        new = [Heard(0, 20.0, chance), Heard(1, 24.0)]
+        assert committable(new, False, [], (0.0, 25.0), PIECES, policy) == expected
+
+
+def test_what_is_neither_sure_nor_agreed_on_needs_the_most_distance() -> None:
+    policy = Policy(agreed_margin=4.0, lone_margin=10.0, doubtful_margin=20.0, sure=-0.7)
+    for chance, previous, expected in ((-0.5, [], 1), (-1.2, [], 0), (-1.2, [0], 1)):
+        new = [Heard(0, 38.0, chance), Heard(1, 49.0)]
+        assert committable(new, False, previous, (0.0, 50.0), PIECES, policy) == expected
+    assert committable([Heard(0, 29.0, -1.2), Heard(1, 49.0)], False, [], (0.0, 50.0), PIECES, policy) == 1
+
+
 def test_only_whole_words() -> None:
     assert count(heard((0, 10.0), (1, 12.0), (4, 49.0)), [0, 1, 4]) == 1
     assert count(heard((0, 10.0), (1, 12.0)), [0, 1]) == 1
