@@ -67,6 +67,25 @@ class ItemCutter:
         self._filled = look_back
         self._heard = 0
 
+    @property
+    def context(self) -> int:
+        """Samples before the next position that are encoded together with it."""
+        return min(self._look_back, self._next_sample - self._flushed_at)
+
+    def rest(self) -> NDArray[np.float32]:
+        """What has come and is in no item yet, with the context before it."""
+        return self._window[self._look_back - self.context : self._filled].copy()
+
+    def go_on(self, offset: int, sample: int, segment: int) -> int:
+        """Go on where another cutter stopped: at this position and sample, in a segment that began at `segment`.
+
+        Returns the sample from which on audio is to come again: that of the context too.
+        """
+        self.next_offset, self._next_sample, self._flushed_at = offset, sample, segment
+        self._filled = self._heard = self._look_back - self.context
+        self.samples_in = sample - self.context
+        return self.samples_in
+
     def cut(self, samples: NDArray[np.float32]) -> list[AudioItem]:
         """Take the next samples; returns the items they complete."""
         if samples.dtype != _FLOAT32 or samples.ndim != 1:

@@ -89,7 +89,49 @@ class Abort:
     stream: str
 
 
-Command = Open | Feed | Flush | Finish | Abort
+@dataclass(slots=True)
+class Entrust:
+    """Keep beside a stream what its gateway knows of the session: whoever adopts the session goes on with both.
+
+    All of it is opaque bytes. A `base` begins anew; `entries` go on from it, and together they account for the first
+    `consumed` outputs of the stream. Of the `chunks` that came with bases, the newest `keep_bytes` are kept. `number`
+    rises with each owner: what a former owner says is not heard. The `last` word gives the session up: it waits
+    `keep_s` seconds for a gateway to adopt it, as it does when its owner is lost.
+    """
+
+    stream: str
+    key: str
+    number: int
+    consumed: int
+    entries: list[bytes]
+    base: bytes | None = None
+    chunk: bytes = b""
+    keep_bytes: int = 0
+    keep_s: float = 0.0
+    # By how much the engine counts less than the stream itself does.
+    positions_before: int = 0
+    samples_before: int = 0
+    last: bool = False
+
+
+@dataclass(slots=True)
+class Adopt:
+    """Give me this session and its stream. Answered by `Inherited`; a former owner hears `Wanted`, then `Fenced`."""
+
+    stream: str
+    key: str
+
+
+@dataclass(slots=True)
+class Disown:
+    """The session is over: forget what was entrusted. Its stream, if there still is one, is ended by an Abort."""
+
+    stream: str
+    key: str
+    number: int
+
+
+Command = Open | Feed | Flush | Finish | Abort | Entrust | Adopt | Disown
 
 # A state as plain data: numbers, strings, bytes, lists and dictionaries of them.
 Saved = dict[str, Any]
@@ -197,7 +239,51 @@ class Dead:
     message: str
 
 
-Output = Text | Speech | StreamState | Opened | Flushed | Closed | Failed | Refused | Dead
+@dataclass(slots=True)
+class Wanted:
+    """Another gateway asks for this session: its owner is to give it up with a last `Entrust`."""
+
+    key: str
+
+
+@dataclass(slots=True)
+class Fenced:
+    """This session belongs to another gateway now."""
+
+    key: str
+
+
+@dataclass(slots=True)
+class Inherited:
+    """What was entrusted with a session, and where its stream stands; `number` is 0 if nobody has the session.
+
+    The outputs that the entries do not account for follow at once. `end` and `sample` are where the stream's audio
+    ends, `segment` where its current segment began, `flushes` and `answered` the last tags that came and were answered,
+    `token` the position of the next token: all on the engine's count. `stream` is empty if there was none.
+    """
+
+    key: str
+    number: int = 0
+    stream: str = ""
+    base: bytes = b""
+    chunks: list[bytes] = field(default_factory=list)
+    entries: list[bytes] = field(default_factory=list)
+    consumed: int = 0
+    positions_before: int = 0
+    samples_before: int = 0
+    end: int = 0
+    sample: int = 0
+    segment: int = 0
+    flushes: int = 0
+    answered: int = 0
+    token: int = 0
+    delay_positions: int | None = None
+    options: dict[str, str] = field(default_factory=dict)
+
+
+# About a session, not about a stream.
+SessionOutput = Wanted | Fenced | Inherited
+Output = Text | Speech | StreamState | Opened | Flushed | Closed | Failed | Refused | Dead | SessionOutput
 
 
 @dataclass(slots=True)

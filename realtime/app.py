@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
@@ -15,13 +15,16 @@ import uvicorn
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.handles import EngineHandle, EngineProcess, EngineThread, RemoteEngine
 from engine.config import DEFAULT_MODEL, EngineConfig
-from realtime.config import Config, ModelConfig
+from realtime.config import Config, LimitsConfig, ModelConfig
 from realtime.http.gateway import Gateway
 from realtime.http.routes import build_app
 from realtime.metrics.engine import engine_collector
 from realtime.metrics.gateway import Metrics
 from realtime.serving.engine_api import EngineApi
+from realtime.serving.house import House
+from realtime.serving.tokens import Signer
 from realtime.serving.uvicorn_patch import RealtimeWebSocket, patient_http
+from realtime.serving.will import WillApi
 
 log = logging.getLogger("tickertape")
 
@@ -112,9 +115,16 @@ class RunningServer:
         await self.task
 
 
-def build_server(engine: EngineApi, config: Config, metrics: Metrics | None = None) -> Server:
+def build_server(
+    engine: EngineApi,
+    config: Config,
+    metrics: Metrics | None = None,
+    signer: Signer | None = None,
+    heirs: WillApi | None = None,
+    house: House | None = None,
+) -> Server:
     """The gateway over a running engine, ready to `serve()`."""
-    app = build_app(engine, config, metrics)
+    app = build_app(engine, config, metrics, signer, heirs, house)
     settings = config.server
     uvicorn_config = uvicorn.Config(
         app,
@@ -149,10 +159,18 @@ def freeze_modules() -> None:
 
 
 @asynccontextmanager
-async def listening(engine: EngineApi, config: Config, metrics: Metrics | None = None) -> AsyncIterator[RunningServer]:
+async def listening(
+    engine: EngineApi,
+    config: Config,
+    metrics: Metrics | None = None,
+    signer: Signer | None = None,
+    heirs: WillApi | None = None,
+    house: House | None = None,
+    sockets: list[socket.socket] | None = None,
+) -> AsyncIterator[RunningServer]:
     """A gateway over a running engine, listening; stopped at the end. Raises OSError if it cannot listen."""
-    server = build_server(engine, config, metrics)
-    task = asyncio.create_task(_serve(server), name="server")
+    server = build_server(engine, config, metrics, signer, heirs, house)
+    task = asyncio.create_task(_serve(server, sockets), name="server")
     try:
         await server.wait_until_listening(task)
         host, port = server.servers[0].sockets[0].getsockname()[:2]
@@ -164,9 +182,9 @@ async def listening(engine: EngineApi, config: Config, metrics: Metrics | None =
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _serve(server: Server) -> None:
+async def _serve(server: Server, sockets: list[socket.socket] | None = None) -> None:
     try:
-        await server.serve()
+        await server.serve(sockets)
     except SystemExit as error:
         settings = server.config
         raise OSError(f"cannot listen on {settings.host} port {settings.port}: is it in use?") from error
@@ -183,18 +201,13 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     spares = 1 if model.spare else 0
     client = EngineClient(
         engines or [EngineProcess(_engine_config(model)) for _ in range(1 + spares)],
-        ClientSettings(
-            spares=spares,
-            cache_bytes=model.input_cache_bytes,
-            keep_seconds=config.limits.replay_s,
-            max_load=config.limits.max_load,
-        ),
+        _client_settings(config),
     )
     metrics.add_collector(engine_collector(client.metrics, client.capacity))
     starting = asyncio.create_task(_start(client), name="start of the engine")
     stop_at_once = False
     try:
-        async with listening(client, config, metrics) as server:
+        async with listening(client, config, metrics, Signer(config.auth.secret.encode())) as server:
             log.info("listening on %s", server.url)
             try:
                 yield replace(server, starting=starting)
@@ -204,6 +217,65 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await client.close(stop_at_once)
+
+
+@asynccontextmanager
+async def engine_for_workers(config: Config) -> AsyncIterator[tuple[list[str], asyncio.Task[None]]]:
+    """The addresses of the engines that workers use, and a task that ends when an engine of our own is there: it is
+    started, and started anew, by this process."""
+    if config.model.engines:
+        yield list(config.model.engines), asyncio.create_task(asyncio.sleep(0))
+        return
+    spares = 1 if config.model.spare else 0
+    engines = [EngineProcess(_engine_config(config.model)) for _ in range(1 + spares)]
+    client = EngineClient(engines, _client_settings(config))
+    starting = asyncio.create_task(_start(client), name="start of the engine")
+    try:
+        yield [engine.address for engine in engines], starting
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await client.close()
+
+
+@asynccontextmanager
+async def gateway_of_several(
+    config: Config, engines: Sequence[str], secret: bytes, house: House, listener: socket.socket
+) -> AsyncIterator[RunningServer]:
+    """One gateway of several over the same engines: sessions move between them."""
+    metrics = Metrics()
+    freeze_modules()
+    client = EngineClient([RemoteEngine(address) for address in engines], _client_settings(config))
+    metrics.add_collector(engine_collector(client.metrics, client.capacity))
+    starting = asyncio.create_task(_start(client), name="start of the engine")
+    share = replace(config, limits=_share(config.limits, config.server.workers))
+    try:
+        async with listening(client, share, metrics, Signer(secret), client, house, [listener]) as server:
+            yield replace(server, starting=starting)
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await client.close()
+
+
+def _share(limits: LimitsConfig, workers: int) -> LimitsConfig:
+    """What one of several gateways may spend of what is not counted over all of them."""
+    return replace(
+        limits,
+        uploads=-(-limits.uploads // workers),
+        uploads_waiting=-(-limits.uploads_waiting // workers),
+        spool_bytes=limits.spool_bytes // workers,
+        inject_bytes=limits.inject_bytes // workers,
+    )
+
+
+def _client_settings(config: Config) -> ClientSettings:
+    return ClientSettings(
+        spares=1 if config.model.spare else 0,
+        cache_bytes=config.model.input_cache_bytes,
+        keep_seconds=config.limits.replay_s,
+        max_load=config.limits.max_load,
+    )
 
 
 async def _start(client: EngineClient) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import socket
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -21,6 +22,9 @@ from typing import Any
 ENVIRONMENT_PREFIX = "TICKERTAPE_"
 # Shorter turns would be cut in the middle of ordinary speech.
 MIN_TURN_S = 60.0
+MIN_SECRET = 16
+# More would only wait for one another.
+MOST_WORKERS = 64
 
 
 class ConfigError(Exception):
@@ -29,6 +33,9 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
+    # Gateway processes; 0 lets the server choose: one for an engine on this machine's cores, else one per 150 streams
+    # that the engine may hold, never more than the cores leave.
+    workers: int = 0
     # Address to listen on. Anything but a loopback address needs keys, or `auth.no_auth`.
     host: str = "127.0.0.1"
     port: int = 8000
@@ -52,8 +59,11 @@ class AuthConfig:
     keys: tuple[str, ...] = ()
     # Must be set to serve without keys on an address that others can reach.
     no_auth: bool = False
-    # Most client secrets (ek_...) that may be valid at once.
+    # Has no effect any more: client secrets (ek_...) are signed, and none has to be remembered.
     max_client_secrets: int = 10_000
+    # What client secrets and resume tokens are signed with; empty makes one up at every start. Servers that are to take
+    # one another's need the same.
+    secret: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +194,7 @@ def check(config: Config) -> None:
         raise ConfigError(f"session.turn_s must be at least {MIN_TURN_S:g}, not {config.session.turn_s:g}")
     if config.model.spare and config.model.engines:
         raise ConfigError("model.spare is for an engine of our own: engines elsewhere have theirs where they run")
+    _check_workers(config)
     if any(len(key) < 8 for key in auth.keys):
         raise ConfigError("auth.keys: a key must have at least 8 characters")
     if auth.keys and auth.no_auth:
@@ -194,6 +205,16 @@ def check(config: Config) -> None:
         )
     for section in fields(config):
         _check_not_negative(section.name, getattr(config, section.name))
+
+
+def _check_workers(config: Config) -> None:
+    workers, secret = config.server.workers, config.auth.secret
+    if secret and len(secret) < MIN_SECRET:
+        raise ConfigError(f"auth.secret must have at least {MIN_SECRET} characters")
+    if workers > 1 and not hasattr(socket, "SO_REUSEPORT"):
+        raise ConfigError("server.workers: this system cannot spread connections over processes; use 1")
+    if workers > MOST_WORKERS:
+        raise ConfigError(f"server.workers can be at most {MOST_WORKERS}, not {workers}")
 
 
 def is_loopback(host: str) -> bool:

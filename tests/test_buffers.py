@@ -38,6 +38,7 @@ NO_BOUNDING_CONSTANTS = {
     "realtime.http.gateway.SAMPLE_BYTES": "the size of a sample",
     "realtime.http.files.READ_BYTES": "the size of a read",
     "realtime.serving.inbox.PIECE_BYTES": "how much is decoded at once",
+    "realtime.serving.tokens.MAC_BYTES": "the length of a signature",
     "realtime.session.settings.MAX_RATE": "a range of a setting",
     "realtime.session.subtitles.MAX_SUBTITLE_CHARACTERS": "the shape of a subtitle",
     "realtime.session.subtitles.MAX_SUBTITLE_SECONDS": "the shape of a subtitle",

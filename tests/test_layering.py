@@ -65,6 +65,7 @@ FLOORS: dict[str, set[str]] = {
         "realtime/serving",
         "realtime/session",
     },
+    "realtime/workers": {"realtime", "realtime/serving"},
     "realtime/client": set(),
     "realtime/bench": {"audio", "realtime/client"},
     "realtime/commands": {
@@ -77,6 +78,7 @@ FLOORS: dict[str, set[str]] = {
         "realtime/client",
         "realtime/serving",
         "realtime/session",
+        "realtime/workers",
     },
 }
 OPENINGS: dict[str, set[str]] = {

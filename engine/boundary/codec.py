@@ -19,7 +19,7 @@ from engine.boundary.commands import Wire, WireStreamState, plain_state, wire_st
 from engine.spec import ModelSpec
 
 # Goes up whenever an older peer could misread what is sent.
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 Frames = Sequence[Any]
 Payload = NDArray[np.float32]
@@ -82,6 +82,42 @@ class WireDead(Wire, tag="dead"):
     message: str
 
 
+class WireWanted(Wire, tag="wanted"):
+    key: str
+
+
+class WireFenced(Wire, tag="fenced"):
+    key: str
+
+
+class WireInherited(Wire, tag="inherited"):
+    """The fields of `messages.Inherited`, in its order."""
+
+    key: str
+    number: int
+    stream: str
+    base: bytes
+    chunks: list[bytes]
+    entries: list[bytes]
+    consumed: int
+    positions_before: int
+    samples_before: int
+    end: int
+    sample: int
+    segment: int
+    flushes: int
+    answered: int
+    token: int
+    delay_positions: int | None
+    options: dict[str, str]
+
+
+_SESSION_OUTPUTS: dict[type[messages.SessionOutput], type[WireWanted | WireFenced | WireInherited]] = {
+    messages.Wanted: WireWanted,
+    messages.Fenced: WireFenced,
+    messages.Inherited: WireInherited,
+}
+
 WireOutput = (
     WireText
     | WireSpeech
@@ -92,6 +128,9 @@ WireOutput = (
     | WireFailed
     | WireRefused
     | WireDead
+    | WireWanted
+    | WireFenced
+    | WireInherited
 )
 
 
@@ -283,6 +322,9 @@ def wire_output(output: messages.Output) -> WireOutput:
             return WireRefused(stream, code, message)
         case messages.Dead(message):
             return WireDead(message)
+        case messages.Wanted() | messages.Fenced() | messages.Inherited():
+            wire = _SESSION_OUTPUTS[type(output)]
+            return wire(*(getattr(output, name) for name in wire.__struct_fields__))
 
 
 def plain_output(output: WireOutput) -> messages.Output:
@@ -308,3 +350,6 @@ def plain_output(output: WireOutput) -> messages.Output:
             return messages.Refused(output.stream, output.code, output.message)
         case WireDead():
             return messages.Dead(output.message)
+        case WireWanted() | WireFenced() | WireInherited():
+            plain = next(kind for kind, wire in _SESSION_OUTPUTS.items() if wire is type(output))
+            return plain(*(getattr(output, name) for name in output.__struct_fields__))

@@ -70,7 +70,34 @@ class WireAbort(Wire, tag="abort"):
     stream: str
 
 
-WireCommand = WireOpen | WireFeed | WireFlush | WireFinish | WireAbort
+class WireEntrust(Wire, tag="entrust"):
+    stream: str
+    key: str
+    number: Count
+    consumed: Count
+    entries: list[bytes]
+    base: bytes | None
+    chunk: bytes
+    keep_bytes: Count
+    keep_s: float
+    positions_before: Count
+    samples_before: Count
+    last: bool
+
+
+class WireAdopt(Wire, tag="adopt"):
+    stream: str
+    key: str
+
+
+class WireDisown(Wire, tag="disown"):
+    stream: str
+    key: str
+    number: Count
+
+
+WireSessionCommand = WireEntrust | WireAdopt | WireDisown
+WireCommand = WireOpen | WireFeed | WireFlush | WireFinish | WireAbort | WireSessionCommand
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[WireCommand] = msgspec.msgpack.Decoder(WireCommand)
@@ -128,6 +155,29 @@ def _wire_command(command: messages.Command, items: list[WireItem]) -> WireComma
             return WireFinish(command.stream)
         case messages.Abort():
             return WireAbort(command.stream)
+        case messages.Adopt():
+            return WireAdopt(command.stream, command.key)
+        case messages.Disown():
+            return WireDisown(command.stream, command.key, command.number)
+        case messages.Entrust():
+            return _wire_entrust(command)
+
+
+def _wire_entrust(command: messages.Entrust) -> WireEntrust:
+    return WireEntrust(
+        command.stream,
+        command.key,
+        command.number,
+        command.consumed,
+        command.entries,
+        command.base,
+        command.chunk,
+        command.keep_bytes,
+        command.keep_s,
+        command.positions_before,
+        command.samples_before,
+        command.last,
+    )
 
 
 def wire_open(command: messages.Open, items: list[WireItem]) -> WireOpen:

@@ -179,6 +179,8 @@ class EngineSocket:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)
+        # A message to a gateway that is gone is an error, not nothing: it is the first sign that it is gone.
+        self._socket.router_mandatory = True
         self._socket.linger = 500
         try:
             self._socket.bind(check_address(address))
@@ -203,8 +205,15 @@ class EngineSocket:
             return None
         return name.bytes, [frame.buffer for frame in frames]
 
-    def send(self, name: bytes, frames: list[Any]) -> None:
-        self._socket.send_multipart([name, *frames], flags=zmq.NOBLOCK)
+    def send(self, name: bytes, frames: list[Any]) -> bool:
+        """Whether there is anybody of that name."""
+        try:
+            self._socket.send_multipart([name, *frames], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
 
     def close(self) -> None:
         self._socket.close()

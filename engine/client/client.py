@@ -24,6 +24,7 @@ from engine.client.render import Rendered, render
 from engine.client.replay import positions_to_keep
 from engine.client.stream import EngineStream, StreamLimits
 from engine.client.supervisor import EngineMetrics, Supervisor
+from engine.client.wills import Inheritance, WillDesk, link_for
 from engine.errors import AtCapacity, DuplicateStream, EngineDead, EngineError
 from engine.messages import Item
 from engine.spec import ModelSpec
@@ -57,6 +58,8 @@ class EngineClient:
         self._supervisor: Supervisor | None = None
         self._read_only: Processor | None = None
         self._names: set[str] = set()
+        # What is entrusted to engines, and sessions of other gateways.
+        self.wills = WillDesk(self._make_inherited)
 
     async def start(self) -> None:
         """Returns when engines of our own are warm; those elsewhere may come later.
@@ -71,6 +74,7 @@ class EngineClient:
             settings.recovery_timeout_s,
             settings.max_load,
             settings.spares,
+            self.wills.heard,
         )
         self._supervisor.spec.add_done_callback(self._meet)
         await self._supervisor.start()
@@ -136,6 +140,19 @@ class EngineClient:
             raise
         self._names.discard(stream)
         raise refusal
+
+    def link_for(self, stream: EngineStream | None) -> EngineLink | None:
+        """Where the value of a session with this stream is kept; None if there is no such place at the moment."""
+        return link_for(stream, self._running.seats)
+
+    async def adopt(self, key: str) -> Inheritance | None:
+        """A session of another gateway, with its stream; None if no engine knows of it."""
+        return await self.wills.adopt(self._running.seats, key)
+
+    def _make_inherited(self, inherited: messages.Inherited) -> EngineStream:
+        self._names.add(inherited.stream)
+        opening = messages.Open(inherited.stream, True, inherited.delay_positions, inherited.options)
+        return EngineStream(opening, self.spec, self._limits(), self._ended)
 
     def capacity(self) -> Capacity:
         connected = capacity_of([link.status for link in self._links()], self._settings.max_load)

@@ -36,6 +36,14 @@ class Delivery:
         else:
             link.send(opening)
 
+    @classmethod
+    def of_open_stream(cls, link: EngineLink, stream: str) -> Delivery:
+        """To an engine that runs the stream already."""
+        delivery = cls.__new__(cls)
+        delivery.is_open, delivery._stream, delivery._link = True, stream, link
+        delivery._opening, delivery._waiting = None, deque()
+        return delivery
+
     def send(self, command: messages.Command, items: list[Item] | None = None) -> None:
         if self.is_open and not self._waiting:
             self._link.send(command, items)

@@ -76,6 +76,8 @@ class EngineLink:
         self._ack_timer: asyncio.TimerHandle | None = None
         self._beat_timer: asyncio.TimerHandle | None = None
         self._flushed_at = 0.0
+        # Done with the next batch that leaves.
+        self._left: asyncio.Future[None] | None = None
         self._heard_at = self._loop.time()
 
     async def connect(
@@ -133,6 +135,13 @@ class EngineLink:
         if self.lost is None:
             self._outbox.pace(source)
             self._schedule_flush()
+
+    async def flushed(self) -> None:
+        """Until all that was sent so far has left this process, or there is nobody to send it to."""
+        if self._flush_timer is not None and self.lost is None:
+            if self._left is None:
+                self._left = self._loop.create_future()
+            await asyncio.wait({self._left, self.ended}, return_when=asyncio.FIRST_COMPLETED)
 
     def close(self) -> None:
         """Leave. Idempotent; tells nobody but the engine."""
@@ -192,6 +201,9 @@ class EngineLink:
             self._under_way[numbering.sent] = batch.items
             self._acknowledge_later(cancel=True)
             self._socket.send(frames)
+        if self._left is not None:
+            self._left.set_result(None)
+            self._left = None
         if self._outbox.has_more:
             self._schedule_flush()
         for failed in failures:

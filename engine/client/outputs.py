@@ -22,7 +22,11 @@ class Outputs:
     def __init__(self, sample_rate: int, on_read: Callable[[], None]) -> None:
         self._sample_rate = sample_rate
         self._on_read = on_read
-        self._queue: deque[messages.Output] = deque()
+        # Each with its number: how many outputs of the engine it was.
+        self._queue: deque[tuple[int, messages.Output]] = deque()
+        # The number of the last one that was read, and of the last that came.
+        self.read = 0
+        self.told = 0
         self._news = asyncio.Event()
         # Speech before this sample has been told.
         self._told_until = 0
@@ -36,8 +40,13 @@ class Outputs:
 
     def put(self, output: messages.Output | None) -> None:
         if output is not None:
-            self._queue.append(output)
+            self._queue.append((self.told, output))
             self._news.set()
+
+    def begin(self, told: int) -> None:
+        """Another engine carries the stream, which has said so much; what still waits here is not of it."""
+        self._queue = deque((told, output) for _, output in self._queue)
+        self.read = self.told = told
 
     def put_speech(self, speech: messages.Speech) -> None:
         self.put(self._new_part(speech))
@@ -45,7 +54,7 @@ class Outputs:
     async def __aiter__(self) -> AsyncIterator[messages.Output]:
         while True:
             while self._queue:
-                output = self._queue.popleft()
+                self.read, output = self._queue.popleft()
                 self._on_read()
                 yield output
                 if isinstance(output, _FINAL):

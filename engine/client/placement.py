@@ -39,6 +39,11 @@ class Placement:
         self._positions_before, self._samples_before = replay.positions, replay.samples
         self._computed_here = replay.positions + self._spec.prefix_positions
 
+    @property
+    def before(self) -> tuple[int, int]:
+        """Positions and samples by which this engine counts less."""
+        return self._positions_before, self._samples_before
+
     def lose(self, now: float, end: int) -> None:
         """The engine is lost; the audio so far ends at position `end`."""
         self.link = None

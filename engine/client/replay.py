@@ -60,6 +60,13 @@ class Memory(Protocol):
     def take(self, state: StreamState) -> None:
         """The state after all that was heard so far."""
 
+    def go_on(self, position: int, token: int) -> None:
+        """Of a stream of another gateway, nothing before `position` is kept; its next token is that of `token`."""
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether enough is kept for another engine to go on."""
+
 
 class KeptAudio:
     """The end of a stream: items and flushes in the order in which they were sent."""
@@ -192,12 +199,21 @@ class TokenMemory:
     def take(self, state: StreamState) -> None:
         raise AssertionError("a model with one token per position saves no states")
 
+    def go_on(self, position: int, token: int) -> None:
+        self._first = token
+
+    @property
+    def can_replay(self) -> bool:
+        return True
+
 
 class WindowMemory:
     """For models that reread their window: the last saved state."""
 
     def __init__(self) -> None:
         self._state: StreamState | None = None
+        # Audio before this was with another gateway.
+        self._kept_from = 0
 
     def trim(self, kept: KeptAudio) -> None:
         if self._state is not None:
@@ -216,7 +232,15 @@ class WindowMemory:
         return text
 
     def take(self, state: StreamState) -> None:
-        self._state = state
+        if state.audio_from >= self._kept_from:
+            self._state, self._kept_from = state, 0
+
+    def go_on(self, position: int, token: int) -> None:
+        self._kept_from = position
+
+    @property
+    def can_replay(self) -> bool:
+        return not self._kept_from
 
 
 def memory_for(spec: ModelSpec, keep_positions: int) -> Memory:

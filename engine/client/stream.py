@@ -17,7 +17,7 @@ from engine.client.link import EngineLink
 from engine.client.outputs import Outputs
 from engine.client.placement import Placement
 from engine.client.processor import ItemRefused
-from engine.client.replay import KeptAudio, memory_for
+from engine.client.replay import KeptAudio, Replay, memory_for
 from engine.client.suspicion import Suspicion
 from engine.errors import AtCapacity, BadOption, DuplicateStream, EngineDead, EngineError, StreamFailed, StreamFinished
 from engine.messages import Item
@@ -143,12 +143,39 @@ class EngineStream:
     def __aiter__(self) -> AsyncIterator[messages.Output]:
         return aiter(self._outputs)
 
+    @property
+    def read(self) -> int:
+        """How many outputs of the engine that carries the stream now have been read."""
+        return self._outputs.read
+
+    @property
+    def before(self) -> tuple[int, int]:
+        """Positions and samples that this engine does not count."""
+        return self.place.before
+
+    def rest(self) -> NDArray[np.float32]:
+        """Audio that was fed and has not left for the engine, with the context before it."""
+        return self._cutter.rest()
+
+    def lay_down(self) -> None:
+        """The stream goes on at another gateway: nothing more is sent, and nobody reads its outputs here."""
+        self._delivery = self.place.link = None
+        if not self._ended:
+            self._ended = True
+            self._room.set()
+            self._on_end(self)
+
     # For the client that owns the stream.
 
     async def open_on(self, link: EngineLink) -> None:
         """Open or reopen here, replaying what is kept. Raises what the engine answers, or EngineDead; then no engine
         carries the stream."""
+        if not self._memory.can_replay:
+            raise StreamFailed(
+                self.id, "came from another gateway, and too little of it was heard here to go on elsewhere"
+            )
         self._opened = opened = asyncio.get_running_loop().create_future()
+        self._outputs.begin(0)
         replay = self._memory.replay(self._kept)
         self.place.begin(link, replay)
         suspicion = self.suspicion
@@ -165,6 +192,21 @@ class EngineStream:
         except (EngineError, ValueError):
             self._leave_engine()
             raise
+
+    def carried_by(self, link: EngineLink, inherited: messages.Inherited) -> int:
+        """This engine runs the stream already, for a gateway before us. Returns the sample from which on its audio has
+        to be fed."""
+        positions, samples = inherited.positions_before, inherited.samples_before
+        end, sample = inherited.end + positions, inherited.sample + samples
+        self.place.begin(link, Replay(positions, samples, []))
+        self._kept.end, self._kept.end_sample = end, sample
+        self._memory.go_on(end, inherited.token + positions)
+        self._tags = inherited.flushes
+        self._unanswered = set(range(inherited.answered + 1, inherited.flushes + 1))
+        self._outputs.begin(inherited.consumed)
+        self._was_opened = True
+        self._delivery = Delivery.of_open_stream(link, self.id)
+        return self._cutter.go_on(end, sample, inherited.segment + samples)
 
     @property
     def is_open(self) -> bool:
@@ -194,6 +236,7 @@ class EngineStream:
 
     def take(self, output: messages.Output) -> None:
         """An output of the engine that carries the stream now."""
+        self._outputs.told += 1
         self.place.from_engine(output)
         match output:
             case messages.Opened():

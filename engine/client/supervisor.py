@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
@@ -68,13 +68,16 @@ class Supervisor:
         cache_bytes: int,
         timeout_s: float,
         max_load: float,
-        spares: int = 0,
+        spares: int,
+        on_session: Callable[[Seat, messages.SessionOutput], None],
     ) -> None:
         """`spares`: so many of the engines serve only when another one is lost."""
         # The model that all engines run: known when the first of them has answered.
         self.spec: asyncio.Future[ModelSpec] = asyncio.get_running_loop().create_future()
         self.seats = Seats(engines, max_load, spares)
         self._model = model
+        # Told what engines say about sessions rather than streams.
+        self._on_session = on_session
         self._cache_bytes = cache_bytes
         self._gateway = uuid4().hex
         self._clock = asyncio.get_running_loop().time
@@ -222,6 +225,9 @@ class Supervisor:
 
     def _events(self, seat: Seat) -> LinkEvents:
         def on_output(output: messages.Output) -> None:
+            if isinstance(output, messages.SessionOutput):
+                self._on_session(seat, output)
+                return
             stream = None if isinstance(output, messages.Dead) else seat.streams.get(output.stream)
             if stream is not None:
                 stream.take(output)

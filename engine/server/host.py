@@ -22,6 +22,7 @@ from engine.server.intake import Intake
 from engine.server.load_report import LoadReport
 from engine.server.loop import EngineLoop
 from engine.server.peer import Peer, Roster
+from engine.server.wills import Wills
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ class EngineHost:
         self._clock = clock
         self._peers: dict[bytes, Peer] = {}
         self._roster = Roster()
-        self._intake = Intake(loop, self._roster, clock)
+        self._wills = Wills(self._roster, clock, self._reaches, self._abort)
+        self._intake = Intake(loop, self._roster, self._wills, clock)
         self._progress_at = 0.0
         self._load = LoadReport(loop, clock())
 
@@ -111,7 +113,7 @@ class EngineHost:
             return
         # A gateway that comes back, or a connection that was another's before.
         for old in [peer for peer in self._peers.values() if peer.gateway == hello.gateway or peer.name == name]:
-            self._drop(old)
+            self._drop(old, comes_back=True)
         cache: ReceiverCache[Payload] = ReceiverCache(max(0, hello.cache_bytes))
         self._peers[name] = Peer(name, hello.gateway, cache, self._clock())
         welcome = codec.Welcome(codec.WIRE_VERSION, package_version(), self._engine, spec, self._load.status)
@@ -120,7 +122,7 @@ class EngineHost:
     def _dismiss(self, name: bytes, why: str) -> None:
         peer = self._peers.get(name)
         if peer is not None:
-            self._drop(peer)
+            self._drop(peer, comes_back=True)
         self._socket.send(name, codec.encode(codec.Unwelcome(why)))
 
     def _bear(self, name: bytes, peer: Peer | None, why: str) -> None:
@@ -132,11 +134,31 @@ class EngineHost:
                 return
         self._dismiss(name, why)
 
-    def _drop(self, peer: Peer) -> None:
-        """Forget a gateway and everything it had open."""
+    def _drop(self, peer: Peer, *, comes_back: bool = False) -> None:
+        """Forget a gateway and everything it had open, but for sessions that another may go on with. One that comes
+        back opens its streams anew."""
         del self._peers[peer.name]
-        aborts = [messages.Abort(name) for name in self._roster.leave(peer)]
-        self._loop.submit(aborts, time.monotonic_ns())
+        if comes_back:
+            self._wills.forget_all(peer)
+        self._wills.leave(peer)
+        for name in self._roster.leave(peer):
+            self._abort(name)
+
+    def _abort(self, name: str) -> None:
+        self._roster.forget(name)
+        self._loop.submit([messages.Abort(name)], time.monotonic_ns())
+
+    def _reaches(self, peer: Peer, wanted: messages.Wanted) -> bool:
+        """Ask a gateway for a session; False if it is gone, which only sending to it tells."""
+        if self._peers.get(peer.name) is not peer:
+            return False
+        beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self._load.status)
+        if not self._socket.send(peer.name, codec.encode(beat)):
+            logger.warning("gateway %s is gone; its sessions wait for another", peer.gateway)
+            self._drop(peer)
+            return False
+        peer.outputs.append(wanted)
+        return True
 
     def _dispatch(self, peer: Peer, message: Any, frames: Frames) -> None:
         numbering = peer.numbering
@@ -233,7 +255,7 @@ class EngineHost:
             if max(output.probabilities) >= SPEECH_THRESHOLD:
                 hosted.heard_at = self._clock()
         output.stream = hosted.name
-        hosted.peer.outputs.append(output)
+        hosted.tell(output)
 
     def _report(self, now: float) -> None:
         self._load.count(self._loop)
@@ -241,6 +263,7 @@ class EngineHost:
         if self._roster.changed or now - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at, self._roster.changed = now, False
             progress = self._progress(now)
+            self._wills.tick(now)
             self._load.measure(self._loop, self._roster.streams.values(), now)
         for peer in list(self._peers.values()):
             if now - peer.heard_at > SILENCE_SECONDS:
@@ -300,6 +323,7 @@ class EngineHost:
                 hosted.reported = stream.computed
                 if moving_is_work:
                     hosted.heard_at = now
-                report = codec.Progress(hosted.name, stream.computed)
-                progress.setdefault(hosted.peer.name, []).append(report)
+                if hosted.peer is not None:
+                    report = codec.Progress(hosted.name, stream.computed)
+                    progress.setdefault(hosted.peer.name, []).append(report)
         return progress

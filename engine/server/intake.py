@@ -16,6 +16,9 @@ from engine.boundary.codec import Frames, Payload, WireData, WireError
 from engine.boundary.commands import (
     UnreadableCommand,
     WireAbort,
+    WireAdopt,
+    WireDisown,
+    WireEntrust,
     WireFeed,
     WireFinish,
     WireFlush,
@@ -29,6 +32,7 @@ from engine.boundary.item_rules import complaint_about
 from engine.errors import BadItem, DuplicateStream
 from engine.server.loop import EngineLoop
 from engine.server.peer import Peer, Roster
+from engine.server.wills import Wills
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +43,10 @@ Keyed = tuple[bytes, int, Payload | None]
 class Intake:
     """Hands commands to the loop under the names it knows streams by; `clock` is for what streams did lately."""
 
-    def __init__(self, loop: EngineLoop, roster: Roster, clock: Callable[[], float]) -> None:
+    def __init__(self, loop: EngineLoop, roster: Roster, wills: Wills, clock: Callable[[], float]) -> None:
         self._loop = loop
         self._roster = roster
+        self._wills = wills
         self._clock = clock
 
     def take(self, peer: Peer, batch: codec.Batch, frames: Frames, now: int) -> list[bytes]:
@@ -88,6 +93,9 @@ class Intake:
         if isinstance(command, WireOpen):
             self._open(peer, command, audio, now)
             return
+        if isinstance(command, (WireEntrust, WireAdopt, WireDisown)):
+            self._wills.take(peer, command)
+            return
         name = peer.streams.get(command.stream)
         if name is None:
             return  # it crossed with the stream's end, which its gateway has been told of
@@ -98,8 +106,10 @@ class Intake:
                 except BadItem as error:
                     self._fail(name, error, now)
                 else:
+                    self._roster.streams[name].fed(items, self._loop.scheduler.spec.samples_per_position)
                     self._submit(messages.Feed(name, items), now)
             case WireFlush():
+                self._roster.streams[name].flushed(command.tag, command.at_pause)
                 self._submit(messages.Flush(name, command.tag, command.at_pause), now)
             case WireFinish():
                 self._submit(messages.Finish(name), now)
@@ -113,12 +123,14 @@ class Intake:
             error = DuplicateStream(command.stream, "is open already; use another id")
             peer.outputs.append(messages.Refused(command.stream, type(error).__name__, str(error)))
             return
-        name = self._roster.open(peer, command.stream, command.live, self._clock())
+        spec = self._loop.scheduler.spec
+        name = self._roster.open(peer, command, spec.prefix_positions, self._clock())
         try:
             items = self._items(name, command.items, audio)
         except BadItem as error:
             self._fail(name, error, now)
         else:
+            self._roster.streams[name].fed(items, spec.samples_per_position)
             self._submit(plain_open(command, name, items), now)
 
     def _items(
@@ -158,7 +170,7 @@ class Intake:
         """End one stream with an error, wherever it is by now."""
         hosted = self._roster.streams[name]
         message = str(error).replace(name, hosted.name)
-        hosted.peer.outputs.append(messages.Failed(hosted.name, code, message))
+        hosted.tell(messages.Failed(hosted.name, code, message))
         self._roster.forget(name)
         self._submit(messages.Abort(name), now)
 

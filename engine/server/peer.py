@@ -3,26 +3,79 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import Frames, Payload
+from engine.boundary.commands import WireOpen
 from engine.boundary.input_cache import ReceiverCache
 from engine.boundary.sockets import Numbering
+
+# Outputs kept of a stream until its gateway accounts for them. Without a will nobody does, and few are kept.
+MOST_OUTPUTS_KEPT = 4096
+OUTPUTS_KEPT_WITHOUT_WILL = 64
 
 
 @dataclass(slots=True)
 class HostedStream:
-    """Where a stream of the loop belongs, and what its gateway calls it."""
+    """Where a stream of the loop belongs, what its gateway calls it, and how far it has come.
 
-    peer: Peer
+    `peer` is None while its gateway is lost and no other has adopted it.
+    """
+
+    peer: Peer | None
     name: str
     live: bool
     # When it last made work; a new stream is expected to.
     heard_at: float
+    loop_name: str
+    opening: WireOpen
+    # Where its audio ends, and where the current segment of it began.
+    end: int
+    end_sample: int = 0
+    segment: int = 0
+    # The last flush that came, and the last that was answered; the position of the next token.
+    flushes: int = 0
+    answered: int = 0
+    tokens: int = 0
     reported: int = 0
     speaking: bool = False
+    # Outputs with their numbers, from the first that its gateway does not account for.
+    told: int = 0
+    outputs: deque[tuple[int, messages.Output]] = field(default_factory=deque)
+    accounted: bool = False
+
+    def fed(self, items: Sequence[messages.Item], samples_per_position: int) -> None:
+        for item in items[-1:]:
+            self.end = item.offset + item.length
+            came = item.length * samples_per_position if item.samples is None else item.samples
+            self.end_sample = item.sample + came
+
+    def flushed(self, tag: int, at_pause: bool) -> None:
+        self.flushes = tag
+        if not at_pause:
+            self.segment = self.end_sample
+
+    def tell(self, output: messages.Output) -> None:
+        """Say something, to the gateway if there is one; kept until it is accounted for."""
+        self.told += 1
+        if isinstance(output, messages.Flushed):
+            self.answered = output.tag
+        elif isinstance(output, messages.Text):
+            self.tokens += len(output.tokens)
+        self.outputs.append((self.told, output))
+        if len(self.outputs) > (MOST_OUTPUTS_KEPT if self.accounted else OUTPUTS_KEPT_WITHOUT_WILL):
+            self.outputs.popleft()
+        if self.peer is not None:
+            self.peer.outputs.append(output)
+
+    def forget_outputs(self, consumed: int) -> None:
+        """The first `consumed` outputs are accounted for."""
+        self.accounted = True
+        while self.outputs and self.outputs[0][0] <= consumed:
+            self.outputs.popleft()
 
 
 @dataclass(slots=True)
@@ -47,6 +100,11 @@ class Peer:
     acknowledged: int = 0
     spoke_at: float = 0.0
 
+    @property
+    def has_room(self) -> bool:
+        """Little enough is under way to it, and waits for it, for more."""
+        return self.numbering.may_send and len(self.outputs) < MOST_OUTPUTS_KEPT
+
 
 class Roster:
     """Every stream of the loop, and whose it is.
@@ -61,11 +119,14 @@ class Roster:
         self.changed = False
         self._openings = 0
 
-    def open(self, peer: Peer, stream: str, live: bool, now: float) -> str:
+    def open(self, peer: Peer, opening: WireOpen, first_position: int, now: float) -> str:
         """The loop's name of a new stream. It tells whose the stream was when the engine is gone."""
         self._openings += 1
+        stream = opening.stream
         name = f"{peer.gateway}/{self._openings}/{stream}"
-        self.streams[name] = HostedStream(peer, stream, live, now)
+        hosted = HostedStream(peer, stream, opening.live, now, name, opening, first_position)
+        hosted.tokens = first_position + len(opening.forced_tokens)
+        self.streams[name] = hosted
         peer.streams[stream] = name
         self.changed = True
         return name
@@ -74,13 +135,14 @@ class Roster:
         """The loop has no such stream any more. Harmless for one that is not there."""
         hosted = self.streams.pop(name, None)
         if hosted is not None:
-            self.release(hosted.peer, hosted.name, name)
+            if hosted.peer is not None:
+                self.release(hosted.peer, hosted.name, name)
             self.changed = True
 
     def find(self, name: str) -> HostedStream | None:
         """Whose a stream of the loop is; None if nobody wants to hear of it: its gateway has opened another since."""
         hosted = self.streams.get(name)
-        if hosted is None or hosted.peer.streams.get(hosted.name, name) != name:
+        if hosted is not None and hosted.peer is not None and hosted.peer.streams.get(hosted.name, name) != name:
             return None
         return hosted
 
@@ -88,6 +150,20 @@ class Roster:
         """The stream takes no more commands: what its gateway calls by this name from now on is another."""
         if peer.streams.get(stream) == name:
             del peer.streams[stream]
+
+    def detach(self, hosted: HostedStream) -> None:
+        """No gateway has the stream now; what its last one still sends is not for it."""
+        if hosted.peer is not None:
+            self.release(hosted.peer, hosted.name, hosted.loop_name)
+        hosted.peer = None
+
+    def attach(self, hosted: HostedStream, peer: Peer) -> None:
+        """This gateway has the stream from now on."""
+        hosted.peer = peer
+        # It is told at once how far the stream is.
+        hosted.reported, self.changed = -1, True
+        if hosted.loop_name in self.streams:
+            peer.streams[hosted.name] = hosted.loop_name
 
     def leave(self, peer: Peer) -> list[str]:
         """Forget all streams of a gateway; the loop's names of them."""

@@ -13,6 +13,7 @@ from realtime.commands.pull import fetch, model_name
 from realtime.commands.readiness import Readiness
 from realtime.commands.terminal import CommandFailed, is_debugging, note, out, read_config
 from realtime.config import Config, known_keys
+from realtime.workers.count import workers_for
 
 EPILOG = """\
 Examples:
@@ -32,6 +33,7 @@ systemd is told when the server is ready and when it stops (Type=notify); others
 SHORT = {
     "--host": ("server.host", "address to listen on; others than this machine need keys, or --no-auth"),
     "--port": ("server.port", "port to listen on"),
+    "--workers": ("server.workers", "gateway processes; as many as the engine and the cores call for if not given"),
     "--model": ("model.name", "a name from `tickertape models`, or a path to a checkpoint"),
     "--device": ("model.device", "auto, cpu, cuda, or cuda:1 for the second GPU"),
     "--max-streams": ("model.max_streams", "sessions at once; what the machine can do if not given"),
@@ -96,7 +98,11 @@ def run(options: argparse.Namespace) -> int:
     stop_by_terminate()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, readiness))
+            workers = workers_for(config)
+            if workers > 1:
+                runner.run(_serve_workers(config, workers, readiness))
+            else:
+                runner.run(_serve(config, readiness))
     except KeyboardInterrupt:
         note("stopped")
     return 0
@@ -138,6 +144,65 @@ async def _serve(config: Config, readiness: Readiness) -> None:
         await server.wait_until_stopping()
         readiness.stopping()
         await server.wait()
+
+
+async def _serve_workers(config: Config, workers: int, readiness: Readiness) -> None:
+    import asyncio
+    from dataclasses import replace
+
+    from engine.errors import EngineError
+    from realtime.app import engine_for_workers
+    from realtime.workers.parent import Parent, reserved_port
+
+    config = replace(config, server=replace(config.server, workers=workers))
+    stop = _Stop()
+    server = config.server
+    async with reserved_port(server.host, server.port) as port, engine_for_workers(config) as (engines, starting):
+        parent = Parent(config, workers, engines, port)
+        note(f"starting {workers} workers" + ("" if config.model.engines else " and the engine"))
+        ready = asyncio.create_task(parent.start())
+        try:
+            await asyncio.wait({ready, starting, stop.task}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done() and not stop.task.done():
+                starting.result()
+                await asyncio.wait({ready, stop.task}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                ready.result()
+                host = f"[{server.host}]" if ":" in server.host else server.host
+                url = f"{'https' if server.tls_cert else 'http'}://{host}:{parent.port}"
+                out(f"the page:    {url}/")
+                out(f"the socket:  {url.replace('http', 'ws', 1)}/v1/realtime")
+                out(f"{workers} workers. SIGHUP replaces them one by one; Ctrl-C stops the server.")
+                readiness.ready(url)
+                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, parent.restart)
+                await stop.task
+                readiness.stopping()
+        except EngineError as error:
+            raise CommandFailed(str(error)) from error
+        except ExceptionGroup as group:
+            raise CommandFailed(str(group.exceptions[0])) from group
+        finally:
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
+            await parent.stop(lambda: stop.twice)
+
+
+class _Stop:
+    """Ctrl-C or SIGTERM: once to let turns finish, twice to stop at once."""
+
+    def __init__(self) -> None:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        self._once = asyncio.Event()
+        self.twice = False
+        self.task = asyncio.create_task(self._once.wait())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._note)
+
+    def _note(self) -> None:
+        self.twice = self._once.is_set()
+        self._once.set()
 
 
 def stop_by_terminate() -> None:

@@ -80,12 +80,12 @@ class Answers:
         return JSONResponse({"status": "ready"})
 
     async def capacity(self, request: Request) -> Response:
-        capacity = self._context.engine.capacity()
+        capacity, figures = self._context.engine.capacity(), self._sessions.all_figures()
         return JSONResponse(
             {
-                "sessions": len(self._sessions),
-                "connected": self._sessions.connected,
-                "speaking": self._sessions.speaking,
+                "sessions": figures.sessions,
+                "connected": figures.connected,
+                "speaking": figures.speaking,
                 "streams_used": capacity.used,
                 "streams_total": capacity.total,
                 "streams_counted": capacity.counted,

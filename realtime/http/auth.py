@@ -1,6 +1,7 @@
 """Who may connect: keys and short-lived client secrets, wherever clients put them.
 
-Secrets never reach a log or a reply; they are kept as digests.
+Keys never reach a log or a reply; they are kept as digests. Client secrets are not kept at all: they say themselves
+whose they are, what their sessions begin with and how long they are valid, and are signed.
 """
 
 from __future__ import annotations
@@ -9,15 +10,22 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections import OrderedDict
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from realtime.errors import Refusal
 from realtime.serving.caller import Caller
+from realtime.serving.tokens import Signer
 from realtime.session.settings import Settings
 
 SECRET_PREFIX = "ek_"
+PURPOSE = "client secret"
+SALT_LENGTH = 9
+# It has to fit into a line of a request.
+MAX_SECRET_CHARACTERS = 6000
 KEY_PROTOCOL_PREFIX = "openai-insecure-api-key."
 BETA_PROTOCOL = "openai-beta.realtime-v1"
 # Sub-protocols the server may select. Deepgram's browsers send the key as the entry after `token` or `bearer`.
@@ -31,11 +39,14 @@ class ClientSecret:
     expires_at: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Issued:
-    expires_at: float
+class _Issued(msgspec.Struct, array_like=True):
+    """What a client secret says."""
+
+    expires_at: int
     owner: str
     settings: Settings
+    # No two are the same.
+    salt: bytes
 
 
 def select_subprotocol(offered: Iterable[str]) -> str | None:
@@ -63,16 +74,15 @@ def offered_key(headers: Mapping[str, str], subprotocols: list[str]) -> str | No
 class Gatekeeper:
     """Checks keys and issues client secrets."""
 
-    def __init__(self, keys: Iterable[str], max_client_secrets: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, keys: Iterable[str], signer: Signer, clock: Callable[[], float] = time.time) -> None:
         self._digests = [_digest(key) for key in keys]
-        self._issued: OrderedDict[bytes, _Issued] = OrderedDict()
-        self._max_client_secrets = max_client_secrets
+        self._signer = signer
         self._clock = clock
 
     def check(self, key: str | None, address: str) -> Caller:
         """Who this is; raises a 401 Refusal for a key that is missing, wrong or expired."""
         if key is not None and key.startswith(SECRET_PREFIX):
-            issued = self._issued.get(_digest(key))
+            issued = self._read(key)
             if issued is not None and issued.expires_at > self._clock():
                 return Caller(issued.owner, issued.settings)
             if self._digests:
@@ -90,14 +100,18 @@ class Gatekeeper:
 
     def issue(self, caller: Caller, settings: Settings, seconds: int) -> ClientSecret:
         """A secret that opens sessions with these settings until it expires."""
-        now = self._clock()
-        self._issued = OrderedDict((key, value) for key, value in self._issued.items() if value.expires_at > now)
-        if len(self._issued) >= self._max_client_secrets:
-            raise Refusal(429, "too_many_client_secrets", "Too many client secrets are valid; let some expire first.")
-        value = SECRET_PREFIX + secrets.token_urlsafe(24)
-        expires_at = int(now) + seconds
-        self._issued[_digest(value)] = _Issued(expires_at, caller.name, settings)
+        expires_at = int(self._clock()) + seconds
+        issued = _Issued(expires_at, caller.name, settings, secrets.token_bytes(SALT_LENGTH))
+        value = SECRET_PREFIX + self._signer.sign(PURPOSE, zlib.compress(msgspec.msgpack.encode(issued)))
+        if len(value) > MAX_SECRET_CHARACTERS:
+            text = "These settings are too long for a client secret, which carries them; send a shorter prompt."
+            raise Refusal(400, "settings_too_long", text, param="session")
         return ClientSecret(value, expires_at)
+
+    def _read(self, key: str) -> _Issued | None:
+        value = self._signer.read(PURPOSE, key.removeprefix(SECRET_PREFIX))
+        # Only what we signed is read at all.
+        return None if value is None else msgspec.msgpack.decode(zlib.decompress(value), type=_Issued)
 
 
 def _digest(key: str) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,7 @@ from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.connection import Connection
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
-from realtime.serving.registry import Entry
+from realtime.serving.maker import Entry
 from realtime.serving.throttle import Pace, Turnstile
 from realtime.serving.uvicorn_patch import ABORT_EXTENSION, GONE_EXTENSION, NOTHING_WAITS_EXTENSION
 from realtime.session.events import Hangup
@@ -74,11 +74,11 @@ class Gateway:
         await self._serve_socket(self._enter_listen, scope, receive, send)
 
     async def _serve_socket(
-        self, enter: Callable[[WebSocket], _Entrance], scope: Scope, receive: Receive, send: Send
+        self, enter: Callable[[WebSocket], Awaitable[_Entrance]], scope: Scope, receive: Receive, send: Send
     ) -> None:
         websocket = WebSocket(scope, receive, send)
         try:
-            entrance = enter(websocket)
+            entrance = await enter(websocket)
         except (Refusal, ClientFault) as error:
             await websocket.send_denial_response(refused(scope["path"], error))
             return
@@ -113,7 +113,7 @@ class Gateway:
     def _pace(per_second: float) -> Pace | None:
         return Pace(per_second, time.monotonic) if per_second else None
 
-    def _enter(self, websocket: WebSocket) -> _Entrance:
+    async def _enter(self, websocket: WebSocket) -> _Entrance:
         """Find or make the session of a socket that asks to be opened; raises Refusal."""
         query = websocket.query_params
         offered: list[str] = websocket.scope.get("subprotocols", [])
@@ -124,25 +124,25 @@ class Gateway:
         caller = self._context.caller(websocket.headers, offered, address)
         selected = select_subprotocol(offered)
         if "resume" in query:
-            entry, missed = self._resume(query["resume"], query.get("after", "0"), caller)
+            entry, missed = await self._resume(query["resume"], query.get("after", "0"), caller)
             return _Entrance((entry,), missed, selected)
-        self.sessions.admit(caller)
         beta = websocket.headers.get("openai-beta") == "realtime=v1" or BETA_PROTOCOL in offered
         settings = caller.settings or Settings()
         if "model" in query:
             settings = merge_beta(settings, {"input_audio_transcription": {"model": query["model"][:MAX_NAME]}})
+        await self.sessions.admit(caller)
         entry = self.sessions.create(caller, settings, BetaDialect if beta else OpenAIDialect)
         greeting = entry.live.dialect.created(entry.live.session.settings)
         return _Entrance((entry,), [encode_json(greeting)] if greeting else [], selected)
 
-    def _enter_listen(self, websocket: WebSocket) -> _Entrance:
+    async def _enter_listen(self, websocket: WebSocket) -> _Entrance:
         """The same for Deepgram's clients, which say everything in the query."""
         offered: list[str] = websocket.scope.get("subprotocols", [])
         query = websocket.query_params
         check_once(query, READ_ONCE)
         caller = self._context.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
         listening = Listening(read_socket_query(query))
-        self.sessions.admit(caller, listening.query.channels)
+        await self.sessions.admit(caller, listening.query.channels)
         entries = tuple(
             self.sessions.create(caller, listening.query.settings, partial(_deepgram, listening, channel))
             for channel in range(listening.query.channels)
@@ -150,8 +150,8 @@ class Gateway:
         header = (b"dg-request-id", listening.request_id.encode())
         return _Entrance(entries, [], select_subprotocol(offered), [header])
 
-    def _resume(self, token: str, after: str, caller: Caller) -> tuple[Entry, list[str]]:
-        entry = self.sessions.find(token, caller)
+    async def _resume(self, token: str, after: str, caller: Caller) -> tuple[Entry, list[str]]:
+        entry = await self.sessions.find(token, caller)
         if not after.isascii() or not after.isdigit() or len(after) > 18:
             raise Refusal(400, "invalid_value", "'after' must be the 'seq' of the last event received.", param="after")
         missed = entry.live.frames_after(int(after))

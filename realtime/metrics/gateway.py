@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from realtime.session.events import MEASURES
@@ -15,18 +17,23 @@ LAG_BUCKETS = (0.02, 0.04, 0.08, 0.12, 0.16, 0.24, 0.32, 0.5, 0.8, 1.2, 2.0, 4.0
 FINAL_BUCKETS = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2, 2.0, 4.0, 8.0)
 LOOP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 
+SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+
 
 class Metrics:
     """The gateway's own figures; the engine adds its collectors to the same registry."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        # Several workers count together, in files of a folder; the library looks for it when it is loaded.
+        self._shared = SHARED_FOLDER in os.environ
+        self._borrowed: list[_Borrowed] = []
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"tickertape_{name}", text, labels, registry=registry)
 
         def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"tickertape_{name}", text, registry=registry)
+            return Gauge(f"tickertape_{name}", text, registry=registry, multiprocess_mode="livesum")
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"tickertape_{name}", text, buckets=buckets, registry=registry)
@@ -62,11 +69,18 @@ class Metrics:
 
     def add_collector(self, collect: Callable[[], Iterable[Metric]]) -> None:
         """Show figures that somebody else counts, such as the engine's."""
-        self.registry.register(_Borrowed(collect))
+        self._borrowed.append(_Borrowed(collect))
+        self.registry.register(self._borrowed[-1])
 
     def exposition(self) -> bytes:
         """All figures as Prometheus reads them."""
-        return generate_latest(self.registry)
+        if not self._shared:
+            return generate_latest(self.registry)
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        for borrowed in self._borrowed:
+            registry.register(borrowed)
+        return generate_latest(registry)
 
 
 class _Borrowed(Collector):

@@ -44,6 +44,16 @@ class EngineQueue:
     def take(self) -> EngineCommand:
         return self._commands.popleft()
 
+    @property
+    def reanchor(self) -> Reanchor | None:
+        """The new stream that waits to be begun, if there is one."""
+        return next((command for command in self._commands if isinstance(command, Reanchor)), None)
+
+    @property
+    def reopen(self) -> Reopen | None:
+        """The change of options that waits, if there is one."""
+        return next((command for command in self._commands if isinstance(command, Reopen)), None)
+
     def heard(self, samples: int) -> None:
         """The engine has taken so many samples of a command."""
         self.samples -= samples

@@ -43,7 +43,7 @@ class Inbox:
         self._facts = facts
         self._intake = Intake(live.session.settings.format)
         self._control_bytes = live.limits.max_control_bytes
-        self._dialect_fixed = False
+        self.dialect_fixed = False
         # The client has said that no more audio comes; what comes all the same is not heard.
         self._ended = False
         # Audio of messages that came together; decoded together, because each call has its price.
@@ -60,6 +60,12 @@ class Inbox:
         """
         self.settle()
         self._intake = self._intake.on_new_socket()
+
+    def settle_all(self) -> None:
+        """Hand on everything, also what a resampler holds back: the session goes on elsewhere."""
+        self.settle()
+        if self._intake.container is None:
+            self._live.submit(self._intake.flush())
 
     def settle(self) -> None:
         """Hand on the audio that was waiting for more of it."""
@@ -85,7 +91,7 @@ class Inbox:
             raw = text if text is not None else data or b""
             message = await self._parse(raw)
             event_id = event_id_of(message)
-            if not self._dialect_fixed and not self._live.dialect.fixed:
+            if not self.dialect_fixed and not self._live.dialect.fixed:
                 self._choose_dialect(message)
             request = self._live.dialect.read(message, self._live.session.settings)
             if isinstance(request, AudioText):
@@ -98,7 +104,7 @@ class Inbox:
                 self.settle()
                 self._control(request)
         except ClientFault as fault:
-            self._live.outbox.put(Problem(fault.code, fault.message, fault.param, fault.event_id or event_id))
+            self._live.tell(Problem(fault.code, fault.message, fault.param, fault.event_id or event_id))
             return True
         return False
 
@@ -135,7 +141,7 @@ class Inbox:
             taken = await self._live.inject(await asyncio.to_thread(parse_items, request.items))
         except ItemRefused as error:
             raise ClientFault("item_refused", f"{error}.", param="items", event_id=request.event_id) from error
-        self._live.outbox.put(Injected(taken))
+        self._live.tell(Injected(taken))
 
     async def _end(self, gone: Callable[[], bool]) -> None:
         if self._ended:
@@ -154,7 +160,7 @@ class Inbox:
     def _control(self, request: Request) -> None:
         match request:
             case Answer(body):
-                self._live.outbox.put(Answered(body))
+                self._live.tell(Answered(body))
             case Configure():
                 self._configure(request)
             case GapRequest(samples):
@@ -206,9 +212,9 @@ class Inbox:
         elif kind == "transcription_session.update" and type(self._live.dialect) is OpenAIDialect:
             dialect = BetaDialect(self._facts)
         elif kind in ("session.update", "transcription_session.update"):
-            self._dialect_fixed = True
+            self.dialect_fixed = True
         if dialect is not None:
-            self._dialect_fixed = True
+            self.dialect_fixed = True
             self._live.dialect = dialect
             settings = dialect.start_settings(self._live.session.settings)
             if settings.format != self._intake.format:

@@ -10,68 +10,48 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from engine import messages
-from engine.errors import AtCapacity, EngineError, StreamError
-from engine.spec import ModelSpec
+from engine.client.wills import Inheritance
+from engine.errors import AtCapacity, EngineError
 from realtime.dialects.base import Dialect
 from realtime.dialects.json_frames import encode_json
 from realtime.errors import CloseCode
 from realtime.metrics.gateway import Metrics
-from realtime.serving.engine_api import EngineApi, StreamApi
-from realtime.serving.engine_queue import EngineCommand, EngineQueue
+from realtime.serving.engine_api import EngineApi
+from realtime.serving.engine_queue import EngineCommand
+from realtime.serving.live_limits import LiveLimits
 from realtime.serving.outbox import Outbox
+from realtime.serving.owed_audio import OwedAudio
+from realtime.serving.saved_live import SavedLive
 from realtime.serving.sent_log import SentLog
+from realtime.serving.stream_runner import StreamRunner
+from realtime.serving.will import Will
 from realtime.session.core import Session
 from realtime.session.events import (
+    Append,
     Configure,
     Drain,
     Effect,
-    EngineSwitched,
     Event,
     Feed,
     FeedGap,
     FinishEngine,
     FlushEngine,
+    Gap,
     Hangup,
     Measured,
     Reanchor,
     Reopen,
     Samples,
     Send,
+    ServerEvent,
     Tick,
 )
 from realtime.session.phases import Phase
 from realtime.session.settings import INCLUDE_RESUME, Settings
 
 log = logging.getLogger("tickertape.session")
-
-# What the names of the OpenAI scale mean here; the medium is the model's own default.
-DELAY_MS = {"minimal": 160, "low": 320, "high": 960, "xhigh": 2400}
-
-
-@dataclass(frozen=True, slots=True)
-class LiveLimits:
-    """Bounds of what one session may hold."""
-
-    max_audio_in_flight_s: float = 60.0
-    max_commands: int = 4096
-    max_outbox_events: int = 1024
-    max_outbox_bytes: int = 2_000_000
-    max_log_events: int = 4096
-    max_log_bytes: int = 4 * 1024 * 1024
-    # Longest message that is not audio.
-    max_control_bytes: int = 64 * 1024
-
-
-def delay_positions(delay: str | int | None, spec: ModelSpec) -> int | None:
-    """A client's delay on the model's clock; None leaves it to the model."""
-    milliseconds = DELAY_MS.get(delay) if isinstance(delay, str) else delay
-    if milliseconds is None or spec.max_delay_positions == 0:
-        return None
-    positions = -(-milliseconds * spec.sample_rate // (1000 * spec.samples_per_position))
-    return max(1, min(positions, spec.max_delay_positions))
 
 
 class LiveSession:
@@ -95,22 +75,20 @@ class LiveSession:
         self.limits = limits
         self._engine = engine
         self._metrics = metrics
-        self._queue = EngineQueue(int(limits.max_audio_in_flight_s * session.sample_rate), limits.max_commands)
-        self._stream: StreamApi | None = None
-        self._engine_settings = session.settings
-        self._results: asyncio.Task[None] | None = None
-        # Outputs of a stream that was left behind must not reach the core; each stream has its number.
-        self._generation = 0
-        self._streams_opened = 0
-        self._fed = 0
+        self.runner = StreamRunner(session_id, session, engine, limits, self.submit)
         self._task: asyncio.Task[None] | None = None
-        self._sent = SentLog(limits.max_log_events, limits.max_log_bytes)
+        self.sent = SentLog(limits.max_log_events, limits.max_log_bytes)
+        # What is entrusted to the engine, where other processes may go on with the session.
+        self.will: Will | None = None
+        # Of a session that another process began: audio that its engine never got, and a new stream decided on.
+        self._owed: OwedAudio | None = None
+        self._reanchor: Reanchor | None = None
 
     # The client's side
 
     @property
     def has_stream(self) -> bool:
-        return self._stream is not None
+        return self.runner.stream is not None
 
     @property
     def resumable(self) -> bool:
@@ -119,20 +97,38 @@ class LiveSession:
 
     @property
     def queued_seconds(self) -> float:
-        return self._queue.samples / self.session.sample_rate
+        return self.runner.queue.samples / self.session.sample_rate
 
     def submit(self, event: Event) -> None:
         """Hand an event to the core and apply what it decides. A closed session takes nothing more."""
         if self.session.closed:
             return
-        for effect in self.session.handle(event, self.clock()):
+        if self._owed is not None and isinstance(event, Append | Gap):
+            event = self._repay(event, self._owed)
+        now = self.clock()
+        effects = self.session.handle(event, now)
+        for effect in effects:
             self._apply(effect)
+        if self.will is None:
+            return
+        if self.resumable:
+            self.will.note(event, now, effects)
+        else:
+            self.will.close()
+
+    def tell(self, event: ServerEvent) -> None:
+        """Something that the client is told beside what the core decides."""
+        self.outbox.put(event)
+        if self.will is not None and self.resumable:
+            self.will.begin_anew()
 
     def adopt(self, settings: Settings) -> None:
         """Begin anew with a dialect's settings, without an answer to the client."""
         for effect in self.session.handle(Configure(settings), self.clock()):
             if not isinstance(effect, Send):
                 self._apply(effect)
+        if self.will is not None and self.resumable:
+            self.will.begin_anew()
 
     async def inject(self, items: Sequence[messages.Item | None]) -> int:
         """Put items prepared elsewhere into the engines' caches; how many were taken."""
@@ -148,25 +144,33 @@ class LiveSession:
     async def room(self) -> None:
         """Wait until the engine has taken enough of the queue."""
         while self.full:
-            await self._queue.wait_for_room()
+            await self.runner.queue.wait_for_room()
 
     @property
     def full(self) -> bool:
-        return self._queue.full and not self.session.closed
+        return self.runner.full
 
     async def next_frames(self) -> list[str] | Hangup:
         """What the writer sends next."""
         event = await self.outbox.get()
         if isinstance(event, Hangup):
             return event
+        frames = self._write(event)
+        if self.will is not None and self.resumable:
+            self.will.wrote(self.clock())
+            # Nobody is told what only this process knows.
+            await self.will.left()
+        return frames
+
+    def _write(self, event: ServerEvent) -> list[str]:
         return [self._frame(body) for body in self.dialect.write(event, self.session.settings)]
 
     def _frame(self, body: dict[str, object]) -> str:
-        return self._sent.add(body) if self.resumable else encode_json(body)
+        return self.sent.add(body) if self.resumable else encode_json(body)
 
     def frames_after(self, sequence: int) -> list[str] | None:
         """Frames sent after the one with this number; None if some of them are gone."""
-        return self._sent.after(sequence)
+        return self.sent.after(sequence)
 
     def greeting_again(self) -> str:
         """The first frame of a socket that goes on with this session: where it stands."""
@@ -184,24 +188,83 @@ class LiveSession:
                 self.outbox.put(event)
             case Hangup():
                 self.outbox.hang_up(effect)
-                self._queue.wake()
-                self._queue.make_room()
+                self.runner.queue.wake()
+                self.runner.queue.make_room()
             case Measured(name, value):
                 self._metrics.measure(name, value)
                 if name == "stalls":
                     log.warning("session %s: speech without text; starting a new engine stream", self.id)
             case Reanchor():
-                self._generation += 1
+                self.runner.mute()
                 self._command(effect)
             case Feed() | FeedGap() | FlushEngine() | FinishEngine() | Reopen():
                 self._command(effect)
 
     def _command(self, command: EngineCommand) -> None:
-        self._queue.put(command)
+        self.runner.queue.put(command)
         if self._task is None:
-            # Later changes of the model's options come with a Reopen, in their place among the audio.
-            self._engine_settings = self.session.settings
+            self.runner.settings = self.session.settings
+            self._start()
+
+    def _start(self) -> None:
+        if self._task is None:
             self._task = asyncio.create_task(self._run(), name=f"session {self.id}")
+
+    # A session that moves from one process to another
+
+    def handle_again(self, event: Event, now: float) -> None:
+        """What another process did with this event, without what the engine was told then."""
+        for effect in self.session.handle(event, now):
+            if isinstance(effect, Send):
+                self.outbox.put(effect.event)
+            elif isinstance(effect, Hangup):
+                self.outbox.hang_up(effect)
+            elif isinstance(effect, Reanchor):
+                self._reanchor = effect
+
+    def write_again(self) -> bool:
+        """The next event that waits for the client becomes frames that it was sent; False if none waits."""
+        event = self.outbox.take()
+        if event is not None:
+            self._write(event)
+        return event is not None
+
+    def take_over(self, saved: SavedLive, inherited: Inheritance, core: Session, rest: Samples) -> None:
+        """Go on with the stream of another process. What its engine never got is asked of the client again."""
+        self.session = self.runner.session = core
+        queue, fed = self.runner.queue, self.runner.load(saved, inherited)
+        if saved.reanchor is not None:
+            self._reanchor = Reanchor(saved.reanchor[0], saved.reanchor[1:])
+        if self._reanchor is not None:
+            self.runner.mute()
+            queue.put(self._reanchor)
+        else:
+            self._owed = OwedAudio(fed, core.appended, core.marks[inherited.flushes :])
+            for command in self._owed.pay(rest)[0]:
+                queue.put(command)
+            core.rewind(min(fed + len(rest), core.appended))
+        if saved.reopen:
+            queue.put(Reopen(saved.engine_settings))
+        if core.phase is Phase.FINISHING:
+            queue.put(FinishEngine())
+        if core.appended:
+            self._start()
+
+    def _repay(self, event: Append | Gap, owed: OwedAudio) -> Append | Gap:
+        """Feed what the core has counted before; returns what it has not."""
+        commands, rest = owed.pay(event.samples)
+        for command in commands:
+            self._command(command)
+        if owed.is_paid:
+            self._owed = None
+        if isinstance(rest, int):
+            return Gap(rest, event.source_samples, event.source_ms)
+        return Append(rest, event.source_samples, event.source_ms)
+
+    async def let_go(self) -> None:
+        """The session goes on in another process: end it here without a word to its engine stream."""
+        await self.runner.lay_down()
+        await self.close()
 
     # The engine's side
 
@@ -217,7 +280,7 @@ class LiveSession:
     async def _run(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                await self._work(group)
+                await self.runner.work(group)
         except* AtCapacity:
             # No error event: clients take that for their own mistake and do not come back.
             self._end(Hangup(CloseCode.TRY_LATER, "at capacity; try again", "capacity"))
@@ -228,122 +291,8 @@ class LiveSession:
             log.exception("session %s failed", self.id)
             self._end(Hangup(CloseCode.INTERNAL, "internal error", "internal"))
         finally:
-            if self._stream is not None:
-                await self._abort(self._stream)
-            self._stream = None
-            self._queue.clear()
+            await self.runner.abandon()
 
     def _end(self, hangup: Hangup) -> None:
         self.session.abandon()
         self.outbox.hang_up(hangup)
-
-    async def _work(self, group: asyncio.TaskGroup) -> None:
-        while not self.session.closed:
-            while self._queue and not self.session.closed:
-                await self._execute(self._queue.take(), group)
-                if not self.full:
-                    self._queue.make_room()
-            self._queue.rest()
-            if not self._queue and not self.session.closed:
-                await self._queue.wait()
-        if self._results is not None:
-            self._results.cancel()
-
-    async def _execute(self, command: EngineCommand, group: asyncio.TaskGroup) -> None:
-        match command:
-            case Reanchor(base, replay):
-                await self._leave()
-                await self._open(base, group)
-                for audio in replay:
-                    await self._hear(audio, group)
-            case Reopen(settings):
-                self._engine_settings = settings
-                if self._stream is not None and self._results is not None:
-                    await self._stream.finish()
-                    await self._results
-                    self._stream = self._results = None
-            case Feed(samples):
-                try:
-                    await self._hear(samples, group)
-                finally:
-                    self._queue.heard(len(samples))
-            case FeedGap(samples):
-                try:
-                    await self._hear(samples, group)
-                finally:
-                    self._queue.heard(samples)
-            case FlushEngine(at_pause):
-                await self._flush(at_pause)
-            case FinishEngine():
-                await self._finish()
-
-    async def _hear(self, audio: Samples | int, group: asyncio.TaskGroup) -> None:
-        if self._stream is None:
-            await self._open(self._fed, group)
-        assert self._stream is not None
-        try:
-            if isinstance(audio, int):
-                self._fed += audio
-                await self._stream.gap(audio)
-            else:
-                self._fed += len(audio)
-                await self._stream.feed(audio)
-        except StreamError as error:
-            # The stream's own last output says so too, and the core answers that with a new stream.
-            log.debug("session %s: %s", self.id, error)
-
-    async def _flush(self, at_pause: bool) -> None:
-        if self._stream is None:
-            self.submit(messages.Flushed(self.id, 0, 0))
-            return
-        try:
-            await self._stream.flush(at_pause)
-        except StreamError as error:
-            log.debug("session %s: %s", self.id, error)
-
-    async def _finish(self) -> None:
-        if self._stream is None:
-            self.submit(messages.Closed(self.id, 0))
-            return
-        await self._stream.finish()
-
-    async def _open(self, base: int, group: asyncio.TaskGroup) -> None:
-        settings, spec = self._engine_settings, self._engine.spec
-        self._streams_opened += 1
-        name = f"{self.id}.{self._streams_opened}"
-        delay, options = delay_positions(settings.delay, spec), settings.engine_options()
-        try:
-            stream = await self._engine.open(name, delay_positions=delay, options=options)
-        except ValueError as error:
-            # The client loses nothing by an option that this model does not know: go on without it.
-            log.info("session %s: opened without options: %s", self.id, error)
-            stream = await self._engine.open(f"{name}.plain", delay_positions=delay)
-        self._stream = stream
-        self._fed = base
-        self.submit(EngineSwitched(base))
-        self._results = group.create_task(self._deliver(stream, self._generation), name=f"results {name}")
-
-    async def _deliver(self, stream: StreamApi, generation: int) -> None:
-        async for output in stream:
-            if generation != self._generation:
-                return
-            assert not isinstance(output, messages.StreamState), "states stay with the engine's client"
-            self.submit(output)
-            if self.session.closed:
-                self._queue.wake()
-                return
-
-    async def _leave(self) -> None:
-        """Give up the stream: its outputs are muted already."""
-        stream, self._stream = self._stream, None
-        if self._results is not None:
-            self._results.cancel()
-            self._results = None
-        if stream is not None:
-            await self._abort(stream)
-
-    async def _abort(self, stream: StreamApi) -> None:
-        try:
-            await stream.abort()
-        except EngineError as error:
-            log.debug("session %s: %s", self.id, error)

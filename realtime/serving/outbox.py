@@ -75,9 +75,19 @@ class Outbox:
         while not self.has_next:
             self.wake.clear()
             await self.wake.wait()
-        if self._events:
-            event, size = self._events.popleft()
-            self.bytes -= size
+        event = self.take()
+        if event is not None:
             return event
         assert self._hangup is not None
         return self._hangup
+
+    def take(self) -> ServerEvent | None:
+        """The next event, if one waits."""
+        if not self._events:
+            return None
+        event, size = self._events.popleft()
+        self.bytes -= size
+        return event
+
+    def waiting(self) -> list[ServerEvent]:
+        return [event for event, _ in self._events]

@@ -7,57 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from engine.config import COUNTED_SECONDS
 from realtime.config import Config
 from realtime.dialects.base import Dialect, SessionFacts
-from realtime.errors import CloseCode, Refusal
+from realtime.errors import CloseCode, IllegalEvent, Refusal, UnreadableValue
 from realtime.metrics.gateway import Metrics
 from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.inbox import Inbox
-from realtime.serving.live_session import LiveLimits, LiveSession
-from realtime.session.core import Session, SessionLimits
+from realtime.serving.house import Figures, House, LocalHouse
+from realtime.serving.maker import Entry, SessionMaker
+from realtime.serving.tokens import Signer
+from realtime.serving.will import WillApi
 from realtime.session.events import Hangup
 from realtime.session.settings import Settings
 
 log = logging.getLogger("tickertape.sessions")
 
 TICK_S = 0.25
-RATE_WINDOW_S = 60.0
-# Callers whose new sessions are counted; beyond so many in a minute, those that came first are counted anew.
-MAX_COUNTED_CALLERS = 10_000
-
-
-@dataclass(slots=True)
-class Entry:
-    """One session and, while it has a socket, its connection."""
-
-    live: LiveSession
-    inbox: Inbox
-    caller: str
-    token: str
-    started_at: float
-    connection: Connection | None = None
-    # When the socket went away; the session waits to be resumed.
-    left_at: float | None = None
-    received_s: float = 0.0
-    heard_s: float = 0.0
-
-    def count_audio(self, metrics: Metrics) -> None:
-        """Add what came and what was heard since the last call.
-
-        Called now and then, not with every message: a counter costs as much as everything else about a message.
-        """
-        received_s, heard_s = self.live.session.source_ms / 1000, self.live.session.heard_seconds
-        metrics.audio_in.inc(received_s - self.received_s)
-        metrics.audio_heard.inc(heard_s - self.heard_s)
-        self.received_s, self.heard_s = received_s, heard_s
 
 
 class Sessions:
@@ -70,17 +39,28 @@ class Sessions:
         metrics: Metrics,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        signer: Signer | None = None,
+        heirs: WillApi | None = None,
+        house: House | None = None,
     ) -> None:
+        """`heirs`: other processes may go on with these sessions, and these with theirs. `house`: who counts them."""
         self.engine = engine
         self.draining = False
         self._config = config
         self._metrics = metrics
         self._clock = clock
-        self._wall_clock = wall_clock
+        self._signer = signer or Signer()
+        self._maker = SessionMaker(engine, config, metrics, clock, wall_clock, self._signer, heirs)
+        self._heirs = heirs
         self._entries: dict[str, Entry] = {}
-        self._by_token: dict[str, Entry] = {}
-        self._per_caller: Counter[str] = Counter()
-        self._arrivals: dict[str, deque[float]] = {}
+        # Sessions of other processes that are on their way here, and sessions of ours that are on their way out.
+        self._coming: dict[str, asyncio.Task[Entry | None]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._house: House = house or LocalHouse(config.limits, clock)
+        # Whether sessions that can be resumed are left to other processes when this one stops.
+        self.hands_over = False
+        if heirs is not None:
+            heirs.wills.on_wanted, heirs.wills.on_fenced = self._wanted, self._fenced
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -94,47 +74,61 @@ class Sessions:
         return sum(entry.live.session.speaking for entry in self._entries.values())
 
     def models(self) -> list[str]:
-        names = [self.engine.spec.name, self._config.model.name, *self._config.model.aliases]
-        return list(dict.fromkeys(name for name in names if name != "default"))
+        return self._maker.models()
+
+    def facts(self) -> SessionFacts:
+        """The facts of a session that may be opened later."""
+        return self._maker.facts()
 
     # Admission
 
-    def admit(self, caller: Caller, sessions: int = 1) -> None:
-        """Raise a Refusal if new sessions of this caller cannot be served well now. Changes nothing but the rate."""
-        limits = self._config.limits
+    async def admit(self, caller: Caller, sessions: int = 1) -> None:
+        """Count so many more sessions of this caller, which must then be created; or raise a Refusal if they cannot be
+        served well now."""
         if self.draining:
             raise self._refusal("draining", 503, "server_shutting_down", "The server is restarting.", 5)
         if not self.engine.ready:
             raise self._refusal("not_ready", 503, "engine_not_ready", "The engine is not ready yet.", 5)
-        if limits.sessions_per_key and self._per_caller[caller.name] + sessions > limits.sessions_per_key:
-            text = f"At most {limits.sessions_per_key} sessions may be open at once."
-            raise self._refusal("sessions_per_key", 429, "too_many_sessions", text, 10)
-        capacity = self.engine.capacity()
-        # Sessions without a stream have yet to send audio. Their places are taken all the same, and while they are
-        # new they are expected to speak.
-        waiting = [entry for entry in self._entries.values() if not entry.live.has_stream]
-        expected = sum(entry.started_at > self._clock() - COUNTED_SECONDS for entry in waiting)
-        full = capacity.used + len(waiting) + sessions > capacity.total or expected + sessions > capacity.free
-        if full or (limits.max_sessions and len(self._entries) + sessions > limits.max_sessions):
-            retry_s = max(1, round(capacity.retry_after_s))
-            raise self._refusal("capacity", 503, "server_busy", "The server is at capacity; try again.", retry_s)
-        self._count_arrivals(caller, sessions)
+        self._check_capacity(self._house.others, sessions)
+        answer = await self._house.enter(caller.name, sessions)
+        limits = self._config.limits
+        match answer.reason:
+            case "sessions_per_key":
+                text = f"At most {limits.sessions_per_key} sessions may be open at once."
+                raise self._refusal("sessions_per_key", 429, "too_many_sessions", text, answer.retry_s)
+            case "rate":
+                text = f"At most {limits.new_sessions_per_minute} sessions may be opened in a minute."
+                raise self._refusal("rate", 429, "rate_limit_exceeded", text, answer.retry_s)
+            case "capacity":
+                raise self._busy()
+        try:
+            self._check_capacity(answer.others, sessions)
+        except Refusal:
+            self._house.leave(caller.name, sessions)
+            raise
 
-    def _count_arrivals(self, caller: Caller, sessions: int) -> None:
-        limit = self._config.limits.new_sessions_per_minute
-        if not limit:
-            return
-        now = self._clock()
-        if caller.name not in self._arrivals and len(self._arrivals) >= MAX_COUNTED_CALLERS:
-            del self._arrivals[next(iter(self._arrivals))]
-        recent = self._arrivals.setdefault(caller.name, deque())
-        while recent and recent[0] <= now - RATE_WINDOW_S:
-            recent.popleft()
-        if len(recent) + sessions > limit:
-            wait_s = max(1, round(recent[0] + RATE_WINDOW_S - now)) if recent else round(RATE_WINDOW_S)
-            text = f"At most {limit} sessions may be opened in a minute."
-            raise self._refusal("rate", 429, "rate_limit_exceeded", text, wait_s)
-        recent.extend([now] * sessions)
+    def _check_capacity(self, others: Figures, sessions: int) -> None:
+        """Sessions without a stream have yet to send audio. Their places are taken all the same, and while they are new
+        they are expected to speak."""
+        capacity, figures = self.engine.capacity(), self.figures() + others
+        places, speakers = capacity.total - capacity.used, capacity.free
+        if figures.streamless + sessions > places or figures.waiting + sessions > speakers:
+            raise self._busy()
+
+    def _busy(self) -> Refusal:
+        retry_s = max(1, round(self.engine.capacity().retry_after_s))
+        return self._refusal("capacity", 503, "server_busy", "The server is at capacity; try again.", retry_s)
+
+    def figures(self) -> Figures:
+        """Of the sessions of this process."""
+        entries = self._entries.values()
+        streamless = [entry for entry in entries if not entry.live.has_stream]
+        waiting = sum(entry.started_at > self._clock() - COUNTED_SECONDS for entry in streamless)
+        return Figures(len(entries), self.connected, self.speaking, len(streamless), waiting)
+
+    def all_figures(self) -> Figures:
+        """Of the sessions of the server."""
+        return self.figures() + self._house.others
 
     def _refusal(self, reason: str, status: int, code: str, message: str, retry_s: int) -> Refusal:
         self._metrics.refused.labels(reason).inc()
@@ -145,59 +139,27 @@ class Sessions:
 
     def create(self, caller: Caller, settings: Settings, make_dialect: Callable[[SessionFacts], Dialect]) -> Entry:
         """A new session, admitted before."""
-        config = self._config
-        facts = self.facts()
-        session_id, token = facts.session_id, facts.resume_token
-        dialect = make_dialect(facts)
-        session = Session(
-            dialect.start_settings(settings),
-            self.engine.spec.sample_rate,
-            _counter(f"item_{secrets.token_hex(6)}"),
-            SessionLimits(
-                stall_seconds=config.session.stall_s,
-                keep_seconds=config.session.keep_s,
-                max_turn_seconds=config.session.turn_s,
-            ),
-        )
-        limits = LiveLimits(
-            max_audio_in_flight_s=config.limits.audio_in_flight_s,
-            max_outbox_events=config.limits.outbox_events,
-            max_outbox_bytes=config.limits.outbox_characters or config.limits.outbox_bytes,
-            max_log_events=config.session.resume_events,
-            max_log_bytes=config.session.resume_bytes,
-            max_control_bytes=config.limits.control_bytes,
-        )
-        live = LiveSession(session_id, session, dialect, self.engine, limits, self._metrics, self._clock)
-        inbox = Inbox(live, facts, may_inject=config.server.inject and not caller.is_secret)
-        entry = Entry(live, inbox, caller.name, token, self._clock())
-        self._entries[session_id] = entry
-        self._per_caller[caller.name] += 1
-        if token:
-            self._by_token[token] = entry
-        self._metrics.opened.labels(dialect.name).inc()
+        entry = self._maker.make(caller, settings, make_dialect)
+        self._add(entry)
+        self._metrics.opened.labels(entry.live.dialect.name).inc()
         return entry
 
-    def facts(self) -> SessionFacts:
-        """The facts of one more session."""
-        models = self.models()
-        resume_s = self._config.session.resume_s
-        return SessionFacts(
-            session_id=f"sess_{secrets.token_hex(12)}",
-            created=int(self._wall_clock()),
-            sample_rate=self.engine.spec.sample_rate,
-            model=models[0],
-            models=frozenset(models),
-            new_event_id=_counter(f"event_{secrets.token_hex(6)}"),
-            resume_token=f"rt_{secrets.token_urlsafe(24)}" if resume_s else "",
-            resume_seconds=int(resume_s),
-            gap_seconds=self._config.limits.gap_s,
-        )
+    def _add(self, entry: Entry) -> None:
+        self._entries[entry.live.id] = entry
 
-    def find(self, token: str, caller: Caller) -> Entry:
-        """The session a resume token belongs to. Tokens work for the caller they were given to, and for nobody else."""
-        entry = self._by_token.get(token)
-        if entry is None or entry.caller != caller.name or not entry.live.resumable:
+    async def find(self, token: str, caller: Caller) -> Entry:
+        """The session a resume token belongs to, wherever it is. Tokens work for the caller they were given to, and for
+        nobody else."""
+        session_id = self._signer.session_of(token, caller.name)
+        entry = None
+        if session_id is not None:
+            entry = self._entries.get(session_id)
+            if entry is None and self._heirs is not None and not self.draining:
+                entry = await self._inherit(session_id, caller.name)
+        if entry is None or not entry.live.resumable:
             self._metrics.refused.labels("resume").inc()
+            if session_id is not None and self._heirs is not None:
+                raise Refusal(410, "session_gone", "This session is over; start a new one.")
             raise Refusal(404, "resume_token_unknown", "There is no session to resume with this token.")
         return entry
 
@@ -219,15 +181,84 @@ class Sessions:
         await self.end(entry)
 
     async def end(self, entry: Entry) -> None:
-        if self._entries.pop(entry.live.id, None) is None:
+        if not self._remove(entry):
             return
-        entry.count_audio(self._metrics)
-        self._by_token.pop(entry.token, None)
-        self._per_caller[entry.caller] -= 1
-        if self._per_caller[entry.caller] <= 0:
-            del self._per_caller[entry.caller]
-        entry.inbox.close()
+        if entry.live.will is not None:
+            entry.live.will.close()
         await entry.live.close()
+
+    def _remove(self, entry: Entry) -> bool:
+        if self._entries.pop(entry.live.id, None) is None:
+            return False
+        entry.count_audio(self._metrics)
+        self._house.leave(entry.caller)
+        entry.inbox.close()
+        return True
+
+    # Sessions that move between processes
+
+    async def _inherit(self, session_id: str, caller: str) -> Entry | None:
+        """A session of another process. Those who ask for the same one at once get the same."""
+        coming = self._coming.get(session_id)
+        if coming is None:
+            coming = asyncio.create_task(self._adopt(session_id, caller), name=f"adopt {session_id}")
+            self._coming[session_id] = coming
+            coming.add_done_callback(lambda _: self._coming.pop(session_id, None))
+        return await asyncio.shield(coming)
+
+    async def _adopt(self, session_id: str, caller: str) -> Entry | None:
+        assert self._heirs is not None
+        inherited = await self._heirs.adopt(session_id)
+        if inherited is None:
+            return None
+        try:
+            entry = self._maker.go_on(session_id, caller, inherited)
+        except (UnreadableValue, IllegalEvent) as error:
+            log.error("session %s cannot be gone on with: %s", session_id, error)
+            if inherited.stream is not None:
+                await inherited.stream.abort()
+            return None
+        self._add(entry)
+        self._house.enter_again(caller)
+        # Until its client is here, it waits as one does whose client has left.
+        entry.left_at = self._clock()
+        return entry
+
+    def _wanted(self, session_id: str) -> None:
+        """Another process asks for a session: its client is there."""
+        entry = self._entries.get(session_id)
+        if entry is not None:
+            self._give_up(entry, Hangup(CloseCode.TAKEN_OVER, "resumed on another connection", "taken_over"))
+
+    def _give_up(self, entry: Entry, hangup: Hangup) -> None:
+        """Leave a session to whoever adopts it. In one go: nothing may happen to it after its last word."""
+        will = entry.live.will
+        assert will is not None
+        entry.inbox.settle_all()
+        will.give_up()
+        self._let_go(entry, hangup)
+
+    def _fenced(self, session_id: str) -> None:
+        """A session is another process's by now: whatever is still done with it here counts for nothing."""
+        entry = self._entries.get(session_id)
+        if entry is not None:
+            log.warning("session %s goes on in another process", session_id)
+            self._let_go(entry, Hangup(CloseCode.TAKEN_OVER, "resumed on another connection", "taken_over"))
+
+    def _let_go(self, entry: Entry, hangup: Hangup) -> None:
+        self._remove(entry)
+        entry.live.session.abandon()
+        leaving = asyncio.create_task(self._leave(entry, hangup), name=f"leave {entry.live.id}")
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
+    async def _leave(self, entry: Entry, hangup: Hangup) -> None:
+        # The last word is on its way before the client looks for another process.
+        assert entry.live.will is not None
+        await entry.live.will.left()
+        if entry.connection is not None:
+            entry.connection.hang_up(hangup)
+        await entry.live.let_go()
 
     # Time
 
@@ -251,8 +282,7 @@ class Sessions:
                     await self.end(entry)
             else:
                 self._check_time(entry, now)
-        for name in [name for name, recent in self._arrivals.items() if not recent or recent[-1] < now - RATE_WINDOW_S]:
-            del self._arrivals[name]
+        self._house.tick(self.figures())
         self._update_gauges()
 
     async def _tick_live(self, entry: Entry) -> None:
@@ -291,10 +321,13 @@ class Sessions:
         self.draining = True
         deadline = self._clock() + seconds
         for entry in list(self._entries.values()):
-            if entry.connection is None:
+            if self.hands_over and entry.live.resumable and entry.live.will is not None:
+                self._give_up(entry, Hangup(CloseCode.RESTART, "the server is restarting", "drain"))
+            elif entry.connection is None:
                 await self.end(entry)
             else:
                 entry.live.drain(deadline)
+        await asyncio.gather(*self._leaving, return_exceptions=True)
         # Turns that are cut off at the deadline still need a moment to come out.
         while self._entries and self._clock() < deadline + 2.0:
             await asyncio.sleep(0.05)
@@ -304,15 +337,3 @@ class Sessions:
             if entry.connection is not None:
                 entry.connection.hang_up(Hangup(CloseCode.RESTART, "the server is restarting", "drain"))
             await self.end(entry)
-
-
-def _counter(prefix: str) -> Callable[[], str]:
-    """Ids that are unique to the process and cheap to make."""
-    number = 0
-
-    def next_id() -> str:
-        nonlocal number
-        number += 1
-        return f"{prefix}{number:x}"
-
-    return next_id

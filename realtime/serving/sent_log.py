@@ -13,25 +13,38 @@ class SentLog:
 
     def __init__(self, max_events: int, max_bytes: int) -> None:
         self.bytes = 0
-        self._sequence = 0
+        # The number of the last frame.
+        self.sequence = 0
         self._max_events = max_events
         self._max_bytes = max_bytes
         self._frames: deque[tuple[int, str, int]] = deque()
 
     def add(self, body: dict[str, Any]) -> str:
         """The frame for this body, with the next number in it."""
-        self._sequence += 1
-        text = encode_json({**body, "seq": self._sequence})
+        self.sequence += 1
+        text = encode_json({**body, "seq": self.sequence})
+        self._keep(text)
+        return text
+
+    def load(self, first: int, frames: list[str]) -> None:
+        """Frames that another process sent, from the one with this number on."""
+        for self.sequence, text in enumerate(frames, start=first):
+            self._keep(text)
+
+    def newest(self, count: int) -> list[str]:
+        """The last frames, at most so many; fewer if some of them are gone."""
+        return [text for number, text, _ in self._frames if number > self.sequence - count]
+
+    def _keep(self, text: str) -> None:
         size = len(text.encode())
-        self._frames.append((self._sequence, text, size))
+        self._frames.append((self.sequence, text, size))
         self.bytes += size
         while len(self._frames) > self._max_events or self.bytes > self._max_bytes:
             self.bytes -= self._frames.popleft()[2]
-        return text
 
     def after(self, sequence: int) -> list[str] | None:
         """Frames sent after the one with this number; None if some of them are gone."""
-        first = self._frames[0][0] if self._frames else self._sequence + 1
-        if not first - 1 <= sequence <= self._sequence:
+        first = self._frames[0][0] if self._frames else self.sequence + 1
+        if not first - 1 <= sequence <= self.sequence:
             return None
         return [text for number, text, _ in self._frames if number > sequence]

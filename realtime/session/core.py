@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from engine import messages
 from realtime.errors import CloseCode, IllegalEvent
@@ -46,34 +45,18 @@ from realtime.session.events import (
     SessionUpdated,
     Tick,
 )
+from realtime.session.limits import SessionLimits
 from realtime.session.phases import MOVES, TABLE, Phase
 from realtime.session.saved import Mark, SavedSession, Waiting
 from realtime.session.settings import INCLUDE_ACKS, Settings
 from realtime.session.stall import StallGuard
 
 
-@dataclass(frozen=True, slots=True)
-class SessionLimits:
-    """Numbers of the configuration that the core itself needs."""
-
-    stall_seconds: float = 8.0
-    keep_seconds: float = 30.0
-    ack_interval_seconds: float = 0.25
-    # Failures of engine streams in a row, without a word in between, that end the session.
-    max_engine_failures: int = 3
-    # A turn that lasts longer ends after a word, and the next one goes on.
-    max_turn_seconds: float = 3600.0
-
-
 class Session:
     """One client's session. See the module for the rules it keeps."""
 
     def __init__(
-        self,
-        settings: Settings,
-        sample_rate: int,
-        new_item_id: Callable[[], str],
-        limits: SessionLimits | None = None,
+        self, settings: Settings, sample_rate: int, new_item_id: Callable[[], str], limits: SessionLimits | None = None
     ) -> None:
         self.settings = settings
         self.phase = Phase.ACTIVE
@@ -120,6 +103,16 @@ class Session:
         return self._audio.covered / self.sample_rate
 
     @property
+    def marks(self) -> list[Mark]:
+        """Flushes that the engine has yet to answer."""
+        return list(self._marks)
+
+    @property
+    def engine_base(self) -> int:
+        """The session's sample that is the first of the engine stream."""
+        return self._engine_base
+
+    @property
     def speaking(self) -> bool:
         return self._boundaries.speaking
 
@@ -133,8 +126,7 @@ class Session:
         handler = TABLE[self.phase].get(type(event))
         if handler is None:
             raise IllegalEvent(f"{type(event).__name__} has no answer in phase {self.phase.name}")
-        effects: list[Effect] = []
-        self._effects = effects
+        self._effects = effects = list[Effect]()
         getattr(self, handler)(event, now)
         return effects
 
@@ -180,6 +172,18 @@ class Session:
         self._acked_samples, self._acked_at = saved.acked_samples, saved.acked_at + shift
         self._drain_deadline = None if saved.drain_deadline is None else saved.drain_deadline + shift
         self._engine_failures = saved.engine_failures
+
+    def rewind(self, samples: int) -> None:
+        """The client sends its audio behind this sample again: it is counted as its own again, but not as ours."""
+        self._audio.source_samples = self._source_at(samples)
+        self._audio.source_ms = samples * 1000 / self.sample_rate
+
+    def _source_at(self, samples: int) -> int:
+        """How many of the client's own samples lie before this one of ours."""
+        chosen = self.settings.format
+        rate = self.sample_rate if chosen.container else chosen.rate
+        behind_ms = self.source_ms - samples * 1000 / self.sample_rate
+        return max(0, self.source_samples - round(behind_ms * rate / 1000))
 
     # Client events
 
@@ -360,10 +364,13 @@ class Session:
             self._send(ItemFailed(turn.item_id, code, message))
 
     def _acknowledge(self, now: float) -> None:
-        due = now - self._acked_at >= self.limits.ack_interval_seconds
-        if due and self.source_samples > self._acked_samples and self.settings.wants(INCLUDE_ACKS):
-            self._acked_samples, self._acked_at = self.source_samples, now
-            self._send(Acknowledged(self.source_samples))
+        if now - self._acked_at < self.limits.ack_interval_seconds or not self.settings.wants(INCLUDE_ACKS):
+            return
+        margin = self.limits.ack_margin_samples
+        safe = self.source_samples if margin is None else self._source_at(max(0, self._audio.covered - margin))
+        if safe > self._acked_samples:
+            self._acked_samples, self._acked_at = safe, now
+            self._send(Acknowledged(safe))
 
     def _drain_if_idle(self) -> None:
         if self._drain_deadline is not None and self.phase is Phase.ACTIVE and self.idle:

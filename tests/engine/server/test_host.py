@@ -33,6 +33,7 @@ class Line:
 
     arriving: deque[tuple[bytes, list[Any]]] = field(default_factory=deque)
     left: list[tuple[bytes, Any]] = field(default_factory=list)
+    gone: set[bytes] = field(default_factory=set)
 
     def wait(self, seconds: float) -> bool:
         return bool(self.arriving)
@@ -40,8 +41,9 @@ class Line:
     def receive(self) -> tuple[bytes, list[Any]] | None:
         return self.arriving.popleft() if self.arriving else None
 
-    def send(self, name: bytes, frames: list[Any]) -> None:
+    def send(self, name: bytes, frames: list[Any]) -> bool:
         self.left.append((name, codec.decode([bytes(frames[0])], to_engine=False)))
+        return name not in self.gone
 
 
 class Host:
@@ -74,6 +76,7 @@ class Host:
             assert all(roster.streams[name].name == stream for stream, name in peer.streams.items())
             assert set(peer.streams.values()) <= set(roster.streams)
         names = [name for peer in self.host._peers.values() for name in peer.streams.values()]
+        names += [name for name, hosted in roster.streams.items() if hosted.peer is None]
         assert sorted(names) == sorted(roster.streams), "a stream that takes no commands was left behind"
 
     def send(self, name: bytes, *commands: msgspec.Raw, audio: tuple[np.ndarray, ...] = ()) -> None:

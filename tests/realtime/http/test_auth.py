@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from realtime.errors import Refusal
 from realtime.http.auth import Gatekeeper, offered_key, select_subprotocol
+from realtime.serving.caller import Caller
+from realtime.serving.tokens import Signer
 from realtime.session.settings import Settings
 
 
@@ -26,26 +30,44 @@ def test_subprotocol_with_a_secret_is_never_selected() -> None:
     assert select_subprotocol([]) is None
 
 
-def test_client_secrets_expire_and_are_limited() -> None:
+def test_client_secrets_expire_and_are_as_good_at_any_server_with_the_same_secret() -> None:
     now = 1000.0
-    keeper = Gatekeeper(("the-real-key",), 2, lambda: now)
+    signer = Signer(b"shared")
+    keeper, other = (Gatekeeper(("the-real-key",), signer, lambda: now) for _ in range(2))
     caller = keeper.check("the-real-key", "")
     secret = keeper.issue(caller, Settings(language="de"), 60)
     assert keeper.check(secret.value, "").settings == Settings(language="de")
     assert keeper.check(secret.value, "").name == caller.name
     assert keeper.check(secret.value, "").is_secret and not caller.is_secret
-    keeper.issue(caller, Settings(), 60)
-    with pytest.raises(Refusal) as refused:
-        keeper.issue(caller, Settings(), 60)
-    assert refused.value.status == 429
+    assert other.check(secret.value, "").settings == Settings(language="de")
+    assert keeper.issue(caller, Settings(language="de"), 60).value != secret.value
+    for stranger in (Gatekeeper(("the-real-key",), Signer(b"another"), lambda: now),):
+        with pytest.raises(Refusal):
+            stranger.check(secret.value, "")
     now = 1061.0
     with pytest.raises(Refusal) as refused:
         keeper.check(secret.value, "")
     assert refused.value.status == 401
-    keeper.issue(caller, Settings(), 60)
+
+
+def test_a_client_secret_that_would_not_fit_into_a_request_is_refused() -> None:
+    keeper = Gatekeeper((), Signer())
+    noise = "".join(chr(0x4E00 + random.Random(0).randrange(20_000)) + str(number) for number in range(4000))
+    with pytest.raises(Refusal) as refused:
+        keeper.issue(Caller("address 1"), Settings(prompt=noise), 60)
+    assert (refused.value.status, refused.value.code) == (400, "settings_too_long")
+
+
+def test_a_changed_secret_is_none_of_ours() -> None:
+    keeper = Gatekeeper(("the-real-key",), Signer())
+    secret = keeper.issue(Caller("key 0"), Settings(), 60).value
+    for place in range(3, len(secret)):
+        changed = secret[:place] + ("A" if secret[place] != "A" else "B") + secret[place + 1 :]
+        with pytest.raises(Refusal):
+            keeper.check(changed, "")
 
 
 def test_without_keys_anybody_may_come_and_is_counted_by_address() -> None:
-    keeper = Gatekeeper((), 10)
+    keeper = Gatekeeper((), Signer())
     assert keeper.check("whatever", "10.0.0.1").name == "address 10.0.0.1"
     assert keeper.check("ek_unknown", "10.0.0.1").settings is None

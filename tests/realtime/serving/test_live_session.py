@@ -9,7 +9,8 @@ import numpy as np
 from realtime.dialects.base import SessionFacts
 from realtime.dialects.openai import OpenAIDialect
 from realtime.metrics.gateway import Metrics
-from realtime.serving.live_session import LiveLimits, LiveSession
+from realtime.serving.live_limits import LiveLimits
+from realtime.serving.live_session import LiveSession
 from realtime.session.core import Session
 from realtime.session.events import Append
 from realtime.session.settings import Settings

@@ -8,7 +8,7 @@ from realtime.config import Config, LimitsConfig
 from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import CloseCode, Refusal
 from realtime.metrics.gateway import Metrics
-from realtime.serving import registry
+from realtime.serving import house
 from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
 from realtime.serving.registry import Sessions
@@ -45,11 +45,13 @@ async def test_a_session_that_fails_in_a_tick_ends_and_the_others_tick_on(caplog
     assert [record.message for record in caplog.records] == [f"session {bad.live.id} failed"]
 
 
-def test_callers_that_come_once_are_counted_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MAX_COUNTED_CALLERS", 50)
+async def test_callers_that_come_once_are_counted_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(house, "MAX_COUNTED_CALLERS", 50)
     entries = sessions(new_sessions_per_minute=1)
     for number in range(500):
-        entries.admit(Caller(f"address {number}"))
-    assert len(entries._arrivals) == 50 and not entries._per_caller
+        await entries.admit(Caller(f"address {number}"))
+        entries._house.leave(f"address {number}")
+    counts = entries._house._counts  # type: ignore[attr-defined]
+    assert len(counts._arrivals) == 50 and not counts._by_process[0]
     with pytest.raises(Refusal):
-        entries.admit(Caller("address 499"))
+        await entries.admit(Caller("address 499"))

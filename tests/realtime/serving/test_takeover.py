@@ -18,7 +18,8 @@ from realtime.errors import CloseCode
 from realtime.metrics.gateway import Metrics
 from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
-from realtime.serving.registry import Entry, Sessions
+from realtime.serving.maker import Entry
+from realtime.serving.registry import Sessions
 from realtime.serving.throttle import Turnstile
 from realtime.session.events import Hangup
 from realtime.session.settings import INCLUDE_RESUME, AudioFormat, Settings

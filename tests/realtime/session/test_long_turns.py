@@ -18,8 +18,9 @@ from realtime.dialects.deepgram import DeepgramDialect, Listening
 from realtime.dialects.deepgram_query import read_socket_query
 from realtime.dialects.openai import OpenAIDialect
 from realtime.dialects.vllm import VllmDialect
-from realtime.session.core import Session, SessionLimits
+from realtime.session.core import Session
 from realtime.session.events import Append, Commit, Committed, Completed, Delta, End, ItemFailed, Send, TimedWord
+from realtime.session.limits import SessionLimits
 from realtime.session.settings import Settings
 
 RATE = 16_000

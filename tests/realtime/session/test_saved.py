@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from engine import messages
 from realtime.errors import UnreadableValue
-from realtime.session.core import Session, SessionLimits
+from realtime.session.core import Session
 from realtime.session.events import Feed, Reanchor, Send
+from realtime.session.limits import SessionLimits
 from realtime.session.saved import VALUE_VERSION, decode_session, encode_session
 from realtime.session.settings import Settings
 from tests.realtime.session.test_core import RATE, SOME_SETTINGS, World, actions, append, finish, session, word

@@ -1,0 +1,231 @@
+"""Carries out what a session wants of its engine stream, command by command, and hands on what the stream says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from engine import messages
+from engine.client.stream import EngineStream
+from engine.client.wills import Inheritance
+from engine.errors import EngineError, StreamError
+from realtime.serving.engine_api import EngineApi, StreamApi
+from realtime.serving.engine_queue import EngineCommand, EngineQueue
+from realtime.serving.live_limits import LiveLimits, delay_positions
+from realtime.serving.saved_live import SavedLive
+from realtime.session.core import Session
+from realtime.session.events import (
+    EngineSwitched,
+    Event,
+    Feed,
+    FeedGap,
+    FinishEngine,
+    FlushEngine,
+    Reanchor,
+    Reopen,
+    Samples,
+)
+
+log = logging.getLogger("tickertape.session")
+
+
+class StreamRunner:
+    """One stream at a time. `submit` takes what the stream says."""
+
+    def __init__(
+        self, session_id: str, session: Session, engine: EngineApi, limits: LiveLimits, submit: Callable[[Event], None]
+    ) -> None:
+        self.session = session
+        self.queue = EngineQueue(int(limits.max_audio_in_flight_s * session.sample_rate), limits.max_commands)
+        self.stream: StreamApi | None = None
+        # The options that streams are opened with. Later changes come with a Reopen, in their place among the audio.
+        self.settings = session.settings
+        self._id = session_id
+        self._engine = engine
+        self._submit = submit
+        self._results: asyncio.Task[None] | None = None
+        # Outputs of a stream that was left behind must not reach the core; each stream has its number.
+        self._generation = 0
+        self._opened = 0
+        # The session's sample up to which audio was fed.
+        self._fed = 0
+        # Of a stream that came from another process: answers to flushes that the core knows of, then to others.
+        self._known_flushes, self._strange_flushes = 0, 0
+
+    @property
+    def full(self) -> bool:
+        return self.queue.full and not self.session.closed
+
+    @property
+    def engine_stream(self) -> EngineStream | None:
+        return self.stream if isinstance(self.stream, EngineStream) else None
+
+    def mute(self) -> None:
+        """What the stream still says is not wanted: another one comes."""
+        self._generation += 1
+
+    def save(self, last: bool) -> dict[str, Any]:
+        """What a session's value says of its stream; `last`: with the audio that has not left for the engine."""
+        reanchor, stream = self.queue.reanchor, self.engine_stream
+        return {
+            "engine_settings": self.settings,
+            "streams_opened": self._opened,
+            "fed": self._fed,
+            "reanchor": None if reanchor is None else (reanchor.base, self.session.appended - reanchor.base),
+            "reopen": self.queue.reopen is not None,
+            "rest": stream.rest().tobytes() if last and stream is not None else b"",
+        }
+
+    def load(self, saved: SavedLive, inherited: Inheritance) -> int:
+        """Go on with the stream of another process. Returns the session's sample from which on audio is to be fed."""
+        self.settings, self._opened = saved.engine_settings, saved.streams_opened
+        self.stream = inherited.stream
+        known = len(self.session.marks)
+        self._known_flushes, self._strange_flushes = known, max(0, inherited.flushes - known)
+        self._fed = saved.fed
+        if inherited.stream is not None:
+            self._fed = self.session.engine_base + inherited.goes_on_at
+        return self._fed
+
+    async def lay_down(self) -> None:
+        """The stream goes on in another process."""
+        stream, self.stream = self.engine_stream, None
+        if stream is not None:
+            stream.lay_down()
+
+    async def abandon(self) -> None:
+        """End the stream, if there still is one."""
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            await self._abort(stream)
+        self.queue.clear()
+
+    async def work(self, group: asyncio.TaskGroup) -> None:
+        if self.stream is not None:
+            # It came from another process.
+            self._listen_to(self.stream, group)
+        while not self.session.closed:
+            while self.queue and not self.session.closed:
+                await self._execute(self.queue.take(), group)
+                if not self.full:
+                    self.queue.make_room()
+            self.queue.rest()
+            if not self.queue and not self.session.closed:
+                await self.queue.wait()
+        if self._results is not None:
+            self._results.cancel()
+
+    async def _execute(self, command: EngineCommand, group: asyncio.TaskGroup) -> None:
+        match command:
+            case Reanchor(base, replay):
+                await self._leave()
+                await self._open(base, group)
+                for audio in replay:
+                    await self._hear(audio, group)
+            case Reopen(settings):
+                self.settings = settings
+                if self.stream is not None and self._results is not None:
+                    await self.stream.finish()
+                    await self._results
+                    self.stream = self._results = None
+            case Feed(samples):
+                try:
+                    await self._hear(samples, group)
+                finally:
+                    self.queue.heard(len(samples))
+            case FeedGap(samples):
+                try:
+                    await self._hear(samples, group)
+                finally:
+                    self.queue.heard(samples)
+            case FlushEngine(at_pause):
+                await self._flush(at_pause)
+            case FinishEngine():
+                await self._finish()
+
+    async def _hear(self, audio: Samples | int, group: asyncio.TaskGroup) -> None:
+        if self.stream is None:
+            await self._open(self._fed, group)
+        assert self.stream is not None
+        try:
+            if isinstance(audio, int):
+                self._fed += audio
+                await self.stream.gap(audio)
+            else:
+                self._fed += len(audio)
+                await self.stream.feed(audio)
+        except StreamError as error:
+            # The stream's own last output says so too, and the core answers that with a new stream.
+            log.debug("session %s: %s", self._id, error)
+
+    async def _flush(self, at_pause: bool) -> None:
+        if self.stream is None:
+            self._submit(messages.Flushed(self._id, 0, 0))
+            return
+        try:
+            await self.stream.flush(at_pause)
+        except StreamError as error:
+            log.debug("session %s: %s", self._id, error)
+
+    async def _finish(self) -> None:
+        if self.stream is None:
+            self._submit(messages.Closed(self._id, 0))
+            return
+        await self.stream.finish()
+
+    async def _open(self, base: int, group: asyncio.TaskGroup) -> None:
+        settings, spec = self.settings, self._engine.spec
+        self._opened += 1
+        name = f"{self._id}.{self._opened}"
+        delay, options = delay_positions(settings.delay, spec), settings.engine_options()
+        try:
+            stream = await self._engine.open(name, delay_positions=delay, options=options)
+        except ValueError as error:
+            # The client loses nothing by an option that this model does not know: go on without it.
+            log.info("session %s: opened without options: %s", self._id, error)
+            stream = await self._engine.open(f"{name}.plain", delay_positions=delay)
+        self.stream = stream
+        self._fed = base
+        self._submit(EngineSwitched(base))
+        self._listen_to(stream, group)
+
+    def _listen_to(self, stream: StreamApi, group: asyncio.TaskGroup) -> None:
+        self._results = group.create_task(self._deliver(stream, self._generation), name=f"results {stream.id}")
+
+    async def _deliver(self, stream: StreamApi, generation: int) -> None:
+        async for output in stream:
+            if generation != self._generation:
+                return
+            assert not isinstance(output, messages.StreamState | messages.SessionOutput), "they are the client's"
+            if not (isinstance(output, messages.Flushed) and self._is_strange_flush()):
+                self._submit(output)
+            if self.session.closed:
+                self.queue.wake()
+                return
+
+    def _is_strange_flush(self) -> bool:
+        """Whether a process before this one asked for it and the core does not know; the next one is known again."""
+        if not self._strange_flushes:
+            return False
+        if self._known_flushes:
+            self._known_flushes -= 1
+            return False
+        self._strange_flushes -= 1
+        return True
+
+    async def _leave(self) -> None:
+        """Give up the stream: its outputs are muted already."""
+        stream, self.stream = self.stream, None
+        if self._results is not None:
+            self._results.cancel()
+            self._results = None
+        if stream is not None:
+            await self._abort(stream)
+
+    async def _abort(self, stream: StreamApi) -> None:
+        try:
+            await stream.abort()
+        except EngineError as error:
+            log.debug("session %s: %s", self._id, error)

@@ -1,0 +1,148 @@
+"""The will of a session: what is entrusted to the engine beside its stream, so that another process can go on.
+
+A will is a base, the whole value, and entries since: each event that the session handled, and each that was written for
+the client. Whoever handles the same entries after the same base says the same, to the number. What a client is told has
+left for the engine first, so nobody knows more of a session than its will does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine import messages
+from engine.client.link import EngineLink
+from engine.client.stream import EngineStream
+from engine.client.wills import Inheritance, WillDesk
+from realtime.serving.saved_live import NOTED, WROTE, encode_entry
+from realtime.session.events import Append, Effect, Event, Gap, Tick
+
+# A base is due after so many entries: reading them again takes a few milliseconds.
+ENTRIES_TO_A_BASE = 256
+
+
+class WillApi(Protocol):
+    """Where wills are kept. `EngineClient` fulfils it."""
+
+    wills: WillDesk
+
+    def link_for(self, stream: EngineStream | None) -> EngineLink | None: ...
+    async def adopt(self, key: str) -> Inheritance | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WillSettings:
+    """How long a session waits for its client, and how much of what it was sent is kept for it."""
+
+    keep_s: float
+    keep_bytes: int
+
+
+class Will:
+    """Of one session. `base` makes its value, with the frames that were sent since the last one."""
+
+    def __init__(
+        self,
+        key: str,
+        number: int,
+        engine: WillApi,
+        settings: WillSettings,
+        stream: Callable[[], EngineStream | None],
+        base: Callable[[bool], tuple[bytes, bytes]],
+    ) -> None:
+        self._key = key
+        self._number = number
+        self._engine = engine
+        self._settings = settings
+        self._stream = stream
+        self._base = base
+        self._entries: list[bytes] = []
+        self._since_base = 0
+        # Something happened that is no entry: the next word is a base.
+        self._stale = True
+        self._link: EngineLink | None = None
+        self._due: asyncio.Handle | None = None
+
+    def note(self, event: Event, now: float, effects: Sequence[Effect]) -> None:
+        """The session has handled this."""
+        if isinstance(event, Tick) and not effects:
+            return
+        if isinstance(event, Append):
+            # The sound itself is the engine's.
+            event = Gap(len(event.samples), event.source_samples, event.source_ms)
+        if isinstance(event, NOTED):
+            self._add(encode_entry(now, type(event).__name__, event))
+        else:
+            self.begin_anew()
+
+    def wrote(self, now: float) -> None:
+        """The next event that waited for the client was written."""
+        self._add(encode_entry(now, WROTE, None))
+
+    def begin_anew(self) -> None:
+        """Something changed that is no entry."""
+        self._stale = True
+        self._send_soon()
+
+    async def left(self) -> None:
+        """Until all of it has left this process."""
+        self._send()
+        if self._link is not None:
+            await self._link.flushed()
+
+    def give_up(self) -> None:
+        """The last word: the session waits for whoever adopts it."""
+        self._stale = True
+        self._send(last=True)
+
+    def close(self) -> None:
+        """The session is over."""
+        self._cancel()
+        if self._link is not None:
+            self._link.send(messages.Disown("", self._key, self._number))
+            self._link = None
+
+    def _add(self, entry: bytes) -> None:
+        self._entries.append(entry)
+        self._since_base += 1
+        self._send_soon()
+
+    def _send_soon(self) -> None:
+        if self._due is None:
+            self._due = asyncio.get_running_loop().call_soon(self._send)
+
+    def _cancel(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+
+    def _send(self, last: bool = False) -> None:
+        self._cancel()
+        stream = self._stream()
+        link = self._engine.link_for(stream)
+        entries, self._entries = self._entries, []
+        if link is None:
+            # Its engine is lost. The next one gets a base.
+            self._link, self._stale = None, True
+            return
+        if not (self._stale or entries):
+            return
+        if self._link is not None and link is not self._link:
+            self._link.send(messages.Disown("", self._key, self._number))
+        word = messages.Entrust(
+            "" if stream is None else stream.id, self._key, self._number, 0 if stream is None else stream.read, entries
+        )
+        if self._stale or link is not self._link or self._since_base > ENTRIES_TO_A_BASE:
+            self._make_base(word, stream, last)
+        self._link = link
+        link.send(word)
+
+    def _make_base(self, word: messages.Entrust, stream: EngineStream | None, last: bool) -> None:
+        word.base, word.chunk = self._base(last)
+        word.entries, word.last = [], last
+        word.keep_s, word.keep_bytes = self._settings.keep_s, self._settings.keep_bytes
+        if stream is not None:
+            word.positions_before, word.samples_before = stream.before
+        self._stale, self._since_base = False, 0

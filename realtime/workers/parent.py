@@ -1,0 +1,200 @@
+"""The parent of several workers: it holds the port and the engine, replaces a worker that dies, and all of them one by
+one when asked. It serves nobody itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+from prometheus_client import multiprocess
+
+from realtime.config import Config
+from realtime.workers.line import Enter, Leave, Line, Own, Ready, Retire, Start
+from realtime.workers.shared_house import HouseKeeper
+
+log = logging.getLogger("tickertape.workers")
+
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.25, 10.0
+# A worker that lived so long was well: the next one is started at once.
+WELL_AFTER_S = 10.0
+STOP_POLL_S = 0.05
+METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+
+
+class WorkerFailed(Exception):
+    """A worker cannot start; its own log says why."""
+
+
+class Worker:
+    """One worker process."""
+
+    def __init__(self, number: int, process: asyncio.subprocess.Process, line: Line) -> None:
+        self.number = number
+        self.process = process
+        self.line = line
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.hearing: asyncio.Task[None] | None = None
+
+    async def wait_until_ready(self) -> None:
+        """Raises WorkerFailed if it ends before."""
+        ended = asyncio.create_task(self._end())
+        await asyncio.wait((ended, self.ready), return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if not self.ready.done():
+            status = self.process.returncode
+            raise WorkerFailed(f"a worker ended with {status} before it was ready; its log above says why")
+
+    async def _end(self) -> None:
+        await self.process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+
+class Parent:
+    """`engines` are the addresses of engines that run already."""
+
+    def __init__(self, config: Config, workers: int, engines: Sequence[str], reserved: socket.socket) -> None:
+        self.config = config
+        self.port = int(reserved.getsockname()[1])
+        self.workers: dict[int, Worker] = {}
+        self.stopping = asyncio.Event()
+        self._wanted = workers
+        self._engines = list(engines)
+        self._secret = config.auth.secret.encode() or secrets.token_bytes(32)
+        self._house = HouseKeeper(config.limits, asyncio.get_running_loop().time)
+        self._numbers = 0
+        self._keepers: set[asyncio.Task[None]] = set()
+        self._retiring: set[int] = set()
+        self._restarting: asyncio.Task[None] | None = None
+        self._metrics_folder = tempfile.TemporaryDirectory(prefix="tickertape-metrics-")
+
+    async def start(self) -> None:
+        """Returns when all workers listen and have an engine. Raises a group of WorkerFailed."""
+        workers = [await self._spawn() for _ in range(self._wanted)]
+        async with asyncio.TaskGroup() as group:
+            for worker in workers:
+                group.create_task(worker.wait_until_ready())
+        for worker in workers:
+            self._keep(worker)
+
+    def restart(self) -> None:
+        """Replace all workers, one by one; their sessions go on in the others."""
+        if self._restarting is None or self._restarting.done():
+            self._restarting = asyncio.create_task(self._replace_all(), name="rolling restart")
+
+    async def stop(self, force: Callable[[], bool]) -> None:
+        """Let running turns finish, unless `force` says that there is no time for that."""
+        self.stopping.set()
+        told: set[int] = set()
+        # Whoever is just starting a worker still does so, and sees then that it is to stop.
+        while self.workers or self._keepers or not (self._restarting is None or self._restarting.done()):
+            for worker in list(self.workers.values()):
+                if worker.process.returncode is not None:
+                    self._forget(worker)
+                elif force():
+                    worker.signal(signal.SIGKILL)
+                elif worker.number not in told:
+                    told.add(worker.number)
+                    worker.signal(signal.SIGTERM)
+            await asyncio.sleep(STOP_POLL_S)
+        self._metrics_folder.cleanup()
+
+    # Inside.
+
+    async def _spawn(self) -> Worker:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "realtime.workers.worker", str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                # Ctrl-C reaches the parent alone, which decides.
+                start_new_session=True,
+                env=os.environ | {METRICS_VARIABLE: self._metrics_folder.name},
+            )  # fmt: skip
+        self._numbers += 1
+        worker = Worker(self._numbers, process, await Line.over(ours))
+        self.workers[worker.number] = worker
+        self._house.add(worker.number, worker.line)
+        config = msgspec.Raw(msgspec.json.encode(self.config))
+        worker.line.send(Start(config, self._secret, self._engines, self.port))
+        worker.hearing = asyncio.create_task(self._hear(worker), name=f"worker {worker.number}")
+        return worker
+
+    async def _hear(self, worker: Worker) -> None:
+        async for message in worker.line:
+            if isinstance(message, Ready):
+                if not worker.ready.done():
+                    worker.ready.set_result(None)
+            elif isinstance(message, Enter | Leave | Own):
+                self._house.hear(worker.number, message)
+
+    def _keep(self, worker: Worker) -> None:
+        keeper = asyncio.create_task(self._replace_when_it_dies(worker), name=f"keeper of worker {worker.number}")
+        self._keepers.add(keeper)
+        keeper.add_done_callback(self._keepers.discard)
+
+    async def _replace_when_it_dies(self, worker: Worker) -> None:
+        clock = asyncio.get_running_loop().time
+        backoff, began = FIRST_BACKOFF_S, clock()
+        while True:
+            status = await worker.process.wait()
+            self._forget(worker)
+            if self.stopping.is_set() or worker.number in self._retiring:
+                self._retiring.discard(worker.number)
+                return
+            log.error("worker %d ended with %d; its clients resume at the others", worker.number, status)
+            backoff = FIRST_BACKOFF_S if clock() - began >= WELL_AFTER_S else min(2 * backoff, MAX_BACKOFF_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.stopping.wait(), backoff)
+                return
+            began = clock()
+            worker = await self._spawn()
+
+    def _forget(self, worker: Worker) -> None:
+        self.workers.pop(worker.number, None)
+        self._house.remove(worker.number)
+        worker.line.close()
+        multiprocess.mark_process_dead(worker.process.pid, self._metrics_folder.name)  # type: ignore[no-untyped-call]
+
+    async def _replace_all(self) -> None:
+        for old in list(self.workers.values()):
+            if self.stopping.is_set():
+                return
+            new = await self._spawn()
+            try:
+                await new.wait_until_ready()
+            except WorkerFailed as error:
+                log.error("the rolling restart ends here: %s; worker %d stays", error, old.number)
+                return
+            self._keep(new)
+            self._retiring.add(old.number)
+            old.line.send(Retire())
+            await old.process.wait()
+            log.info("worker %d has taken the place of worker %d", new.number, old.number)
+
+
+@asynccontextmanager
+async def reserved_port(host: str, port: int) -> AsyncIterator[socket.socket]:
+    """Hold a port for workers without listening on it. Raises OSError if others have it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # First alone: whoever else listens there, even one of ours, is noticed.
+    with socket.create_server((host, port), family=family) as alone:
+        port = alone.getsockname()[1]
+    with socket.socket(family) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, port))
+        yield held

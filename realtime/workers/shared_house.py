@@ -1,0 +1,103 @@
+"""Who has how many sessions, over all workers: the parent counts, and a worker asks it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import reduce
+
+from realtime.config import LimitsConfig
+from realtime.serving.house import Answer, Counts, Figures
+from realtime.workers.line import Enter, Entered, Leave, Line, Others, Own
+
+# How often a worker tells its figures.
+TELL_S = 1.0
+# A parent that does not answer for so long is gone, and this worker with it.
+ANSWER_S = 5.0
+
+
+class SharedHouse:
+    """The worker's side."""
+
+    def __init__(self, line: Line, clock: Callable[[], float]) -> None:
+        self.others = Figures()
+        self._line = line
+        self._clock = clock
+        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._number = 0
+        self._told_at = 0.0
+
+    async def enter(self, caller: str, sessions: int) -> Answer:
+        self._number = number = self._number + 1
+        self._asked[number] = asked = asyncio.get_running_loop().create_future()
+        self._line.send(Enter(number, caller, sessions))
+        try:
+            return await asyncio.wait_for(asked, ANSWER_S)
+        except TimeoutError:
+            return Answer("capacity", 1)
+        finally:
+            del self._asked[number]
+
+    def enter_again(self, caller: str) -> None:
+        self._line.send(Enter(0, caller, again=True))
+
+    def leave(self, caller: str, sessions: int = 1) -> None:
+        self._line.send(Leave(caller, sessions))
+
+    def tick(self, own: Figures) -> None:
+        if self._clock() - self._told_at >= TELL_S:
+            self._told_at = self._clock()
+            self._line.send(Own(own))
+
+    def hear(self, message: Entered | Others) -> None:
+        """What the parent says."""
+        if isinstance(message, Others):
+            self.others = message.figures
+        elif message.number in self._asked and not self._asked[message.number].done():
+            self._asked[message.number].set_result(message.answer)
+
+
+class HouseKeeper:
+    """The parent's side; workers are known by numbers of their own."""
+
+    def __init__(self, limits: LimitsConfig, clock: Callable[[], float]) -> None:
+        self._counts = Counts(limits, clock)
+        self._lines: dict[int, Line] = {}
+        # The last figures of each worker, and the sessions it was granted since.
+        self._figures: dict[int, Figures] = {}
+
+    def add(self, worker: int, line: Line) -> None:
+        self._lines[worker], self._figures[worker] = line, Figures()
+
+    def remove(self, worker: int) -> None:
+        self._lines.pop(worker, None)
+        self._figures.pop(worker, None)
+        self._counts.forget(worker)
+
+    def hear(self, worker: int, message: Enter | Leave | Own) -> None:
+        """What a worker says."""
+        match message:
+            case Enter(again=True):
+                self._counts.add(worker, message.caller)
+            case Enter():
+                self._lines[worker].send(Entered(message.number, self._enter(worker, message)))
+            case Leave():
+                self._counts.leave(worker, message.caller, message.sessions)
+            case Own():
+                self._figures[worker] = message.figures
+                self._counts.tick()
+                for other, line in self._lines.items():
+                    line.send(Others(self._others(other)))
+
+    def _enter(self, worker: int, asked: Enter) -> Answer:
+        refused = self._counts.enter(worker, asked.caller, asked.sessions)
+        others = self._others(worker)
+        if refused is not None:
+            return Answer(*refused, others)
+        # Until the worker says more, these are sessions that will speak.
+        count = asked.sessions
+        self._figures[worker] += Figures(sessions=count, streamless=count, waiting=count)
+        return Answer(others=others)
+
+    def _others(self, worker: int) -> Figures:
+        return reduce(Figures.__add__, (figures for key, figures in self._figures.items() if key != worker), Figures())

@@ -1,0 +1,71 @@
+"""One gateway process of several: `python -m realtime.workers.worker FD`, started by the parent.
+
+It listens on the server's port beside the others, uses the engine that the parent started, and ends with the parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+
+import msgspec
+import uvloop
+
+from realtime.app import gateway_of_several
+from realtime.config import Config
+from realtime.workers.line import Entered, Line, Others, Ready, Retire, Start
+from realtime.workers.shared_house import SharedHouse
+
+log = logging.getLogger("tickertape.worker")
+
+
+def port_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens on a port which others of ours listen on too; the system spreads connections over them."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, reuse_port=True, backlog=2048)
+
+
+async def work(end: socket.socket) -> None:
+    line = await Line.over(end)
+    messages = aiter(line)
+    start = await anext(messages)
+    assert isinstance(start, Start), "a parent says first what to do"
+    config = msgspec.json.decode(start.config, type=Config)
+    house = SharedHouse(line, asyncio.get_running_loop().time)
+    listener = port_socket(config.server.host, start.port)
+    async with gateway_of_several(config, start.engines, start.secret, house, listener) as server:
+
+        async def hear() -> None:
+            async for message in messages:
+                if isinstance(message, Retire):
+                    server.server.gateway.sessions.hands_over = True
+                    server.server.should_exit = True
+                elif isinstance(message, Entered | Others):
+                    house.hear(message)
+            log.warning("the parent is gone; stopping")
+            server.server.should_exit = True
+
+        hearing = asyncio.create_task(hear(), name="what the parent says")
+        try:
+            if await server.wait_until_ready():
+                line.send(Ready())
+                await server.wait()
+        finally:
+            hearing.cancel()
+    line.close()
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s [%(process)d]: %(message)s")
+    logging.getLogger("websockets").setLevel(logging.WARNING)
+    end = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(end.fileno(), False)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work(end))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""A stream that another gateway began: it goes on here with the same words, whether it was handed over or left."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from engine import messages
+from engine.client.client import EngineClient
+from engine.client.handles import EngineThread, RemoteEngine
+from engine.client.stream import EngineStream
+from engine.client.wills import Inheritance
+from tests.engine import fakes
+
+AUDIO = fakes.speech(20, 3)
+PIECE = 137
+
+
+def entrust(client: EngineClient, stream: EngineStream, consumed: int, *, last: bool = False) -> None:
+    link = client.link_for(stream)
+    assert link is not None
+    positions, samples = stream.before
+    link.send(
+        messages.Entrust(
+            stream.id,
+            "key",
+            1,
+            consumed,
+            [],
+            base=b"value",
+            keep_s=60,
+            positions_before=positions,
+            samples_before=samples,
+            last=last,
+        )  # fmt: skip
+    )
+
+
+async def feed(stream: EngineStream, start: int, end: int, flush_at: tuple[int, ...] = ()) -> None:
+    """`flush_at` are samples."""
+    for first in range(start, end, PIECE):
+        for flush in (flush for flush in flush_at if first <= flush < first + PIECE):
+            await stream.feed(AUDIO[first:flush])
+            await stream.flush()
+            first = flush
+        await stream.feed(AUDIO[first : min(end, first + PIECE - (first - start) % PIECE)])
+
+
+async def adopted(client: EngineClient) -> Inheritance:
+    """What was entrusted comes by another connection, and may come a moment later."""
+    while True:
+        inheritance = await client.adopt("key")
+        if inheritance is not None:
+            return inheritance
+
+
+async def finish(inheritance: Inheritance, said: list[messages.Output], flush_at: tuple[int, ...]) -> fakes.Transcript:
+    stream = inheritance.stream
+    assert stream is not None
+    whole = fakes.Transcript(said)
+    reader = asyncio.create_task(whole.collect(stream))
+    await feed(stream, inheritance.goes_on_at, len(AUDIO), flush_at)
+    await stream.finish()
+    await reader
+    return whole
+
+
+class Reader:
+    """Reads a stream and knows how many outputs of the engine each was."""
+
+    def __init__(self, stream: EngineStream) -> None:
+        self.stream = stream
+        self.said: list[tuple[int, messages.Output]] = []
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for output in self.stream:
+            self.said.append((self.stream.read, output))
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("cut", [3000, 9999, 20_000])
+@pytest.mark.parametrize("unread", [0, 4])
+async def test_words_do_not_change_when_a_stream_moves(windowed: bool, cut: int, unread: int) -> None:
+    engine = EngineThread(partial(fakes.build, windowed=windowed, detects=True))
+    async with fakes.running(engine) as first, fakes.running(RemoteEngine(engine.address)) as second:
+        calm, flushes = fakes.Transcript(), (2000, 8000)
+        stream = await first.open("calm")
+        reading = asyncio.create_task(calm.collect(stream))
+        await feed(stream, 0, len(AUDIO), flushes)
+        await stream.finish()
+        await reading
+        stream = await first.open("moving")
+        reader = Reader(stream)
+        await feed(stream, 0, cut, flushes)
+        await fakes.until(lambda: len(reader.said) > 0)
+        known = reader.said[: max(0, len(reader.said) - unread)]
+        # The entries account for what was read but for the last few outputs.
+        entrust(first, stream, known[-1][0] if known else 0, last=True)
+        inheritance = await adopted(second)
+        reader.task.cancel()
+        stream.lay_down()
+        assert inheritance.base == b"value" and inheritance.number == 2
+        assert inheritance.goes_on_at <= cut
+        later = tuple(flush for flush in flushes if flush >= cut)
+        whole = await finish(inheritance, [output for _, output in known], later)
+        assert (whole.text, whole.words, whole.speech) == (calm.text, calm.words, calm.speech)
+        assert whole.tags == calm.tags == [1, 2]
+        assert isinstance(whole.last, messages.Closed)
+
+
+async def test_a_session_that_nobody_has_is_not_found() -> None:
+    engine = EngineThread(fakes.build)
+    async with fakes.running(engine) as first:
+        assert await first.adopt("nobody") is None
+
+
+async def test_the_former_owner_hears_that_it_is_wanted_and_then_that_it_is_fenced() -> None:
+    engine = EngineThread(fakes.build)
+    async with fakes.running(engine) as first, fakes.running(RemoteEngine(engine.address)) as second:
+        stream = await first.open("moving")
+        heard: list[str] = []
+        first.wills.on_wanted = lambda key: heard.append(f"wanted {key}")
+        first.wills.on_fenced = lambda key: heard.append(f"fenced {key}")
+        entrust(first, stream, 0)
+        # It does not answer.
+        inheritance = await adopted(second)
+        assert inheritance.stream is not None
+        await fakes.until(lambda: heard == ["wanted key", "fenced key"])
+        await stream.feed(AUDIO)
+        await stream.finish()
+        await inheritance.stream.feed(AUDIO[:1600])
+        await inheritance.stream.finish()
+        said = fakes.Transcript()
+        await said.collect(inheritance.stream)
+        assert said.last == messages.Closed("moving", 1600), "what the former owner sent was not heard"
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+async def test_an_adopted_stream_outlives_its_engine_once_enough_was_heard(windowed: bool) -> None:
+    """Before that it ends alone, with a word to its reader."""
+    engine = fakes.process(partial(fakes.build, windowed=windowed))
+    async with fakes.running(engine) as first, fakes.running(RemoteEngine(engine.address)) as second:
+        stream = await first.open("moving")
+        reader = asyncio.create_task(fakes.Transcript().collect(stream))
+        await feed(stream, 0, 5000)
+        entrust(first, stream, stream.read, last=True)
+        inheritance = await adopted(second)
+        assert inheritance.stream is not None
+        stream.lay_down()
+        reader.cancel()
+        said = fakes.Transcript()
+        reader = asyncio.create_task(said.collect(inheritance.stream))
+        if windowed:
+            fakes.kill(engine.pid)
+            await reader
+            assert isinstance(said.last, messages.Failed) and "another gateway" in said.last.message
+            return
+        await feed(inheritance.stream, inheritance.goes_on_at, 15_000)
+        fakes.kill(engine.pid)
+        await feed(inheritance.stream, 15_000, len(AUDIO))
+        await inheritance.stream.finish()
+        await reader
+        assert said.last == messages.Closed("moving", len(AUDIO))

@@ -1,0 +1,204 @@
+"""Sessions that gateways entrust to an engine: one owner at a time, and nothing lost on the way to the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine import messages
+from engine.boundary.sockets import SILENCE_SECONDS
+from engine.server.wills import MOST_ENTRIES, RELEASE_SECONDS
+from tests.engine.server.test_host import Host, calm, command, say_all
+
+__all__ = ["calm"]
+KEEP_S = 60.0
+
+
+def entrust(host: Host, name: bytes, consumed: int, number: int = 1, **changes: Any) -> None:
+    fields = {"entries": [], "base": b"base", "keep_s": KEEP_S, "keep_bytes": 100} | changes
+    host.send(name, command(messages.Entrust("good", "s", number, consumed, **fields)))
+
+
+def adopt(host: Host, name: bytes) -> None:
+    host.send(name, command(messages.Adopt("", "s")))
+
+
+def inherited(host: Host, name: bytes) -> list[messages.Inherited]:
+    return [output for output in host.said(name) if isinstance(output, messages.Inherited)]
+
+
+def heard(host: Host, name: bytes) -> list[messages.Output]:
+    """The outputs of the stream that a gateway was told."""
+    return [
+        output
+        for output in host.said(name)
+        if getattr(output, "stream", None) == "good" and output.__class__ is not messages.Inherited
+    ]
+
+
+def text(outputs: list[messages.Output]) -> str:
+    return "".join(output.delta for output in outputs if isinstance(output, messages.Text))
+
+
+def speaking(positions: int = 10) -> Host:
+    """An engine with two gateways, and a stream of the first that has heard so much."""
+    host = Host()
+    host.greet(b"a")
+    host.greet(b"b")
+    host.send(b"a", command(messages.Open("good")))
+    say_all(host, b"a", "good", range(positions))
+    return host
+
+
+def finish_at(host: Host, name: bytes, first: int) -> None:
+    say_all(host, name, "good", range(first, 20))
+    host.send(name, command(messages.Finish("good")))
+
+
+@pytest.mark.parametrize("unread", [0, 1, 5])
+def test_a_stream_moves_to_another_gateway_without_a_change_in_its_words(calm: str, unread: int) -> None:
+    host = speaking()
+    known = heard(host, b"a")
+    known = known[: len(known) - unread]
+    entrust(host, b"a", len(known), last=True)
+    adopt(host, b"b")
+    (value,) = inherited(host, b"b")
+    assert (value.number, value.base, value.stream, value.consumed) == (2, b"base", "good", len(known))
+    assert value.end == host.loop.scheduler.spec.prefix_positions + 10
+    assert value.sample == 10 * host.loop.scheduler.spec.samples_per_position
+    finish_at(host, b"b", 10)
+    assert text(known) + text(heard(host, b"b")) == calm
+    assert len(heard(host, b"b")) >= unread
+
+
+def test_the_owner_is_asked_first_and_its_last_word_counts(calm: str) -> None:
+    host = speaking()
+    entrust(host, b"a", 0)
+    adopt(host, b"b")
+    assert messages.Wanted("s") in host.said(b"a")
+    assert not inherited(host, b"b"), "the owner has not answered yet"
+    known = heard(host, b"a")
+    entrust(host, b"a", len(known), base=b"last", last=True)
+    assert inherited(host, b"b")[0].base == b"last"
+    assert messages.Fenced("s") in host.said(b"a")
+
+
+def test_an_owner_that_does_not_answer_is_fenced_and_changes_nothing_any_more(calm: str) -> None:
+    host = speaking()
+    known = heard(host, b"a")
+    entrust(host, b"a", len(known))
+    adopt(host, b"b")
+    host.now += RELEASE_SECONDS + 1
+    host.tick()
+    assert inherited(host, b"b")[0].base == b"base"
+    assert messages.Fenced("s") in host.said(b"a")
+    # It wakes up and goes on as if it still had the session.
+    say_all(host, b"a", "good", range(10, 13))
+    host.send(b"a", command(messages.Flush("good", 7)), command(messages.Abort("good")))
+    entrust(host, b"a", len(known), base=b"stale")
+    host.send(b"a", command(messages.Disown("good", "s", 1)))
+    finish_at(host, b"b", 10)
+    assert text(known) + text(heard(host, b"b")) == calm
+    entrust(host, b"b", 0, number=2, base=b"fresh", last=True)
+    host.greet(b"c")
+    adopt(host, b"c")
+    assert (inherited(host, b"c")[0].base, inherited(host, b"c")[0].number) == (b"fresh", 3)
+
+
+def test_an_owner_that_is_gone_is_noticed_at_once(calm: str) -> None:
+    host = speaking()
+    known = heard(host, b"a")
+    entrust(host, b"a", len(known))
+    host.line.gone.add(b"a")
+    adopt(host, b"b")
+    assert inherited(host, b"b")
+    finish_at(host, b"b", 10)
+    assert text(known) + text(heard(host, b"b")) == calm
+
+
+def test_a_stream_waits_for_its_next_gateway_and_is_forgotten_in_time() -> None:
+    host = speaking()
+    entrust(host, b"a", 0)
+    host.now += SILENCE_SECONDS + 1
+    host.greet(b"c")
+    host.tick()
+    assert host.loop.scheduler.streams, "its gateway is gone, and it waits"
+    host.now += KEEP_S + 1
+    host.tick()
+    host.now += 1
+    host.tick()
+    assert not host.loop.scheduler.streams and not len(host.host._wills)
+    host.greet(b"d")
+    adopt(host, b"d")
+    assert inherited(host, b"d") == [messages.Inherited("s")]
+
+
+def test_a_stream_without_a_will_ends_with_its_gateway() -> None:
+    host = speaking()
+    host.now += SILENCE_SECONDS + 1
+    host.greet(b"c")
+    host.tick()
+    assert not host.loop.scheduler.streams
+
+
+def test_a_gateway_that_comes_back_begins_anew() -> None:
+    host = speaking()
+    entrust(host, b"a", 0)
+    host.greet(b"a")
+    host.tick()
+    assert not host.loop.scheduler.streams and not len(host.host._wills)
+
+
+def test_of_two_who_ask_the_last_has_the_session() -> None:
+    host = speaking()
+    entrust(host, b"a", 0)
+    host.greet(b"c")
+    adopt(host, b"b")
+    adopt(host, b"c")
+    entrust(host, b"a", 0, last=True)
+    assert inherited(host, b"b") == [messages.Inherited("s")] and inherited(host, b"c")[0].number == 2
+
+
+def test_what_is_kept_is_bounded() -> None:
+    host = speaking()
+    for chunk in range(50):
+        entrust(host, b"a", 0, chunk=bytes([chunk]) * 30)
+    entrust(host, b"a", 0, last=True)
+    adopt(host, b"b")
+    assert inherited(host, b"b")[0].chunks == [bytes([chunk]) * 30 for chunk in (47, 48, 49)]
+    entrust(host, b"b", 0, number=2, entries=[b"x"] * (MOST_ENTRIES + 1))
+    assert not len(host.host._wills), "a will that outgrows its bounds is not kept"
+
+
+def test_a_session_without_a_stream_is_a_value_too() -> None:
+    host = Host()
+    host.greet(b"a")
+    host.greet(b"b")
+    host.send(b"a", command(messages.Entrust("", "s", 1, 0, [b"1"], base=b"base", keep_s=KEEP_S)))
+    host.send(b"a", command(messages.Entrust("", "s", 1, 0, [b"2"])))
+    host.line.gone.add(b"a")
+    adopt(host, b"b")
+    (value,) = inherited(host, b"b")
+    assert (value.stream, value.base, value.entries) == ("", b"base", [b"1", b"2"])
+
+
+def test_a_session_that_is_over_is_forgotten() -> None:
+    host = speaking()
+    entrust(host, b"a", 0)
+    host.send(b"a", command(messages.Disown("good", "s", 1)), command(messages.Abort("good")))
+    assert not len(host.host._wills) and not host.loop.scheduler.streams
+
+
+def test_flushes_and_tokens_are_counted_as_the_entries_account_for_them() -> None:
+    host = speaking()
+    host.send(b"a", command(messages.Flush("good", 1)))
+    known = heard(host, b"a")
+    position = next(place for place, output in enumerate(known) if isinstance(output, messages.Flushed))
+    tokens = sum(len(output.tokens) for output in known[:position] if isinstance(output, messages.Text))
+    entrust(host, b"a", position, last=True)
+    adopt(host, b"b")
+    (value,) = inherited(host, b"b")
+    assert (value.flushes, value.answered) == (1, 0)
+    assert value.token == host.loop.scheduler.spec.prefix_positions + tokens
+    assert value.segment == value.sample, "a flush ends a segment"

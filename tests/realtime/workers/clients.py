@@ -1,0 +1,70 @@
+"""A client that speaks, loses its connection and comes back; what it was told is checked on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from realtime.client.lasting_session import LastingSession
+from realtime.client.wire_client import COMPLETED, SessionWishes
+from tests.realtime.workers.engines import RATE
+
+VAD = {"type": "server_vad", "threshold": 0.3, "silence_duration_ms": 300, "prefix_padding_ms": 0}
+
+
+class Speaker(LastingSession):
+    """`url` is asked for before every connection."""
+
+    def __init__(self, url: Callable[[], str], audio: bytes, turn_detection: dict[str, Any] | None = VAD) -> None:
+        super().__init__(url(), None, SessionWishes(RATE, turn_detection))
+        self.where = url
+        self.audio = audio
+        self.events: list[dict[str, Any]] = []
+        self.lines: list[str] = []
+
+    def _target(self) -> str:
+        self._url = self.where()
+        return super()._target()
+
+    async def speak(self, pieces: int = 50, pause_s: float = 0.01, go_on: asyncio.Event | None = None) -> None:
+        """All of the audio in pieces, and everything that is said about it. Half of it waits for `go_on`."""
+        telling = asyncio.create_task(self.run(self.events.append, self.lines.append))
+        size = -(-len(self.audio) // pieces // 2) * 2
+        try:
+            for start in range(0, len(self.audio), size):
+                if go_on is not None and start >= len(self.audio) // 2:
+                    await go_on.wait()
+                self.append(self.audio[start : start + size])
+                await asyncio.sleep(pause_s)
+            self.finish()
+            await telling
+        finally:
+            telling.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await telling
+
+    @property
+    def text(self) -> list[str]:
+        return [event["transcript"] for event in self.events if event["type"] == COMPLETED]
+
+    @property
+    def losses(self) -> int:
+        return sum(bool(line) for line in self.lines)
+
+    def check(self) -> None:
+        """Numbers without gap or repeat, one end for each item, and all of it was told in pieces before."""
+        numbers = [event["seq"] for event in self.events if "seq" in event]
+        assert numbers == list(range(1, len(numbers) + 1))
+        done = [event["item_id"] for event in self.events if event["type"] == COMPLETED]
+        assert len(done) == len(set(done))
+        committed = [event["item_id"] for event in self.events if event["type"] == "input_audio_buffer.committed"]
+        assert done == committed
+        deltas: dict[str, str] = {}
+        for event in self.events:
+            if event["type"].endswith("transcription.delta"):
+                deltas[event["item_id"]] = deltas.get(event["item_id"], "") + event["delta"]
+        for event in self.events:
+            if event["type"] == COMPLETED:
+                assert event["transcript"] == deltas.get(event["item_id"], "")

@@ -1,0 +1,17 @@
+"""Clients of these tests come back at once, and engines start inside them, which reads files."""
+
+from __future__ import annotations
+
+import pytest
+
+from realtime.client import lasting_session
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lasting_session, "FIRST_WAIT_S", 0.05)
+
+
+@pytest.fixture(autouse=True)
+def blockbuster() -> None:
+    """Not here: what starts an engine and its client may block."""

@@ -1,0 +1,202 @@
+"""Sessions that move between gateways over one engine: handed over, left behind or taken, they say the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+from websockets.exceptions import InvalidStatus
+
+from engine.client.client import EngineClient
+from engine.client.handles import EngineThread, RemoteEngine
+from realtime.app import listening
+from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
+from realtime.http.gateway import Gateway
+from realtime.serving.tokens import Signer
+from tests.e2e.raw_client import COMPLETED, RawClient, greeted_client, raw_client
+from tests.engine import fakes
+from tests.realtime.workers import engines
+from tests.realtime.workers.clients import Speaker
+
+INCLUDE = ["session.resume", "input_audio_buffer.acks"]
+FORMAT = {"type": "audio/pcm", "rate": engines.RATE}
+
+
+@dataclass
+class Place:
+    """A gateway that listens."""
+
+    url: str
+    client: EngineClient
+    gateway: Gateway
+
+    @property
+    def entries(self) -> list[Any]:
+        return list(self.gateway.sessions._entries.values())
+
+    def cut(self) -> None:
+        for entry in self.entries:
+            if entry.connection is not None:
+                entry.connection._abort()
+
+
+@asynccontextmanager
+async def places(windowed: bool = False, keep_s: float = 60.0, number: int = 2) -> AsyncIterator[list[Place]]:
+    server, session = ServerConfig(port=0, drain_s=1.0), SessionConfig(resume_s=keep_s)
+    config = Config(server=server, limits=LimitsConfig(max_load=0), session=session)
+    engine = EngineThread(partial(engines.build, windowed=windowed), warm=False)
+    signer = Signer()
+    async with AsyncExitStack() as stack:
+        found: list[Place] = []
+        for place in range(number):
+            handle = RemoteEngine(engine.address) if place else engine
+            client = await stack.enter_async_context(fakes.running(handle))
+            running = await stack.enter_async_context(listening(client, config, None, signer, client))
+            url = running.url.replace("http", "ws", 1) + "/v1/realtime"
+            found.append(Place(url, client, running.server.gateway))
+        yield found
+
+
+@pytest.fixture(scope="module")
+def audio() -> bytes:
+    return engines.talk(6, 1)
+
+
+# Where a frame-synchronous model is flushed decides what it says, and that depends on when a pause is noticed.
+@pytest.mark.parametrize(("windowed", "manual"), [(True, False), (True, True), (False, True)])
+async def test_a_session_that_is_handed_over_again_and_again_says_the_same(
+    windowed: bool, manual: bool, audio: bytes
+) -> None:
+    detection: dict[str, Any] = {"turn_detection": None} if manual else {}
+    async with places(windowed) as both:
+        calm = Speaker(lambda: both[0].url, audio, **detection)
+        await calm.speak()
+        calm.check()
+        turns = count()
+        moving = Speaker(lambda: both[next(turns) % 2].url, audio, **detection)
+        speaking = asyncio.create_task(moving.speak())
+        for moves in range(1, 4):
+            enough = len(moving.events) + 3
+            await fakes.until(lambda enough=enough: len(moving.events) >= enough or speaking.done())
+            for place in both:
+                place.cut()
+            await fakes.until(lambda moves=moves: moving.lines.count("") > moves or speaking.done())
+        await speaking
+        moving.check()
+        assert calm.text and moving.text == calm.text
+        assert moving.losses >= 2
+
+
+async def begin(client: RawClient, audio: bytes) -> str:
+    session = await client.update(format=FORMAT, turn_detection=None, include=INCLUDE)
+    await client.append(audio)
+    return session["resume"]["token"]
+
+
+async def test_a_gateway_that_drains_leaves_its_sessions_to_the_others(audio: bytes) -> None:
+    async with places() as (first, second), greeted_client(first.url) as client:
+        token = await begin(client, audio[:64_000])
+        last = (await client.until("input_audio_buffer.acknowledged"))[-1]["seq"]
+        first.gateway.sessions.hands_over = True
+        await first.gateway.sessions.drain(1.0)
+        await client.socket.wait_closed()
+        assert client.socket.close_code == 1012
+        assert not first.entries
+        async with raw_client(f"{second.url}?resume={token}&after={last}") as again:
+            greeting = await again.receive()
+            assert greeting["type"] == "session.resumed"
+            assert greeting["received_samples"] == 32_000, "all that came was handed over"
+            await again.send("input_audio_buffer.commit")
+            assert (await again.until(COMPLETED))[-1]["transcript"]
+
+
+async def test_an_old_owner_that_goes_on_after_a_takeover_changes_nothing(
+    audio: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with places() as (first, second), greeted_client(first.url) as client:
+        token = await begin(client, audio[:64_000])
+        last = (await client.until("input_audio_buffer.acknowledged"))[-1]["seq"]
+        # It does not hear that the session is wanted, nor that it is another's.
+        first.client.wills.on_wanted = first.client.wills.on_fenced = None
+        (stale,) = first.entries
+        async with raw_client(f"{second.url}?resume={token}&after={last}") as again:
+            greeting = await again.receive()
+            await client.append(audio[:32_000])
+            await client.send("input_audio_buffer.commit")
+            await fakes.until(lambda: stale.live.session.appended == 48_000)
+            await again.append(audio[greeting["received_samples"] * 2 : 64_000])
+            await again.send("input_audio_buffer.commit")
+            events = await again.until(COMPLETED)
+            assert [event["seq"] for event in events] == list(range(last + 1, last + 1 + len(events)))
+            calm = await transcript(second.url, audio[:64_000])
+            assert events[-1]["transcript"] == calm
+
+
+async def transcript(url: str, audio: bytes) -> str:
+    async with greeted_client(url) as client:
+        await begin(client, audio)
+        await client.send("input_audio_buffer.commit")
+        return (await client.until(COMPLETED))[-1]["transcript"]
+
+
+async def status_of(url: str) -> int:
+    with pytest.raises(InvalidStatus) as caught:
+        async with raw_client(url):
+            pass
+    return caught.value.response.status_code
+
+
+async def test_tokens_that_are_not_ours_and_sessions_that_nobody_has() -> None:
+    async with places(keep_s=0.2) as (first, second):
+        strange = Signer().resume_token("sess_1", "address 127.0.0.1")
+        assert await status_of(f"{second.url}?resume={strange}&after=0") == 404
+        async with greeted_client(first.url) as client:
+            token = (await client.update(include=INCLUDE))["resume"]["token"]
+            other = "B" if token[9] == "A" else "A"
+            assert await status_of(f"{second.url}?resume={token[:9]}{other}{token[10:]}&after=0") == 404
+            await client.socket.close(1000)
+        await fakes.until(lambda: not first.entries)
+        assert await status_of(f"{second.url}?resume={token}&after=1") == 410
+
+
+async def test_a_session_moves_before_it_has_a_stream_and_with_its_settings(audio: bytes) -> None:
+    async with places() as (first, second), greeted_client(first.url) as client:
+        wishes = {"format": FORMAT, "turn_detection": None, "transcription": {"prompt": "names"}}
+        token = (await client.update(**wishes, include=INCLUDE))["resume"]["token"]
+        async with raw_client(f"{second.url}?resume={token}&after=1") as again:
+            greeting = await again.receive()
+            shown = greeting["session"]["audio"]["input"]
+            assert shown["format"] == FORMAT and shown["transcription"]["prompt"] == "names"
+            await again.append(audio[:32_000])
+            await again.send("input_audio_buffer.commit")
+            assert (await again.until(COMPLETED))[-1]["transcript"]
+        await client.socket.wait_closed()
+        assert client.socket.close_code == 4409
+
+
+async def test_a_day_of_events_leaves_a_will_of_a_bounded_size(audio: bytes) -> None:
+    async with places(number=1) as (only,), greeted_client(only.url) as client:
+        await client.update(format=FORMAT, turn_detection=None, include=INCLUDE)
+        sizes: list[int] = []
+        entrusted = only.client.link_for(None)
+        assert entrusted is not None
+        send = entrusted.send
+
+        def weigh(command: Any, items: Any = None) -> None:
+            if hasattr(command, "entries"):
+                sizes.append(sum(map(len, command.entries)) + len(command.base or b"") + len(command.chunk))
+            send(command, items)
+
+        entrusted.send = weigh  # type: ignore[method-assign]
+        for _ in range(20):
+            await client.append(audio[:16_000])
+            await client.send("input_audio_buffer.commit")
+            await client.until(COMPLETED)
+        assert len(sizes) > 20
+        assert max(sizes[len(sizes) // 2 :]) <= 2 * max(sizes[: len(sizes) // 2])

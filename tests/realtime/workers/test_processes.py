@@ -1,0 +1,164 @@
+"""Real workers behind one port: killed, replaced and stopped under sessions that lose nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from websockets.exceptions import InvalidStatus
+
+from engine.client.handles import EngineProcess
+from realtime.config import AuthConfig, Config, LimitsConfig, ServerConfig
+from realtime.workers import parent as parents
+from realtime.workers.parent import Parent, WorkerFailed, reserved_port
+from tests.e2e.raw_client import greeted_client
+from tests.engine import fakes
+from tests.realtime.workers import engines
+from tests.realtime.workers.clients import Speaker
+
+pytestmark = pytest.mark.timeout(240)
+SESSIONS = 6
+CONFIG = Config(server=ServerConfig(port=0, drain_s=1.0, workers=2), limits=LimitsConfig(max_load=0))
+
+
+@asynccontextmanager
+async def engine() -> AsyncIterator[EngineProcess]:
+    process = fakes.process(engines.windowed)
+    async with fakes.running(process):
+        yield process
+
+
+@asynccontextmanager
+async def workers(config: Config = CONFIG) -> AsyncIterator[Parent]:
+    async with engine() as process, reserved_port("127.0.0.1", 0) as held:
+        parent = Parent(config, config.server.workers, [process.address], held)
+        try:
+            await parent.start()
+            yield parent
+        finally:
+            await parent.stop(lambda: True)
+
+
+def url_of(parent: Parent) -> str:
+    return f"ws://127.0.0.1:{parent.port}/v1/realtime"
+
+
+async def get(parent: Parent, path: str) -> str:
+    def fetch() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{parent.port}{path}", timeout=10) as answer:
+            return str(answer.read().decode())
+
+    return await asyncio.to_thread(fetch)
+
+
+def kill(parent: Parent, number: int) -> None:
+    os.kill(parent.workers[number].process.pid, signal.SIGKILL)
+
+
+async def test_workers_that_are_killed_and_replaced_under_sessions_change_no_word() -> None:
+    audio = engines.talk(8, 1)
+    async with workers() as parent:
+        calm = Speaker(lambda: url_of(parent), audio)
+        await calm.speak()
+        calm.check()
+        assert len(calm.text) == 4
+        speakers, go_on = [Speaker(lambda: url_of(parent), audio) for _ in range(SESSIONS)], asyncio.Event()
+        speaking = asyncio.gather(*(speaker.speak(go_on=go_on) for speaker in speakers))
+        await fakes.until(lambda: all(speaker.events for speaker in speakers))
+        first, second = sorted(parent.workers)
+        kill(parent, first)
+        await fakes.until(lambda: len(parent.workers) == 2 and first not in parent.workers)
+        await asyncio.gather(*(worker.wait_until_ready() for worker in parent.workers.values()))
+        parent.restart()
+        assert parent._restarting is not None
+        await parent._restarting
+        assert len(parent.workers) == 2 and min(parent.workers) > second
+        go_on.set()
+        await speaking
+        for speaker in speakers:
+            speaker.check()
+            assert speaker.text == calm.text
+        assert sum(speaker.losses for speaker in speakers) >= SESSIONS, "each lost at least one of the two"
+        # All of them count together.
+        figures = await get(parent, "/metrics")
+        opened = next(line for line in figures.splitlines() if line.startswith("tickertape_sessions_opened_total{"))
+        assert float(opened.split()[-1]) == SESSIONS + 1
+
+
+async def test_limits_figures_and_secrets_are_those_of_the_server_not_of_a_worker() -> None:
+    config = replace(CONFIG, limits=replace(CONFIG.limits, sessions_per_key=3), auth=AuthConfig(keys=("the-real-key",)))
+    async with workers(config) as parent:
+        url = url_of(parent)
+        bearer = {"Authorization": f"Bearer {await asyncio.to_thread(mint, parent)}"}
+        async with AsyncExitStack() as sockets:
+            for _ in range(3):
+                last = await sockets.enter_async_context(greeted_client(url, additional_headers=bearer))
+            assert await status_of(url, bearer) == 429
+            while json.loads(await get(parent, "/capacity"))["sessions"] != 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            await last.socket.close()
+            while await status_of(url, bearer) == 429:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
+def mint(parent: Parent) -> str:
+    """A client secret, of any worker."""
+    address = f"http://127.0.0.1:{parent.port}/v1/realtime/client_secrets"
+    request = urllib.request.Request(address, b"{}", {"Authorization": "Bearer the-real-key"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return str(json.loads(answer.read())["value"])
+
+
+async def status_of(url: str, headers: dict[str, str]) -> int:
+    try:
+        async with greeted_client(url, additional_headers=headers):
+            return 101
+    except InvalidStatus as refused:
+        return refused.response.status_code
+
+
+async def test_a_worker_that_cannot_start_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parents.sys, "executable", "/bin/false")
+    with pytest.raises(ExceptionGroup) as failed:
+        async with reserved_port("127.0.0.1", 0) as held:
+            parent = Parent(CONFIG, 2, ["ipc:///tmp/nobody"], held)
+            try:
+                await parent.start()
+            finally:
+                await parent.stop(lambda: True)
+    assert failed.group_contains(WorkerFailed, match="before it was ready")
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield other.getsockname()[1]
+
+
+async def test_a_port_in_use_is_a_clear_error_even_if_it_is_ours(taken: int) -> None:
+    with pytest.raises(OSError, match="in use"):
+        async with reserved_port("127.0.0.1", taken):
+            pass
+    ours = socket.create_server(("127.0.0.1", 0), reuse_port=True)
+    with ours, pytest.raises(OSError, match="in use"):
+        async with reserved_port("127.0.0.1", ours.getsockname()[1]):
+            pass
+
+
+async def test_a_worker_ends_with_its_parent() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "realtime.workers.worker", str(theirs.fileno()), pass_fds=(theirs.fileno(),)
+        )
+    ours.close()
+    assert await process.wait() != 0
