@@ -12,11 +12,13 @@ import threading
 from functools import partial
 
 from benchmarks.gpu_streams import build_runner
+from engine.config import EngineConfig
 from engine.core.limits import Limits
 from engine.core.scheduler import Scheduler
 from engine.runner.load import load_detector
 from engine.server.loop import EngineLoop
 from engine.server.main import run_engine
+from engine.server.silence_cut import cut_settings
 
 
 def build(kv: str, window: int, max_streams: int | None, small: bool) -> EngineLoop:
@@ -24,7 +26,8 @@ def build(kv: str, window: int, max_streams: int | None, small: bool) -> EngineL
     memory, streams = runner.memory, runner.memory.streams
     limits = Limits(streams, memory.cache_embeds, memory.group_pages, step_positions=streams, step_embeds=streams)
     scheduler = Scheduler(runner.spec, limits, runner.vocabulary)
-    return EngineLoop(scheduler, runner, load_detector(runner, streams))
+    cut = cut_settings(EngineConfig().cut_silence_s)
+    return EngineLoop(scheduler, runner, load_detector(runner, streams), cut=cut)
 
 
 def main() -> None:

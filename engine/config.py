@@ -28,6 +28,8 @@ class EngineConfig:
     blank_guard: bool = True
     # Engines that share the device: each plans with its part of the memory.
     share_of: int = 1
+    # Frame-synchronous models: so many seconds of silence are computed, and what follows until speech is not; 0: all.
+    cut_silence_s: float = 3.0
 
     @classmethod
     def from_settings(cls, model: str, settings: object) -> EngineConfig:

@@ -133,6 +133,9 @@ class Disown:
 
 Command = Open | Feed | Flush | Finish | Abort | Entrust | Adopt | Disown
 
+# In place of the token of a position that was cut out of a stream and not computed.
+CUT = -1
+
 # A state as plain data: numbers, strings, bytes, lists and dictionaries of them.
 Saved = dict[str, Any]
 
@@ -157,7 +160,7 @@ class Word:
 class Text:
     """New text of a stream; append-only, never revised. `words` are those this delta completed.
 
-    `tokens` are all tokens since the last Text, blanks included: what a replay must force. Every sample before
+    `tokens` are all tokens since the last Text, with blanks and `CUT`: what a replay must force. Every sample before
     `sample` has been heard. In a long silence a Text with an empty delta comes now and then, so that both stay fresh.
     """
 

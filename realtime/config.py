@@ -25,6 +25,8 @@ MIN_TURN_S = 60.0
 MIN_SECRET = 16
 # More would only wait for one another.
 MOST_WORKERS = 64
+# Longer than any delay after which a model says what it has heard.
+MIN_CUT_SILENCE_S = 3.0
 
 
 class ConfigError(Exception):
@@ -145,6 +147,9 @@ class ModelConfig:
     decoder_window: int = 1024
     kv_8bit: bool = False
     blank_guard: bool = True
+    # Frame-synchronous models: a stream in which nobody has spoken for so long takes no part in steps until somebody
+    # does; 0 computes every silence.
+    cut_silence_s: float = 3.0
     # Bytes of prepared audio that gateway and engine both remember, so that the same audio does not cross twice.
     input_cache_bytes: int = 64 * 1024 * 1024
 
@@ -192,8 +197,7 @@ def check(config: Config) -> None:
         raise ConfigError(f"limits.max_load is a share and cannot be more than 1, but is {config.limits.max_load:g}")
     if config.session.turn_s < MIN_TURN_S:
         raise ConfigError(f"session.turn_s must be at least {MIN_TURN_S:g}, not {config.session.turn_s:g}")
-    if config.model.spare and config.model.engines:
-        raise ConfigError("model.spare is for an engine of our own: engines elsewhere have theirs where they run")
+    _check_model(config.model)
     _check_workers(config)
     if any(len(key) < 8 for key in auth.keys):
         raise ConfigError("auth.keys: a key must have at least 8 characters")
@@ -215,6 +219,15 @@ def _check_workers(config: Config) -> None:
         raise ConfigError("server.workers: this system cannot spread connections over processes; use 1")
     if workers > MOST_WORKERS:
         raise ConfigError(f"server.workers can be at most {MOST_WORKERS}, not {workers}")
+
+
+def _check_model(model: ModelConfig) -> None:
+    if model.spare and model.engines:
+        raise ConfigError("model.spare is for an engine of our own: engines elsewhere have theirs where they run")
+    if 0 < model.cut_silence_s < MIN_CUT_SILENCE_S:
+        raise ConfigError(
+            f"model.cut_silence_s must be 0 or at least {MIN_CUT_SILENCE_S:g}: until then words may be on their way"
+        )
 
 
 def is_loopback(host: str) -> bool:

@@ -15,6 +15,8 @@ from engine.boundary.item_rules import LARGEST_COUNT
 from engine.errors import BadItem, BadOption
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_COUNT)]
+# A token, or what stands for a position that was cut out.
+Token = Annotated[int, msgspec.Meta(ge=messages.CUT, le=LARGEST_COUNT)]
 
 
 class Wire(msgspec.Struct, array_like=True, gc=False):
@@ -44,7 +46,7 @@ class WireOpen(Wire, tag="open"):
     live: bool
     delay_positions: int | None
     options: dict[str, str]
-    forced_tokens: list[Count]
+    forced_tokens: list[Token]
     state: WireStreamState | None
     items: list[WireItem]
     catch_up_until: int

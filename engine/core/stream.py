@@ -167,6 +167,10 @@ class StreamText:
         delta = self._finish_word(words)
         return self._say(delta, words) if delta or words else None
 
+    def report(self) -> Text:
+        """All tokens that were not sent yet, without a word."""
+        return self._say("", [])
+
     def save(self) -> Saved:
         return {"tail": self._detokenizer.tail, "word": self._builder.unfinished, "unsent": list(self._unsent)}
 

@@ -138,9 +138,9 @@ class GateState(Enum):
 class SpeechGate:
     """Follows one stream, from the sample its first frame starts at."""
 
-    def __init__(self, settings: GateSettings, sample: int = 0) -> None:
+    def __init__(self, settings: GateSettings, sample: int = 0, is_open: bool = False) -> None:
         self.settings = settings
-        self.state = GateState.QUIET
+        self.state = GateState.OPEN if is_open else GateState.QUIET
         # End of the last frame.
         self._sample = sample
         # Audio before this has been dropped or committed.
@@ -200,6 +200,11 @@ class SpeechGate:
         if not self.is_open:
             return []
         return [self._end(self._sample if self._paused_at is None else self._paused_at)]
+
+    @property
+    def certain_until(self) -> int | None:
+        """Audio before this sample belongs to the utterance, whatever comes; None while nobody speaks."""
+        return self._speech_end + self.settings.hang_over_samples if self.is_open else None
 
     @property
     def floor(self) -> int:

@@ -319,11 +319,14 @@ class EngineHost:
         moving_is_work = not self._loop.silence_is_free
         for name, stream in self._loop.scheduler.streams.items():
             hosted = self._roster.streams.get(name)
-            if hosted is not None and hosted.reported != stream.computed:
-                hosted.reported = stream.computed
-                if moving_is_work:
-                    hosted.heard_at = now
+            if hosted is None:
+                continue
+            if moving_is_work and hosted.computed != stream.computed:
+                hosted.computed, hosted.heard_at = stream.computed, now
+            reached = self._loop.reached(name)
+            if hosted.reported != reached:
+                hosted.reported = reached
                 if hosted.peer is not None:
-                    report = codec.Progress(hosted.name, stream.computed)
+                    report = codec.Progress(hosted.name, reached)
                     progress.setdefault(hosted.peer.name, []).append(report)
         return progress

@@ -23,7 +23,8 @@ Target = tuple[str, int, int]
 
 
 class Listener:
-    """`say` takes what was found, `announce` is told who is listened to, `blame` ends a stream that went wrong."""
+    """`say` takes what was found and `heard` acts on it, `announce` is told who is listened to, `blame` ends a stream
+    that went wrong."""
 
     def __init__(
         self,
@@ -33,7 +34,9 @@ class Listener:
         say: Callable[[Output], None],
         announce: Callable[[Iterable[Target]], None],
         blame: Callable[[str, Exception], None],
+        heard: Callable[[Speech], None],
     ) -> None:
+        self._heard = heard
         self._detector = detector
         self._gates: dict[str, SpeechGate] = {}
         # What part of the audio that was listened to last belongs to live streams.
@@ -183,6 +186,7 @@ class Listener:
         try:
             if gate is not None and not self._scheduler.streams[speech.stream].finished:
                 self._obey(speech.stream, gate.judge(speech.probabilities, speech.frame_samples))
+            self._heard(speech)
         except Exception as error:
             self._blame(speech.stream, error)
         else:

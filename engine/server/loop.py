@@ -49,6 +49,7 @@ from engine.runner.base import Detector, LaunchingDetector, LaunchingRunner, Pau
 from engine.server.backlog_budget import BacklogBudget
 from engine.server.gate import GateSettings
 from engine.server.listener import Listener, Target
+from engine.server.silence_cut import SilenceCut
 from engine.server.step_meter import StepMeter
 from engine.server.stream_state import StreamStates
 
@@ -81,7 +82,8 @@ def _runner_failures() -> Iterator[None]:
 
 
 class EngineLoop:
-    """`detector` hears speech for turn detection; with `gate` settings, a model hears only what the gate lets by."""
+    """`detector` hears speech for turn detection; with `gate` settings, a model hears only what the gate lets by. With
+    `cut` settings, a frame-synchronous model does not hear long silences."""
 
     def __init__(
         self,
@@ -90,6 +92,7 @@ class EngineLoop:
         detector: Detector | LaunchingDetector | None = None,
         gate: GateSettings | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
+        cut: GateSettings | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -101,9 +104,11 @@ class EngineLoop:
         # Called with the streams and positions about to be computed: if the engine dies now, they are the suspects.
         self.announce: Callable[[list[Target]], None] | None = None
         self._outbox: list[Output] = []
+        self._cut = SilenceCut(scheduler, None if detector is None else cut, self._say)
         self._listener: Listener | None = None
         if detector is not None:
-            self._listener = Listener(scheduler, detector, gate, self._say, self._announce, self._blame)
+            hear = self._cut.judge
+            self._listener = Listener(scheduler, detector, gate, self._say, self._announce, self._blame, hear)
         # Windowed models save their state; one with a token per position is replayed by its tokens.
         self._states: StreamStates | None = None
         if isinstance(runner, SavingRunner):
@@ -170,6 +175,7 @@ class EngineLoop:
             committed = self._commit(outputs, 0)
             self._say_the_rest(outputs)
         self.meter.end(live_share)
+        self._cut.tell(outputs)
         if self._states is not None:
             outputs += self._states.take(committed, outputs)
         self._forget_ended(outputs)
@@ -252,7 +258,12 @@ class EngineLoop:
 
     def _announce(self, targets: Iterable[Target]) -> None:
         if self.announce is not None:
-            self.announce(list(targets))
+            count = self._cut.gateway_count
+            self.announce([(name, count(name, start), count(name, end)) for name, start, end in targets])
+
+    def reached(self, name: str) -> int:
+        """How far an open stream is on its gateway's count; what was cut out of it is done."""
+        return self._cut.gateway_count(name, self.scheduler.streams[name].computed)
 
     # Commands.
 
@@ -261,6 +272,8 @@ class EngineLoop:
             self.runner.check_open(message)
         except ValueError as error:
             raise BadOption(message.stream, str(error)) from None
+        if message.stream not in self.scheduler.streams:
+            message = self._cut.open(message)
         self.scheduler.admit(message)
         if self._listener is not None:
             self._listener.open(message.stream)
@@ -271,7 +284,7 @@ class EngineLoop:
         self._say(Opened(message.stream))
 
     def _feed(self, message: Feed, now: int) -> None:
-        self.scheduler.feed(message.stream, message.items, now)
+        self._cut.feed(message.stream, message.items, now)
         if self._listener is not None:
             self._listener.take(message.stream, message.items)
 
@@ -281,14 +294,14 @@ class EngineLoop:
             position = self._listener.end_at_pause(message.stream)
         elif self._listener is not None:
             self._listener.end_now(message.stream)
-        self.scheduler.flush(message.stream, message.tag, position)
+        self._cut.flush(message, position)
         if self._states is not None:
             self._states.note_flush(message)
 
     def _finish(self, message: Finish, now: int) -> None:
         if self._listener is not None:
             self._listener.end_now(message.stream)
-        self.scheduler.finish(message.stream)
+        self._cut.finish(message)
 
     # Outputs.
 
@@ -310,6 +323,7 @@ class EngineLoop:
 
     def _forget(self, name: str) -> None:
         """Harmless for a stream that was never there. At once: the next command may open another of this name."""
+        self._cut.close(name)
         if self._listener is not None:
             self._listener.close(name)
         if self._states is not None:

@@ -40,6 +40,8 @@ class HostedStream:
     flushes: int = 0
     answered: int = 0
     tokens: int = 0
+    # Positions computed, and how far its gateway was told that it is.
+    computed: int = 0
     reported: int = 0
     speaking: bool = False
     # Outputs with their numbers, from the first that its gateway does not account for.

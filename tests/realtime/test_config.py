@@ -87,3 +87,9 @@ def test_keys_make_other_addresses_possible_and_so_does_saying_so() -> None:
 def test_configuration_cannot_be_changed() -> None:
     with pytest.raises(FrozenInstanceError):
         Config().server.port = 1  # type: ignore[misc]
+
+
+def test_a_silence_that_is_cut_out_is_longer_than_any_delay() -> None:
+    assert load_config(environment={}, flags={"model.cut_silence_s": "0"}).model.cut_silence_s == 0
+    with pytest.raises(ConfigError, match=r"model.cut_silence_s must be 0 or at least 3"):
+        load_config(environment={}, flags={"model.cut_silence_s": "1"})

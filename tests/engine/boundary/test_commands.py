@@ -16,7 +16,15 @@ from engine.messages import Open, StreamState
 ITEM = WireItem(3, 1, 128, 0, None, 100)
 COMMANDS: list[messages.Command] = [
     messages.Open(
-        "s", False, 3, {"language": "en"}, [1, 2], StreamState("s", 1, 2, 3, {"a": {"b": [1, b"c"]}}), [], 7, (1, 2)
+        "s",
+        False,
+        3,
+        {"language": "en"},
+        [1, messages.CUT, 2],
+        StreamState("s", 1, 2, 3, {"a": {"b": [1, b"c"]}}),
+        [],
+        7,
+        (1, 2),
     ),
     messages.Feed("s", []),
     messages.Flush("s", 4, True),
@@ -40,7 +48,7 @@ def test_what_is_written_is_read(command: messages.Command) -> None:
         (["feed", "s", [[0, 1, 0, None, [1], None]]], "s", False),
         (["feed", "s", [[0, 1]]], "s", False),
         (["open", "s", True, None, {"language": ["en"]}, [], None, [], 0, None], "s", True),
-        (["open", "s", True, None, {}, [-1], None, [], 0, None], "s", True),
+        (["open", "s", True, None, {}, [-2], None, [], 0, None], "s", True),
         (["dance", "s"], "s", False),
         (["feed", 7, []], None, False),
         (["feed"], None, False),

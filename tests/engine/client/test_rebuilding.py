@@ -39,6 +39,7 @@ from engine.vocabulary import Vocabulary
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import cache_folder, pull
 from tests.engine import fakes
+from tests.engine.server import test_silence_cut as silence_cut
 
 PACKET = 1280
 REAL_MODEL, REAL_SPEECH = "moonshine-tiny", "sample-two-cities"
@@ -110,8 +111,8 @@ class Session:
         while self.link.loop.has_work():
             for output in self.link.step():
                 self.stream.take(output)
-        for stream in self.link.loop.scheduler.streams.values():
-            self.stream.progress(stream.computed)
+        for name in self.link.loop.scheduler.streams:
+            self.stream.progress(self.link.loop.reached(name))
         self.link.loop.scheduler.check_integrity()
         self.most_kept = max(self.most_kept, len(self.stream._kept))
 
@@ -331,3 +332,18 @@ async def test_a_flush_at_a_pause_changes_no_word_whenever_it_comes(build_tiny: 
     assert len(first.words) > 3 and first.tags == [1]
     for other in others:
         assert (other.text, other.words) == (first.text, first.words)
+
+
+# A frame-synchronous model whose silences are cut out.
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_silence_that_was_cut_out_is_cut_again_by_another_engine(seed: int) -> None:
+    audio, chance = silence_cut.conversation(seed + 20, turns=4), random.Random(seed)
+    packets = len(audio) // 1280
+    flushes = set(chance.sample(range(packets), 2))
+    calm = (await play(silence_cut.build, audio, flushes, [])).transcript
+    deaths = [Death(packet, chance.randrange(4), chance.choice([0, 1, 3])) for packet in range(1, packets, 3)]
+    found = (await play(silence_cut.build, audio, flushes, deaths)).transcript
+    assert (found.text, found.words, found.tags, found.last) == (calm.text, calm.words, calm.tags, calm.last)
+    assert len(calm.words) > 5
