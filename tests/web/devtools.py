@@ -233,7 +233,7 @@ def _address(file: Path, process: subprocess.Popen[bytes]) -> str:
 @asynccontextmanager
 async def open_page(address: str, downloads: Path, context: str | None = None) -> AsyncIterator[Page]:
     """A fresh tab of a running browser."""
-    async with connect(address, max_size=None, compression=None) as socket:
+    async with connect(address, max_size=None, compression=None, ping_interval=None) as socket:
         page = Page(socket, downloads)
         await page.attach(context)
         try:

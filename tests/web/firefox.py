@@ -30,10 +30,29 @@ PREFERENCES = {
     "network.connectivity-service.enabled": False,
     "extensions.update.enabled": False,
     "app.update.enabled": False,
+    "services.settings.server": "data:,#remote-settings-dummy/v1",
+    "browser.region.network.url": "",
+    "browser.safebrowsing.malware.enabled": False,
+    "browser.safebrowsing.phishing.enabled": False,
+    "browser.aboutwelcome.enabled": False,
+    "browser.newtabpage.enabled": False,
+    "browser.newtab.preload": False,
+    # Few processes: on a busy machine it starts in half the time.
+    "fission.autostart": False,
+    "dom.ipc.processCount": 1,
+    "dom.ipc.processPrelaunch.enabled": False,
+    "browser.tabs.remote.separatePrivilegedContentProcess": False,
+    "layers.gpu-process.enabled": False,
+    "media.rdd-process.enabled": False,
+    "media.utility-process.enabled": False,
+    "network.process.enabled": False,
+    "gfx.webrender.software": True,
     # A microphone without a question.
     "media.navigator.permission.disabled": True,
     "media.navigator.streams.fake": True,
 }
+# A browser that has just started answers late on a busy machine; until then it does not answer pings either.
+ANSWER_SECONDS = 240
 KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "ArrowRight": "\ue014", "Tab": "\ue004"}
 
 
@@ -56,7 +75,7 @@ class FirefoxTab(Tab):
         self._number += 1
         answer = self._answers[self._number] = asyncio.get_running_loop().create_future()
         await self._socket.send(json.dumps({"id": self._number, "method": method, "params": params}))
-        return await asyncio.wait_for(answer, 90)
+        return await asyncio.wait_for(answer, ANSWER_SECONDS)
 
     async def _read(self) -> None:
         async for frame in self._socket:
@@ -168,7 +187,7 @@ def _address(file: Path, process: subprocess.Popen[bytes]) -> str:
 
 @asynccontextmanager
 async def open_tab(address: str) -> AsyncIterator[FirefoxTab]:
-    async with connect(address, max_size=None, compression=None) as socket:
+    async with connect(address, max_size=None, compression=None, ping_interval=None) as socket:
         tab = FirefoxTab(socket)
         await tab.attach()
         try:

@@ -54,7 +54,7 @@ SPEAKER = """
   };
 """
 # The browser may take long to start on a busy machine.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(480)
 
 
 @pytest.fixture
