@@ -119,23 +119,28 @@ class Child:
         self._file.close()
 
 
-def _cpu_of(pid: int) -> float:
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on; nothing if it is gone."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+        return []
+
+
+def _cpu_of(pid: int) -> float:
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS if fields else 0.0
 
 
 def _with_descendants(pid: int) -> list[int]:
-    found, waiting = [], [pid]
-    while waiting:
-        current = waiting.pop()
-        found.append(current)
-        try:
-            waiting += map(int, Path(f"/proc/{current}/task/{current}/children").read_text().split())
-        except OSError:
-            continue
+    """By asking all processes for their parents: not every kernel lists children."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = [pid]
+    for known in found:
+        found += children.get(known, [])
     return found
 
 
@@ -315,7 +320,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     parser.add_argument("--window", type=int, default=1024, help="decoder window in tokens")
     parser.add_argument("--max-streams", type=int, help="streams to make room for; default: all that fit")
     parser.add_argument("--gateways", type=int, default=1, help="processes of `tickertape serve` before the one engine")
-    parser.add_argument("--workers", type=int, help="workers of each, if the server has workers")
+    parser.add_argument("--workers", type=int, help="workers of each; default: what the server chooses")
     parser.add_argument("--max-load", type=float, help="another limit on the engine's load; 0 counts streams only")
     parser.add_argument("--clients", type=int, default=4, help="processes of clients")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU, to check the benchmark itself")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.gpu_server import Result, main, summary
+from benchmarks.gpu_server import Result, _cpu_of, _with_descendants, main, summary
 from benchmarks.paced_clients import Client, Findings, Orders, Schedule, Track
 
 ORDERS = Orders(["ws://one", "ws://two"], [0], 1, 16_000, 80, 480, 0.0, None)
@@ -52,6 +55,17 @@ def test_a_words_lag_counts_from_the_append_that_held_its_last_sample() -> None:
     assert findings.lags == [(0.9, pytest.approx(340.0))]
     client._note({"word": "unknown", "start": 0.2, "end": 0.3})
     assert len(findings.lags) == 1
+
+
+def test_processor_time_counts_what_a_process_started() -> None:
+    spin = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass\ninput()"
+    command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spin!r}])"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        while sum(map(_cpu_of, _with_descendants(process.pid))) < 0.2:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.communicate(b"\n")
+    assert _cpu_of(process.pid) == 0.0
 
 
 def test_no_two_sessions_send_the_same_frames() -> None:
