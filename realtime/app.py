@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import uvicorn
 
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.handles import EngineHandle, EngineProcess, EngineThread, RemoteEngine
+from engine.client.handles import START_TIMEOUT_S, EngineHandle, EngineProcess, EngineThread, RemoteEngine
 from engine.config import DEFAULT_MODEL, EngineConfig
 from realtime.config import Config, LimitsConfig, ModelConfig
 from realtime.http.gateway import Gateway
@@ -30,6 +30,8 @@ log = logging.getLogger("tickertape")
 
 # How often a server that lets turns finish looks whether it is to stop at once.
 FORCE_POLL_S = 0.1
+# How long an engine elsewhere may take to answer before it is tried again.
+REMOTE_WAIT_S = 10.0
 
 
 class Server(uvicorn.Server):
@@ -245,7 +247,9 @@ async def gateway_of_several(
     """One gateway of several over the same engines: sessions move between them."""
     metrics = Metrics()
     freeze_modules()
-    client = EngineClient([RemoteEngine(address) for address in engines], _client_settings(config))
+    # One that the parent starts may take as long as a model takes to load.
+    wait_s = REMOTE_WAIT_S if config.model.engines else START_TIMEOUT_S
+    client = EngineClient([RemoteEngine(address, wait_s) for address in engines], _client_settings(config))
     metrics.add_collector(engine_collector(client.metrics, client.capacity))
     starting = asyncio.create_task(_start(client), name="start of the engine")
     share = replace(config, limits=_share(config.limits, config.server.workers))

@@ -64,8 +64,7 @@ class EngineHost:
 
     def tick(self) -> None:
         """Take in all that has come, run one step, and say what there is to say."""
-        while (arrived := self._socket.receive()) is not None:
-            self._receive(*arrived)
+        self._receive_all()
         now = self._clock()
         for peer in list(self._peers.values()):
             self._take_batches(peer, now)
@@ -83,6 +82,10 @@ class EngineHost:
         return any(peer.inbox and peer.asked_at is None and peer.numbering.may_send for peer in self._peers.values())
 
     # Arrivals.
+
+    def _receive_all(self) -> None:
+        while (arrived := self._socket.receive()) is not None:
+            self._receive(*arrived)
 
     def _receive(self, name: bytes, frames: Frames) -> None:
         peer = self._peers.get(name)
@@ -136,7 +139,11 @@ class EngineHost:
 
     def _drop(self, peer: Peer, *, comes_back: bool = False) -> None:
         """Forget a gateway and everything it had open, but for sessions that another may go on with. One that comes
-        back opens its streams anew."""
+        back opens its streams anew; of one that does not, the last words count."""
+        if not comes_back:
+            self._take_batches(peer, self._clock())
+            if self._peers.get(peer.name) is not peer:
+                return
         del self._peers[peer.name]
         if comes_back:
             self._wills.forget_all(peer)
@@ -155,7 +162,10 @@ class EngineHost:
         beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self._load.status)
         if not self._socket.send(peer.name, codec.encode(beat)):
             logger.warning("gateway %s is gone; its sessions wait for another", peer.gateway)
-            self._drop(peer)
+            # What it said before may have come since.
+            self._receive_all()
+            if self._peers.get(peer.name) is peer:
+                self._drop(peer)
             return False
         peer.outputs.append(wanted)
         return True

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine import messages
+from engine.boundary import codec
 from engine.boundary.sockets import SILENCE_SECONDS
 from engine.server.wills import MOST_ENTRIES, RELEASE_SECONDS
 from tests.engine.server.test_host import Host, calm, command, say_all
@@ -115,6 +116,25 @@ def test_an_owner_that_is_gone_is_noticed_at_once(calm: str) -> None:
     assert inherited(host, b"b")
     finish_at(host, b"b", 10)
     assert text(known) + text(heard(host, b"b")) == calm
+
+
+@pytest.mark.parametrize("leaves", ["killed", "says goodbye"])
+def test_the_last_words_of_an_owner_that_is_gone_count(leaves: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host()
+    for name in (b"b", b"a"):
+        host.greet(name)
+    host.send(b"a", command(messages.Entrust("", "s", 1, 0, [], base=b"base", keep_s=KEEP_S)))
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "tick", lambda: None)
+        if leaves == "killed":
+            adopt(host, b"b")
+        host.send(b"a", command(messages.Entrust("", "s", 1, 0, [b"last"])))
+        if leaves == "says goodbye":
+            host.line.arriving.append((b"a", codec.encode(codec.Bye())))
+            adopt(host, b"b")
+    host.line.gone.add(b"a")
+    host.tick()
+    assert inherited(host, b"b")[0].entries == [b"last"]
 
 
 def test_a_stream_waits_for_its_next_gateway_and_is_forgotten_in_time() -> None:
