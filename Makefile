@@ -51,6 +51,7 @@ serve: weights
 	$(BIN)/tickertape serve
 
 test: setup-dev weights system
+	$(BIN)/tickertape pull moonshine-tiny
 	$(BIN)/python -m pytest
 
 check: setup-dev

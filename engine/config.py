@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-DEFAULT_MODEL = "moonshine-tiny"
+DEFAULT_MODEL = "moonshine-base-streaming"
 # A stream counts as speaking for so long after it came, and after speech was last heard in it. Long enough for the
 # pauses of a conversation: a speaker who falls silent for a moment finds the room still there.
 COUNTED_SECONDS = 30.0

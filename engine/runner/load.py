@@ -28,7 +28,8 @@ from engine.weights.pretrained import load_speech_model
 from engine.weights.registry import STREAMING_ENCODER
 from engine.weights.streaming import load_streaming_weights
 
-# A windowed stream needs a few megabytes: a CPU runs out of time long before it runs out of memory.
+# A windowed stream needs a few megabytes, one in blocks up to 29 while somebody speaks: a CPU runs out of time long
+# before it runs out of memory.
 WINDOWED_STREAMS = 64
 WINDOW_POSITIONS = 192
 FILE_WINDOW_POSITIONS = 350

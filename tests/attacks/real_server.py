@@ -32,6 +32,7 @@ SETTINGS = {
     "session.resume_s": "3",
     "limits.max_load": "0",
     "session.stall_s": "0",
+    "model.name": "moonshine-tiny",
     "model.threads": "1",
     "limits.upload_bytes": str(4 * 1024 * 1024),
 }

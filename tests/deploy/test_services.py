@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.config import DEFAULT_MODEL
 from engine.weights.store import cache_folder
 from realtime.client.http_client import HttpServer
 from realtime.client.wire_client import CannotConnect
@@ -110,7 +111,7 @@ def test_service_comes_up_answers_and_drains(
 @pytest.mark.timeout(300)
 def test_service_loads_the_embedded_model(root: Path) -> None:
     """With nothing set at all: the GPU service too, whose device is left to the model."""
-    if not (cache_folder() / "moonshine-tiny").exists():
+    if not (cache_folder() / DEFAULT_MODEL).exists():
         pytest.skip("the embedded model is not here; `tickertape pull` fetches it")
     with container(service("server-gpu", {}), root) as running:
         running.wait_until_healthy()

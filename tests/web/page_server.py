@@ -9,7 +9,7 @@ import argparse
 import asyncio
 
 from realtime.app import listening, running_server
-from realtime.config import Config, ServerConfig
+from realtime.config import Config, ModelConfig, ServerConfig
 from tests.realtime.gateway_doubles import FakeEngine
 
 SENTENCES = ("The tide fell.", "Boats lay far out.", "One lamp burned.", "Nobody was aboard.")
@@ -18,7 +18,8 @@ WORDS = " ".join(SENTENCES).split()
 
 async def serve(port: int, *, real: bool) -> None:
     """Serve until the process is killed."""
-    config = Config(server=ServerConfig(port=port))
+    # The smaller model: what is tested is the page, and a browser leaves little of two cores.
+    config = Config(server=ServerConfig(port=port), model=ModelConfig(name="moonshine-tiny"))
     async with running_server(config) if real else listening(FakeEngine(words=WORDS), config) as running:
         await running.wait()
 
