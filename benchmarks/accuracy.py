@@ -23,13 +23,16 @@ from typing import Any
 import torch
 
 from benchmarks.accuracy_report import (
+    HeardPart,
     Transcript,
     accuracy,
     delays_of,
     drift_of,
+    heard_parts,
     print_accuracy,
     print_live,
     rounds_of,
+    seams_in,
     transcripts_of,
 )
 from benchmarks.file_run import FileOutcome, FileRun
@@ -120,15 +123,16 @@ def _measure(clips: list[Clip], options: argparse.Namespace) -> dict[str, Any]:
         "threads": options.threads,
         "spelling_table": bool(spelling),
     }
+    whole: dict[Path, str] = {}
     if not options.only_live:
-        report["offline"] = _run_offline(clips, options, normalise)
+        report["offline"], whole = _run_offline(clips, options, normalise)
         print_accuracy("Offline: whole clips, greedy", report["offline"])
     if options.file:
-        report["file"] = _run_file(clips, options, normalise)
+        report["file"] = _run_file(clips, options, normalise, whole)
         print_accuracy(f"File: uploads, {options.streams} at a time", report["file"])
         _compare("file", report)
     if options.live:
-        report["live"] = _run_live(clips, options, normalise)
+        report["live"] = _run_live(clips, options, normalise, whole)
         pace = "in real time" if options.paced else "in simulated time"
         print_accuracy(f"Live: {options.streams} stream(s) {pace}", report["live"])
         print_live(report["live"])
@@ -154,8 +158,11 @@ def _spelling_table() -> dict[str, str]:
     return table
 
 
-def _run_offline(clips: list[Clip], options: argparse.Namespace, normalise: Normaliser) -> dict[str, Any]:
-    """Only where somebody speaks: without a speech gate a windowed model makes up words elsewhere."""
+def _run_offline(
+    clips: list[Clip], options: argparse.Namespace, normalise: Normaliser
+) -> tuple[dict[str, Any], dict[Path, str]]:
+    """Only where somebody speaks: without a speech gate a windowed model makes up words elsewhere. Returns the figures,
+    and the text of each clip."""
     spoken = [clip for clip in clips if clip.text.strip()]
     transcriber = _transcriber(options.model)
     transcripts = []
@@ -168,10 +175,13 @@ def _run_offline(clips: list[Clip], options: argparse.Namespace, normalise: Norm
         seconds += len(samples) / 16_000
         _progress("offline", number, len(spoken))
     figures = accuracy(transcripts, normalise)
-    return figures | ({"cpu_per_audio_second": cpu / seconds} if seconds else {})
+    figures |= {"cpu_per_audio_second": cpu / seconds} if seconds else {}
+    return figures, {item.clip.path: item.text for item in transcripts}
 
 
-def _run_live(clips: list[Clip], options: argparse.Namespace, normalise: Normaliser) -> dict[str, Any]:
+def _run_live(
+    clips: list[Clip], options: argparse.Namespace, normalise: Normaliser, whole: dict[Path, str]
+) -> dict[str, Any]:
     if options.joined:
         sessions = joined_sessions(clips, options.streams, options.pause, options.rounds)
     else:
@@ -189,13 +199,16 @@ def _run_live(clips: list[Clip], options: argparse.Namespace, normalise: Normali
     live.play(sessions, note)
     transcripts = [item for run in finished for item in transcripts_of(run)]
     figures = accuracy(transcripts, normalise) | delays_of(finished).figures() | drift_of(finished, normalise)
+    figures |= seams_in([part for run in finished for part in heard_parts(run)], whole)
     if options.rounds > 1:
         figures["rounds"] = rounds_of(finished, options.rounds, live.costs, normalise)
     heard = sum(run.seconds for run in finished)
     return figures | {"streams": options.streams, "cpu_per_audio_second": clock.cpu_seconds / heard}
 
 
-def _run_file(clips: list[Clip], options: argparse.Namespace, normalise: Normaliser) -> dict[str, Any]:
+def _run_file(
+    clips: list[Clip], options: argparse.Namespace, normalise: Normaliser, whole: dict[Path, str]
+) -> dict[str, Any]:
     loop = build_loop(EngineConfig(options.model, "cpu", max_streams=options.streams, threads=options.threads))
     warm_up(loop)
     outcomes: list[FileOutcome] = []
@@ -208,6 +221,7 @@ def _run_file(clips: list[Clip], options: argparse.Namespace, normalise: Normali
     run.send(clips, note)
     seconds = sum(outcome.seconds for outcome in outcomes)
     figures = accuracy([outcome.transcript for outcome in outcomes], normalise)
+    figures |= seams_in([HeardPart(o.transcript.clip, o.words, o.utterances) for o in outcomes], whole)
     return figures | {"streams": options.streams, "cpu_per_audio_second": run.cpu_seconds / seconds}
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.live_run import Cost, SessionRun
@@ -12,6 +13,7 @@ from benchmarks.scoring import (
     ClipScore,
     Errors,
     ShownWord,
+    TimedWord,
     bootstrap_interval,
     calibration,
     emission_delays,
@@ -25,6 +27,7 @@ from benchmarks.scoring import (
     times_to_final,
     utterances,
 )
+from benchmarks.seams import SeamErrors, compare, seams_of
 from realtime.bench.words import Normaliser
 
 # A session shorter than this has no first and last third worth comparing.
@@ -87,6 +90,31 @@ def transcripts_of(run: SessionRun) -> list[Transcript]:
 
 def _words_of(part: Part, shown: Sequence[ShownWord]) -> list[ShownWord]:
     return [word for word in shown if part.start <= (word.start + word.end) / 2 < part.end]
+
+
+@dataclass(frozen=True, slots=True)
+class HeardPart:
+    """The words of a clip, and where somebody spoke."""
+
+    clip: Clip
+    words: Sequence[ShownWord | TimedWord]
+    spoken: Sequence[tuple[float, float]]
+
+
+def heard_parts(run: SessionRun) -> list[HeardPart]:
+    shown, spoken = run.emissions.shown(), utterances(run.probabilities, run.frame_seconds)
+    return [HeardPart(part.clip, _words_of(part, shown), spoken) for part in run.parts]
+
+
+def seams_in(parts: Sequence[HeardPart], whole: dict[Path, str]) -> dict[str, Any]:
+    """Marks and capitals at pauses, where the text of the whole clip is at hand."""
+    compared = [part for part in parts if part.clip.path in whole]
+    if not compared:
+        return {}
+    errors = SeamErrors()
+    for part in compared:
+        errors += compare(whole[part.clip.path], [word.text for word in part.words], seams_of(part.words, part.spoken))
+    return {"seams": asdict(errors)}
 
 
 @dataclass(slots=True)
@@ -230,8 +258,21 @@ def print_accuracy(title: str, figures: dict[str, Any]) -> None:
         )
         for name, text in figures["texts_in_silence"].items():
             print(f"    {name}: {text!r}")
+    if "seams" in figures:
+        _print_seams(figures["seams"])
     if "cpu_per_audio_second" in figures:
         print(f"  CPU per audio second   {figures['cpu_per_audio_second']:.3f} s")
+
+
+def _print_seams(seams: dict[str, int]) -> None:
+    for name, places in (("at_seams", seams["seams"]), ("elsewhere", seams["elsewhere"])):
+        marks, capitals = (seams[f"{what}_{name}"] for what in ("marks", "capitals"))
+        rates = f"{_percent(marks / max(1, places))} marks, {_percent(capitals / max(1, places))} capitals"
+        print(f"  wrong {name.replace('_', ' '):16} {rates} other than on whole clips  ({places} places)")
+    print(
+        f"  wrong in any text      {seams['doubled_marks']} doubled marks, "
+        f"{seams['small_letters_behind_sentences']} small letters behind the end of a sentence"
+    )
 
 
 def print_live(figures: dict[str, Any]) -> None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from benchmarks.accuracy_report import Transcript
 from benchmarks.live_run import RunFailed
 from benchmarks.recordings import SAMPLE_RATE, Clip, load_audio
-from benchmarks.scoring import TimedWord
+from benchmarks.scoring import TimedWord, utterances
 from engine.boundary.preparation import make_cutter, prepare
 from engine.client.client import ClientSettings
-from engine.messages import Closed, Command, Dead, Failed, Feed, Finish, Open, Output, Refused, Text
+from engine.messages import Closed, Command, Dead, Failed, Feed, Finish, Open, Output, Refused, Speech, Text
 from engine.server.loop import EngineLoop
 
 # What a gateway reads of a file at a time, about.
@@ -28,6 +28,8 @@ class FileOutcome:
     transcript: Transcript
     seconds: float
     words: list[TimedWord]
+    # Where somebody spoke.
+    utterances: list[tuple[float, float]]
 
 
 @dataclass(slots=True)
@@ -38,6 +40,8 @@ class _Upload:
     fed: int = 0
     text: str = ""
     words: list[TimedWord] = field(default_factory=list)
+    probabilities: list[float] = field(default_factory=list)
+    frame_seconds: float = 0.0
 
 
 class FileRun:
@@ -111,6 +115,10 @@ class FileRun:
                 TimedWord(word.text, word.start_sample / SAMPLE_RATE, word.end_sample / SAMPLE_RATE)
                 for word in output.words
             ]
+        elif isinstance(output, Speech):
+            upload.probabilities += output.probabilities
+            upload.frame_seconds = output.frame_samples / SAMPLE_RATE
         elif isinstance(output, Closed):
             del self._uploads[output.stream]
-            progress(FileOutcome(Transcript(upload.clip, upload.text.strip()), upload.seconds, upload.words))
+            spoken = utterances(upload.probabilities, upload.frame_seconds)
+            progress(FileOutcome(Transcript(upload.clip, upload.text.strip()), upload.seconds, upload.words, spoken))

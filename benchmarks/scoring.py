@@ -215,8 +215,10 @@ class Emissions:
             found = self.text.find(word.text, cursor)
             if found < 0:
                 raise ValueError(f"the word {word.text!r} was reported but its text was never shown")
+            # Its last letter: a mark may come with the next word, and nobody waits for it.
+            letters = found + max(1, len(word.text.rstrip(".,?!;:")))
             cursor = found + len(word.text)
-            moment = self._moments[bisect_left(self._ends, cursor)]
+            moment = self._moments[bisect_left(self._ends, letters)]
             shown.append(ShownWord(word.text, word.start, word.end, moment, word.confidence))
         return shown
 

@@ -49,6 +49,7 @@ class DecodeTask:
     `new_pages` are the ring-table entries (group, ring index, page) that changed since the stream's last task.
     `final` asks a windowed model to commit all it has heard: no audio that belongs to this text will follow. `pause`
     says that the speaker paused at `end`: a final task may follow there, so the model decodes to the end right now.
+    `pending` says that the marks which the model left open last have not been said.
     """
 
     slot: int
@@ -60,6 +61,7 @@ class DecodeTask:
     new_pages: list[tuple[int, int, int]]
     final: bool
     pause: bool = False
+    pending: bool = False
 
 
 @dataclass(slots=True)
@@ -89,8 +91,8 @@ class DecodeResult:
 
     Frame-synchronous models give one token per position in `tokens`. Windowed models give the tokens they commit in
     `timed`, in `keep_from` the first position their next window still needs, and in `stride` (None: as before) the new
-    positions that make the next step worth taking. `error` ends this stream alone.
-    `unfinished` says nothing yet: a runner that can interrupt backlog goes on with this task in a later step.
+    positions that make the next step worth taking. `pending` are marks that will stand behind this text unless the next
+    text takes their place. `error` ends this stream alone. `unfinished`: backlog is laid aside and goes on later.
     """
 
     tokens: Sequence[int] = ()
@@ -99,3 +101,4 @@ class DecodeResult:
     error: str | None = None
     unfinished: bool = False
     stride: int | None = None
+    pending: Sequence[TimedToken] = ()

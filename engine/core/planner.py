@@ -91,7 +91,8 @@ class Planner:
         pages = _NO_PAGES
         if stream.new_pages:
             pages, stream.new_pages = stream.new_pages, _NO_PAGES
-        self._decode.append(DecodeTask(stream.slot, stream.id, base, start, end, rows, pages, final, pause))
+        pending = bool(stream.text.pending)
+        self._decode.append(DecodeTask(stream.slot, stream.id, base, start, end, rows, pages, final, pause, pending))
         self._positions -= end - base
 
     def _window_span(self, stream: Stream) -> tuple[int, int]:

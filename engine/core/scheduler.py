@@ -233,7 +233,7 @@ class Scheduler:
                     self.fail(StreamFailed(task.stream, f"the model failed on this stream: {problem}"))
                     continue
                 stream.computed, stream.stride = task.end, result.stride or stream.stride
-                ends = task.final if rereads else bool(stream.flushes) and stream.flushes[0].position <= task.end
+                ends = not rereads and bool(stream.flushes) and stream.flushes[0].position <= task.end
                 text = stream.text.commit(task.start, result, ends)
                 if text is not None:
                     outputs.append(text)
@@ -366,9 +366,8 @@ class Scheduler:
         flushes = stream.flushes
         while flushes and flushes[0].position <= reached:
             mark = flushes.popleft()
-            text = stream.text.end_segment()
-            if text is not None:
-                outputs.append(text)
+            if mark.tag is not None or (stream.finished and not flushes):  # else the sentence may go on
+                outputs += stream.text.end_segment()
             if mark.tag is not None:
                 outputs.append(Flushed(stream.id, mark.tag, stream.clock.sample_at(mark.position)))
             if mark.resume_at is not None:

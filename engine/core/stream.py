@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from engine.core.encoder_cache import Held
 from engine.core.pages import PagePool, RingTable
-from engine.core.plan import DecodeResult
+from engine.core.plan import DecodeResult, TimedToken
 from engine.core.text import Detokenizer, WordBuilder
 from engine.core.timeline import SampleClock, Timeline
 from engine.messages import Open, Saved, Text, Word
@@ -134,7 +134,7 @@ class Stream:
 class StreamText:
     """Turns a stream's tokens into Text messages: append-only deltas and words with audio times."""
 
-    __slots__ = ("_blanks", "_builder", "_detokenizer", "_marker", "_pieces", "_stream", "_unsent")
+    __slots__ = ("_blanks", "_builder", "_detokenizer", "_marker", "_pieces", "_stream", "_unsent", "pending")
 
     def __init__(self, stream: Stream, vocabulary: Vocabulary) -> None:
         self._stream = stream
@@ -144,6 +144,7 @@ class StreamText:
         self._blanks = vocabulary.blanks
         self._marker = vocabulary.word_marker
         self._unsent: list[int] = []
+        self.pending: Sequence[TimedToken] = ()  # marks behind the last word, unless what follows says otherwise
 
     def commit(self, start: int, result: DecodeResult, ends_segment: bool) -> Text | None:
         """Text of one step, if there is anything to say."""
@@ -153,31 +154,35 @@ class StreamText:
             return None if len(unsent) < REPORT_AFTER_TOKENS else self._say("", [])
         words: list[Word] = []
         delta = self._push_frames(start, tokens, words) if tokens else ""
-        if result.timed:
-            delta += self._push_timed(result, words)
+        if result.timed or result.pending:
+            delta += self._push_timed(result.timed, words)
+            self.pending = result.pending
         if ends_segment:
             delta += self._finish_word(words)
         if not delta and not words and len(unsent) < REPORT_AFTER_TOKENS:
             return None
         return self._say(delta, words)
 
-    def end_segment(self) -> Text | None:
-        """End the unfinished word: the text before a flush does not wait for the text after it."""
+    def end_segment(self) -> list[Text]:
+        """End the unfinished word and its marks: the text before a flush does not wait for the text after it."""
         words: list[Word] = []
-        delta = self._finish_word(words)
-        return self._say(delta, words) if delta or words else None
+        delta = self._push_timed(self.pending, words) + self._finish_word(words)
+        self.pending = ()
+        return [self._say(delta, words)] if delta or words else []
 
     def report(self) -> Text:
         """All tokens that were not sent yet, without a word."""
         return self._say("", [])
 
     def save(self) -> Saved:
-        return {"tail": self._detokenizer.tail, "word": self._builder.unfinished, "unsent": list(self._unsent)}
+        word, pending = self._builder.unfinished, [astuple(timed) for timed in self.pending]
+        return {"tail": self._detokenizer.tail, "word": word, "unsent": list(self._unsent), "pending": pending}
 
     def resume(self, saved: Saved) -> None:
         self._detokenizer.tail = saved["tail"]
         self._builder.resume(*saved["word"])
         self._unsent = list(saved["unsent"])
+        self.pending = [TimedToken(*timed) for timed in saved["pending"]]
 
     def _say(self, delta: str, words: list[Word]) -> Text:
         stream = self._stream
@@ -211,10 +216,10 @@ class StreamText:
                     delta += text
         return delta
 
-    def _push_timed(self, result: DecodeResult, words: list[Word]) -> str:
+    def _push_timed(self, tokens: Sequence[TimedToken], words: list[Word]) -> str:
         clock = self._stream.clock
         delta = ""
-        for timed in result.timed:
+        for timed in tokens:
             self._unsent.append(timed.token)
             text = self._detokenizer.push(timed.token)
             if text:

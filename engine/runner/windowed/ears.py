@@ -60,7 +60,7 @@ class Ear(Protocol):
 
 
 @dataclass(slots=True)
-class _Tail:
+class Tail:
     """The end of the previous utterance, audio and words: context for the beginning of the next one."""
 
     audio: Tensor
@@ -76,34 +76,22 @@ class _Tail:
     def start(self) -> int:
         return self.end - self.positions
 
+    def up_to(self, base: int) -> Tensor:
+        """[1, samples], with the pause before the next utterance: how long it was says whether a sentence ended. Nobody
+        speaks in it, and it is heard as silence."""
+        return torch.nn.functional.pad(self.audio, (0, (base - self.end) * SAMPLES_PER_POSITION))
 
-class WindowEar:
-    """Encodes the whole window again in every pass, and before a young window the end of the utterance before."""
 
-    def __init__(self, model: SpeechModel, pieces: list[bytes], policy: Policy) -> None:
-        self._model = model
+class Tails:
+    """The ends of the previous utterances of many streams."""
+
+    def __init__(self, pieces: list[bytes], policy: Policy) -> None:
         self._pieces = pieces
         self._policy = policy
-        self._tails: dict[int, _Tail] = {}
+        self._tails: dict[int, Tail] = {}
 
-    def hear(self, task: DecodeTask, audio: Tensor) -> Sound:
-        return at_once(self.hear_slowly(task, audio))
-
-    def hear_slowly(self, task: DecodeTask, audio: Tensor) -> Generator[None, None, Sound]:
-        """The same in pieces; the caller may do something else between them."""
-        tail = self._near_tail(task.slot, task.base, task.end)
-        if tail is not None:
-            audio = torch.cat((tail.audio, audio), dim=1)
-        missing = self._model.min_samples - audio.shape[1]
-        if missing > 0:
-            audio = torch.nn.functional.pad(audio, (0, missing))
-        encoded = yield from self._model.encode_slowly(audio, [audio.shape[1]])
-        if tail is None:
-            return Sound(encoded, task.base, task.end)
-        return Sound(encoded, task.base - tail.positions, task.end, tail.tokens)
-
-    def end(self, task: DecodeTask, audio: Tensor, said: list[Heard]) -> None:
-        """Keep the last words of the utterance, and the audio from a little before them on."""
+    def keep(self, task: DecodeTask, audio: Tensor, said: list[Heard]) -> None:
+        """Keep the last words of an utterance that ends, and the audio from a little before them on."""
         self._tails.pop(task.slot, None)
         first = len(said)
         for index, heard in enumerate(said):
@@ -115,13 +103,19 @@ class WindowEar:
         before = said[first - 1].peak if first else float(task.base)
         start = max(task.base, int((before + said[first].peak) / 2))
         kept = audio[:, (start - task.base) * SAMPLES_PER_POSITION :]
-        self._tails[task.slot] = _Tail(kept, [heard.token for heard in said[first:]], task.end)
+        self._tails[task.slot] = Tail(kept, [heard.token for heard in said[first:]], task.end)
 
     def forget(self, slot: int) -> None:
         self._tails.pop(slot, None)
 
+    def near(self, slot: int, base: int, end: int) -> Tail | None:
+        """The end of the previous utterance, while it is recent and the window too young to speak for itself."""
+        tail = self._tails.get(slot)
+        near = tail is not None and base - tail.end <= self._policy.tail_gap and end - base <= self._policy.tail_until
+        return tail if near else None
+
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
-        tail = self._near_tail(slot, base, end)
+        tail = self.near(slot, base, end)
         if tail is None:
             return {"tail": None}, base
         return {"tail": (tail.start, tail.end, list(tail.tokens))}, tail.start
@@ -129,13 +123,43 @@ class WindowEar:
     def resume(self, slot: int, saved: Saved, items: Sequence[Item]) -> None:
         if saved["tail"] is not None:
             start, end, tokens = saved["tail"]
-            self._tails[slot] = _Tail(audio_of(items, start, end), list(tokens), end)
+            self._tails[slot] = Tail(audio_of(items, start, end), list(tokens), end)
 
-    def _near_tail(self, slot: int, base: int, end: int) -> _Tail | None:
-        """The end of the previous utterance, while it is recent and the window too young to speak for itself."""
-        tail = self._tails.get(slot)
-        near = tail is not None and base - tail.end <= self._policy.tail_gap and end - base <= self._policy.tail_until
-        return tail if near else None
+
+class WindowEar:
+    """Encodes the whole window again in every pass, and before a young window the end of the utterance before."""
+
+    def __init__(self, model: SpeechModel, pieces: list[bytes], policy: Policy) -> None:
+        self._model = model
+        self._tails = Tails(pieces, policy)
+
+    def hear(self, task: DecodeTask, audio: Tensor) -> Sound:
+        return at_once(self.hear_slowly(task, audio))
+
+    def hear_slowly(self, task: DecodeTask, audio: Tensor) -> Generator[None, None, Sound]:
+        """The same in pieces; the caller may do something else between them."""
+        tail = self._tails.near(task.slot, task.base, task.end)
+        if tail is not None:
+            audio = torch.cat((tail.up_to(task.base), audio), dim=1)
+        missing = self._model.min_samples - audio.shape[1]
+        if missing > 0:
+            audio = torch.nn.functional.pad(audio, (0, missing))
+        encoded = yield from self._model.encode_slowly(audio, [audio.shape[1]])
+        if tail is None:
+            return Sound(encoded, task.base, task.end)
+        return Sound(encoded, tail.start, task.end, tail.tokens)
+
+    def end(self, task: DecodeTask, audio: Tensor, said: list[Heard]) -> None:
+        self._tails.keep(task, audio, said)
+
+    def forget(self, slot: int) -> None:
+        self._tails.forget(slot)
+
+    def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
+        return self._tails.save(slot, base, end)
+
+    def resume(self, slot: int, saved: Saved, items: Sequence[Item]) -> None:
+        self._tails.resume(slot, saved, items)
 
 
 def audio_of(items: Sequence[Item], start: int, end: int) -> Tensor:

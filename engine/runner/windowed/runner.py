@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from math import inf
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from engine.messages import Open, Saved
 from engine.models.seq2seq import Encoded, SpeechModel
 from engine.runner.windowed.ears import SAMPLES_PER_POSITION, Ear, Sound, WindowEar
 from engine.runner.windowed.greedy import GreedyDecoder, Row
+from engine.runner.windowed.seams import Seams, before_marks, surely_ends
 from engine.runner.windowed.stability import (
     FAR_BACK,
     Heard,
@@ -68,6 +70,10 @@ class _Slot:
     hypothesis: list[Heard] = field(default_factory=list)
     # Something of this utterance has been committed: somebody speaks.
     spoken: bool = False
+    # The last pass heard the end of the utterance before with this one.
+    heard_on: bool = False
+    # Behind the last utterance. If its task says that they are pending, they are not said yet.
+    marks: list[TimedToken] = field(default_factory=list)
     # If set, the hypothesis is the whole rest of the window [start, end): a final pass has nothing left to decode.
     understood: tuple[int, int] | None = None
 
@@ -127,6 +133,7 @@ class WindowedRunner:
         self._ear = ear
         self._file_ear = file_ear
         self._decoder = GreedyDecoder(model)
+        self._seams = Seams(vocabulary.pieces)
         # The samples of each position; row 0 is silence.
         self._slab = torch.zeros(cache_embeds + 1, spec.samples_per_position)
         self._slots: dict[int, _Slot] = {}
@@ -226,6 +233,8 @@ class WindowedRunner:
             "committed": [(heard.token, heard.peak, heard.log_probability) for heard in held.committed],
             "hypothesis": [(heard.token, heard.peak, heard.log_probability) for heard in held.hypothesis],
             "spoken": held.spoken,
+            "heard_on": held.heard_on,
+            "marks": [astuple(timed) for timed in held.marks],
             "understood": held.understood,
             "ear": ear,
         }
@@ -264,7 +273,8 @@ class WindowedRunner:
     def _row(self, task: DecodeTask, sound: Sound) -> Row:
         slot, model, policy = self._slots[task.slot], self._model, self._policy
         seconds = sound.frames * model.samples_per_frame / SAMPLE_RATE
-        committed = [*sound.said, *(heard.token for heard in slot.committed)]
+        said_marks = [] if task.pending else slot.marks
+        committed = self._seams.prefix(sound.said, said_marks, [heard.token for heard in slot.committed])
         room = model.max_tokens - len(model.start_tokens) - len(committed) - 1
         most = max(1, min(room, round(seconds * policy.tokens_per_second) + 4 - len(committed)))
         frames_per_position = SAMPLES_PER_POSITION / model.samples_per_frame
@@ -275,7 +285,8 @@ class WindowedRunner:
             most=most,
             stop_frame=None if task.final or task.pause else sound.frames - policy.agreed_margin * frames_per_position,
             frames=sound.frames,
-            far_back=FAR_BACK * frames_per_position,
+            # A file's window is heard once and as a whole: nothing was said of it that could be said again.
+            far_back=FAR_BACK * frames_per_position if slot.live else inf,
             said_until=(said_until - sound.origin) * frames_per_position,
         )
 
@@ -284,7 +295,6 @@ class WindowedRunner:
         floor = slot.committed[-1].peak if slot.committed else float(task.base)
         scale = self._model.samples_per_frame / SAMPLES_PER_POSITION
         places = [sound.origin + peak * scale for peak in row.peaks]
-        # A file's window is heard once and as a whole: nothing was said of it yet that could be said again.
         whole = task.final and not slot.live
         steps = steady(places, floor) if whole else rising(places, floor)
         new = [Heard(*each) for each in zip(row.tokens, steps, row.log_probabilities, strict=True)]
@@ -293,21 +303,26 @@ class WindowedRunner:
             new = new[: max(0, loop - len(slot.committed))]
         if not whole:
             new = new[: rereads_from(places, floor)]
-        said = [heard.token for heard in slot.committed] or list(sound.said)
-        new = without_second_mark(said, new, self.vocabulary.pieces)
+        new = without_second_mark(row.committed, new, self.vocabulary.pieces)
         text = b"".join(self.vocabulary.pieces[token] for token in row.tokens)
-        if not slot.spoken and is_noise(text, row.log_probabilities, self._policy):
+        # Behind open marks the first token is in doubt about them as well.
+        chances = row.log_probabilities[1 if task.pending and sound.said else 0 :] or row.log_probabilities
+        if not slot.spoken and is_noise(text, chances, self._policy):
             new = []
+        slot.heard_on = bool(sound.said)
         if task.final:
             slot.hypothesis = new
             return self._finish(task)
         window = (float(task.base), sound.edge)
         previous = [heard.token for heard in slot.hypothesis]
         count = committable(new, row.ended, previous, window, self.vocabulary.pieces, self._policy)
+        if task.pause and row.ended and surely_ends(new, self.vocabulary.pieces, self._policy):
+            count = len(new)
+        else:
+            count = before_marks(new, count, self.vocabulary.pieces)
         upcoming = new[count].peak if count < len(new) else sound.edge
-        timed = self._timed(new[:count], floor, upcoming)
-        slot.committed += new[:count]
-        slot.spoken = slot.spoken or count > 0
+        timed, said = self._joined(task, new[:count], floor, upcoming)
+        slot.committed += said
         slot.hypothesis = new[count:]
         keep_from = self._cut(task, slot, upcoming)
         slot.understood = (keep_from, task.end) if task.pause else None
@@ -318,13 +333,34 @@ class WindowedRunner:
         return task.final and self._slots[task.slot].understood == (task.base, task.end)
 
     def _finish(self, task: DecodeTask) -> DecodeResult:
-        """Commit what the slot's hypothesis says: it is the rest of a window that ends."""
+        """Commit what the slot's hypothesis says: it is the rest of a window that ends. Marks behind it stay open."""
         slot = self._slots[task.slot]
         floor = slot.committed[-1].peak if slot.committed else float(task.base)
-        timed = self._timed(slot.hypothesis, floor, float(task.end))
-        self._ear_of(task.slot).end(task, self._audio(task), slot.committed + slot.hypothesis)
+        rest = slot.hypothesis
+        count = before_marks(rest, len(rest), self.vocabulary.pieces)
+        marks = self._timed(rest[count:], rest[count - 1].peak if count else floor, float(task.end))
+        timed, said = self._joined(task, rest[:count], floor, rest[count].peak if marks else float(task.end))
+        said = slot.committed + said
+        words = before_marks(said, len(said), self.vocabulary.pieces)
+        self._ear_of(task.slot).end(task, self._audio(task), said[:words])
+        if said or marks:
+            slot.marks = marks or self._timed(said[words:], floor, float(task.end))
         slot.restart()
-        return DecodeResult(timed=timed, keep_from=task.end, stride=self.spec.stride_positions)
+        return DecodeResult(timed=timed, pending=marks, keep_from=task.end, stride=self.spec.stride_positions)
+
+    def _joined(
+        self, task: DecodeTask, new: list[Heard], before: float, after: float
+    ) -> tuple[list[TimedToken], list[Heard]]:
+        """Tokens to commit, with their times, and as they are to be remembered. Behind the first words of an utterance
+        it is settled what stands between it and the last one."""
+        slot = self._slots[task.slot]
+        if new and slot.committed:
+            new = self._seams.begun(slot.committed[-1].token, new)
+        if not new or slot.spoken:
+            return self._timed(new, before, after), new
+        slot.spoken = True
+        slot.marks, new = self._seams.join(slot.marks, new, task.pending, slot.heard_on)
+        return [*(slot.marks if task.pending else ()), *self._timed(new, before, after)], new
 
     def _timed(self, tokens: list[Heard], before: float, after: float) -> list[TimedToken]:
         return [
@@ -358,4 +394,5 @@ def _resumed(opened: OpenTask) -> _Slot:
     committed = [Heard(*heard) for heard in saved["committed"]]
     hypothesis = [Heard(*heard) for heard in saved["hypothesis"]]
     understood = None if saved["understood"] is None else tuple(saved["understood"])
-    return _Slot(opened.live, committed, hypothesis, saved["spoken"], understood)
+    marks = [TimedToken(*timed) for timed in saved["marks"]]
+    return _Slot(opened.live, committed, hypothesis, saved["spoken"], saved["heard_on"], marks, understood)

@@ -189,9 +189,8 @@ def block_ear(pieces: list[bytes], policy: Policy) -> Ear:
 
 
 def build_with(ear: Callable[[list[bytes], Policy], Ear]) -> EngineLoop:
-    pieces = [b"", b"", b""] + [
-        b" w%d" % token if token % 3 else b"\xc3\xa4"[: token % 2 + 1] for token in range(3, 60)
-    ]
+    kinds = [b"\xc3", b" w%d", b".", b" w%d", b"\xc3\xa4", b","]
+    pieces = [b"", b"", b""] + [kinds[token % 6].replace(b"%d", b"%d" % token) for token in range(3, 60)]
     spec = windowed_spec("tiny", 40, 5)
     policy = Policy(agreed_margin=2.0, lone_margin=4.0, cut_beyond=30.0, doubt=-100.0)
     file_ear = WindowEar(tiny_model(), pieces, policy)

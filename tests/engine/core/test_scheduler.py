@@ -22,7 +22,7 @@ from engine.messages import Closed, Failed, Flushed, Item, Open, Output, Text
 from engine.spec import KvGroup, ModelSpec
 from engine.vocabulary import Vocabulary
 
-VOCABULARY = Vocabulary([b"", b"", b" a", b" b", b" c"], word_marker=1)
+VOCABULARY = Vocabulary([b"", b"", b" a", b" b", b" c", b".", b","], word_marker=1)
 FRAMES = ModelSpec(
     name="frames",
     sample_rate=16_000,
@@ -520,8 +520,8 @@ class TestWindows:
         engine.flush("a", 1)
         task, outputs = self.run(engine, DecodeResult(timed=[TimedToken(2, 1, 2)]))
         assert task.final and (task.start, task.end) == (4, 4)
-        (text, flushed) = outputs
-        assert isinstance(text, Text) and [word.text for word in text.words] == ["a"]
+        (*texts, flushed) = outputs
+        assert [word.text for text in texts if isinstance(text, Text) for word in text.words] == ["a"]
         assert flushed == Flushed("a", 1, 400)
         engine.flush("a", 2)
         assert engine.take_replies() == [Flushed("a", 2, 400)]
@@ -635,6 +635,56 @@ class TestWindows:
         assert task.final and task.end == 2 and outputs == []
         task, _ = self.run(engine, DecodeResult())
         assert not task.final and (task.base, task.end) == (2, 6), "a whole stride"
+
+    MARK = TimedToken(5, 2.0, 2.0)
+
+    def said(self, outputs: list[Output]) -> str:
+        return "".join(output.delta for output in outputs if isinstance(output, Text))
+
+    def paused(self, engine: Scheduler) -> None:
+        """Says "a" up to a pause where the gate ends the utterance, and leaves a mark open."""
+        self.feed(engine, 0, 3)
+        engine.flush("a", None, 2)
+        _, outputs = self.run(engine, DecodeResult(timed=[TimedToken(2, 1.0, 1.5)], pending=[self.MARK]))
+        (text,) = outputs
+        assert isinstance(text, Text) and text.delta == " a" and not text.words
+
+    @pytest.mark.parametrize(("follows", "text"), [([3], " b."), ([6, 3], ", b.")])
+    def test_what_follows_takes_the_place_of_open_marks(self, follows: list[int], text: str) -> None:
+        engine = self.engine()
+        self.paused(engine)
+        self.feed(engine, 3, 6)
+        engine.flush("a", 1)
+        tokens = [TimedToken(token, 4.0, 4.5) for token in follows]
+        task, outputs = self.run(engine, DecodeResult(timed=tokens, pending=[self.MARK]))
+        assert task.pending
+        assert self.said(outputs) == text, "the end of the turn settles what is open"
+        words = [word.text for output in outputs if isinstance(output, Text) for word in output.words]
+        assert words == ["a" + text[:-3], "b."]
+        self.feed(engine, 6, 9)
+        engine.flush("a", 2)
+        assert not self.run(engine, DecodeResult())[0].pending
+
+    @pytest.mark.parametrize("end", ["flush", "finish"])
+    def test_a_turn_that_ends_says_the_open_marks(self, end: str) -> None:
+        engine = self.engine()
+        self.paused(engine)
+        if end == "flush":
+            engine.flush("a", 7, 2)
+        else:
+            engine.skip("a", 3)
+            engine.finish("a")
+        text, last = engine.take_replies()
+        assert isinstance(text, Text) and text.delta == "." and [word.text for word in text.words] == ["a."]
+        assert isinstance(last, Flushed if end == "flush" else Closed)
+
+    def test_open_marks_are_part_of_the_saved_state(self) -> None:
+        engine, other = self.engine(), self.engine()
+        self.paused(engine)
+        stream, copy = engine.streams["a"], other.streams["a"]
+        copy.text.resume(stream.text.save())
+        ends = [text.text.end_segment() for text in (stream, copy)]
+        assert [text.delta for text in ends[0]] == [text.delta for text in ends[1]] == ["."]
 
     def test_the_windows_of_a_file_may_be_longer_than_those_of_a_live_stream(self) -> None:
         spec = replace(WINDOWS, file_window_positions=40)

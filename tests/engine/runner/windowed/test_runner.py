@@ -5,15 +5,15 @@ The model is tiny and random, so its text means nothing; what is tested is that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan
-from engine.messages import Open
+from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan, TimedToken
+from engine.messages import Item, Open
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.seq2seq import Encoded
 from engine.runner.windowed.ears import SAMPLES_PER_POSITION, WindowEar
@@ -308,6 +308,76 @@ def test_a_stray_peak_costs_a_file_no_words(model: Moonshine, monkeypatch: pytes
     assert all(0 <= timed.start <= timed.end <= WINDOW for timed in result.timed)
     if not live:
         assert result.timed[2].end < result.timed[4].start < 28, "a word is where attention to it peaks"
+
+
+class Dictation:
+    """A decoder that says given tokens, one list for each pass."""
+
+    def __init__(self, *passes: list[int]) -> None:
+        self.left = list(passes)
+        self.prefixes: list[list[int]] = []
+
+    def passes(self, rows: list[Row], encoded: Encoded) -> Iterator[None]:
+        for row in rows:
+            self.prefixes.append(row.committed)
+            row.tokens = self.left.pop(0)
+            row.peaks = [round(row.frames * (place + 1) / (len(row.tokens) + 1)) for place in range(len(row.tokens))]
+            row.log_probabilities = [-0.5] * len(row.tokens)
+            row.ended = row.done = True
+        return iter(())
+
+
+# What the pieces of `dictated` spell.
+US, WE, WE_CAPITAL, HAD, STOP, COMMA = range(3, 9)
+
+
+def dictated(model: Moonshine, *passes: list[int]) -> tuple[WindowedRunner, Dictation]:
+    pieces = [b"", b"", b"", b" us", b" we", b" We", b" had", b".", b","] + [b"x"] * (VOCABULARY - 9)
+    policy = Policy(doubt=-100.0)
+    ears = WindowEar(model, pieces, policy), WindowEar(model, pieces, policy)
+    runner = WindowedRunner(model, Vocabulary(pieces), windowed_spec("tiny", WINDOW, STRIDE), 400, policy, *ears)
+    runner._decoder = decoder = Dictation(*passes)  # type: ignore[assignment]
+    return runner, decoder
+
+
+def utterance(runner: WindowedRunner, base: int, end: int, pending: bool) -> DecodeResult:
+    plan = StepPlan(base, decode=[DecodeTask(0, "s", base, base, end, [0] * (end - base), [], True, pending=pending)])
+    plan.live = 1
+    if not runner._slots:
+        plan.opened.append(OpenTask(0, "s", 0, {}, []))
+    return runner.execute(plan)[0]
+
+
+def tokens(timed: Sequence[TimedToken]) -> list[int]:
+    return [each.token for each in timed]
+
+
+@pytest.mark.parametrize(
+    ("gap", "pending", "prefix", "new", "said"),
+    [
+        (5, True, [US], [WE, HAD], [WE, HAD]),
+        (5, True, [US], [COMMA, WE, HAD], [COMMA, WE, HAD]),
+        (5, True, [US], [WE_CAPITAL, HAD], [STOP, WE_CAPITAL, HAD]),
+        (5, False, [US, STOP], [WE, HAD], [WE_CAPITAL, HAD]),
+        (60, True, [], [WE, HAD], [STOP, WE_CAPITAL, HAD]),
+        (60, True, [], [STOP, WE, HAD], [STOP, WE_CAPITAL, HAD]),
+    ],
+    ids=["goes on", "comma", "new sentence", "new turn", "after a while", "no second mark"],
+)
+def test_what_stands_between_two_utterances(
+    model: Moonshine, gap: int, pending: bool, prefix: list[int], new: list[int], said: list[int]
+) -> None:
+    """It is the same in a runner that goes on from a saved state."""
+    first, decoder = dictated(model, [US, STOP], new)
+    result = utterance(first, 0, 20, pending=False)
+    assert (tokens(result.timed), tokens(result.pending)) == ([US], [STOP])
+    saved, _ = first.save(0, 20, 20)
+    assert tokens(utterance(first, 20 + gap, 50 + gap, pending).timed) == said
+    assert decoder.prefixes == [[], prefix]
+    other, _ = dictated(model, new)
+    silence = [Item(0, 20, 0, b"k", np.zeros(20 * SAMPLES_PER_POSITION, np.float32))]
+    other.execute(StepPlan(0, opened=[OpenTask(0, "s", 0, {}, [], saved, silence)]))
+    assert tokens(utterance(other, 20 + gap, 50 + gap, pending).timed) == said
 
 
 def test_a_window_never_outgrows_its_bound_and_times_move_forward(model: Moonshine) -> None:
