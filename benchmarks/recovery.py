@@ -26,15 +26,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from audio.containers import read_file
 from benchmarks.random_engine import build
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.handles import EngineProcess
 from engine.client.stream import EngineStream
 from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.messages import Text
-from engine.weights.store import cache_folder
-from realtime.commands.pull import SAMPLE
 
 PACKET_S = 0.08
 # An engine lives so long before it is killed, and a word may take so long to come.
@@ -174,7 +171,11 @@ def own_bytes(pid: int | None) -> int:
 
 
 def sample_speech() -> Audio:
-    """The recording that `tickertape demo` plays."""
+    """The recording that `tickertape demo` plays. A machine that runs random weights need not have the packages."""
+    from audio.containers import read_file
+    from engine.weights.store import cache_folder
+    from realtime.commands.pull import SAMPLE
+
     sound = next(file for file in (cache_folder() / SAMPLE).iterdir() if file.suffix == ".wav")
     return np.concatenate(list(read_file(sound)))
 
