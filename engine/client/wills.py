@@ -13,9 +13,12 @@ from engine import messages
 from engine.client.link import EngineLink
 from engine.client.seats import Seat, Seats
 from engine.client.stream import EngineStream
+from engine.errors import EngineDead
 
-# How long engines are waited for. One that asks the former owner first takes a second.
-ANSWER_SECONDS = 5.0
+# How long engines are waited for. One that asks the former owner first takes a second, and one that is busy its step.
+ANSWER_SECONDS = 20.0
+# How long a session that nobody waits for any more is left for the next who asks.
+LEFT_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +60,20 @@ class WillDesk:
                 self._inherit(seat, output)
 
     async def adopt(self, seats: Seats, key: str) -> Inheritance | None:
-        """The session from whichever engine has it; None if none of them does."""
+        """The session from whichever engine has it; None if none of them does. Raises EngineDead if one did not say."""
+        silent = False
         # A spare too: what is one here may serve for the gateway that had the session.
         for link in [seat.link for seat in seats.all if seat.link is not None]:
-            asked = self._asked.get(key)
-            if asked is None:
-                asked = self._asked[key] = asyncio.get_running_loop().create_future()
+            asked: asyncio.Future[Inheritance | None] = asyncio.get_running_loop().create_future()
+            self._asked[key] = asked
             link.send(messages.Adopt("", key))
-            try:
-                async with asyncio.timeout(ANSWER_SECONDS):
-                    found = await asyncio.shield(asked)
-            except TimeoutError:
-                found = None
-            finally:
-                self._asked.pop(key, None)
-            if found is not None:
-                return found
+            await asyncio.wait((asked, link.ended), timeout=ANSWER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            self._asked.pop(key, None)
+            if asked.done() and asked.result() is not None:
+                return asked.result()
+            silent = silent or not asked.done()
+        if silent or not seats.links():
+            raise EngineDead("no engine has answered; try again in a few seconds")
         return None
 
     def _inherit(self, seat: Seat, inherited: messages.Inherited) -> None:
@@ -115,7 +116,7 @@ def _left_again(inherited: messages.Inherited) -> messages.Entrust:
         inherited.consumed,
         inherited.entries,
         base=inherited.base,
-        keep_s=ANSWER_SECONDS * 12,
+        keep_s=LEFT_SECONDS,
         positions_before=inherited.positions_before,
         samples_before=inherited.samples_before,
         last=True,

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 
 from engine.config import COUNTED_SECONDS
+from engine.errors import EngineDead
 from realtime.config import Config
 from realtime.dialects.base import Dialect, SessionFacts
 from realtime.errors import CloseCode, IllegalEvent, Refusal, UnreadableValue
@@ -155,7 +156,11 @@ class Sessions:
         if session_id is not None:
             entry = self._entries.get(session_id)
             if entry is None and self._heirs is not None and not self.draining:
-                entry = await self._inherit(session_id, caller.name)
+                try:
+                    entry = await self._inherit(session_id, caller.name)
+                except EngineDead as error:
+                    # Nobody has said that it is gone.
+                    raise self._refusal("not_ready", 503, "engine_not_ready", "Try again in a moment.", 1) from error
         if entry is None or not entry.live.resumable:
             self._metrics.refused.labels("resume").inc()
             if session_id is not None and self._heirs is not None:

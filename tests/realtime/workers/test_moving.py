@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from websockets.exceptions import InvalidStatus
 
+from engine.client import wills
 from engine.client.client import EngineClient
 from engine.client.handles import EngineThread, RemoteEngine
 from realtime.app import listening
@@ -200,3 +201,16 @@ async def test_a_day_of_events_leaves_a_will_of_a_bounded_size(audio: bytes) -> 
             await client.until(COMPLETED)
         assert len(sizes) > 20
         assert max(sizes[len(sizes) // 2 :]) <= 2 * max(sizes[: len(sizes) // 2])
+
+
+async def test_an_engine_that_does_not_answer_is_no_reason_to_give_a_session_up(
+    audio: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with places() as (first, second), greeted_client(first.url) as client:
+        token = await begin(client, audio[:32_000])
+        with monkeypatch.context() as patch:
+            patch.setattr(wills, "ANSWER_SECONDS", 0.0)
+            assert await status_of(f"{second.url}?resume={token}&after=1") == 503
+        # What came all the same was left for the next who asks.
+        async with raw_client(f"{second.url}?resume={token}&after=1") as again:
+            assert (await again.receive())["type"] == "session.resumed"
