@@ -12,7 +12,7 @@ help:
 	@echo "make test    set up, then run the whole test suite"
 	@echo "make check   lint and type-check"
 	@echo "make bench   run the benchmarks that need no GPU"
-	@echo "make soak    hours of sessions in compressed time"
+	@echo "make soak    hours of sessions in compressed time, a million fuzzed messages"
 
 # The stamps depend on pyproject.toml, so a changed dependency installs at the next target. The demo installs what the
 # product needs and nothing else, and leaves compiling to the first import: both make the first captions come sooner.
@@ -50,9 +50,10 @@ demo: weights
 serve: weights
 	$(BIN)/tickertape serve
 
+# Most tests wait for something rather than compute, so two processes take little more than half the time of one.
 test: setup-dev weights system
 	$(BIN)/tickertape pull moonshine-tiny
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: setup-dev
 	$(BIN)/ruff check .

@@ -31,14 +31,13 @@ class Attack:
     run: Callable[[Target], Coroutine[Any, Any, None]]
     gateway_mib: float
     engine_mib: float
-    soak: bool
 
 
 ATTACKS: dict[str, Attack] = {}
 
 
 def attack(
-    gateway_mib: float = 24, engine_mib: float = 24, soak: bool = False
+    gateway_mib: float = 24, engine_mib: float = 24
 ) -> Callable[[Callable[[Target], Coroutine[Any, Any, None]]], Callable[[Target], Coroutine[Any, Any, None]]]:
     """Register an attack under the name of its function. It ends when the attacker has been told off."""
 
@@ -47,7 +46,7 @@ def attack(
     ) -> Callable[[Target], Coroutine[Any, Any, None]]:
         name = run.__name__
         assert name not in ATTACKS, name
-        ATTACKS[name] = Attack(name, (run.__doc__ or "").split("\n")[0].rstrip("."), run, gateway_mib, engine_mib, soak)
+        ATTACKS[name] = Attack(name, (run.__doc__ or "").split("\n")[0].rstrip("."), run, gateway_mib, engine_mib)
         return run
 
     return register

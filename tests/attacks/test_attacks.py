@@ -19,21 +19,10 @@ from tests.attacks.target import Attack, Target
 LATER_S = 5.0
 
 
-def _cases(soak: bool) -> list[object]:
-    return [pytest.param(attack, id=name) for name, attack in ATTACKS.items() if attack.soak == soak]
-
-
-@pytest.mark.parametrize("attack", _cases(soak=False))
+@pytest.mark.parametrize("attack", [pytest.param(attack, id=name) for name, attack in ATTACKS.items()])
 def test_attack_harms_nobody(server: RealServer, beside: Beside, attack: Attack) -> None:
     with harmless(server, beside, attack.name, attack.gateway_mib, attack.engine_mib):
         asyncio.run(asyncio.wait_for(attack.run(Target(server.port)), 60))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("attack", _cases(soak=True))
-def test_long_attack_harms_nobody(server: RealServer, beside: Beside, attack: Attack) -> None:
-    with harmless(server, beside, attack.name, attack.gateway_mib, attack.engine_mib):
-        asyncio.run(asyncio.wait_for(attack.run(Target(server.port)), 600))
 
 
 def test_words_of_all_sessions_beside_the_attacks_are_those_of_the_calm_one(beside: Beside) -> None:
