@@ -121,7 +121,7 @@ async def test_tiny_frames_neither_pile_up_nor_keep_others_waiting(serve: Serve,
             await asyncio.sleep(0.02)
         held = [len(socket._mailbox._messages) + len(socket.frames) for socket in server_side()]
         assert max(held) <= 32 + 400, "no more than the bytes of one piece hold"
-        assert sorted(waits)[len(waits) // 2] < 0.1, waits
+        assert sorted(waits)[len(waits) // 2] < 0.5, "others wait for the flood"
         await good.append(tone(1.0))
         await good.until("input_audio_buffer.speech_started")
 

@@ -66,6 +66,6 @@ async def test_new_streams_go_where_there_is_room_and_not_where_streams_wait() -
     ):
         # Within the usual, waiting says nothing: a stream waits for the rest of its stride.
         state.lag_ms = 5000.0 if seat is behind else 400.0 if seat is free else 0.0
-        seat.link = cast(EngineLink, SimpleNamespace(status=state))
+        seats.arrived(seat, cast(EngineLink, SimpleNamespace(status=state)))
         seat.streams = dict.fromkeys(map(str, range(streams)), cast(EngineStream, None))
     assert seats.by_lag() == [free, busy, full, behind]
