@@ -226,7 +226,7 @@ async def test_the_words_are_the_same_wherever_the_engine_dies(build_tiny: Build
     packets, chance = len(audio) // PACKET, random.Random(seed)
     flushes = set(chance.sample(range(packets), 4))
     calm = await play(build_tiny, audio, flushes, [])
-    assert len(calm.transcript.words) > 5
+    assert len(calm.transcript.text) > 10
     deaths = [
         Death(packet, chance.randrange(4), chance.choice([0, 1, 7, 40]))
         for packet in chance.sample(range(packets), packets // 8)
