@@ -72,8 +72,8 @@ DIALECTS: dict[str, tuple[str, list[Message]]] = {
 }
 
 
-def mutate(value: Any, dice: Random) -> Any:
-    """The same shape with something wrong in it."""
+def mutate(value: Any, dice: Random, copies: int = 40) -> Any:
+    """The same shape with something wrong in it. At most one list of it is repeated: or a message might never end."""
     if isinstance(value, dict) and value:
         changed = dict(value)
         key = dice.choice(list(changed))
@@ -83,10 +83,11 @@ def mutate(value: Any, dice: Random) -> Any:
         elif action < 0.3:
             changed[dice.choice(KNOWN_KEYS)] = dice.choice(STRANGE)
         else:
-            changed[key] = mutate(changed[key], dice)
+            changed[key] = mutate(changed[key], dice, copies)
         return changed
     if isinstance(value, list) and value and dice.random() < 0.5:
-        return [mutate(value[0], dice), *value[1:]] * dice.choice((1, 1, 40))
+        times = dice.choice((1, 1, copies))
+        return [mutate(value[0], dice, copies if times == 1 else 1), *value[1:]] * times
     if isinstance(value, str) and value and dice.random() < 0.4:
         at = dice.randrange(len(value))
         return value[:at] + dice.choice(("\x00", "=", " ", "é", '"', "")) + value[at + dice.randrange(3) :]
@@ -121,8 +122,8 @@ def socket_message(seeds: list[Message], dice: Random) -> str | bytes:
     if kind < 0.35:
         return json.dumps(seed)
     if kind < 0.75:
-        for _ in range(dice.randint(1, 3)):
-            seed = mutate(seed, dice)
+        for round_number in range(dice.randint(1, 3)):
+            seed = mutate(seed, dice, 1 if round_number else 40)
         return json.dumps(seed)
     if kind < 0.85:
         return spoil(json.dumps(seed).encode(), dice).decode("utf-8", "replace")
