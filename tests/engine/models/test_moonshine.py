@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +21,7 @@ LAYERS = {"encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 3}
 HEADS = {"encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Matrices this small only lose time by being shared out, most of all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,6 @@ The model is tiny and random.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -25,12 +23,7 @@ SPEC = StreamingSpec(blocks=(BLOCK,), look_ahead=LOOK_AHEAD, left=40, norm=Runni
 TEN_MINUTES = 600 * 16_000 // SAMPLES_PER_POSITION
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
