@@ -22,9 +22,9 @@ from realtime.metrics.engine import engine_collector
 from realtime.metrics.gateway import Metrics
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.house import House
+from realtime.serving.surroundings import Surroundings
 from realtime.serving.tokens import Signer
 from realtime.serving.uvicorn_patch import RealtimeWebSocket, patient_http
-from realtime.serving.will import WillApi
 
 log = logging.getLogger("tickertape")
 
@@ -117,16 +117,9 @@ class RunningServer:
         await self.task
 
 
-def build_server(
-    engine: EngineApi,
-    config: Config,
-    metrics: Metrics | None = None,
-    signer: Signer | None = None,
-    heirs: WillApi | None = None,
-    house: House | None = None,
-) -> Server:
+def build_server(engine: EngineApi, config: Config, around: Surroundings | None = None) -> Server:
     """The gateway over a running engine, ready to `serve()`."""
-    app = build_app(engine, config, metrics, signer, heirs, house)
+    app = build_app(engine, config, around)
     settings = config.server
     uvicorn_config = uvicorn.Config(
         app,
@@ -164,14 +157,11 @@ def freeze_modules() -> None:
 async def listening(
     engine: EngineApi,
     config: Config,
-    metrics: Metrics | None = None,
-    signer: Signer | None = None,
-    heirs: WillApi | None = None,
-    house: House | None = None,
+    around: Surroundings | None = None,
     sockets: list[socket.socket] | None = None,
 ) -> AsyncIterator[RunningServer]:
     """A gateway over a running engine, listening; stopped at the end. Raises OSError if it cannot listen."""
-    server = build_server(engine, config, metrics, signer, heirs, house)
+    server = build_server(engine, config, around)
     task = asyncio.create_task(_serve(server, sockets), name="server")
     try:
         await server.wait_until_listening(task)
@@ -209,7 +199,7 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     starting = asyncio.create_task(_start(client), name="start of the engine")
     stop_at_once = False
     try:
-        async with listening(client, config, metrics, Signer(config.auth.secret.encode())) as server:
+        async with listening(client, config, Surroundings(metrics, Signer(config.auth.secret.encode()))) as server:
             log.info("listening on %s", server.url)
             try:
                 yield replace(server, starting=starting)
@@ -254,7 +244,7 @@ async def gateway_of_several(
     starting = asyncio.create_task(_start(client), name="start of the engine")
     share = replace(config, limits=_share(config.limits, config.server.workers))
     try:
-        async with listening(client, share, metrics, Signer(secret), client, house, [listener]) as server:
+        async with listening(client, share, Surroundings(metrics, Signer(secret), client, house), [listener]) as server:
             yield replace(server, starting=starting)
     finally:
         starting.cancel()

@@ -25,29 +25,17 @@ from realtime.http.listen import ListenRoute
 from realtime.http.page import page_routes
 from realtime.http.prepare import PrepareRoutes
 from realtime.http.uploads import UploadRoutes
-from realtime.metrics.gateway import Metrics
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.house import House
 from realtime.serving.registry import Sessions
-from realtime.serving.tokens import Signer
-from realtime.serving.will import WillApi
+from realtime.serving.surroundings import Surroundings
 
 
-def build_app(
-    engine: EngineApi,
-    config: Config,
-    metrics: Metrics | None = None,
-    signer: Signer | None = None,
-    heirs: WillApi | None = None,
-    house: House | None = None,
-) -> Starlette:
-    """The whole gateway as an ASGI application over a running engine. `heirs`: other gateways may go on with its
-    sessions, and it with theirs; they share a `signer`'s secret. `house`: who counts the sessions of all."""
-    metrics = metrics or Metrics()
-    signer = signer or Signer()
-    gatekeeper = Gatekeeper(config.auth.keys, signer)
-    sessions = Sessions(engine, config, metrics, time.monotonic, time.time, signer, heirs, house)
-    context = Context(engine, config, metrics, gatekeeper, sessions)
+def build_app(engine: EngineApi, config: Config, around: Surroundings | None = None) -> Starlette:
+    """The whole gateway as an ASGI application over a running engine."""
+    around = around or Surroundings()
+    gatekeeper = Gatekeeper(config.auth.keys, around.signer)
+    sessions = Sessions(engine, config, time.monotonic, time.time, around)
+    context = Context(engine, config, around.metrics, gatekeeper, sessions)
     gateway = Gateway(context)
     handlers: dict[Any, Any] = {
         Refusal: _on_refusal,

@@ -34,8 +34,8 @@ from realtime.serving.saved_live import (
     named,
     plain,
 )
-from realtime.serving.tokens import Signer
-from realtime.serving.will import Will, WillApi, WillSettings
+from realtime.serving.surroundings import Surroundings
+from realtime.serving.will import Will, WillSettings
 from realtime.session.core import Session
 from realtime.session.limits import SessionLimits
 from realtime.session.settings import Settings
@@ -79,25 +79,23 @@ class Entry:
 
 
 class SessionMaker:
-    """`heirs` is where sessions leave their wills, if other processes may go on with them."""
+    """Of one gateway. Where it has heirs, its sessions leave their wills with them."""
 
     def __init__(
         self,
         engine: EngineApi,
         config: Config,
-        metrics: Metrics,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        signer: Signer,
-        heirs: WillApi | None,
+        around: Surroundings,
     ) -> None:
         self._engine = engine
         self._config = config
-        self._metrics = metrics
+        self._metrics = around.metrics
         self._clock = clock
         self._wall_clock = wall_clock
-        self._signer = signer
-        self._heirs = heirs
+        self._signer = around.signer
+        self._heirs = around.heirs
 
     def models(self) -> list[str]:
         names = [self._engine.spec.name, self._config.model.name, *self._config.model.aliases]

@@ -14,14 +14,12 @@ from engine.errors import EngineDead
 from realtime.config import Config
 from realtime.dialects.base import Dialect, SessionFacts
 from realtime.errors import CloseCode, IllegalEvent, Refusal, UnreadableValue
-from realtime.metrics.gateway import Metrics
 from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.house import Figures, House, LocalHouse
 from realtime.serving.maker import Entry, SessionMaker
-from realtime.serving.tokens import Signer
-from realtime.serving.will import WillApi
+from realtime.serving.surroundings import Surroundings
 from realtime.session.events import Hangup
 from realtime.session.settings import Settings
 
@@ -37,31 +35,28 @@ class Sessions:
         self,
         engine: EngineApi,
         config: Config,
-        metrics: Metrics,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        signer: Signer | None = None,
-        heirs: WillApi | None = None,
-        house: House | None = None,
+        around: Surroundings | None = None,
     ) -> None:
-        """`heirs`: other processes may go on with these sessions, and these with theirs. `house`: who counts them."""
+        around = around or Surroundings()
         self.engine = engine
         self.draining = False
         self._config = config
-        self._metrics = metrics
+        self._metrics = around.metrics
         self._clock = clock
-        self._signer = signer or Signer()
-        self._maker = SessionMaker(engine, config, metrics, clock, wall_clock, self._signer, heirs)
-        self._heirs = heirs
+        self._signer = around.signer
+        self._maker = SessionMaker(engine, config, clock, wall_clock, around)
+        self._heirs = around.heirs
         self._entries: dict[str, Entry] = {}
         # Sessions of other processes that are on their way here, and sessions of ours that are on their way out.
         self._coming: dict[str, asyncio.Task[Entry | None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        self._house: House = house or LocalHouse(config.limits, clock)
+        self._house: House = around.house or LocalHouse(config.limits, clock)
         # Whether sessions that can be resumed are left to other processes when this one stops.
         self.hands_over = False
-        if heirs is not None:
-            heirs.wills.on_wanted, heirs.wills.on_fenced = self._wanted, self._fenced
+        if self._heirs is not None:
+            self._heirs.wills.on_wanted, self._heirs.wills.on_fenced = self._wanted, self._fenced
 
     def __len__(self) -> int:
         return len(self._entries)

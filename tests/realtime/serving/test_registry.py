@@ -7,7 +7,6 @@ import pytest
 from realtime.config import Config, LimitsConfig
 from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import CloseCode, Refusal
-from realtime.metrics.gateway import Metrics
 from realtime.serving import house
 from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
@@ -18,7 +17,7 @@ from tests.realtime.gateway_doubles import FakeEngine
 
 
 def sessions(**limits: int) -> Sessions:
-    return Sessions(FakeEngine(), Config(limits=LimitsConfig(**limits)), Metrics(), lambda: 0.0, lambda: 0.0)
+    return Sessions(FakeEngine(), Config(limits=LimitsConfig(**limits)), lambda: 0.0, lambda: 0.0)
 
 
 async def never(*_: object) -> None:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from realtime.config import Config, LimitsConfig
 from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import CloseCode
-from realtime.metrics.gateway import Metrics
 from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
 from realtime.serving.maker import Entry
@@ -82,7 +81,7 @@ async def heard_by_the_engine(
     engine.keep_audio = True
     # So little room that the reader waits inside long messages too.
     config = Config(limits=LimitsConfig(audio_in_flight_s=0.05))
-    sessions = Sessions(engine, config, Metrics(), lambda: 0.0, lambda: 0.0)
+    sessions = Sessions(engine, config, lambda: 0.0, lambda: 0.0)
     chosen = Settings(format=audio_format, turn_detection=None, include=(INCLUDE_RESUME,))
     entry = sessions.create(Caller("test"), chosen, OpenAIDialect)
     unit = SAMPLE_BYTES[audio_format.type]

@@ -19,6 +19,7 @@ from engine.client.handles import EngineThread, RemoteEngine
 from realtime.app import listening
 from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
 from realtime.http.gateway import Gateway
+from realtime.serving.surroundings import Surroundings
 from realtime.serving.tokens import Signer
 from tests.e2e.raw_client import COMPLETED, RawClient, greeted_client, raw_client
 from tests.engine import fakes
@@ -58,7 +59,9 @@ async def places(windowed: bool = False, keep_s: float = 60.0, number: int = 2) 
         for place in range(number):
             handle = RemoteEngine(engine.address) if place else engine
             client = await stack.enter_async_context(fakes.running(handle))
-            running = await stack.enter_async_context(listening(client, config, None, signer, client))
+            running = await stack.enter_async_context(
+                listening(client, config, Surroundings(signer=signer, heirs=client))
+            )
             url = running.url.replace("http", "ws", 1) + "/v1/realtime"
             found.append(Place(url, client, running.server.gateway))
         yield found
