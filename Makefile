@@ -19,9 +19,16 @@ help:
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
 
+# On x86 the package index has torch with CUDA only, gigabytes of it. Where there is no NVIDIA driver and PyTorch's index of
+# CPU builds answers, torch comes from there: `2.10.0+cpu` is the same version and is preferred to `2.10.0`.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+wants_cpu_torch = test "$$(uname -m)" = x86_64 && ! command -v nvidia-smi >/dev/null && $(PYTHON) -c \
+	"import urllib.request; urllib.request.urlopen('$(TORCH_CPU_INDEX)/torch/', timeout=5)" 2>/dev/null
+
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --editable .
+	@if $(wants_cpu_torch); then extra="--extra-index-url $(TORCH_CPU_INDEX)"; fi; \
+	set -x; $(BIN)/pip install --quiet --no-compile $$extra --editable .
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
