@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.options import Options
+
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
@@ -72,8 +74,8 @@ class ModelSpec:
     kv_groups: tuple[KvGroup, ...] = ()
     # Features that may come in place of an item's samples; None: the model takes samples only.
     features: FeatureShape | None = None
-    # Options that a stream may be opened with, such as a language; the model refuses others.
-    options: tuple[str, ...] = ()
+    # What a stream may be opened with beside a delay; the model refuses the rest.
+    options: Options = Options()
 
     @property
     def backlog_positions(self) -> int:

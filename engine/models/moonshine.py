@@ -25,6 +25,7 @@ from engine.models.seq2seq import (
     quantise_linears,
     split_heads,
 )
+from engine.options import Options
 
 # Kernel and stride of the three convolutions that turn samples into frames.
 _CONVOLUTIONS = ((127, 64), (7, 3), (3, 2))
@@ -241,6 +242,7 @@ class Moonshine(nn.Module):
     # One frame of the last convolution.
     min_samples = 64 * (3 * (3 - 1) + 7 - 1) + 127
     suppressed: list[int] = []
+    options = Options(languages=("en",))
 
     def __init__(self, config: MoonshineConfig) -> None:
         super().__init__()

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from engine.options import Options
+
 T = TypeVar("T")
 
 
@@ -120,6 +122,7 @@ class SpeechModel(Protocol):
     end_token: int
     # Tokens that are never text (markers, time stamps); greedy decoding leaves them out.
     suppressed: list[int]
+    options: Options
 
     def go_live(self) -> None:
         """Called once, before live use: windows will be short and many."""

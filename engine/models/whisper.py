@@ -27,6 +27,7 @@ from engine.models.seq2seq import (
     quantise_linears,
     split_heads,
 )
+from engine.options import Options
 
 LIVE_SLACK_SECONDS = 2.0
 # Text tokens of the two vocabularies; a multilingual one has one token more, so its size gives it away.
@@ -226,6 +227,7 @@ class Whisper(nn.Module):
         self.register_buffer("_hann", torch.hann_window(FRAME_SAMPLES), persistent=False)
         self.start_tokens = config.start_tokens(language=0)
         self.end_token = config.end_token
+        self.options = Options(languages=("en",))
         self.max_tokens = config.text_tokens
         self.suppressed = list(range(config.end_token + 1, config.vocabulary))
         upper = [

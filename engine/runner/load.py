@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -120,6 +121,7 @@ def _load_windowed(path: Path, config: EngineConfig, threads: int) -> tuple[Runn
         ear = WindowEar(model, pieces, policy)
     file_ear = WindowEar(whole, pieces, Policy())
     spec = windowed_spec(path.name, WINDOW_POSITIONS, stride, FILE_WINDOW_POSITIONS)
+    spec = replace(spec, options=model.options)
     streams = config.max_streams or WINDOWED_STREAMS
     longer_windows = WINDOWS_PER_STEP * (spec.embeds_for(live=False) - spec.embeds_for(live=True))
     limits = Limits(

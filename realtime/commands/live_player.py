@@ -103,7 +103,7 @@ async def _through_engine(
     sound: Sound, options: argparse.Namespace, clock: AudioClock, file: TranscriptFile | None
 ) -> None:
     async with local_engine.local_engine(options.model, options.device) as client:
-        wanted = Wishes.of(options).taken_by(client.spec.name, client.spec.options)
+        wanted = Wishes.of(options).taken_by(client.spec.name, client.spec.options.names)
         stream = await client.open("live", live=True, options=wanted)
         with CaptionView(Console(), show_words=options.words) as captions:
             listener = Listener(captions, clock, file)

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.options import Keyword, keywords_text
 from realtime.commands.terminal import note
 
 
@@ -29,7 +30,11 @@ class Wishes:
 
     def given(self) -> dict[str, str]:
         """By the names that models have for them."""
-        all_of_them = {"language": self.language, "prompt": self.prompt, "keywords": ", ".join(self.keywords)}
+        all_of_them = {
+            "language": self.language,
+            "prompt": self.prompt,
+            "keywords": keywords_text(map(Keyword, self.keywords)),
+        }
         return {name: value for name, value in all_of_them.items() if value}
 
     def taken_by(self, model: str, known: Sequence[str]) -> dict[str, str]:

@@ -40,13 +40,15 @@ class Answers:
         return JSONResponse(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
-        options = list(self._context.engine.spec.options)
+        options = self._context.engine.spec.options
         return {
             "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "tickertape",
-            "options": options,
+            "options": list(options.names),
+            "languages": list(options.languages),
+            "detects_language": options.detects_language,
         }
 
     async def client_secret(self, request: Request) -> Response:

@@ -9,6 +9,7 @@ import signal
 import stat
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 from tests.e2e.conftest import Running, Serve
 from tests.e2e.test_examples import cut_sockets
 from tests.realtime.commands.conftest import sound, write_wav
+from tests.realtime.gateway_doubles import MULTILINGUAL
 
 KEYS = {"keys": ("a-long-secret",)}
 
@@ -89,7 +91,7 @@ async def test_server_answers_become_every_format(serve: Serve, tmp_path: Path) 
 async def test_what_the_servers_model_does_not_take_is_said_once(serve: Serve, tmp_path: Path) -> None:
     files = [str(write_wav(tmp_path / name, sound(0.9))) for name in ("a.wav", "b.wav")]
     async with serve() as running:
-        running.engine.takes("language")
+        running.engine.takes(replace(MULTILINGUAL, prompt=False))
         wishes = ["--language", "de", "--keyword", "tape", "--server", running.http]
         code, _, said = await run("transcribe", *wishes, *files)
         assert code == 0 and said.count("fake-model takes no keywords; going on without") == 1

@@ -12,6 +12,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from engine.options import Options
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import COMPLETED, DELTA, RawClient, greeted_client, raw_client
 from tests.realtime.gateway_doubles import FakeEngine, silence, tone
@@ -155,7 +156,7 @@ async def test_delay_is_passed_on_the_model_clock(serve: Serve) -> None:
 
 async def test_option_the_model_does_not_know_is_left_out_in_silence(serve: Serve) -> None:
     engine = FakeEngine()
-    engine.takes()
+    engine.takes(Options())
     async with serve(engine) as running, greeted_client(running.ws) as client:
         await client.update(transcription={"language": "xx", "prompt": "names"})
         await client.append(tone(1.0) + silence(0.8))

@@ -23,6 +23,7 @@ from engine.client.stream import EngineStream
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, OpenTask, StepPlan, TimedToken
 from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Flushed, Open, Output, Saved, Speech, Text, Word
+from engine.options import Options
 from engine.server.loop import EngineLoop
 from engine.server.main import Build
 from engine.spec import ModelSpec
@@ -47,6 +48,7 @@ FRAMES = ModelSpec(
     step_positions=4,
     replay_positions=16,
     embeds_per_stream=64,
+    options=Options(languages=("en",)),
 )
 WINDOWED = ModelSpec(
     name="fake-windowed",
@@ -57,6 +59,7 @@ WINDOWED = ModelSpec(
     window_positions=40,
     step_positions=40,
     embeds_per_stream=100,
+    options=Options(languages=("en",)),
 )
 VOCABULARY = Vocabulary([b"", *(b" w%d" % i for i in range(1, 82))])
 
@@ -74,9 +77,7 @@ class FakeFrames:
     slots: dict[int, Any] = field(default_factory=dict)
 
     def check_open(self, message: Open) -> None:
-        unknown = set(message.options) - {"language"}
-        if unknown:
-            raise ValueError(f"unknown options {sorted(unknown)}; this model takes language")
+        self.spec.options.check(message.options)
 
     def warm_up(self) -> None:
         self.is_warm = True

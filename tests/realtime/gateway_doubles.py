@@ -19,6 +19,8 @@ from engine.client.capacity import Capacity
 from engine.client.processor import Processor
 from engine.client.render import Rendered, render
 from engine.errors import AtCapacity, EngineDead, StreamFinished
+from engine.languages import NAMES
+from engine.options import Options
 from engine.spec import ModelSpec
 
 RATE = 16_000
@@ -28,6 +30,9 @@ CHANCE = -0.25
 WORD_SAMPLES = 6_400
 DELAY_SAMPLES = 4_800
 LOUD = 0.01
+# What models of the real families take; their own tests compare.
+ENGLISH = Options(languages=("en",))
+MULTILINGUAL = Options(languages=tuple(NAMES)[:99], detects_language=True, translates=True, prompt=True)
 SPEC = ModelSpec(
     name="fake-model", sample_rate=RATE, samples_per_position=1280, default_delay_positions=6, max_delay_positions=30
 )
@@ -180,11 +185,10 @@ class FakeEngine:
         self.mute_flush = False
         self.refuse_open: Exception | None = None
         self.injected: list[messages.Item] = []
-        self.takes("language", "prompt")
+        self.takes(MULTILINGUAL)
 
-    def takes(self, *options: str) -> None:
+    def takes(self, options: Options) -> None:
         """From now on the model takes these options and no others."""
-        self.known_options = set(options)
         self.spec = replace(SPEC, options=options)
 
     def word(self, number: int) -> str:
@@ -223,8 +227,7 @@ class FakeEngine:
         await asyncio.sleep(0)
         if self.refuse_open is not None:
             raise self.refuse_open
-        if set(options or {}) - self.known_options:
-            raise ValueError("this model does not take that option")
+        self.spec.options.check(options or {})
         if len(self.active) >= self.slots:
             raise AtCapacity(stream, "no room")
         if not self.ready:

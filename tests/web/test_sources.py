@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.realtime.gateway_doubles import FakeEngine
+from engine.options import Options
+from tests.realtime.gateway_doubles import MULTILINGUAL, FakeEngine
 from tests.web.conftest import PageServer, page_server
 from tests.web.devtools import Page
 from tests.web.line import line_to
@@ -149,19 +151,19 @@ async def test_file_can_be_played_at_its_own_pace(page: Page, server: PageServer
 @pytest.mark.parametrize(
     ("takes", "told"),
     [
-        (("language", "prompt"), {"language": "fr", "prompt": "Tickertape, Moonshine"}),
-        (("language",), {"language": "fr"}),
-        ((), {}),
+        (MULTILINGUAL, {"language": "fr", "prompt": "Tickertape, Moonshine"}),
+        (replace(MULTILINGUAL, prompt=False), {"language": "fr"}),
+        (Options(), {}),
     ],
 )
-async def test_language_and_words_to_expect(page: Page, takes: tuple[str, ...], told: dict[str, str]) -> None:
+async def test_language_and_words_to_expect(page: Page, takes: Options, told: dict[str, str]) -> None:
     engine = FakeEngine(words=WORDS)
-    engine.takes(*takes)
+    engine.takes(takes)
     async with page_server(engine) as server:
         await page.open(server.url)
-        await page.until("document.querySelector('#language-box').hidden === " + str("language" not in takes).lower())
+        await page.until("document.querySelector('#language-box').hidden === " + str(not takes.languages).lower())
         hidden = await page.evaluate("document.querySelector('#keywords-box').hidden")
-        assert hidden is ("prompt" not in takes)
+        assert hidden is not takes.prompt
         await choose(page, "#language", "fr")
         await choose(page, "#keywords", "Tickertape, Moonshine,")
         await page.click("#listen")

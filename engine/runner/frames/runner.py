@@ -149,8 +149,7 @@ class VoxtralRunner:
                 f"a delay of {delay * unit} ms; this model takes {unit} to {MAX_DELAY_POSITIONS * unit} ms "
                 f"in steps of {unit} ms"
             )
-        if message.options:
-            raise ValueError(f"this model takes no options, got {', '.join(sorted(message.options))}")
+        self.spec.options.check(message.options)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -145,8 +145,7 @@ class WindowedRunner:
     def check_open(self, message: Open) -> None:
         if message.delay_positions is not None:
             raise ValueError("this model has no delay to choose; leave delay out")
-        if message.options:
-            raise ValueError(f"this model takes no option {next(iter(message.options))!r}")
+        self.spec.options.check(message.options)
 
     def execute(self, plan: StepPlan) -> list[DecodeResult]:
         return self.execute_until(plan, lambda: False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from realtime import cli
 from realtime.commands.file_reader import duration_of, pieces_of
 from tests.realtime.commands.conftest import sound, write_wav
-from tests.realtime.gateway_doubles import FakeEngine
+from tests.realtime.gateway_doubles import MULTILINGUAL, FakeEngine
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_words_as_text_have_times(tmp_path: Path, engine: FakeEngine, capsys: py
 def test_what_the_model_does_not_take_is_said_once_and_left_out(
     tmp_path: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine.takes("language")
+    engine.takes(replace(MULTILINGUAL, prompt=False))
     files = [str(write_wav(tmp_path / name, sound(1.0))) for name in ("a.wav", "b.wav")]
     wishes = ["--language", "de", "--prompt", "Hello.", "--keyword", "tape", "--keyword", "ticker"]
     for mode in ([], ["--live"]):
@@ -125,9 +126,9 @@ def test_what_the_model_does_not_take_is_said_once_and_left_out(
         said = capsys.readouterr().err
         assert said.count("note: fake-model takes no prompt, no keywords; going on without") == 1
         assert all(opened["options"] == {"language": "de"} for opened in engine.opened)
-    engine.takes("language", "prompt", "keywords")
+    engine.takes(replace(MULTILINGUAL, keywords=2))
     assert cli.main(["transcribe", *wishes, files[0]]) == 0
-    assert engine.opened[-1]["options"] == {"language": "de", "prompt": "Hello.", "keywords": "tape, ticker"}
+    assert engine.opened[-1]["options"] == {"language": "de", "prompt": "Hello.", "keywords": "tape\t1\nticker\t1"}
     assert "takes no" not in capsys.readouterr().err
 
 

@@ -1,0 +1,105 @@
+"""What a stream may be opened with beside its delay: which of it a model takes, and the bounds of all of it.
+
+Options travel as texts under these names: `language` (a code), `languages` (codes that may be spoken, with commas
+between them), `task` (`translate`), `prompt`, and `keywords` (one in a line, its boost behind a tab).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+from unicodedata import category
+
+MAX_PROMPT_CHARACTERS = 16_384
+MAX_KEYWORDS = 500
+MAX_KEYWORD_CHARACTERS = 64
+MIN_BOOST, MAX_BOOST = 0.1, 10.0
+TRANSLATE = "translate"
+# Categories of what no word holds: control characters, halves of characters, ends of lines and paragraphs.
+_NO_LETTERS = frozenset({"Cc", "Cs", "Zl", "Zp"})
+
+
+class Keyword(NamedTuple):
+    """A word or a few to expect. A larger boost makes the model readier to hear it; 1 is usual."""
+
+    text: str
+    boost: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a model takes."""
+
+    # Codes of the languages that it can be told; of a model with one, that one. Empty: it cannot be told.
+    languages: tuple[str, ...] = ()
+    # It finds out by itself which of them is spoken.
+    detects_language: bool = False
+    # It can answer in English what is said in another language.
+    translates: bool = False
+    prompt: bool = False
+    # Most keywords of a stream.
+    keywords: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that a client can set."""
+        taken = {
+            "language": bool(self.languages),
+            "task": self.translates,
+            "prompt": self.prompt,
+            "keywords": self.keywords > 0,
+        }
+        return tuple(name for name, takes in taken.items() if takes)
+
+    def check(self, given: Mapping[str, str]) -> None:
+        """Raises ValueError if the model does not take these."""
+        known = (*self.names, "languages") if self.detects_language else self.names
+        for name in given:
+            if name not in known:
+                raise ValueError(f"this model takes no option {name[:40]!r}")
+        spoken = given["languages"].split(",") if "languages" in given else []
+        for language in (*spoken, *([given["language"]] if "language" in given else [])):
+            if language not in self.languages:
+                raise ValueError(f"this model has no language {language[:40]!r}; it has {', '.join(self.languages)}")
+        if given.get("task", TRANSLATE) != TRANSLATE:
+            raise ValueError(f"the task can be {TRANSLATE!r}, not {given['task'][:40]!r}")
+        if len(given.get("prompt", "")) > MAX_PROMPT_CHARACTERS:
+            raise ValueError(f"a prompt has at most {MAX_PROMPT_CHARACTERS} characters")
+        if "keywords" in given:
+            check_keywords(read_keywords(given["keywords"]), self.keywords)
+
+
+def keywords_text(keywords: Iterable[Keyword]) -> str:
+    return "\n".join(f"{word.text}\t{word.boost:g}" for word in keywords)
+
+
+def read_keywords(text: str) -> list[Keyword]:
+    """Raises ValueError for what `keywords_text` does not write."""
+    words = []
+    for line in text.split("\n"):
+        word, _, boost = line.partition("\t")
+        try:
+            words.append(Keyword(word, float(boost)))
+        except ValueError:
+            raise ValueError(f"keyword {word[:40]!r} has a boost that is no number") from None
+    return words
+
+
+def check_keywords(keywords: Iterable[Keyword], most: int = MAX_KEYWORDS) -> None:
+    """Raises ValueError for keywords that nobody can mean. The text says which and why."""
+    count = 0
+    for word in keywords:
+        count += 1
+        if count > most:
+            raise ValueError(f"at most {most} keywords can be given")
+        if not word.text.strip():
+            raise ValueError("a keyword is empty")
+        if len(word.text) > MAX_KEYWORD_CHARACTERS:
+            raise ValueError(f"a keyword has at most {MAX_KEYWORD_CHARACTERS} characters: {word.text[:40]!r} is longer")
+        if any(category(letter) in _NO_LETTERS for letter in word.text):
+            raise ValueError(f"keyword {word.text[:40]!r} holds control characters")
+        if not MIN_BOOST <= word.boost <= MAX_BOOST:
+            raise ValueError(
+                f"the boost of a keyword lies between {MIN_BOOST:g} and {MAX_BOOST:g}, not at {word.boost:g}"
+            )
