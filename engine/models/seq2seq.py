@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import cache
-from math import inf
 from typing import Protocol, TypeVar
 
 import torch
@@ -219,7 +218,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        loudest = torch.linalg.vector_norm(rows, inf, dim=1, keepdim=True).clamp_(min=1e-12)
+        loudest = rows.abs().amax(dim=1, keepdim=True).clamp_(min=1e-12)
         level = torch.cat((rows / loudest, self._whole_range))
         product: Tensor = torch.ops.quantized.linear_dynamic(level, self._packed)[:-1]
         scale = loudest * self.range
@@ -229,6 +228,10 @@ class Int8Linear(nn.Module):
 
 # Steps from zero to the largest weight: of a signed byte, and what is left of them where pairs of products saturate.
 _FULL_STEPS, SAFE_STEPS = 127, 63
+
+
+# Weights of the smallest matrix worth 8 bits. Scaling rows costs as much as a small product does.
+SMALLEST_8_BIT = 200_000
 
 
 @cache
@@ -246,10 +249,10 @@ def weight_steps() -> int:
 
 
 def quantise_linears(module: nn.Module) -> None:
-    """Replace every linear layer inside `module` by its 8-bit form."""
+    """Replace every large linear layer inside `module` by its 8-bit form."""
     supported = torch.backends.quantized.supported_engines
     torch.backends.quantized.engine = "x86" if "x86" in supported else "onednn"
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear) and child.weight.numel() >= SMALLEST_8_BIT:
                 setattr(parent, name, Int8Linear(child))

@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import MoonshineConfig as ReferenceConfig
 from transformers import MoonshineForConditionalGeneration
 
+from engine.models import seq2seq
 from engine.models.moonshine import Moonshine, MoonshineConfig
-from engine.models.seq2seq import Int8Linear
+from engine.models.seq2seq import Int8Linear, quantise_linears
 from engine.weights.onnx import moonshine_tensors
 from engine.weights.store import cache_folder
 
@@ -94,7 +95,10 @@ def test_ragged_batch_is_each_row_alone(model: Moonshine, shorter: int) -> None:
         torch.testing.assert_close(together[row], alone[0], atol=1e-4, rtol=1e-4)
 
 
-def test_8_bit_encoder_stays_close_and_does_not_mix_rows(reference: MoonshineForConditionalGeneration) -> None:
+def test_8_bit_encoder_stays_close_and_does_not_mix_rows(
+    reference: MoonshineForConditionalGeneration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seq2seq, "SMALLEST_8_BIT", 0)
     exact = Moonshine.load(MoonshineConfig.from_json(reference.config.to_dict()), reference.state_dict())
     quantised = Moonshine.load(exact.config, reference.state_dict())
     quantised.quantise()
@@ -103,6 +107,12 @@ def test_8_bit_encoder_stays_close_and_does_not_mix_rows(reference: MoonshineFor
         keys, expected = quantised.encode(audio, [16_000]).keys, exact.encode(audio, [16_000]).keys
     assert float((keys - expected).norm() / expected.norm()) < 0.1
     assert not torch.equal(keys, expected)
+
+
+def test_only_large_matrices_become_8_bit() -> None:
+    layers = torch.nn.ModuleDict({"small": torch.nn.Linear(416, 416), "large": torch.nn.Linear(416, 832)})
+    quantise_linears(layers)
+    assert isinstance(layers["small"], torch.nn.Linear) and isinstance(layers["large"], Int8Linear)
 
 
 def test_a_row_of_an_8_bit_layer_does_not_depend_on_its_neighbours_to_the_last_bit() -> None:
