@@ -37,9 +37,9 @@ from engine.core.limits import Limits
 from engine.core.scheduler import Scheduler
 from engine.messages import Abort, Open, Speech
 from engine.models.voxtral_realtime import voxtral_mini_4b
-from engine.runner.device import free_memory, require_device
+from engine.runner.device import GIB, free_memory, require_device
 from engine.runner.frames.batch import Payloads, StepRows
-from engine.runner.frames.memory import GIB, plan_memory
+from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.runner.load import load_detector
 from engine.server.collector import calm_collector

@@ -39,7 +39,7 @@ class OfflineTranscriber:
         encoded = model.encode(torch.from_numpy(samples)[None], [len(samples)])
         room = model.max_tokens - len(model.start_tokens) - 1
         most = min(room, int(len(samples) / 16_000 * TOKENS_PER_SECOND) + 8)
-        row = Row(committed=[], draft=[], most=most, stop_frame=None, frames=encoded.lengths[0])
+        row = Row(committed=[], draft=[], most=most, stop_frame=None, frames=encoded.audio[0])
         self._decoder.run([row], encoded)
         detokenizer = Detokenizer(self._vocabulary)
         text = "".join(detokenizer.push(token) for token in row.tokens) + detokenizer.flush()

@@ -30,7 +30,7 @@ def greedy_tokens(model: Moonshine, frames: Tensor, lengths: list[int], limits: 
     done = torch.zeros(batch, dtype=torch.bool, device=frames.device)
     for place in range(most):
         positions = torch.full((batch, 1), place, device=frames.device)
-        hidden, _ = model.decode(token, positions, state, encoded)
+        hidden, _ = model.decode(token, positions, state.first(place + 1), encoded)
         best = model.logits(hidden[:, 0]).argmax(dim=-1)
         done = done | (best == model.end_token) | (place >= last)
         token = torch.where(done, model.end_token, best)[:, None]

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, layer_norm, pad, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention, silu
 
 from engine.models.seq2seq import (
     DecoderPass,
+    DecoderShape,
     DecoderState,
     Encoded,
     FrameConv,
@@ -84,6 +85,9 @@ class Rotary:
         self._frequencies = torch.zeros(config.width // config.heads // 2)
         self._frequencies[: len(turning)] = turning
 
+    def move(self, device: torch.device) -> None:
+        self._frequencies = self._frequencies.to(device)
+
     def angles(self, positions: Tensor) -> Tensor:
         """[batch, count] -> complex [batch, 1, count, dim / 2]"""
         # In double precision: a stream that runs for an hour has positions whose angles float32 would round off.
@@ -93,7 +97,7 @@ class Rotary:
     def turn(self, x: Tensor, angles: Tensor) -> Tensor:
         """[..., heads, count, dim], as complex numbers of neighbouring dimensions: one product."""
         pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
-        return torch.view_as_real(pairs * angles).flatten(-2)
+        return torch.view_as_real(pairs * angles).flatten(-2).to(x.dtype)
 
 
 class _SelfAttention(nn.Module):
@@ -157,7 +161,7 @@ class MoonshineEncoder(nn.Module):
     def layer_by_layer(self, audio: Tensor, lengths: list[int]) -> Generator[None, None, tuple[Tensor, list[int]]]:
         """[batch, samples] -> [batch, frames, width] and the frames that are real in each row."""
         x = torch.tanh(self.conv1(audio[:, :, None]))
-        x = self._normalise(x, [frames_after(length, 1) for length in lengths])
+        x = self._normalise(x, [frames_after(length, 1) for length in lengths]).to(self.layer_norm.weight.dtype)
         x = gelu(self.conv3(gelu(self.conv2(x))))  # [batch, frames, width]
         frames = [frames_after(length, 3) for length in lengths]
         mask = None
@@ -171,14 +175,17 @@ class MoonshineEncoder(nn.Module):
         return self.layer_norm(x), frames
 
     def _normalise(self, x: Tensor, frames: list[int]) -> Tensor:
-        """The group norm takes its mean over a whole row. Padding must not count, so rows are normalised one by one."""
+        """The group norm takes its mean over a whole row; padding must not count."""
         if min(frames) == x.shape[1]:
             alone = layer_norm(x, x.shape[1:], eps=self.groupnorm.eps)
         else:
-            rows = [
-                layer_norm(row[:n], (n, x.shape[2]), eps=self.groupnorm.eps) for row, n in zip(x, frames, strict=True)
-            ]
-            alone = torch.stack([pad(row, (0, 0, 0, x.shape[1] - len(row))) for row in rows])
+            ends = torch.tensor(frames, device=x.device)[:, None, None]
+            real = torch.arange(x.shape[1], device=x.device)[:, None] < ends  # [batch, frames, 1]
+            count = ends * x.shape[2]
+            mean = (x * real).sum(dim=(1, 2), keepdim=True) / count
+            centred = (x - mean) * real
+            variance = centred.square().sum(dim=(1, 2), keepdim=True) / count
+            alone = centred * torch.rsqrt(variance + self.groupnorm.eps)
         return alone * self.groupnorm.weight + self.groupnorm.bias
 
 
@@ -265,6 +272,24 @@ class Moonshine(nn.Module):
     def go_live(self) -> None:
         """Nothing to change: it was made for short windows."""
 
+    def move(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.to(device, dtype)
+        # Audio may be very quiet, and its norm is a sum over a whole window.
+        self.encoder.conv1.float()
+        self.encoder.groupnorm.float()
+        self.encoder.rotary.move(device)
+        self._rotary.move(device)
+
+    def frames_of(self, samples: int) -> int:
+        return frames_after(max(samples, self.min_samples), 3)
+
+    @property
+    def widest_frame(self) -> int:
+        config = self.config
+        # The first convolution has six frames in one, in float32: as many numbers as twelve.
+        stem, block = 2 * 12 * config.width, 6 * config.width + 2 * config.inner
+        return max(stem, block) + 4 * config.decoder_layers * config.width
+
     def encode(self, audio: Tensor, lengths: list[int]) -> Encoded:
         return at_once(self.encode_slowly(audio, lengths))
 
@@ -277,16 +302,13 @@ class Moonshine(nn.Module):
         keys, values = cross_keys_values(self.cross_kv(hidden), self.config.decoder_layers, self.config.heads)
         return Encoded(keys, values, frames)
 
-    def new_state(self, batch: int, capacity: int) -> DecoderState:
+    @property
+    def decoder_shape(self) -> DecoderShape:
         config = self.config
-        return DecoderState(
-            config.decoder_layers,
-            batch,
-            config.heads,
-            capacity,
-            config.width // config.heads,
-            self.decoder.embed_tokens.weight,
-        )
+        return DecoderShape(config.decoder_layers, config.heads, config.width // config.heads)
+
+    def new_state(self, batch: int, capacity: int) -> DecoderState:
+        return DecoderState.empty(self.decoder_shape, batch, capacity, self.decoder.embed_tokens.weight)
 
     def decode(self, tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
         x = self.decoder.embed_tokens(tokens)

@@ -7,7 +7,7 @@ said so far), both batched over streams. Rows of a batch are ragged; masks make 
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol, TypeVar
 
@@ -41,6 +41,17 @@ class Encoded:
     keys: Tensor
     values: Tensor
     lengths: list[int]
+    # Frames that hold audio, per row: a model may have heard silence behind it. Left out: all that are real.
+    audio: list[int] = field(default_factory=list)
+    # [batch, 1, 1, frames], True where the frame is real; None when all are.
+    real: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.audio = self.audio or self.lengths
+        frames = self.keys.shape[4]
+        if self.real is None and any(length < frames for length in self.lengths):
+            lengths = torch.tensor(self.lengths, device=self.keys.device)
+            self.real = (torch.arange(frames, device=self.keys.device) < lengths[:, None])[:, None, None, :]
 
     @classmethod
     def stack(cls, rows: list[Encoded]) -> Encoded:
@@ -48,35 +59,51 @@ class Encoded:
         if len(rows) == 1:
             return rows[0]
         lengths = [length for row in rows for length in row.lengths]
+        audio = [frames for row in rows for frames in row.audio]
         frames = max(row.values.shape[3] for row in rows)
         keys = [pad(row.keys, (0, frames - row.keys.shape[4])) for row in rows]
         values = [pad(row.values, (0, 0, 0, frames - row.values.shape[3])) for row in rows]
-        return cls(torch.cat(keys, dim=1), torch.cat(values, dim=1), lengths)
+        return cls(torch.cat(keys, dim=1), torch.cat(values, dim=1), lengths, audio)
 
-    def mask(self) -> Tensor | None:
-        """[batch, 1, 1, frames], True where the frame is real; None when all are."""
-        frames = self.keys.shape[4]
-        if all(length == frames for length in self.lengths):
-            return None
-        lengths = torch.tensor(self.lengths, device=self.keys.device)
-        return (torch.arange(frames, device=self.keys.device) < lengths[:, None])[:, None, None, :]
+    def rows(self, kept: list[int]) -> Encoded:
+        """Some rows of a batch."""
+        if kept == list(range(len(self.lengths))):
+            return self
+        index = torch.tensor(kept, device=self.keys.device)
+        lengths, audio = [self.lengths[row] for row in kept], [self.audio[row] for row in kept]
+        return Encoded(self.keys[:, index], self.values[:, index], lengths, audio)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    layers: int
+    heads: int
+    dim: int
 
 
 class DecoderState:
     """Self-attention keys and values, [layers, batch, heads, capacity, dim] each."""
 
-    def __init__(self, layers: int, batch: int, heads: int, capacity: int, dim: int, like: Tensor) -> None:
-        self.keys = torch.zeros(layers, batch, heads, capacity, dim, dtype=like.dtype, device=like.device)
-        self.values = torch.zeros_like(self.keys)
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
 
-    def extend(self, layer: int, index: Tensor, key: Tensor, value: Tensor, past: int) -> tuple[Tensor, Tensor]:
-        """Write [batch, heads, count, dim] at each row's positions, `index` [batch, 1, count, 1]; returns all of the
-        first `past` positions."""
+    @classmethod
+    def empty(cls, shape: DecoderShape, batch: int, capacity: int, like: Tensor) -> DecoderState:
+        size = (shape.layers, batch, shape.heads, capacity, shape.dim)
+        return cls(like.new_zeros(size), like.new_zeros(size))
+
+    def first(self, positions: int) -> DecoderState:
+        """The same state as far as text goes that has so many tokens: what is behind them need not be looked at."""
+        return DecoderState(self.keys[:, :, :, :positions], self.values[:, :, :, :positions])
+
+    def extend(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write [batch, heads, count, dim] at each row's positions, `index` [batch, 1, count, 1]; returns all there
+        is."""
         index = index.expand_as(value)
         keys, values = self.keys[layer], self.values[layer]
         keys.scatter_(2, index, key)
         values.scatter_(2, index, value)
-        return keys[:, :, :past], values[:, :, :past]
+        return keys, values
 
 
 @dataclass(slots=True)
@@ -86,26 +113,23 @@ class DecoderPass:
     index: Tensor
     state: DecoderState
     encoded: Encoded
-    past: int
     seen: Tensor
-    heard: Tensor | None
 
     @classmethod
     def start(cls, positions: Tensor, state: DecoderState, encoded: Encoded) -> DecoderPass:
-        past = int(positions.max()) + 1
         index = positions[:, None, :, None]
-        # A token sees itself and what came before it: [batch, 1, count, past].
-        seen = torch.arange(past, device=positions.device) <= index
-        return cls(index, state, encoded, past, seen, encoded.mask())
+        # A token sees itself and what came before it: [batch, 1, count, capacity].
+        seen = torch.arange(state.keys.shape[3], device=positions.device) <= index
+        return cls(index, state, encoded, seen)
 
     def speak(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Self-attention over the text so far; query is scaled."""
-        keys, values = self.state.extend(layer, self.index, key, value, self.past)
+        keys, values = self.state.extend(layer, self.index, key, value)
         return join_heads(scaled_dot_product_attention(query, keys, values, attn_mask=self.seen, scale=1.0))
 
     def listen(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-attention over the audio, with its weights [batch, heads, count, frames]; query is scaled."""
-        mixed, weights = attend(query, self.encoded.keys[layer], self.encoded.values[layer], self.heard)
+        mixed, weights = attend(query, self.encoded.keys[layer], self.encoded.values[layer], self.encoded.real)
         return join_heads(mixed), weights
 
 
@@ -123,8 +147,21 @@ class SpeechModel(Protocol):
     suppressed: list[int]
     options: Options
 
+    @property
+    def decoder_shape(self) -> DecoderShape: ...
+
     def go_live(self) -> None:
         """Called once, before live use: windows will be short and many."""
+
+    def move(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Run on this device from now on, with numbers of this type wherever they suffice."""
+
+    def frames_of(self, samples: int) -> int:
+        """Frames that the decoder hears of a window of so many samples."""
+
+    @property
+    def widest_frame(self) -> int:
+        """Numbers that the encoder holds at once for one frame, at most."""
 
     def encode(self, audio: Tensor, lengths: list[int]) -> Encoded:
         """[batch, samples] of 16 kHz audio, zero behind each row's length -> what the decoder listens to."""
@@ -137,8 +174,9 @@ class SpeechModel(Protocol):
     def decode(self, tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """tokens, positions: [batch, count] -> hidden [batch, count, width], attention [batch, count, frames].
 
-        A row may be padded by repeating positions beyond its own end: what is written there is overwritten before it
-        can be seen. Attention is averaged over the heads that follow the audio, and sums to one over frames.
+        All that the state has room for is looked at and masked, so it should be no longer than the text. A row may be
+        padded by repeating positions beyond its own end: what is written there is overwritten before it can be seen.
+        Attention is averaged over the heads that follow the audio, and sums to one over frames.
         """
 
     def logits(self, hidden: Tensor) -> Tensor: ...
@@ -147,15 +185,15 @@ class SpeechModel(Protocol):
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention with its weights: [batch, heads, count, dim] and [batch, heads, count, keys].
 
-    query is scaled; keys are [batch, heads, dim, keys].
+    query is scaled; keys are [batch, heads, dim, keys]. Weights are float32, whatever the model computes with.
     """
     batch, heads, count, _ = query.shape
     # Without the detours of a product of four dimensions: a token has little to do, and much of its time goes there.
     scores = torch.bmm(query.flatten(0, 1), keys.flatten(0, 1)).view(batch, heads, count, -1)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    weights = scores.softmax(dim=-1)
-    mixed = torch.bmm(weights.flatten(0, 1), values.flatten(0, 1))
+    weights = scores.softmax(dim=-1, dtype=torch.float32)
+    mixed = torch.bmm(weights.to(values.dtype).flatten(0, 1), values.flatten(0, 1))
     return mixed.view(batch, heads, count, -1), weights
 
 

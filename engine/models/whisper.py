@@ -19,6 +19,7 @@ from torch.nn.functional import gelu, pad, scaled_dot_product_attention
 from engine.models.mel import FRAME_SAMPLES, HOP_SAMPLES, SAMPLE_RATE, slaney_filters
 from engine.models.seq2seq import (
     DecoderPass,
+    DecoderShape,
     DecoderState,
     Encoded,
     at_once,
@@ -158,7 +159,7 @@ class WhisperEncoder(nn.Module):
     def layer_by_layer(self, mel: Tensor, frames: list[int]) -> Generator[None, None, Tensor]:
         """[batch, mels, 2 * frames] -> [batch, frames, width]; `frames` are the real ones of each row."""
         mask = None
-        x = gelu(self.conv1(mel))
+        x = gelu(self.conv1(mel.to(self.conv1.weight.dtype)))
         if min(frames) * 2 < mel.shape[2]:
             lengths = torch.tensor(frames, device=mel.device)[:, None]
             # What a row has behind its end must be the zeros that a lone row is padded with.
@@ -223,8 +224,8 @@ class Whisper(nn.Module):
         # Keys, then values, of every decoder layer's cross-attention.
         self.cross_kv = nn.Linear(config.width, 2 * config.text_layers * config.width)
         self.decoder = WhisperDecoder(config)
-        self.register_buffer("_filters", slaney_filters(config.mels).float(), persistent=False)
-        self.register_buffer("_hann", torch.hann_window(FRAME_SAMPLES), persistent=False)
+        self._filters = slaney_filters(config.mels).float()
+        self._hann = torch.hann_window(FRAME_SAMPLES)
         self.start_tokens = config.start_tokens(language=0)
         self.end_token = config.end_token
         self.options = Options(languages=("en",))
@@ -239,16 +240,27 @@ class Whisper(nn.Module):
 
     def log_mel(self, audio: Tensor) -> Tensor:
         """[batch, samples] -> [batch, mels, samples / 160]; each row's floor is 80 dB below its own peak."""
-        filters: Tensor = self.get_buffer("_filters")
-        spectrum = torch.stft(audio, FRAME_SAMPLES, HOP_SAMPLES, window=self.get_buffer("_hann"), return_complex=True)
+        spectrum = torch.stft(audio, FRAME_SAMPLES, HOP_SAMPLES, window=self._hann, return_complex=True)
         power = spectrum[..., :-1].abs().square()
-        log_mel = (filters.T @ power).clamp(min=1e-10).log10()
+        log_mel = (self._filters.T @ power).clamp(min=1e-10).log10()
         floor = log_mel.amax(dim=(1, 2), keepdim=True) - 8.0
         return (torch.maximum(log_mel, floor) + 4.0) / 4.0
 
     def go_live(self) -> None:
         """Hear the window and a little silence behind it, instead of 30 seconds."""
         self.context_slack_seconds = LIVE_SLACK_SECONDS
+
+    def move(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.to(device, dtype)
+        self._filters, self._hann = self._filters.to(device), self._hann.to(device)
+
+    def frames_of(self, samples: int) -> int:
+        return self._context_frames(samples)
+
+    @property
+    def widest_frame(self) -> int:
+        config = self.config
+        return 14 * config.width + 4 * config.text_layers * config.width
 
     def encode(self, audio: Tensor, lengths: list[int]) -> Encoded:
         return at_once(self.encode_slowly(audio, lengths))
@@ -263,7 +275,10 @@ class Whisper(nn.Module):
         hidden = yield from self.encoder.layer_by_layer(mel, frames)
         config = self.config
         keys, values = cross_keys_values(self.cross_kv(hidden), config.text_layers, config.text_heads)
-        return Encoded(keys, values, frames)
+        audio = [
+            min(-(-length // self.samples_per_frame), frame) for length, frame in zip(lengths, frames, strict=True)
+        ]
+        return Encoded(keys, values, frames, audio)
 
     def _context_frames(self, samples: int) -> int:
         if self.context_slack_seconds is None:
@@ -271,12 +286,13 @@ class Whisper(nn.Module):
         wanted = samples + round(self.context_slack_seconds * SAMPLE_RATE)
         return min(-(-wanted // self.samples_per_frame), self.config.audio_frames)
 
-    def new_state(self, batch: int, capacity: int) -> DecoderState:
+    @property
+    def decoder_shape(self) -> DecoderShape:
         config = self.config
-        like = self.decoder.token_embedding.weight
-        return DecoderState(
-            config.text_layers, batch, config.text_heads, capacity, config.width // config.text_heads, like
-        )
+        return DecoderShape(config.text_layers, config.text_heads, config.width // config.text_heads)
+
+    def new_state(self, batch: int, capacity: int) -> DecoderState:
+        return DecoderState.empty(self.decoder_shape, batch, capacity, self.decoder.token_embedding.weight)
 
     def decode(self, tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
         x = self.decoder.token_embedding(tokens) + self.decoder.positional_embedding[positions]

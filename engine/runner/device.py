@@ -17,6 +17,16 @@ from torch import Tensor
 
 from engine.errors import EngineError
 
+GIB = 1 << 30
+
+
+class NotEnoughMemory(EngineError):
+    """The device cannot hold the model, or not for that many streams. The text says what would fit."""
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
+
 
 class NoDevice(EngineError):
     """The device that was asked for is not there. The text says what to do."""

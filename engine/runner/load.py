@@ -15,14 +15,20 @@ from engine.errors import EngineError
 from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
 from engine.models.silero import load_silero
+from engine.models.whisper import Whisper
 from engine.runner.base import Runner
+from engine.runner.device import free_memory, require_device, total_memory
 from engine.runner.device_speech import DeviceSpeechDetector
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.runner.speech import SpeechDetector
 from engine.runner.windowed.block_ear import BlockEar
+from engine.runner.windowed.device_windows import DeviceWindows
 from engine.runner.windowed.ears import Ear, WindowEar
+from engine.runner.windowed.memory import longest_window, plan_windows
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import BLOCK_POLICY, Policy
+from engine.runner.windowed.windows import HostWindows
+from engine.spec import ModelSpec
 from engine.vocabulary import Vocabulary
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.pretrained import load_speech_model
@@ -43,6 +49,11 @@ SPARE_EMBEDS = 512
 WINDOWS_PER_STEP = 8
 
 
+# Numbers of windowed models on a GPU. Whisper was trained with these; they round eight times finer than bfloat16, so
+# that words come out as they do on a CPU.
+DEVICE_DTYPE = torch.float16
+
+
 class BadDevice(EngineError):
     """The model cannot run on the device that was asked for."""
 
@@ -60,8 +71,10 @@ def load_runner(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
 
 def load_detector(runner: Runner, max_streams: int) -> SpeechDetector | DeviceSpeechDetector:
     """The speech detector that goes with a runner: on a GPU it runs where the model does."""
-    if not isinstance(runner, VoxtralRunner) or runner.device.type != "cuda":
+    if not isinstance(runner, (VoxtralRunner, WindowedRunner)) or runner.device.type != "cuda":
         return SpeechDetector(load_silero(), max_streams)
+    if isinstance(runner, WindowedRunner):
+        return SpeechDetector(load_silero(products=True).to(runner.device), max_streams)
     detector = DeviceSpeechDetector(load_silero(products=True).to(runner.device), max_streams)
     detector.warm_up()
     return detector
@@ -100,12 +113,11 @@ def _load_voxtral(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
 
 
 def _load_windowed(path: Path, config: EngineConfig, threads: int) -> tuple[Runner, Limits]:
-    if config.device not in ("auto", "cpu"):
-        raise BadDevice(f"this model runs on the CPU, not on {config.device!r}; leave the device out")
-    model, pieces = load_speech_model(path)
     streaming = path / STREAMING_ENCODER
-    whole = model
-    ear: Ear
+    device = _windowed_device(config.device, in_blocks=streaming.is_file())
+    model, pieces = load_speech_model(path)
+    if device.type == "cuda":
+        return _load_on_device(path.name, model, pieces, device, config)
     if isinstance(model, Moonshine) and streaming.is_file():
         # Whole windows of files are heard best, and for less, by the encoder as it was published.
         whole = deepcopy(model)
@@ -113,22 +125,71 @@ def _load_windowed(path: Path, config: EngineConfig, threads: int) -> tuple[Runn
         whole.quantise()
         trained_for = load_streaming_weights(model, streaming)
         model.quantise()
-        policy, ear = BLOCK_POLICY, BlockEar(model, StreamingEncoder(model.encoder, trained_for, BLOCK_FRAMES))
-        stride = ear.first_stride
+        block_ear = BlockEar(model, StreamingEncoder(model.encoder, trained_for, BLOCK_FRAMES))
+        ear: Ear = block_ear
+        policy, stride, file_ear = BLOCK_POLICY, block_ear.first_stride, WindowEar(whole, pieces, Policy())
     else:
         model.quantise()
         policy, stride = Policy(), STRIDE_POSITIONS
-        ear = WindowEar(model, pieces, policy)
-    file_ear = WindowEar(whole, pieces, Policy())
+        ear, file_ear = WindowEar(model, pieces, policy), WindowEar(model, pieces, policy)
     spec = windowed_spec(path.name, WINDOW_POSITIONS, stride, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=model.options)
-    streams = config.max_streams or WINDOWED_STREAMS
+    limits = _windowed_limits(spec, config.max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
+    model.go_live()
+    windows = HostWindows(model, ear, file_ear, limits.cache_embeds, threads)
+    return WindowedRunner(model, Vocabulary(pieces), spec, policy, windows), limits
+
+
+def _windowed_device(name: str, in_blocks: bool) -> torch.device:
+    """Where a windowed model runs. A model that hears in blocks does so for one stream at a time, on a CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() and not in_blocks else "cpu"
+    device = require_device(name)
+    if in_blocks and device.type != "cpu":
+        raise BadDevice(
+            f"this model hears each stream in blocks of its own and runs on the CPU, not on {name!r}: leave the device "
+            "out, or use moonshine-base, whose windows are read as batches there"
+        )
+    return device
+
+
+def _load_on_device(
+    name: str, model: Moonshine | Whisper, pieces: list[bytes], device: torch.device, config: EngineConfig
+) -> tuple[Runner, Limits]:
+    # Engines that share a device plan with their parts of it, so that each takes as many streams as the others.
+    room = free_memory(device) if config.share_of == 1 else total_memory(device) // config.share_of
+    return windowed_on_device(name, model, pieces, device, DEVICE_DTYPE, room, config.max_streams or None)
+
+
+def windowed_on_device(
+    name: str,
+    model: Moonshine | Whisper,
+    pieces: list[bytes],
+    device: torch.device,
+    dtype: torch.dtype,
+    room: int,
+    max_streams: int | None,
+) -> tuple[WindowedRunner, Limits]:
+    """A runner that reads windows as batches. Raises before anything is allocated if the memory will not do."""
+    spec = windowed_spec(name, WINDOW_POSITIONS, STRIDE_POSITIONS, FILE_WINDOW_POSITIONS)
+    spec = replace(spec, options=model.options)
+    policy = Policy()
+    model.go_live()
+    longest = longest_window(spec, policy)
+    memory = plan_windows(model, spec, room, dtype=dtype, longest=longest, max_streams=max_streams)
+    limits = _windowed_limits(spec, memory.streams, memory.windows_per_step)
+    model.move(device, dtype)
+    windows = DeviceWindows(
+        model, pieces, policy, memory, limits.cache_embeds, longest=longest, device=device, dtype=dtype
+    )
+    return WindowedRunner(model, Vocabulary(pieces), spec, policy, windows), limits
+
+
+def _windowed_limits(spec: ModelSpec, streams: int, windows_per_step: int) -> Limits:
     longer_windows = WINDOWS_PER_STEP * (spec.embeds_for(live=False) - spec.embeds_for(live=True))
-    limits = Limits(
+    return Limits(
         max_streams=streams,
         cache_embeds=streams * spec.embeds_for(live=True) + longer_windows + SPARE_EMBEDS,
-        step_positions=WINDOWS_PER_STEP * spec.window_positions,
-        step_embeds=WINDOWS_PER_STEP * spec.window_positions,
+        step_positions=windows_per_step * spec.window_positions,
+        step_embeds=windows_per_step * spec.window_positions,
     )
-    runner = WindowedRunner(model, Vocabulary(pieces), spec, limits.cache_embeds, policy, ear, file_ear, threads)
-    return runner, limits

@@ -4,7 +4,8 @@ A stream's samples come in pieces of any length; the detector works in frames, s
 do not fill a frame yet. All frames that are due, of all streams, pass the stateless part of the model in one batch; the
 recurrent part goes frame by frame with all streams side by side. A stream that sends nothing costs nothing.
 
-This is the detector of engines on a CPU; `device_speech` is the one for a GPU.
+What a stream has heard stays on the host, where it is saved from, wherever the model runs. This is the detector of
+windowed models, whose streams are saved; `device_speech` is the one for frame-synchronous models on a GPU.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class SpeechDetector:
     def __init__(self, model: SileroVad, max_streams: int) -> None:
         self._model = model
         self._device = model.window.device
-        self._hidden = torch.zeros(max_streams, STATE_SIZE, device=self._device)
-        self._cell = torch.zeros(max_streams, STATE_SIZE, device=self._device)
+        self._hidden = torch.zeros(max_streams, STATE_SIZE)
+        self._cell = torch.zeros(max_streams, STATE_SIZE)
         self._free = list(range(max_streams - 1, -1, -1))
         self._ears: dict[str, _Ear] = {}
 
@@ -90,8 +91,8 @@ class SpeechDetector:
             "carried": ear.carried.tobytes(),
             "silent_frames": ear.silent_frames,
             "probability": ear.probability,
-            "hidden": self._hidden[ear.slot].cpu().numpy().tobytes(),
-            "cell": self._cell[ear.slot].cpu().numpy().tobytes(),
+            "hidden": self._hidden[ear.slot].numpy().tobytes(),
+            "cell": self._cell[ear.slot].numpy().tobytes(),
         }
 
     def resume(self, stream: str, saved: Saved) -> None:
@@ -184,7 +185,7 @@ class SpeechDetector:
         frames = np.empty((starts[-1], _SPAN_SAMPLES), np.float32)
         for row, (i, count) in enumerate(zip(order, counts, strict=True)):
             frames[starts[:count] + row] = pieces[i].frames
-        slots = torch.tensor([pieces[i].ear.slot for i in order], device=self._device)
+        slots = torch.tensor([pieces[i].ear.slot for i in order])
         values = self._run(torch.from_numpy(frames).to(self._device), starts.tolist(), slots)
         for row, (i, count) in enumerate(zip(order, counts, strict=True)):
             results[i] = values[starts[:count] + row].tolist()
@@ -196,7 +197,7 @@ class SpeechDetector:
             for first in range(0, len(frames), _FRAMES_PER_PASS)
         ]
         gates = passes[0] if len(passes) == 1 else torch.cat(passes)
-        hidden, cell = self._hidden.index_select(0, slots), self._cell.index_select(0, slots)
+        hidden, cell = (state.index_select(0, slots).to(self._device) for state in (self._hidden, self._cell))
         after_each, complete = [], []
         for start, end in pairwise(starts):
             streams = end - start
@@ -213,8 +214,8 @@ class SpeechDetector:
         return values
 
     def _keep(self, slots: Tensor, hidden: Tensor, cell: Tensor) -> None:
-        self._hidden.index_copy_(0, slots, hidden)
-        self._cell.index_copy_(0, slots, cell)
+        self._hidden.index_copy_(0, slots, hidden.cpu())
+        self._cell.index_copy_(0, slots, cell.cpu())
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.errors import EngineError
 from engine.models.voxtral_realtime import (
     FLUSH_POSITIONS,
     LEFT_PAD_POSITIONS,
@@ -14,10 +13,10 @@ from engine.models.voxtral_realtime import (
     VoxtralConfig,
     weight_bytes,
 )
+from engine.runner.device import GIB, NotEnoughMemory, gib
 from engine.runner.frames.kv import StackLayout, stack_layouts
 from engine.spec import FeatureShape, ModelSpec
 
-GIB = 1 << 30
 LOOK_BACK_SAMPLES = 680
 LOOK_AHEAD_SAMPLES = 40
 # The same in mel frames: those of the position itself, and those before it that its convolutions reach.
@@ -27,10 +26,6 @@ CONTEXT_FRAMES = 3
 SPARE_EMBEDS = 1024
 # Libraries, kernels, recordings and fragmentation, measured with room to spare.
 FIXED_WORKSPACE_BYTES = 2 * GIB
-
-
-class NotEnoughMemory(EngineError):
-    """The device cannot hold the model, or not for that many streams. The text says what would fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +83,13 @@ def plan_memory(
     fits = room // per_stream
     if fits < 1:
         raise NotEnoughMemory(
-            f"the model needs {_gib(weights)} for its weights, {_gib(shared)} to work in and {_gib(per_stream)} for "
-            f"each stream; {_gib(free_bytes)} are free"
+            f"the model needs {gib(weights)} for its weights, {gib(shared)} to work in and {gib(per_stream)} for "
+            f"each stream; {gib(free_bytes)} are free"
         )
     streams = fits if max_streams is None else max_streams
     if streams > fits:
         raise NotEnoughMemory(
-            f"{streams} streams need {_gib(weights + shared + streams * per_stream)}, {_gib(free_bytes)} are free: "
+            f"{streams} streams need {gib(weights + shared + streams * per_stream)}, {gib(free_bytes)} are free: "
             f"{fits} streams fit with a decoder window of {decoder_window} tokens; "
             "a smaller window or 8-bit keys and values make room for more"
         )
@@ -132,12 +127,12 @@ def plan_share(
     except NotEnoughMemory as error:
         if share_of == 1:
             raise
-        text = f"{share_of} engines share the device and its {_gib(total_bytes)} (model.spare): {error}"
+        text = f"{share_of} engines share the device and its {gib(total_bytes)} (model.spare): {error}"
         raise NotEnoughMemory(text) from error
     if plan.total_bytes > free_bytes:
         raise NotEnoughMemory(
-            f"this engine would take {_gib(plan.total_bytes)}, its part of {_gib(total_bytes)} for {share_of} engines "
-            f"(model.spare), and {_gib(free_bytes)} are free: set model.max_streams below {plan.streams}"
+            f"this engine would take {gib(plan.total_bytes)}, its part of {gib(total_bytes)} for {share_of} engines "
+            f"(model.spare), and {gib(free_bytes)} are free: set model.max_streams below {plan.streams}"
         )
     return plan
 
@@ -156,7 +151,3 @@ def _activation_bytes(config: VoxtralConfig, dtype: torch.dtype, spec: ModelSpec
     cached = (spec.embeds_per_stream + 1) * config.audio.width * config.rows_per_position
     feed_forward = 3 * config.audio.ffn * config.rows_per_position + 3 * config.text.ffn
     return (cached + config.vocabulary + feed_forward) * dtype.itemsize
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"

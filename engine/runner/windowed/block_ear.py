@@ -22,7 +22,8 @@ from engine.messages import Item, Saved
 from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import EncoderState, StreamingEncoder
 from engine.models.seq2seq import Encoded
-from engine.runner.windowed.ears import SAMPLES_PER_POSITION, Sound, audio_of
+from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION, audio_of
+from engine.runner.windowed.ears import Sound
 from engine.runner.windowed.stability import POSITIONS_PER_SECOND, Heard
 
 # A window that is cut later than this after its anchor gets a new one. The encoder was trained on up to 28 s; a window

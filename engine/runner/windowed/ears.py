@@ -10,16 +10,15 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from engine.core.plan import DecodeTask
+from engine.core.plan import SILENCE_ROW, DecodeTask
 from engine.messages import Item, Saved
 from engine.models.seq2seq import Encoded, SpeechModel, at_once
+from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION, AudioSlab, audio_of
 from engine.runner.windowed.stability import Heard, Policy, starts_word
-
-SAMPLES_PER_POSITION = 1_280
 
 
 @dataclass(slots=True)
@@ -35,9 +34,13 @@ class Sound:
     # Positions until there is more to listen to; None: as many as before.
     stride: int | None = None
 
+    # Which row of `encoded` it is.
+    row: int = 0
+
     @property
     def frames(self) -> int:
-        return self.encoded.lengths[0]
+        """Frames that hold audio."""
+        return self.encoded.audio[self.row]
 
 
 class Ear(Protocol):
@@ -79,15 +82,16 @@ class Tail:
     def up_to(self, base: int) -> Tensor:
         """[1, samples], with the pause before the next utterance: how long it was says whether a sentence ended. Nobody
         speaks in it, and it is heard as silence."""
-        return torch.nn.functional.pad(self.audio, (0, (base - self.end) * SAMPLES_PER_POSITION))
+        return pad(self.audio, (0, (base - self.end) * SAMPLES_PER_POSITION))
 
 
 class Tails:
     """The ends of the previous utterances of many streams."""
 
-    def __init__(self, pieces: list[bytes], policy: Policy) -> None:
+    def __init__(self, pieces: list[bytes], policy: Policy, device: torch.device | str) -> None:
         self._pieces = pieces
         self._policy = policy
+        self._device = device
         self._tails: dict[int, Tail] = {}
 
     def keep(self, task: DecodeTask, audio: Tensor, said: list[Heard]) -> None:
@@ -123,15 +127,17 @@ class Tails:
     def resume(self, slot: int, saved: Saved, items: Sequence[Item]) -> None:
         if saved["tail"] is not None:
             start, end, tokens = saved["tail"]
-            self._tails[slot] = Tail(audio_of(items, start, end), list(tokens), end)
+            self._tails[slot] = Tail(audio_of(items, start, end).to(self._device), list(tokens), end)
 
 
 class WindowEar:
     """Encodes the whole window again in every pass, and before a young window the end of the utterance before."""
 
-    def __init__(self, model: SpeechModel, pieces: list[bytes], policy: Policy) -> None:
+    def __init__(
+        self, model: SpeechModel, pieces: list[bytes], policy: Policy, device: torch.device | str = "cpu"
+    ) -> None:
         self._model = model
-        self._tails = Tails(pieces, policy)
+        self._tails = Tails(pieces, policy, device)
 
     def hear(self, task: DecodeTask, audio: Tensor) -> Sound:
         return at_once(self.hear_slowly(task, audio))
@@ -143,11 +149,28 @@ class WindowEar:
             audio = torch.cat((tail.up_to(task.base), audio), dim=1)
         missing = self._model.min_samples - audio.shape[1]
         if missing > 0:
-            audio = torch.nn.functional.pad(audio, (0, missing))
+            audio = pad(audio, (0, missing))
         encoded = yield from self._model.encode_slowly(audio, [audio.shape[1]])
         if tail is None:
             return Sound(encoded, task.base, task.end)
         return Sound(encoded, tail.start, task.end, tail.tokens)
+
+    def hear_together(self, tasks: Sequence[DecodeTask], slab: AudioSlab) -> list[Sound]:
+        """The same for several windows, as one batch."""
+        tails = [self._tails.near(task.slot, task.base, task.end) for task in tasks]
+        starts = [task.base if tail is None else tail.start for task, tail in zip(tasks, tails, strict=True)]
+        # Silence where the tail will stand, and in the pause behind it.
+        rows = [[SILENCE_ROW] * (task.base - start) + task.rows for task, start in zip(tasks, starts, strict=True)]
+        audio = slab.gather(rows)
+        for place, tail in zip(audio, tails, strict=True):
+            if tail is not None:
+                place[: tail.audio.shape[1]] = tail.audio[0]
+        lengths = [max(len(window) * SAMPLES_PER_POSITION, self._model.min_samples) for window in rows]
+        encoded = self._model.encode(pad(audio, (0, max(lengths) - audio.shape[1])), lengths)
+        return [
+            Sound(encoded, start, task.end, () if tail is None else tail.tokens, row=row)
+            for row, (task, tail, start) in enumerate(zip(tasks, tails, starts, strict=True))
+        ]
 
     def end(self, task: DecodeTask, audio: Tensor, said: list[Heard]) -> None:
         self._tails.keep(task, audio, said)
@@ -160,17 +183,3 @@ class WindowEar:
 
     def resume(self, slot: int, saved: Saved, items: Sequence[Item]) -> None:
         self._tails.resume(slot, saved, items)
-
-
-def audio_of(items: Sequence[Item], start: int, end: int) -> Tensor:
-    """[1, samples] of positions [start, end); silence where no item has any."""
-    audio = torch.zeros(end - start, SAMPLES_PER_POSITION)
-    for item in items:
-        if item.payload is None:
-            continue
-        rows = torch.from_numpy(np.array(item.payload)).view(-1, SAMPLES_PER_POSITION)
-        for index, row in enumerate(rows):
-            place = item.offset + index - start
-            if 0 <= place < end - start and (item.mask is None or item.mask[index]):
-                audio[place] = row
-    return audio.view(1, -1)

@@ -6,14 +6,25 @@ time: it is checked in the same pass as the committed text, and kept as far as t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.models.seq2seq import DecoderState, Encoded, SpeechModel
+from engine.runner.device import upload
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model says in one place, how sure it is, and the frame that it attends to."""
+
+    token: int
+    log_probability: float
+    peak: int
 
 
 @dataclass(slots=True)
@@ -40,13 +51,14 @@ class Row:
     done: bool = False
     _behind: int = 0
 
-    def take(self, token: int, log_probability: float, peak: int, end_token: int) -> None:
-        if token == end_token:
+    def take(self, answer: Answer, end_token: int) -> None:
+        if answer.token == end_token:
             self.ended = self.done = True
             return
-        self.tokens.append(token)
+        peak = answer.peak
+        self.tokens.append(answer.token)
         self.peaks.append(peak)
-        self.log_probabilities.append(log_probability)
+        self.log_probabilities.append(answer.log_probability)
         self._behind = self._behind + 1 if peak < self.said_until - self.far_back else 0
         self.said_until = max(self.said_until, peak)
         at_edge = self.stop_frame is not None and peak >= self.stop_frame
@@ -54,10 +66,63 @@ class Row:
             self.done = True
 
 
-class GreedyDecoder:
-    def __init__(self, model: SpeechModel) -> None:
+class Speaker:
+    """One batch under way: `encoded` is what it hears, `audio` ([rows]) how many of these frames hold audio, `state`
+    what it has said. Tokens that are barred are never said."""
+
+    def __init__(
+        self, model: SpeechModel, barred: Tensor, encoded: Encoded, audio: Tensor, state: DecoderState
+    ) -> None:
         self._model = model
-        self._suppressed = torch.tensor(model.suppressed, dtype=torch.int64)
+        self._barred = barred
+        self._encoded = encoded
+        self._audio = audio
+        self._state = state
+
+    def read(self, known: list[list[int]], places: list[tuple[int, int]]) -> list[Answer]:
+        """Text that is known, as one pass; answers for some of its places, as (row, column)."""
+        return answers_of(self._read(known, places))
+
+    def say(self, last: list[tuple[int, int]]) -> list[Answer]:
+        """One more token of every row, each behind its last token at that one's position."""
+        given = upload(np.array(last, np.int64), self._barred.device)
+        return answers_of(self.next(given, max(position for _, position in last) + 1))
+
+    def next(self, given: Tensor, text: int) -> Tensor:
+        """The same for [rows, 2] of tokens and positions, in texts of at most so many tokens."""
+        hidden, attention = self._model.decode(given[:, :1], given[:, 1:], self._state.first(text), self._encoded)
+        return self._choose(hidden[:, 0], attention[:, 0], self._audio)
+
+    def _read(self, known: list[list[int]], places: list[tuple[int, int]]) -> Tensor:
+        device, width = self._barred.device, max(map(len, known))
+        padded = [row + [self._model.end_token] * (width - len(row)) for row in known]
+        positions = torch.arange(width, device=device).expand(len(known), -1)
+        hidden, attention = self._model.decode(
+            upload(np.array(padded, np.int64), device), positions, self._state.first(width), self._encoded
+        )
+        row, column = upload(np.array(places, np.int64), device).unbind(dim=1)
+        return self._choose(hidden[row, column], attention[row, column], self._audio[row])
+
+    def _choose(self, hidden: Tensor, attention: Tensor, audio: Tensor) -> Tensor:
+        """[places, width], [places, frames], [places] -> [3, places]: one copy brings all of it to the host. Token and
+        frame numbers are small enough for a float32."""
+        logits = self._model.logits(hidden).float()
+        logits.index_fill_(1, self._barred, float("-inf"))
+        values, tokens = logits.max(dim=-1)
+        frames = torch.arange(attention.shape[1], device=attention.device)
+        peaks = attention.masked_fill(frames >= audio[:, None], -1.0).argmax(dim=1)
+        return torch.stack((tokens.float(), values - logits.logsumexp(dim=-1), peaks.float()))
+
+
+def answers_of(chosen: Tensor) -> list[Answer]:
+    tokens, chances, peaks = chosen.tolist()
+    return [Answer(int(token), chance, int(peak)) for token, chance, peak in zip(tokens, chances, peaks, strict=True)]
+
+
+class GreedyDecoder:
+    def __init__(self, model: SpeechModel, device: torch.device | str = "cpu") -> None:
+        self._model = model
+        self._barred = torch.tensor(model.suppressed, dtype=torch.int64, device=device)
 
     def run(self, rows: list[Row], encoded: Encoded) -> None:
         for _ in self.passes(rows, encoded):
@@ -65,62 +130,39 @@ class GreedyDecoder:
 
     def passes(self, rows: list[Row], encoded: Encoded) -> Iterator[None]:
         """One pass of the model at a time; the caller may do something else between them."""
-        model = self._model
-        starts = [len(model.start_tokens) + len(row.committed) for row in rows]
-        lengths = [start + len(row.draft) for start, row in zip(starts, rows, strict=True)]
-        capacity = max(start + max(row.most, len(row.draft)) for start, row in zip(starts, rows, strict=True)) + 1
-        state = model.new_state(len(rows), max(capacity, max(lengths)))
-        last = self._check_drafts(rows, starts, lengths, state, encoded)
+        audio = upload(np.array([row.frames for row in rows], np.int64), self._barred.device)
+
+        def speaker(text: int) -> Speaker:
+            return Speaker(self._model, self._barred, encoded, audio, self._model.new_state(len(rows), text))
+
+        return self._passes(rows, speaker)
+
+    def _passes(self, rows: list[Row], speaker_for: Callable[[int], Speaker]) -> Iterator[None]:
+        """`speaker_for` gets the longest text that the rows can come to, in tokens."""
+        prefixes = [[*self._model.start_tokens, *row.committed] for row in rows]
+        texts = [len(prefix) + max(row.most, len(row.draft)) + 1 for prefix, row in zip(prefixes, rows, strict=True)]
+        speaker = speaker_for(max(texts))
+        last = self._check_drafts(speaker, rows, prefixes)
         while not all(row.done for row in rows):
             yield
-            tokens = torch.tensor([[token] for token, _ in last])
-            positions = torch.tensor([[position] for _, position in last])
-            hidden, attention = model.decode(tokens, positions, state, encoded)
-            best, chances = self._choose(hidden[:, 0])
-            peaks = _peaks(attention[:, 0], [row.frames for row in rows])
-            for index, row in enumerate(rows):
-                if row.done:
-                    continue
-                row.take(best[index], chances[index], peaks[index], model.end_token)
-                last[index] = (best[index], last[index][1] + 1)
+            for index, (row, answer) in enumerate(zip(rows, speaker.say(last), strict=True)):
+                if not row.done:
+                    row.take(answer, self._model.end_token)
+                    last[index] = (answer.token, last[index][1] + 1)
 
-    def _check_drafts(
-        self, rows: list[Row], starts: list[int], lengths: list[int], state: DecoderState, encoded: Encoded
-    ) -> list[tuple[int, int]]:
+    def _check_drafts(self, speaker: Speaker, rows: list[Row], prefixes: list[list[int]]) -> list[tuple[int, int]]:
         """Run everything known; returns the token each row goes on from, and its position."""
-        model = self._model
-        width = max(lengths)
-        known = [[*model.start_tokens, *row.committed, *row.draft] for row in rows]
-        tokens = torch.tensor([row + [model.end_token] * (width - len(row)) for row in known])
-        positions = torch.arange(width).expand(len(rows), -1)
-        hidden, attention = model.decode(tokens, positions, state, encoded)
+        known = [prefix + row.draft for prefix, row in zip(prefixes, rows, strict=True)]
         # Only outputs from the last committed token on say something new.
-        places = [(index, at) for index, row in enumerate(rows) for at in range(starts[index] - 1, lengths[index])]
-        batch, column = (torch.tensor(part) for part in zip(*places, strict=True))
-        best, chances = self._choose(hidden[batch, column])
-        peaks = _peaks(attention[batch, column], [rows[index].frames for index, _ in places])
+        places = [
+            (index, at) for index, prefix in enumerate(prefixes) for at in range(len(prefix) - 1, len(known[index]))
+        ]
         last: list[tuple[int, int]] = [(0, 0)] * len(rows)
-        for (index, at), token, chance, peak in zip(places, best, chances, peaks, strict=True):
-            row = rows[index]
-            agreed = at == starts[index] - 1 or (
-                len(row.tokens) == at - starts[index] + 1 and row.tokens[-1] == known[index][at]
-            )
+        for (index, at), answer in zip(places, speaker.read(known, places), strict=True):
+            row, start = rows[index], len(prefixes[index])
+            agreed = at == start - 1 or (len(row.tokens) == at - start + 1 and row.tokens[-1] == known[index][at])
             if row.done or not agreed:
                 continue
-            row.take(token, chance, peak, model.end_token)
-            last[index] = (token, at + 1)
+            row.take(answer, self._model.end_token)
+            last[index] = (answer.token, at + 1)
         return last
-
-    def _choose(self, hidden: Tensor) -> tuple[list[int], list[float]]:
-        logits = self._model.logits(hidden).float()
-        if len(self._suppressed):
-            logits[:, self._suppressed] = float("-inf")
-        values, tokens = logits.max(dim=-1)
-        chances = values - logits.logsumexp(dim=-1)
-        return tokens.tolist(), chances.tolist()
-
-
-def _peaks(attention: Tensor, frames: list[int]) -> list[int]:
-    """[rows, frames] -> the frame each row attends to most, among those that hold audio."""
-    real = torch.arange(attention.shape[1]) < torch.tensor(frames)[:, None]
-    return attention.masked_fill(~real, -1.0).argmax(dim=1).tolist()

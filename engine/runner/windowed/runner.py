@@ -1,9 +1,7 @@
 """The runner of windowed models: rereads each stream's window, decodes on from committed text, commits what is stable.
 
-Live streams of a plan are read side by side, each thread with its share of them; those of a share are decoded as one
-batch, and backlog as another. Two threads with a stream each are never in each other's way, as two threads inside one
-product are. Encoding is done stream by stream on a CPU: a window fills a core by itself, needs no padding then, and a
-stream's text cannot depend on its neighbours.
+The windows (`windows.py`) do the reading, on a CPU or on a device: live streams of a plan in one part or several,
+backlog as another. The runner says what is to be read, and makes text of what was said.
 
 A window of backlog has no earlier pass to go on from and takes longer than a live stream can wait. It is therefore read
 in pieces, one layer of the encoder or one pass of the decoder each, and can be laid aside behind every piece.
@@ -11,20 +9,18 @@ in pieces, one layer of the encoder or one pass of the decoder each, and can be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from math import inf
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan, TimedToken
+from engine.core.plan import DecodeResult, DecodeTask, OpenTask, StepPlan, TimedToken
 from engine.messages import Open, Saved
-from engine.models.seq2seq import Encoded, SpeechModel
-from engine.runner.windowed.ears import SAMPLES_PER_POSITION, Ear, Sound, WindowEar
-from engine.runner.windowed.greedy import GreedyDecoder, Row
+from engine.models.seq2seq import SpeechModel
+from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION
+from engine.runner.windowed.ears import Ear, Sound
+from engine.runner.windowed.greedy import Row
 from engine.runner.windowed.seams import Seams, before_marks, surely_ends
 from engine.runner.windowed.stability import (
     FAR_BACK,
@@ -40,6 +36,7 @@ from engine.runner.windowed.stability import (
     steady,
     without_second_mark,
 )
+from engine.runner.windowed.windows import Results, Windows
 from engine.spec import ModelSpec
 from engine.vocabulary import Vocabulary
 
@@ -88,6 +85,7 @@ class _Slot:
 class _Reading:
     """Windows that are read side by side, piece by piece. `results` is there when no piece is left."""
 
+    live: bool
     # Of streams that are still there.
     open_slots: set[int]
     rows: dict[int, Row] = field(default_factory=dict)
@@ -115,32 +113,17 @@ class _Reading:
 
 class WindowedRunner:
     def __init__(
-        self,
-        model: SpeechModel,
-        vocabulary: Vocabulary,
-        spec: ModelSpec,
-        cache_embeds: int,
-        policy: Policy,
-        ear: Ear,
-        file_ear: WindowEar,
-        threads: int = 1,
+        self, model: SpeechModel, vocabulary: Vocabulary, spec: ModelSpec, policy: Policy, windows: Windows
     ) -> None:
         self.spec = spec
         self.vocabulary = vocabulary
+        self.device = windows.device
         self._model = model
         self._policy = policy
-        model.go_live()
-        self._ear = ear
-        self._file_ear = file_ear
-        self._decoder = GreedyDecoder(model)
+        self._windows = windows
         self._seams = Seams(vocabulary.pieces)
-        # The samples of each position; row 0 is silence.
-        self._slab = torch.zeros(cache_embeds + 1, spec.samples_per_position)
         self._slots: dict[int, _Slot] = {}
         self._backlog: _Reading | None = None
-        # The calling thread takes a share itself.
-        self._threads = threads
-        self._helpers = ThreadPoolExecutor(threads - 1, "read") if threads > 1 else None
 
     def check_open(self, message: Open) -> None:
         if message.delay_positions is not None:
@@ -154,26 +137,18 @@ class WindowedRunner:
     def execute_until(self, plan: StepPlan, time_is_up: Callable[[], bool]) -> list[DecodeResult]:
         self._prepare(plan)
         live, backlog = plan.decode[: plan.live], plan.decode[plan.live :]
-        results = self._read_side_by_side(live)
+        results = self._windows.share_out(live, self._read_whole) if live else {}
         if backlog:
             if self._backlog is None:
-                self._backlog = self._read(backlog)
+                self._backlog = self._read(backlog, live=False)
             if self._backlog.go_on(time_is_up):
                 results |= self._backlog.results
                 self._backlog = None
         return [results.get(task.slot) or DecodeResult(unfinished=True) for task in plan.decode]
 
-    def _read_side_by_side(self, tasks: list[DecodeTask]) -> dict[int, DecodeResult]:
-        own, *others = [tasks[first :: self._threads] for first in range(self._threads)]
-        given = [self._helpers.submit(self._read_whole, part) for part in others if part and self._helpers is not None]
-        results = self._read_whole(own)
-        for part in given:
-            results |= part.result()
-        return results
-
     @torch.inference_mode()
-    def _read_whole(self, tasks: list[DecodeTask]) -> dict[int, DecodeResult]:
-        reading = self._read(tasks)
+    def _read_whole(self, tasks: Sequence[DecodeTask]) -> Results:
+        reading = self._read(tasks, live=True)
         reading.go_on(lambda: False)
         return reading.results
 
@@ -181,8 +156,8 @@ class WindowedRunner:
         """Slots and samples for a plan's tasks."""
         for slot in plan.closed:
             self._slots.pop(slot, None)
-            self._ear.forget(slot)
-            self._file_ear.forget(slot)
+            for live in (True, False):
+                self._windows.ear(live).forget(slot)
             if self._backlog is not None:
                 self._backlog.drop(slot)
                 if not self._backlog.open_slots:
@@ -192,31 +167,34 @@ class WindowedRunner:
             if opened.saved is not None:
                 self._slots[opened.slot] = _resumed(opened)
                 self._ear_of(opened.slot).resume(opened.slot, opened.saved["ear"], opened.saved_items)
-        for item in plan.encode:
-            self._write(item)
+        self._windows.write(plan.encode)
 
-    def _read(self, tasks: list[DecodeTask]) -> _Reading:
+    def _read(self, tasks: Sequence[DecodeTask], live: bool) -> _Reading:
         """The windows of some tasks, as work that can be done piece by piece. Slots change with the last piece."""
-        reading = _Reading({task.slot for task in tasks})
+        reading = _Reading(live, {task.slot for task in tasks})
         reading.work = self._pieces(tasks, reading)
         return reading
 
-    def _pieces(self, tasks: list[DecodeTask], reading: _Reading) -> Iterator[None]:
+    def _pieces(self, tasks: Sequence[DecodeTask], reading: _Reading) -> Iterator[None]:
+        unread = [task for task in tasks if not self._is_understood(task)]
+        for task in unread:
+            if self._windows.is_broken(task):
+                reading.refuse(task.slot, "its audio holds values that are not numbers")
         sounds: dict[int, Sound] = {}
-        for task in tasks:
-            # A stream that has gone is not heard any more: its slot may belong to another by now.
-            if task.slot in reading.open_slots and not self._is_understood(task):
-                if not bool(torch.isfinite(self._audio(task)).all()):
-                    reading.refuse(task.slot, "its audio holds values that are not numbers")
-                    continue
-                sounds[task.slot] = yield from self._hear(task)
-                yield
-        heard = [task for task in tasks if task.slot in sounds and task.slot in reading.open_slots]
-        rows = {task.slot: self._row(task, sounds[task.slot]) for task in heard}
+        for live in (True, False):
+            due = [task for task in unread if task.slot in reading.open_slots and self._slots[task.slot].live == live]
+            if due:
+                # A stream that has gone is not heard any more: its slot may belong to another by then.
+                sounds |= yield from self._windows.hear(due, live, reading.open_slots)
+        rows = {
+            task.slot: self._row(task, sounds[task.slot])
+            for task in unread
+            if task.slot in sounds and task.slot in reading.open_slots
+        }
         reading.rows |= {slot: row for slot, row in rows.items() if sounds[slot].frames}
         if reading.rows:
-            encoded = Encoded.stack([sounds[slot].encoded for slot in reading.rows])
-            yield from self._decoder.passes(list(reading.rows.values()), encoded)
+            heard = [sounds[slot] for slot in reading.rows]
+            yield from self._windows.passes(list(reading.rows.values()), heard, reading.live)
         for task in tasks:
             slot = task.slot
             if slot in reading.open_slots:
@@ -240,34 +218,15 @@ class WindowedRunner:
         return saved, audio_from
 
     def warm_up(self) -> None:
-        """Run a window of noise through everything once, so that the first utterance finds kernels and memory ready."""
-        noise = torch.randn(self.spec.stride_positions * 4, SAMPLES_PER_POSITION) * 0.01
-        with torch.inference_mode():
-            encoded = self._model.encode(noise.view(1, -1), [noise.numel()])
-            self._decoder.run([Row([], [], 8, None, encoded.lengths[0])], encoded)
+        self._windows.warm_up()
 
     def close(self) -> None:
         self._slots.clear()
-        if self._helpers is not None:
-            self._helpers.shutdown()
-
-    def _write(self, task: EncodeTask) -> None:
-        samples = torch.from_numpy(np.ascontiguousarray(task.payload)).view(-1, SAMPLES_PER_POSITION)
-        if task.mask is not None:
-            samples = samples[torch.tensor(task.mask)]
-        self._slab[torch.tensor(task.rows)] = samples
-
-    def _hear(self, task: DecodeTask) -> Generator[None, None, Sound]:
-        if self._slots[task.slot].live:
-            return self._ear.hear(task, self._audio(task))
-        return (yield from self._file_ear.hear_slowly(task, self._audio(task)))
+        self._windows.close()
 
     def _ear_of(self, slot: int) -> Ear:
         held = self._slots.get(slot)
-        return self._ear if held is None or held.live else self._file_ear
-
-    def _audio(self, task: DecodeTask) -> Tensor:
-        return self._slab[torch.tensor(task.rows)].view(1, -1)
+        return self._windows.ear(held is None or held.live)
 
     def _row(self, task: DecodeTask, sound: Sound) -> Row:
         slot, model, policy = self._slots[task.slot], self._model, self._policy
@@ -341,7 +300,7 @@ class WindowedRunner:
         timed, said = self._joined(task, rest[:count], floor, rest[count].peak if marks else float(task.end))
         said = slot.committed + said
         words = before_marks(said, len(said), self.vocabulary.pieces)
-        self._ear_of(task.slot).end(task, self._audio(task), said[:words])
+        self._ear_of(task.slot).end(task, self._windows.audio(task), said[:words])
         if said or marks:
             slot.marks = marks or self._timed(said[words:], floor, float(task.end))
         slot.restart()

@@ -33,6 +33,7 @@ from engine.runner.windowed.block_ear import BlockEar
 from engine.runner.windowed.ears import Ear, WindowEar
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
+from engine.runner.windowed.windows import HostWindows
 from engine.server.gate import GateSettings
 from engine.server.loop import EngineLoop
 from engine.vocabulary import Vocabulary
@@ -189,7 +190,8 @@ def build_with(ear: Callable[[list[bytes], Policy], Ear]) -> EngineLoop:
     spec = windowed_spec("tiny", 40, 5)
     policy = Policy(agreed_margin=2.0, lone_margin=4.0, cut_beyond=30.0, doubt=-100.0)
     file_ear = WindowEar(tiny_model(), pieces, policy)
-    runner = WindowedRunner(tiny_model(), Vocabulary(pieces), spec, 400, policy, ear(pieces, policy), file_ear)
+    windows = HostWindows(tiny_model(), ear(pieces, policy), file_ear, 400)
+    runner = WindowedRunner(tiny_model(), Vocabulary(pieces), spec, policy, windows)
     limits = Limits(max_streams=2, cache_embeds=400)
     detector = fakes.FakeDetector(frame=512)
     return EngineLoop(Scheduler(spec, limits, runner.vocabulary), runner, detector, GateSettings())
@@ -279,7 +281,8 @@ def build_real() -> EngineLoop:
     limits = Limits(max_streams=2, cache_embeds=1024)
     ear = WindowEar(model, pieces, Policy())
     file_ear = WindowEar(model, pieces, Policy())
-    runner = WindowedRunner(model, Vocabulary(pieces), spec, limits.cache_embeds, Policy(), ear, file_ear)
+    windows = HostWindows(model, ear, file_ear, limits.cache_embeds)
+    runner = WindowedRunner(model, Vocabulary(pieces), spec, Policy(), windows)
     return EngineLoop(Scheduler(spec, limits, runner.vocabulary), runner, load_detector(runner, 2), GateSettings())
 
 

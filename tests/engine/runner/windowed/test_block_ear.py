@@ -15,8 +15,9 @@ from engine.core.plan import DecodeTask
 from engine.messages import Item
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.moonshine_streaming import RunningNorm, StreamingEncoder, StreamingSpec
+from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION
 from engine.runner.windowed.block_ear import LONG_FROM_ANCHOR, BlockEar
-from engine.runner.windowed.ears import SAMPLES_PER_POSITION, Sound
+from engine.runner.windowed.ears import Sound
 
 BLOCK, LOOK_AHEAD = 26, 13
 SPEC = StreamingSpec(blocks=(BLOCK,), look_ahead=LOOK_AHEAD, left=40, norm=RunningNorm(0.0, -5.84, 75.0))

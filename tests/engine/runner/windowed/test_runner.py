@@ -16,10 +16,12 @@ from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, OpenTask, Ste
 from engine.messages import Item, Open
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.seq2seq import Encoded
-from engine.runner.windowed.ears import SAMPLES_PER_POSITION, WindowEar
-from engine.runner.windowed.greedy import GreedyDecoder, Row
+from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION, AudioSlab
+from engine.runner.windowed.ears import WindowEar
+from engine.runner.windowed.greedy import Answer, GreedyDecoder, Row
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
+from engine.runner.windowed.windows import HostWindows
 from engine.vocabulary import Vocabulary
 
 VOCABULARY = 60
@@ -48,7 +50,13 @@ def make_runner(model: Moonshine, threads: int = 1) -> WindowedRunner:
     policy = Policy(agreed_margin=2.0, lone_margin=4.0, cut_beyond=30.0, doubt=-100.0)
     spec = windowed_spec("tiny", WINDOW, STRIDE)
     ears = WindowEar(model, pieces, policy), WindowEar(model, pieces, policy)
-    return WindowedRunner(model, Vocabulary(pieces), spec, 400, policy, *ears, threads)
+    windows = HostWindows(model, *ears, 400, threads)
+    return WindowedRunner(model, Vocabulary(pieces), spec, policy, windows)
+
+
+def slab_of(runner: WindowedRunner) -> AudioSlab:
+    assert isinstance(runner._windows, HostWindows)
+    return runner._windows._slab
 
 
 def speech(seed: int, positions: int) -> NDArray[np.float32]:
@@ -126,8 +134,9 @@ def test_masked_items_fill_only_their_rows(model: Moonshine) -> None:
     samples = speech(1, 3)
     runner.execute(StepPlan(0, encode=[EncodeTask("s", samples, [True, False, True], [4, 6])]))
     kept = samples.reshape(3, -1)
-    assert np.array_equal(runner._slab[4], kept[0]) and np.array_equal(runner._slab[6], kept[2])
-    assert not runner._slab[0].any() and not runner._slab[5].any()
+    rows = slab_of(runner).rows
+    assert np.array_equal(rows[4], kept[0]) and np.array_equal(rows[6], kept[2])
+    assert not rows[0].any() and not rows[5].any()
 
 
 def test_audio_that_is_not_numbers_ends_its_stream_alone(model: Moonshine) -> None:
@@ -188,7 +197,7 @@ def test_a_row_that_begins_again_is_not_decoded_on(peaks: list[int], taken: int)
     row = Row([], [], 20, None, 100, far_back=20.0, said_until=30.0)
     for token, peak in enumerate(peaks, 3):
         if not row.done:
-            row.take(token, 0.0, peak, end_token=2)
+            row.take(Answer(token, 0.0, peak), end_token=2)
     assert len(row.tokens) == taken and not row.ended
 
 
@@ -293,7 +302,7 @@ class Scripted:
 def test_a_stray_peak_costs_a_file_no_words(model: Moonshine, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
     """A live stream would take it for audio that it has read before."""
     runner = make_runner(model)
-    monkeypatch.setattr(runner, "_decoder", Scripted())
+    monkeypatch.setattr(runner._windows, "_decoder", Scripted())
     plan = Uploads(runner, seeds=(42,)).plan
     plan.opened[0].live, plan.live = live, int(live)
     (result,) = runner.execute(plan)
@@ -329,9 +338,9 @@ def dictated(model: Moonshine, *passes: list[int]) -> tuple[WindowedRunner, Dict
     pieces = [b"", b"", b"", b" us", b" we", b" We", b" had", b".", b","] + [b"x"] * (VOCABULARY - 9)
     policy = Policy(doubt=-100.0)
     ears = WindowEar(model, pieces, policy), WindowEar(model, pieces, policy)
-    runner = WindowedRunner(model, Vocabulary(pieces), windowed_spec("tiny", WINDOW, STRIDE), 400, policy, *ears)
-    runner._decoder = decoder = Dictation(*passes)  # type: ignore[assignment]
-    return runner, decoder
+    windows, decoder = HostWindows(model, *ears, 400), Dictation(*passes)
+    windows._decoder = decoder  # type: ignore[assignment]
+    return WindowedRunner(model, Vocabulary(pieces), windowed_spec("tiny", WINDOW, STRIDE), policy, windows), decoder
 
 
 def utterance(runner: WindowedRunner, base: int, end: int, pending: bool) -> DecodeResult:
@@ -442,5 +451,5 @@ def test_a_reused_slot_starts_afresh(model: Moonshine) -> None:
 def test_warm_up_leaves_no_trace(model: Moonshine) -> None:
     runner = make_runner(model)
     runner.warm_up()
-    assert not runner._slots and not runner._slab.any()
+    assert not runner._slots and not slab_of(runner).rows.any()
     runner.close()

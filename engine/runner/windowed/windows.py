@@ -1,0 +1,110 @@
+"""Where windows are read: what differs between a CPU and a device. The runner knows streams, text and plans; windows
+turn audio into sounds, and rows into what was said.
+
+On a CPU live streams are read side by side, each thread with its share of them. Two threads with a stream each are
+never in each other's way, as two threads inside one product are. Encoding is done stream by stream: a window fills a
+core by itself, needs no padding then, and a stream's text cannot depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.core.plan import DecodeResult, DecodeTask, EncodeTask
+from engine.models.seq2seq import Encoded, SpeechModel
+from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION, AudioSlab
+from engine.runner.windowed.ears import Ear, Sound, WindowEar
+from engine.runner.windowed.greedy import GreedyDecoder, Row
+
+Results = dict[int, DecodeResult]
+
+
+class Windows(Protocol):
+    """Audio of all streams, the ears that hear it, and the decoder. Slots stand for streams."""
+
+    device: torch.device
+
+    def write(self, tasks: Sequence[EncodeTask]) -> None:
+        """New audio."""
+
+    def audio(self, task: DecodeTask) -> Tensor:
+        """[1, samples] of the task's whole window."""
+
+    def is_broken(self, task: DecodeTask) -> bool:
+        """Whether its audio holds values that are not numbers."""
+
+    def ear(self, live: bool) -> Ear:
+        """The one that remembers what live streams, or files, have heard."""
+
+    def hear(
+        self, tasks: Sequence[DecodeTask], live: bool, wanted: Set[int]
+    ) -> Generator[None, None, dict[int, Sound]]:
+        """Sounds by slot, a piece of work at a time; slots that are not wanted any more by then are left out."""
+
+    def passes(self, rows: Sequence[Row], sounds: Sequence[Sound], live: bool) -> Iterator[None]:
+        """Fill in what the rows say of these sounds, a pass at a time. Live ones are read without a break."""
+
+    def share_out(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
+        """Have `read` read the windows of live streams, in parts as large as can be read at once."""
+
+    def warm_up(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class HostWindows:
+    """See `Windows`; `threads` read side by side, of which the calling one is one."""
+
+    def __init__(self, model: SpeechModel, ear: Ear, file_ear: WindowEar, cache_embeds: int, threads: int = 1) -> None:
+        self.device = torch.device("cpu")
+        self._model = model
+        self._slab = AudioSlab(cache_embeds)
+        self._ear, self._file_ear = ear, file_ear
+        self._decoder = GreedyDecoder(model)
+        self._threads = threads
+        self._helpers = ThreadPoolExecutor(threads - 1, "read") if threads > 1 else None
+        self.write, self.audio, self.is_broken = self._slab.write, self._slab.audio, self._slab.is_broken
+
+    def ear(self, live: bool) -> Ear:
+        return self._ear if live else self._file_ear
+
+    def hear(
+        self, tasks: Sequence[DecodeTask], live: bool, wanted: Set[int]
+    ) -> Generator[None, None, dict[int, Sound]]:
+        sounds: dict[int, Sound] = {}
+        for task in tasks:
+            if task.slot not in wanted:
+                continue
+            if live:
+                sounds[task.slot] = self._ear.hear(task, self.audio(task))
+            else:
+                sounds[task.slot] = yield from self._file_ear.hear_slowly(task, self.audio(task))
+            yield
+        return sounds
+
+    def passes(self, rows: Sequence[Row], sounds: Sequence[Sound], live: bool) -> Iterator[None]:
+        return self._decoder.passes(list(rows), Encoded.stack([sound.encoded for sound in sounds]))
+
+    def share_out(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
+        own, *others = [tasks[first :: self._threads] for first in range(self._threads)]
+        given = [self._helpers.submit(read, part) for part in others if part and self._helpers is not None]
+        results = read(own)
+        for part in given:
+            results |= part.result()
+        return results
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """A second of noise, so that the first utterance finds kernels and memory ready."""
+        noise = torch.randn(1, 12 * SAMPLES_PER_POSITION) * 0.01
+        encoded = self._model.encode(noise, [noise.shape[1]])
+        self._decoder.run([Row([], [], 8, None, encoded.audio[0])], encoded)
+
+    def close(self) -> None:
+        if self._helpers is not None:
+            self._helpers.shutdown()
