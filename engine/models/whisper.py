@@ -275,10 +275,8 @@ class Whisper(nn.Module):
         hidden = yield from self.encoder.layer_by_layer(mel, frames)
         config = self.config
         keys, values = cross_keys_values(self.cross_kv(hidden), config.text_layers, config.text_heads)
-        audio = [
-            min(-(-length // self.samples_per_frame), frame) for length, frame in zip(lengths, frames, strict=True)
-        ]
-        return Encoded(keys, values, frames, audio)
+        held = [min(-(-length // self.samples_per_frame), most) for length, most in zip(lengths, frames, strict=True)]
+        return Encoded(keys, values, frames, held)
 
     def _context_frames(self, samples: int) -> int:
         if self.context_slack_seconds is None:

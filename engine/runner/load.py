@@ -114,7 +114,7 @@ def _load_voxtral(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
 
 def _load_windowed(path: Path, config: EngineConfig, threads: int) -> tuple[Runner, Limits]:
     streaming = path / STREAMING_ENCODER
-    device = _windowed_device(config.device, in_blocks=streaming.is_file())
+    device = windowed_device(config.device, in_blocks=streaming.is_file())
     model, pieces = load_speech_model(path)
     if device.type == "cuda":
         return _load_on_device(path.name, model, pieces, device, config)
@@ -140,7 +140,7 @@ def _load_windowed(path: Path, config: EngineConfig, threads: int) -> tuple[Runn
     return WindowedRunner(model, Vocabulary(pieces), spec, policy, windows), limits
 
 
-def _windowed_device(name: str, in_blocks: bool) -> torch.device:
+def windowed_device(name: str, in_blocks: bool) -> torch.device:
     """Where a windowed model runs. A model that hears in blocks does so for one stream at a time, on a CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() and not in_blocks else "cpu"

@@ -142,7 +142,9 @@ class StagedSpeaker(Speaker):
         self._shape = shape = stage.shapes.fit(rows, frames, text)
         whole, state = stage.encoded(shape), stage.state(shape)
         _copy(heard, whole)
-        state.values.zero_()  # what is masked still has to be numbers
+        # What is masked still has to be numbers.
+        state.keys.zero_()
+        state.values.zero_()
         stage.audio[:rows].copy_(upload(np.array(audio, np.int64), stage.barred.device))
         super().__init__(model, stage.barred, whole, stage.audio[: shape.rows], state)
 
