@@ -13,11 +13,11 @@ from tests.test_layering import FLOORS, OPENINGS
 ROOT = Path(__file__).parent.parent
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = "engine|realtime|tests|benchmarks|examples|docs|deploy"
+FOLDERS = "engine|realtime|fleet|tests|benchmarks|examples|docs|deploy"
 FILE = re.compile(rf"(?<![\w./-])((?:audio|{FOLDERS})/[\w./-]*\.(?:py|md|toml|js|json|svg|png|html))\b")
 # `audio/...` without a file's ending is a media type.
 FOLDER = re.compile(rf"`((?:{FOLDERS})/[\w/-]*)`")
-MODULE = re.compile(r"(?:`|-m )((?:audio|engine|realtime|benchmarks)(?:\.[a-z]\w*)+)")
+MODULE = re.compile(r"(?:`|-m )((?:audio|engine|realtime|fleet|benchmarks)(?:\.[a-z]\w*)+)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 

@@ -1,0 +1,99 @@
+"""What to do so that the fleet becomes what it should be: a pure function, called again and again.
+
+It never takes a unit away while fewer than wanted would serve, unless the operator asked for that unit or its node to
+be drained, and then only when no place is left for another one first. It replaces one unit of a kind at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fleet.placement import place
+from fleet.state import Action, Actual, Drain, Forget, Kind, Start, Unit, UnitState, Wait, Wanted
+
+PREFIX = {Kind.ENGINE: "e", Kind.GATEWAY: "g"}
+
+
+def reconcile(wanted: Wanted, actual: Actual) -> list[Action]:
+    actions: list[Action] = []
+    alive = {node.name for node in actual.nodes}
+    kept: list[Unit] = []
+    for unit in actual.units:
+        if unit.node not in alive:
+            actions.append(Forget(unit.name, f"its node {unit.node} is gone"))
+        elif unit.state in (UnitState.ENDED, UnitState.FAILED):
+            actions.append(Forget(unit.name, f"it has {unit.state}"))
+        else:
+            kept.append(unit)
+    number = actual.next_number
+    for kind in Kind:
+        step, number = _reconcile_kind(kind, wanted, actual, kept, number)
+        actions += step
+        kept += [action.unit for action in step if isinstance(action, Start)]
+    return actions
+
+
+def _reconcile_kind(
+    kind: Kind, wanted: Wanted, actual: Actual, kept: list[Unit], number: int
+) -> tuple[list[Action], int]:
+    mine = [unit for unit in kept if unit.kind is kind]
+    leaving = [unit for unit in mine if _is_asked_to_leave(unit, wanted) and unit.state is not UnitState.DRAINING]
+    staying = [unit for unit in mine if unit.state is not UnitState.DRAINING and unit not in leaving]
+    outdated = [unit for unit in staying if unit.generation != wanted.generation]
+    count = wanted.count(kind)
+    # One more than wanted for a moment, so that an upgrade takes nothing away before something new serves.
+    is_replacing = bool(outdated) and len(staying) == count and _all_serve(staying)
+    missing = count - len(staying) + (1 if is_replacing else 0)
+    actions: list[Action] = []
+    units = list(kept)
+    no_place = ""
+    for _ in range(missing):
+        found = place(kind, wanted, actual.nodes, units, actual.taken)
+        if isinstance(found, str):
+            no_place = found
+            break
+        node, port = found
+        started = Unit(f"{PREFIX[kind]}{number}", kind, node.name, port, wanted.generation)
+        number += 1
+        units.append(started)
+        actions.append(Start(started))
+    if no_place and not is_replacing:
+        actions.append(Wait(no_place))
+    actions += _departures(kind, wanted, mine, leaving, staying, bool(no_place))
+    return actions, number
+
+
+def _departures(
+    kind: Kind, wanted: Wanted, mine: list[Unit], leaving: list[Unit], staying: list[Unit], is_full: bool
+) -> list[Action]:
+    """Who is drained now."""
+    count = wanted.count(kind)
+    serving = [unit for unit in staying if unit.state is UnitState.SERVING]
+    # Those that the operator wants gone leave when the others suffice, or when there is no place to wait for.
+    if leaving and (len(serving) >= count or is_full):
+        return [Drain(unit.name, "the operator drains it") for unit in leaving]
+    if any(unit.state is UnitState.DRAINING for unit in mine) or leaving:
+        return []
+    outdated = [unit for unit in staying if unit.generation != wanted.generation]
+    excess = len(staying) - count
+    if excess > 0 and not outdated and (idle := [unit for unit in staying if unit.state is UnitState.STARTING]):
+        return [Drain(drain_order(idle, wanted.generation)[0].name, "the fleet needs fewer")]
+    if excess > 0 and len(serving) > count:
+        why = "it is replaced" if outdated else "the fleet needs fewer"
+        return [Drain(drain_order(serving, wanted.generation)[0].name, why)]
+    if outdated and excess <= 0 and is_full and _all_serve(staying):
+        return [Drain(drain_order(outdated, wanted.generation)[0].name, "it is replaced, and there is no place beside")]
+    return []
+
+
+def drain_order(units: Iterable[Unit], generation: int) -> list[Unit]:
+    """Who leaves first: those of an older wish, then the emptiest, then the youngest."""
+    return sorted(units, key=lambda unit: (unit.generation == generation, unit.busy, -unit.number))
+
+
+def _is_asked_to_leave(unit: Unit, wanted: Wanted) -> bool:
+    return unit.name in wanted.drained or unit.node in wanted.drained
+
+
+def _all_serve(units: Iterable[Unit]) -> bool:
+    return all(unit.state is UnitState.SERVING for unit in units)

@@ -1,0 +1,133 @@
+"""The fleet's file, its secret, its table and its sums."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fleet.errors import FleetError, FleetFileError
+from fleet.figures import fleet_capacity, load_of
+from fleet.plan import read_plan
+from fleet.secret import cluster_token, fingerprint, make_secret, read_secret
+from fleet.state import Kind, Unit, UnitState
+from fleet.table import next_table, write_table
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "fleet.toml"
+    path.write_text(text)
+    return path
+
+
+def test_an_empty_file_is_a_fleet_of_one_engine_and_one_gateway(tmp_path: Path) -> None:
+    plan = read_plan(written(tmp_path, ""))
+    assert (plan.engine.least, plan.engine.most, plan.gateway.count) == (1, 1, 1)
+    assert plan.secret_path == plan.folder / "secret"
+
+
+def test_paths_are_meant_from_where_the_file_is(tmp_path: Path) -> None:
+    (tmp_path / "server.toml").write_text("")
+    plan = read_plan(written(tmp_path, 'config = "server.toml"\nsecret_file = "secret"'))
+    assert (plan.config, plan.secret_path) == (str(tmp_path / "server.toml"), tmp_path / "secret")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name = 'Big Fleet'", "name: 'Big Fleet' must be small letters"),
+        ("[engine]\nmots = 3", "unknown key 'engine.mots'; did you mean 'engine.most'?"),
+        ("[engine]\nleast = 3", "engine.least (3) must be 1 or more, and engine.most (1) not less"),
+        ("[engine]\ngpus = 1.5", "engine.gpus must be a share of one GPU or a whole number, not 1.5"),
+        ("[engine]\nleast = '1'", "engine.least must be a whole number, not '1'"),
+        ("[engine]\ndrain_s = -1", "engine.drain_s cannot be negative, but is -1"),
+        ("[gateway]\nport = 70000", "gateway.port must lie between 1 and 65000, not 70000"),
+        ("[gateway]\ncount = 0", "gateway.count must be 1 or more"),
+        ("[scale]\nabove = 0.4", "scale.below (0.5) must be less than scale.above (0.4)"),
+        ("engine = 3", "engine must be a section with keys of its own"),
+        ("config = 'none.toml'", "config: there is no file"),
+        ("look_s = 0", "look_s must be at least 0.1"),
+        ("[engine", "is not valid TOML"),
+    ],
+)
+def test_what_cannot_be_is_said(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(FleetFileError) as error:
+        read_plan(written(tmp_path, text))
+    assert said in str(error.value)
+
+
+def test_a_missing_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(FleetFileError, match="cannot read the fleet's file"):
+        read_plan(tmp_path / "none.toml")
+
+
+def test_a_secret_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "secret"
+    make_secret(path)
+    secret = read_secret(path)
+    make_secret(path)
+    assert read_secret(path) == secret and path.stat().st_mode & 0o777 == 0o600
+    assert fingerprint(secret) != fingerprint(secret + b"x")
+    assert fingerprint(secret) not in cluster_token(secret) and len(cluster_token(secret)) == 64
+
+
+def test_a_secret_that_is_missing_or_short_is_said(tmp_path: Path) -> None:
+    with pytest.raises(FleetError, match="it must be the same file on every node"):
+        read_secret(tmp_path / "none")
+    (tmp_path / "short").write_text("abc")
+    with pytest.raises(FleetError, match="at least 32 characters"):
+        read_secret(tmp_path / "short")
+
+
+def test_the_table_has_the_engines_and_its_number_rises_with_a_change(tmp_path: Path) -> None:
+    units = [
+        Unit("e10", Kind.ENGINE, "n", 5601, 1, UnitState.SERVING, busy=3),
+        Unit("e9", Kind.ENGINE, "n", 5600, 1, UnitState.DRAINING),
+        Unit("e8", Kind.ENGINE, "n", 5602, 1, UnitState.ENDED),
+        Unit("g1", Kind.GATEWAY, "n", 8000, 1),
+    ]
+    table = next_table({"number": 7, "engines": []}, units, {"n": "10.0.0.1"})
+    assert table == {
+        "number": 8,
+        "engines": [
+            {"name": "e9", "address": "tcp://10.0.0.1:5600", "state": "draining"},
+            {"name": "e10", "address": "tcp://10.0.0.1:5601", "state": "serving"},
+        ],
+    }
+    assert next_table(table, units, {"n": "10.0.0.1"}) is table
+    path = tmp_path / "table.json"
+    write_table(path, table)
+    before = path.stat().st_mtime_ns
+    write_table(path, table)
+    assert json.loads(path.read_text()) == table and path.stat().st_mtime_ns == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def engine(name: str, streams: int, free: int, age: float | None, state: str = "serving") -> dict[str, object]:
+    return {
+        "name": name,
+        "state": state,
+        "streams": streams,
+        "streams_free": free,
+        "load": streams / 100,
+        "beat_age_s": age,
+    }
+
+
+def test_an_engine_that_two_gateways_see_is_counted_once() -> None:
+    capacities = {
+        "g1": {"sessions": 5, "engines": [engine("e1", 10, 90, 0.4), engine("e2", 4, 0, 0.1, "draining")]},
+        "g2": {"sessions": 9, "engines": [engine("e1", 12, 88, 0.1), engine("e3", 0, 100, None)]},
+    }
+    assert load_of(capacities.values(), 2) == load_of(list(capacities.values())[1:], 2)
+    assert fleet_capacity(capacities) == {
+        "gateways": 2,
+        "engines": 2,
+        "sessions": 14,
+        "streams": 16,
+        "streams_possible": 100,
+        "streams_free": 88,
+        "share": 0.12,
+        "load": 0.12,
+    }
