@@ -30,6 +30,8 @@ class EnginePlan:
     port: int = 5600
     # How long an engine that is told to stop waits for its streams to move.
     drain_s: float = 60.0
+    # What to run in place of `tickertape`, with its arguments behind: a wrapper such as numactl or a container.
+    program: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,9 @@ class GatewayPlan:
     host: str = "127.0.0.1"
     port: int = 8000
     # How long a gateway that is told to stop spreads the goodbyes to its clients over.
-    drain_s: float = 60.0
+    drain_s: float = 10.0
+    # What to run in place of `tickertape`, with its arguments behind: a wrapper such as numactl or a container.
+    program: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,12 @@ class FleetPlan:
         )
 
 
+def plan_from(tree: dict[str, Any]) -> FleetPlan:
+    """A plan as `dataclasses.asdict` gives it, or as a file has it; not checked."""
+    plan: FleetPlan = _build(FleetPlan, tree, "")
+    return plan
+
+
 def read_plan(path: str | Path) -> FleetPlan:
     """Raises FleetFileError."""
     try:
@@ -104,7 +114,7 @@ def read_plan(path: str | Path) -> FleetPlan:
         raise FleetFileError(f"cannot read the fleet's file {str(path)!r}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise FleetFileError(f"the fleet's file {str(path)!r} is not valid TOML: {error}") from error
-    plan: FleetPlan = _build(FleetPlan, tree, "")
+    plan = plan_from(tree)
     # Paths in the file are meant from where the file is, and every process must find them.
     here = Path(path).resolve().parent
     plan = replace(plan, config=_absolute(here, plan.config), secret_file=_absolute(here, plan.secret_file))
@@ -170,6 +180,10 @@ def _value(wanted: Any, value: Any, key: str) -> Any:
         return _build(wanted, value, f"{key}.")  # type: ignore[arg-type]
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if wanted == tuple[str, ...]:
+        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        raise FleetFileError(f"{key} must be a list of texts, not {value!r}")
     if type(value) is not wanted:
         kinds = {str: "text", int: "a whole number", float: "a number"}
         raise FleetFileError(f"{key} must be {kinds[wanted]}, not {value!r}")

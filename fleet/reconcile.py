@@ -26,7 +26,8 @@ def reconcile(wanted: Wanted, actual: Actual) -> list[Action]:
         else:
             kept.append(unit)
     number = actual.next_number
-    for kind in Kind:
+    # Gateways first: they are few, and without one no engine is of use.
+    for kind in (Kind.GATEWAY, Kind.ENGINE):
         step, number = _reconcile_kind(kind, wanted, actual, kept, number)
         actions += step
         kept += [action.unit for action in step if isinstance(action, Start)]

@@ -27,7 +27,7 @@ class Load:
 
     counted: int
     possible: int
-    # Engines that serve, and sessions that were refused for want of room since the gateways started.
+    # Engines that serve, and sessions that were refused for want of room since the last look.
     engines: int
     refused: int = 0
 
@@ -44,7 +44,6 @@ class ScaleMemory:
     high_since: float | None = None
     low_since: float | None = None
     changed_at: float | None = None
-    refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,34 +57,30 @@ def decide(rules: ScaleRules, memory: ScaleMemory, load: Load, now: float) -> De
     within = min(max(memory.wanted, rules.least), rules.most)
     if within != memory.wanted:
         why = f"the fleet may have {rules.least} to {rules.most} engines"
-        return Decision(ScaleMemory(within, changed_at=now, refused=load.refused), why)
+        return Decision(ScaleMemory(within, changed_at=now), why)
     high = load.share > rules.above
     low = load.share < rules.below
-    was_refused = load.refused > memory.refused
     noted = replace(
         memory,
         high_since=(memory.high_since if memory.high_since is not None else now) if high else None,
-        low_since=(memory.low_since if memory.low_since is not None else now) if low and not was_refused else None,
-        # Those of a gateway that was replaced are counted from nothing again; those that came while an engine was on
-        # its way are answered by that engine.
-        refused=load.refused,
+        low_since=(memory.low_since if memory.low_since is not None else now) if low and not load.refused else None,
     )
     if noted.changed_at is not None and now - noted.changed_at < rules.cool_down_s:
         return Decision(noted)
-    # An engine that is wanted and does not serve yet is the answer to what is seen now.
+    # An engine that is wanted and does not serve yet is the answer to what is seen now, refusals among it.
     if load.engines < noted.wanted:
         return Decision(noted)
-    why = _reason_for_more(rules, noted, load, was_refused, now)
+    why = _reason_for_more(rules, noted, load, now)
     if why and noted.wanted < rules.most:
-        return Decision(ScaleMemory(noted.wanted + 1, changed_at=now, refused=load.refused), why)
+        return Decision(ScaleMemory(noted.wanted + 1, changed_at=now), why)
     why = _reason_for_fewer(rules, noted, load, now)
     if why and noted.wanted > rules.least:
-        return Decision(ScaleMemory(noted.wanted - 1, changed_at=now, refused=load.refused), why)
+        return Decision(ScaleMemory(noted.wanted - 1, changed_at=now), why)
     return Decision(noted)
 
 
-def _reason_for_more(rules: ScaleRules, memory: ScaleMemory, load: Load, was_refused: bool, now: float) -> str:
-    if was_refused:
+def _reason_for_more(rules: ScaleRules, memory: ScaleMemory, load: Load, now: float) -> str:
+    if load.refused:
         return "sessions were refused for want of room"
     if memory.high_since is not None and now - memory.high_since >= rules.above_s:
         return (

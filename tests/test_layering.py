@@ -81,6 +81,7 @@ FLOORS: dict[str, set[str]] = {
         "realtime/workers",
     },
     "fleet": set(),
+    "fleet/keepers": {"fleet"},
 }
 OPENINGS: dict[str, set[str]] = {
     # The one place in the gateway that starts an engine.

@@ -39,22 +39,17 @@ def test_a_share_that_falls_in_between_starts_anew() -> None:
 
 
 def test_a_refusal_asks_for_one_more_at_once() -> None:
-    when, decision = watch(5, ScaleMemory(1, refused=3), load(10, 1, refused=4))
+    when, decision = watch(5, ScaleMemory(1), load(10, 1, refused=1))
     assert when == 0 and decision.memory.wanted == 2 and "refused" in decision.why
 
 
 def test_refusals_while_an_engine_is_on_its_way_ask_for_no_further_one() -> None:
     memory = decide(RULES, ScaleMemory(1), load(100, 1, refused=1), 0.0).memory
     for second in range(1, 300):
-        memory = decide(RULES, memory, load(100, 1, refused=1 + second), second).memory
+        memory = decide(RULES, memory, load(100, 1, refused=1), second).memory
     assert memory.wanted == 2
-    when, decision = watch(20, memory, load(100, 2, refused=300), 300)
+    when, decision = watch(20, memory, load(100, 2), 300)
     assert when is None and decision.memory.wanted == 2
-
-
-def test_counts_that_begin_anew_are_no_refusals() -> None:
-    when, _ = watch(20, ScaleMemory(1, refused=50), load(10, 1, refused=0))
-    assert when is None
 
 
 def test_a_low_share_for_ten_minutes_asks_for_one_less() -> None:

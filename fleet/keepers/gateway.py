@@ -1,0 +1,90 @@
+"""The keeper of a gateway: writes its table of engines, and reads what it says of itself and of them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from fleet.keepers.keeper import Keeper, program
+from fleet.table import Table, write_table
+
+LOOK_S = 2.0
+# Beside the goodbyes, a gateway waits for turns of clients that do not resume.
+TURNS_S = 15.0
+# Any address of the machine; it is asked for at the one that always works.
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_REFUSED = re.compile(r'^tickertape_refused_total\{[^}]*reason="capacity"[^}]*\} (\S+)$', re.MULTILINE)
+
+
+class GatewayKeeper(Keeper):
+    _capacity: dict[str, Any] | None = None
+    _is_ready = False
+    # None until the gateway has said so.
+    _refused: int | None = None
+
+    @property
+    def drain_s(self) -> float:
+        return self.plan.gateway.drain_s + TURNS_S
+
+    @property
+    def table_path(self) -> Path:
+        return self.plan.folder / self.place.node / f"{self.unit.name}.table.json"
+
+    def command(self) -> list[str]:
+        settings = ["--config", self.plan.config] if self.plan.config else []
+        return [
+            *program(self.plan.gateway.program),
+            "serve",
+            *("--host", self.plan.gateway.host),
+            *("--port", str(self.unit.port)),
+            *("--engine-table", str(self.table_path)),
+            *("--fleet.gateway", self.unit.name),
+            *("--fleet-secret-file", str(self.plan.secret_path)),
+            *("--server.drain-spread-s", f"{self.plan.gateway.drain_s:g}"),
+            *settings,
+        ]
+
+    def take_table(self, table: Table) -> None:
+        write_table(self.table_path, table)
+
+    def observe(self) -> None:
+        status, body = self._get("/capacity")
+        capacity = _json(body) if status == 200 else None
+        ready, _ = self._get("/ready")
+        counted, metrics = self._get("/metrics")
+        with self._lock:
+            self._capacity = capacity
+            self._is_ready = ready == 200
+            if counted == 200:
+                self._refused = sum(int(float(count)) for count in _REFUSED.findall(metrics))
+
+    @property
+    def serves(self) -> bool:
+        return self._is_ready
+
+    def facts(self) -> dict[str, Any]:
+        return {"capacity": self._capacity, "refused": self._refused}
+
+    def _get(self, path: str) -> tuple[int, str]:
+        """The status and the text; 0 if nobody answers."""
+        host = _ANY.get(self.plan.gateway.host, self.plan.gateway.host)
+        connection = http.client.HTTPConnection(host, self.unit.port, timeout=LOOK_S)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException):
+            return 0, ""
+        finally:
+            connection.close()
+
+
+def _json(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,227 @@
+"""The keeper of one process: starts it, watches it, starts it again, drains it.
+
+`step` does what is due, `report` says how things are; a thread calls the one, the fleet the other. A keeper that comes
+back finds the process of the one before it and goes on with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fleet.errors import FleetError
+from fleet.keepers.process import (
+    Record,
+    Records,
+    child_environment,
+    is_running,
+    kill_family,
+    launch,
+    send,
+)
+from fleet.plan import FleetPlan
+from fleet.secret import fingerprint, read_secret
+from fleet.state import Unit, UnitState
+
+# Between two starts of a process that ends by itself, at first and at most.
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+# A process that ran for so long is well; the next wait is short again.
+WELL_S = 60.0
+# After the time it may drain for, a process has so long to end.
+GRACE_S = 15.0
+TAIL_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a keeper works."""
+
+    node: str
+    # Where the other machines reach this node.
+    host: str
+    # What the secret of every node must look like.
+    fingerprint: str
+
+
+class Keeper:
+    """The part that engines and gateways have in common. Safe for two threads."""
+
+    def __init__(self, unit: Unit, plan: FleetPlan, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
+        self.unit = unit
+        self.plan = plan
+        self.place = place
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._records = Records(plan.folder / place.node)
+        # Why it cannot be: `node` or `port` is to blame, and it is for the fleet to try elsewhere.
+        self._blame = ""
+        self._error = ""
+        self._restarts = 0
+        self._wait_s = FIRST_WAIT_S
+        self._start_at = 0.0
+        self._started_at = 0.0
+        self._kill_at: float | None = None
+        self._has_ended = False
+        self._record = self._found()
+        if self._record is None:
+            self._check_place()
+
+    def command(self) -> list[str]:
+        raise NotImplementedError
+
+    @property
+    def drain_s(self) -> float:
+        raise NotImplementedError
+
+    def observe(self) -> None:
+        """Look at the running process; the lock is not held."""
+
+    def facts(self) -> dict[str, Any]:
+        """What there is to say beside what every keeper says."""
+        return {}
+
+    @property
+    def serves(self) -> bool:
+        return False
+
+    def step(self) -> None:
+        with self._lock:
+            if self._has_ended or self._blame:
+                return
+            if self._record is not None and not is_running(self._record):
+                self._note_loss(self._record)
+            elif self._record is None and self._clock() >= self._start_at:
+                self._start()
+            if self._record is not None and self._kill_at is not None and self._clock() >= self._kill_at:
+                kill_family(self._record)
+            watched = self._record is not None
+        if watched:
+            self.observe()
+
+    def drain(self) -> None:
+        """Ask the process to take nothing new and to end when it is empty; asking twice changes nothing."""
+        with self._lock:
+            if self._record is None:
+                self._has_ended = True
+                return
+            if not self._record.is_draining:
+                self._record = self._records.note_draining(self._record)
+                send(self._record, signal.SIGTERM)
+            self._kill_at = self._kill_at or self._clock() + self.drain_s + GRACE_S
+
+    def end(self) -> None:
+        """At once, with everything it started."""
+        with self._lock:
+            self._has_ended = True
+            if self._record is not None:
+                kill_family(self._record)
+                self._records.remove(self.unit.name)
+
+    def report(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "name": self.unit.name,
+                "kind": str(self.unit.kind),
+                "node": self.place.node,
+                "port": self.unit.port,
+                "generation": self.unit.generation,
+                "state": str(self._state()),
+                "pid": None if self._record is None else self._record.pid,
+                "restarts": self._restarts,
+                "error": self._error,
+                "blame": self._blame,
+                **self.facts(),
+            }
+
+    def _state(self) -> UnitState:
+        if self._has_ended:
+            return UnitState.ENDED
+        if self._blame:
+            return UnitState.FAILED
+        if self._record is not None and self._record.is_draining:
+            return UnitState.DRAINING
+        return UnitState.SERVING if self._record is not None and self.serves else UnitState.STARTING
+
+    def _found(self) -> Record | None:
+        """The process that a keeper of this name left behind, if it runs and is what is wanted now."""
+        record = self._records.read(self.unit.name)
+        if record is None or not is_running(record):
+            return None
+        self._restarts = record.restarts
+        if record.is_draining:
+            self._kill_at = self._clock() + self.drain_s + GRACE_S
+        return record
+
+    def _check_place(self) -> None:
+        try:
+            secret = read_secret(self.plan.secret_path)
+        except FleetError as error:
+            self._blame, self._error = "node", str(error)
+            return
+        if fingerprint(secret) != self.place.fingerprint:
+            text = f"node {self.place.node} has another secret in {self.plan.secret_path} than the head"
+            self._blame, self._error = "node", f"{text}: copy the head's file there"
+
+    def _start(self) -> None:
+        if not _is_free(self.place.host, self.unit.port):
+            self._blame, self._error = "port", f"port {self.unit.port} of {self.place.host} is taken by something else"
+            return
+        log = self._records.log_of(self.unit.name)
+        try:
+            pid, since = launch(self.command(), child_environment(os.environ), log)
+        except FleetError as error:
+            self._blame, self._error = "node", str(error)
+            return
+        self._record = Record(
+            self.unit.name,
+            str(self.unit.kind),
+            self.unit.port,
+            self.unit.generation,
+            pid,
+            since,
+            restarts=self._restarts,
+        )
+        self._records.write(self._record)
+        self._started_at = self._clock()
+
+    def _note_loss(self, record: Record) -> None:
+        """The process is gone: it was asked to, or it is started again after a while."""
+        self._record = None
+        self._records.remove(record.name)
+        if record.is_draining:
+            self._has_ended = True
+            return
+        now = self._clock()
+        self._wait_s = FIRST_WAIT_S if now - self._started_at > WELL_S else min(2 * self._wait_s, LONGEST_WAIT_S)
+        self._start_at = now + self._wait_s
+        self._restarts += 1
+        self._error = f"it ended by itself: {_last_line(self._records, record.name)}"
+
+
+def program(given: tuple[str, ...]) -> list[str]:
+    return list(given) or [sys.executable, "-m", "realtime.cli"]
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        with socket.create_server((host, port)):
+            return True
+    except OSError:
+        return False
+
+
+def _last_line(records: Records, name: str) -> str:
+    try:
+        with records.log_of(name).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").strip().splitlines()
+    except OSError:
+        lines = []
+    return lines[-1] if lines else "it left no word"

@@ -1,0 +1,138 @@
+"""A process that outlives whoever started it, and its record on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from fleet.errors import FleetError
+from fleet.state import Kind, Unit, UnitState
+
+# A log that is larger at a start makes room: the one before it is kept once.
+MOST_LOG_BYTES = 10_000_000
+LAUNCH_S = 60.0
+# Fields of /proc/PID/stat behind the program's name: the state, and when the process began, in clock ticks.
+_STATE, _BEGAN = 0, 19
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a keeper must know to go on with a process that it did not start."""
+
+    name: str
+    kind: str
+    port: int
+    generation: int
+    pid: int
+    # Process ids are used again; this tells two of the same number apart.
+    began: int
+    is_draining: bool = False
+    restarts: int = 0
+
+    def unit(self, node: str) -> Unit:
+        state = UnitState.DRAINING if self.is_draining else UnitState.STARTING
+        return Unit(self.name, Kind(self.kind), node, self.port, self.generation, state)
+
+
+def began(pid: int) -> int | None:
+    """When a process began; None if there is none, or it waits to be buried."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[_STATE] in "ZX" else int(fields[_BEGAN])
+
+
+def is_running(record: Record) -> bool:
+    return began(record.pid) == record.began
+
+
+def launch(command: Sequence[str], environment: Mapping[str, str], log: Path) -> tuple[int, int]:
+    """Returns the process id and when it began. Raises FleetError."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    if log.is_file() and log.stat().st_size > MOST_LOG_BYTES:
+        log.replace(log.with_suffix(".log.1"))
+    starter = [sys.executable, "-m", "fleet.keepers.launch", str(log), *command]
+    done = subprocess.run(starter, env=dict(environment), capture_output=True, text=True, timeout=LAUNCH_S)
+    if done.returncode:
+        raise FleetError(f"cannot start {command[0]}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+    pid = int(done.stdout)
+    # One that has ended already began at no time: the first look finds that it is gone.
+    return pid, began(pid) or 0
+
+
+def send(record: Record, number: signal.Signals) -> None:
+    """To this process and to no other that has its id now."""
+    if is_running(record):
+        try:
+            os.kill(record.pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def kill_family(record: Record) -> None:
+    """The process and what it started: it leads a session of its own."""
+    if is_running(record):
+        try:
+            os.killpg(record.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a plain process gets: nothing of Ray, neither its token nor its idea of how many threads one may have."""
+    return {
+        name: text for name, text in environment.items() if not name.startswith("RAY_") and name != "OMP_NUM_THREADS"
+    }
+
+
+class Records:
+    """The records of one node, a file each. They are there before anything is told to the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def log_of(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def write(self, record: Record) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(record.name)
+        beside = path.with_suffix(".new")
+        beside.write_text(json.dumps(asdict(record)))
+        os.replace(beside, path)
+
+    def read(self, name: str) -> Record | None:
+        try:
+            return Record(**json.loads(self._path(name).read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def remove(self, name: str) -> None:
+        self._path(name).unlink(missing_ok=True)
+
+    def running(self) -> list[Record]:
+        """Those of processes that run; the others are of no use to anybody any more and go."""
+        found = []
+        for path in sorted(self.folder.glob("*.unit")):
+            record = self.read(path.stem)
+            if record is not None and is_running(record):
+                found.append(record)
+            else:
+                path.unlink(missing_ok=True)
+        return found
+
+    def note_draining(self, record: Record) -> Record:
+        record = replace(record, is_draining=True)
+        self.write(record)
+        return record
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.unit"

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet.keepers.engine import EngineKeeper
+from fleet.keepers.gateway import GatewayKeeper
+from fleet.keepers.keeper import Keeper, Place
+from fleet.keepers.process import Records
+from fleet.plan import EnginePlan, FleetPlan, GatewayPlan
+from fleet.secret import fingerprint, make_secret, read_secret
+from fleet.state import Kind, Node, Unit
+from fleet.table import Table
+
+STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in.py")))
+PATIENCE_S = 60.0
+
+
+def until(condition: Callable[[], Any], what: str = "it") -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        time.sleep(0.02)
+    return found
+
+
+def two_ports() -> tuple[int, int]:
+    """Ports that nobody has now: `free_port` counts upwards from each, so they lie apart."""
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = int(first.getsockname()[1])
+    base = 20_000 + port % 10_000
+    return base, base + 1000
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> FleetPlan:
+    engines, gateways = two_ports()
+    made = FleetPlan(
+        name="test",
+        state_folder=str(tmp_path / "state"),
+        look_s=0.1,
+        engine=EnginePlan(least=1, most=3, cpus=1.0, port=engines, drain_s=5.0, program=STAND_IN),
+        gateway=GatewayPlan(count=1, cpus=1.0, port=gateways, drain_s=5.0, program=STAND_IN),
+    )
+    make_secret(made.secret_path)
+    return made
+
+
+@pytest.fixture
+def keeper_of(plan: FleetPlan) -> Iterator[Callable[..., Keeper]]:
+    """Makes keepers; what they started is gone when the test is over."""
+    place = Place("n1", "127.0.0.1", fingerprint(read_secret(plan.secret_path)))
+
+    def make(name: str = "e1", **changed: Any) -> Keeper:
+        kind = Kind.ENGINE if name[0] == "e" else Kind.GATEWAY
+        first = plan.engine.port if kind is Kind.ENGINE else plan.gateway.port
+        unit = Unit(name, kind, "n1", first + int(name[1:]), 1)
+        made = EngineKeeper if kind is Kind.ENGINE else GatewayKeeper
+        return made(unit, changed.get("plan", plan), changed.get("place", place))
+
+    yield make
+    for name in [record.name for record in Records(plan.folder / "n1").running()]:
+        make(name).end()
+
+
+class LocalCrew:
+    """Keepers in this process, on nodes that are folders: what Ray's crew does, without Ray."""
+
+    def __init__(self, plan: FleetPlan, nodes: list[Node]) -> None:
+        self.plan = plan
+        self.there = nodes
+        self.keepers: dict[str, Keeper] = {}
+        self.calls = 0
+        self.print = fingerprint(read_secret(plan.secret_path))
+
+    def nodes(self) -> list[Node]:
+        return list(self.there)
+
+    def found_on(self, node: Node) -> list[Unit]:
+        return [record.unit(node.name) for record in Records(self.plan.folder / node.name).running()]
+
+    def hire(self, unit: Unit, plan: FleetPlan) -> None:
+        (host,) = [node.host for node in self.there if node.name == unit.node]
+        made = EngineKeeper if unit.kind is Kind.ENGINE else GatewayKeeper
+        self.keepers[unit.name] = made(unit, plan, Place(unit.node, host, self.print))
+
+    def reports(self, table: Table) -> dict[str, Any]:
+        for keeper in self.keepers.values():
+            if isinstance(keeper, GatewayKeeper):
+                keeper.take_table(table)
+            keeper.step()
+        self.calls += len(self.keepers)
+        return {name: keeper.report() for name, keeper in self.keepers.items()}
+
+    def drain(self, name: str) -> None:
+        self.keepers[name].drain()
+
+    def dismiss(self, name: str) -> None:
+        del self.keepers[name]

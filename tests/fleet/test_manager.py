@@ -1,0 +1,183 @@
+"""The whole control plane without Ray: a manager, keepers in this process, and real processes below them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fleet.errors import FleetError
+from fleet.keepers.gateway import GatewayKeeper
+from fleet.manager import Manager, Memory
+from fleet.plan import FleetPlan
+from fleet.state import Node
+from tests.fleet.conftest import LocalCrew, until
+
+Told = dict[str, Any]
+
+
+@pytest.fixture
+def crew(plan: FleetPlan) -> Iterator[LocalCrew]:
+    made = LocalCrew(plan, [Node("n1", "127.0.0.1", 2.0), Node("n2", "127.0.0.1", 2.0)])
+    yield made
+    for keeper in made.keepers.values():
+        keeper.end()
+
+
+class Stored:
+    value: Told = {}
+
+    def __call__(self, value: Told) -> None:
+        self.value = json.loads(json.dumps(value))
+
+
+def manager_of(plan: FleetPlan, crew: LocalCrew, stored: Stored | None = None) -> Manager:
+    return Manager(crew, Memory.of(plan), stored or Stored())
+
+
+def serving(status: Told) -> dict[str, str]:
+    return {unit["name"]: unit["node"] for unit in status["units"] if unit["state"] == "serving"}
+
+
+def run(manager: Manager, wanted: Callable[[Told], bool]) -> Told:
+    def look() -> Told | None:
+        manager.step()
+        status = manager.status()
+        return status if wanted(status) else None
+
+    found: Told = until(look, "what was wanted")
+    return found
+
+
+def test_a_fleet_comes_up_and_goes_down(plan: FleetPlan, crew: LocalCrew) -> None:
+    manager = manager_of(plan, crew)
+    status = run(manager, lambda status: len(serving(status)) == 2)
+    assert {unit["kind"] for unit in status["units"]} == {"engine", "gateway"}
+    assert (status["capacity"]["streams_possible"], status["table_number"]) == (10, 1), status["notes"]
+    manager.go_down()
+    until(lambda: manager.step() or manager.is_down, "going down")
+    assert not crew.found_on(crew.there[0]) and not crew.found_on(crew.there[1])
+
+
+def test_a_manager_without_memory_finds_what_runs(plan: FleetPlan, crew: LocalCrew) -> None:
+    first = run(manager_of(plan, crew), lambda status: len(serving(status)) == 2)
+    pids = {unit["name"]: unit["pid"] for unit in first["units"]}
+    crew.keepers.clear()
+    again = run(manager_of(plan, crew), lambda status: len(serving(status)) == 2)
+    assert {unit["name"]: unit["pid"] for unit in again["units"]} == pids
+
+
+def test_memory_survives_as_a_value(plan: FleetPlan, crew: LocalCrew) -> None:
+    stored = Stored()
+    manager = manager_of(plan, crew, stored)
+    run(manager, lambda status: len(serving(status)) == 2)
+    manager.scale(2)
+    manager.upgrade()
+    manager.drain("n2")
+    manager.step()
+    memory = Memory.from_json(stored.value)
+    assert memory.plan == plan and memory.scale.wanted == 2 and memory.generation == 2
+    assert memory.drained == {"n2"} and memory.table["number"] >= 1 and memory.next_number > 2
+
+
+def test_a_lost_node_loses_nothing_that_is_wanted(plan: FleetPlan, crew: LocalCrew) -> None:
+    manager = manager_of(plan, crew)
+    before = serving(run(manager, lambda status: len(serving(status)) == 2))
+    lost = crew.there.pop()
+    for name in [name for name, node in before.items() if node == lost.name]:
+        crew.keepers[name].end()
+    after = run(manager, lambda status: len(serving(status)) == 2 and set(serving(status).values()) == {"n1"})
+    assert len(after["units"]) == 2
+
+
+def test_scaling_by_hand_stays_within_the_file(plan: FleetPlan, crew: LocalCrew) -> None:
+    manager = manager_of(plan, crew)
+    run(manager, lambda status: len(serving(status)) == 2)
+    with pytest.raises(FleetError, match="allows 1 to 3 engines, not 4"):
+        manager.scale(4)
+    planned = manager.planned(3)
+    assert planned["engines_now"] == 1 and len(planned["actions"]) == 2
+    assert all(action.startswith("start engine") for action in planned["actions"])
+    assert len(manager.status()["units"]) == 2
+    manager.scale(3)
+    run(manager, lambda status: len(serving(status)) == 4)
+    assert manager.planned()["actions"] == []
+
+
+def test_an_upgrade_replaces_everything(plan: FleetPlan, crew: LocalCrew) -> None:
+    manager = manager_of(plan, crew)
+    first = run(manager, lambda status: len(serving(status)) == 2)
+    manager.upgrade()
+    after = run(
+        manager,
+        lambda status: (
+            len(status["units"]) == 2
+            and {unit["generation"] for unit in status["units"]} == {2}
+            and len(serving(status)) == 2
+        ),
+    )
+    assert not {unit["name"] for unit in first["units"]} & {unit["name"] for unit in after["units"]}
+
+
+def test_a_drained_node_is_empty_and_stays_so(plan: FleetPlan, crew: LocalCrew) -> None:
+    manager = manager_of(plan, crew)
+    run(manager, lambda status: len(serving(status)) == 2)
+    manager.drain("n1")
+    run(manager, lambda status: set(serving(status).values()) == {"n2"} and len(status["units"]) == 2)
+    with pytest.raises(FleetError, match="no node, engine or gateway 'n9'; it has"):
+        manager.drain("n9")
+
+
+def test_a_node_with_another_secret_gets_nothing_and_says_why(plan: FleetPlan, crew: LocalCrew) -> None:
+    crew.print = "another"
+    manager = manager_of(plan, crew)
+    status = run(manager, lambda status: len(status["waits_for"]) == 2 and not status["units"])
+    assert any("has another secret" in note for note in status["notes"])
+    steps = len(status["notes"])
+    for _ in range(5):
+        manager.step()
+    assert len(manager.status()["notes"]) == steps
+
+
+def test_a_killed_engine_comes_back_under_its_name(plan: FleetPlan, crew: LocalCrew) -> None:
+    manager = manager_of(plan, crew)
+    status = run(manager, lambda status: len(serving(status)) == 2)
+    (engine,) = [unit for unit in status["units"] if unit["kind"] == "engine"]
+    os.kill(engine["pid"], signal.SIGKILL)
+    after = run(
+        manager,
+        lambda status: len(serving(status)) == 2 and engine["pid"] not in [unit["pid"] for unit in status["units"]],
+    )
+    assert engine["name"] in serving(after) and after["table_number"] == status["table_number"]
+
+
+def test_calls_to_keepers_do_not_depend_on_sessions(plan: FleetPlan, crew: LocalCrew) -> None:
+    """A look is one call to each keeper, whatever they carry."""
+    manager = manager_of(plan, crew)
+    run(manager, lambda status: len(serving(status)) == 2)
+    before = crew.calls
+    for _ in range(10):
+        manager.step()
+    assert crew.calls - before == 10 * 2
+
+
+def test_more_engines_than_fit_wait(plan: FleetPlan, crew: LocalCrew) -> None:
+    wide = replace(plan, engine=replace(plan.engine, least=5, most=5))
+    manager = manager_of(wide, crew)
+    status = run(manager, lambda status: len(serving(status)) == 4)
+    assert status["waits_for"] == ["no node has 1 CPU left for one more engine"]
+
+
+def test_a_refusal_brings_one_more_engine(plan: FleetPlan, crew: LocalCrew) -> None:
+    """What was refused before the manager looked for the first time is none of its business."""
+    manager = manager_of(plan, crew)
+    run(manager, lambda status: len(serving(status)) == 2)
+    gateway = next(keeper for keeper in crew.keepers.values() if isinstance(keeper, GatewayKeeper))
+    gateway.table_path.with_name("refused").write_text("4")
+    status = run(manager, lambda status: len(serving(status)) == 3)
+    assert status["engines_wanted"] == 2 and any("refused for want of room" in note for note in status["notes"])
