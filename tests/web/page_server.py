@@ -1,12 +1,13 @@
 """The real gateway, which serves the page, as a process of its own, which tests can kill.
 
-python -m tests.web.page_server PORT [--real]
+python -m tests.web.page_server PORT [--model NAME]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+from dataclasses import replace
 
 from realtime.app import listening, running_server
 from realtime.config import Config, ModelConfig, ServerConfig
@@ -16,20 +17,23 @@ SENTENCES = ("The tide fell.", "Boats lay far out.", "One lamp burned.", "Nobody
 WORDS = " ".join(SENTENCES).split()
 
 
-async def serve(port: int, *, real: bool) -> None:
+async def serve(port: int, model: str | None) -> None:
     """Serve until the process is killed."""
-    # The smaller model: what is tested is the page, and a browser leaves little of two cores.
-    config = Config(server=ServerConfig(port=port), model=ModelConfig(name="moonshine-tiny"))
-    async with running_server(config) if real else listening(FakeEngine(words=WORDS), config) as running:
+    config = Config(server=ServerConfig(port=port))
+    if model is None:
+        serving = listening(FakeEngine(words=WORDS), config)
+    else:
+        serving = running_server(replace(config, model=ModelConfig(name=model)))
+    async with serving as running:
         await running.wait()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
-    parser.add_argument("--real", action="store_true", help="with the embedded model")
+    parser.add_argument("--model", metavar="NAME", help="with this model instead of a deterministic engine")
     given = parser.parse_args()
-    asyncio.run(serve(given.port, real=given.real))
+    asyncio.run(serve(given.port, given.model))
 
 
 if __name__ == "__main__":

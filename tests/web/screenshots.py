@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from engine.weights.store import pull
+from realtime.config import ModelConfig
 from tests.web.conftest import server_process
 from tests.web.devtools import Page, find_browser, open_page, running_browser
 
@@ -59,7 +60,10 @@ def main(folder: Path) -> None:
     if browser is None:
         raise SystemExit("install the Debian package 'chromium' first")
     folder.mkdir(parents=True, exist_ok=True)
-    with server_process("--real") as server, running_browser(browser, pull("sample-two-cities")) as address:
+    with (
+        server_process("--model", ModelConfig().name) as server,
+        running_browser(browser, pull("sample-two-cities")) as address,
+    ):
         asyncio.run(visit(address, folder, server.url))
 
 

@@ -19,7 +19,11 @@ async def test_read_aloud_and_read_back(chromium: str, tmp_path: Path) -> None:
     missing = [name for name in NEEDED if not (cache_folder() / name).exists()]
     if missing:
         pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
-    with server_process("--real") as server, running_browser(chromium, pull("sample-two-cities")) as address:
+    # The smaller model: what is tested is the page, and a browser leaves little of two cores.
+    with (
+        server_process("--model", "moonshine-tiny") as server,
+        running_browser(chromium, pull("sample-two-cities")) as address,
+    ):
         async with open_page(address, tmp_path) as page:
             await page.open(server.url)
             await page.click("#listen")
