@@ -43,6 +43,8 @@ class CaptionView:
         self._show_words = show_words
         self._line = ""
         self._words: list[ShownWord] = []
+        # When text was shown whose words have not come yet, word by word: the times of a word come when it is complete.
+        self._shown: deque[float] = deque(maxlen=RECENT_WORDS)
         self._last: ShownWord | None = None
         self._now = 0.0
         self._note = ""
@@ -71,12 +73,27 @@ class CaptionView:
         """Text that will not change any more, and the words it completed."""
         self._now = max(now, self._now)
         self._line += delta
+        self._note_shown(delta, now)
         for word in words:
-            self.delays.append(now - word.end)
+            self.delays.append((self._shown.popleft() if self._shown else now) - word.end)
             self._words.append(word)
             self._last = word
         if len(self._line) > MOST_CHARACTERS or (len(self._line) > ENOUGH_CHARACTERS and ends_sentence(self._line)):
             self.end_line()
+
+    def _note_shown(self, delta: str, now: float) -> None:
+        pieces = delta.split()
+        if pieces and self._shown and not delta[0].isspace():
+            # The rest of the last word. A mark behind it does not make it later.
+            if delta[0].isalnum():
+                self._shown[-1] = now
+            pieces = pieces[1:]
+        self._shown.extend(now for _ in pieces)
+
+    def end_turn(self) -> None:
+        """The next text begins with a new word."""
+        self.end_line()
+        self._shown.clear()
 
     def heard(self, now: float) -> None:
         """Time goes on, whether or not anybody speaks."""

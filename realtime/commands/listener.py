@@ -46,6 +46,8 @@ class Listener:
         # Text of the turn that is open, as long as no word of it came with its times.
         self._untimed = ""
         self._timed = False
+        # How many words of the open turn have come with its deltas.
+        self._words = 0
         if file is not None:
             file.on_trouble = lambda text: self.trouble("disk", text)
 
@@ -54,15 +56,16 @@ class Listener:
         self.last_news = asyncio.get_running_loop().time()
         self._captions.add(delta, words, self._clock.now)
         self._timed |= bool(words)
+        self._words += len(words)
         self._untimed = "" if self._timed else self._untimed + delta
         self._save(words)
 
     def end_turn(self) -> None:
-        self._captions.end_line()
+        self._captions.end_turn()
         # A server that gives no times: the words are saved with the time at which they were all there.
         now = self._clock.now
         self._save([ShownWord(text, now, now) for text in self._untimed.split()])
-        self._untimed, self._timed = "", False
+        self._untimed, self._timed, self._words = "", False, 0
 
     def trouble(self, kind: str, text: str) -> None:
         """A state worth a word; an empty text takes it back."""
@@ -73,12 +76,10 @@ class Listener:
         """An event of a server. Raises CommandFailed for an error."""
         match event.get("type"):
             case kind if kind == DELTA:
-                words = [
-                    ShownWord(word["word"], word["start"], word["end"], word.get("confidence"))
-                    for word in event.get("words") or ()
-                ]
-                self.heard(event["delta"], words)
+                self.heard(event["delta"], _shown_words(event))
             case kind if kind == COMPLETED:
+                # The last word of a turn is complete when the turn is: it comes with no delta.
+                self.heard("", _shown_words(event)[self._words :])
                 self.end_turn()
             case kind if kind == FAILED:
                 self.end_turn()
@@ -90,3 +91,9 @@ class Listener:
         if self._file is not None:
             timed = [(word, round(word.start * MODEL_RATE), round(word.end * MODEL_RATE)) for word in words]
             self._file.add([TimedWord(word.text, start, end, confidence=word.confidence) for word, start, end in timed])
+
+
+def _shown_words(event: dict[str, Any]) -> list[ShownWord]:
+    return [
+        ShownWord(word["word"], word["start"], word["end"], word.get("confidence")) for word in event.get("words") or ()
+    ]

@@ -135,7 +135,7 @@ class Boundaries:
         """Commit the open turn, or without one all uncommitted audio, up to here."""
         if self.turns.current is None:
             self.turns.open(self.boundary)
-        turn = self._end(self.audio.appended, now, by_time=False, event_id=event_id)
+        turn = self._end(self.audio.appended, now, event_id=event_id)
         turn.flushed = True
         self._set_boundary(self.audio.appended, self.audio.source_ms)
         self._flush(False)
@@ -154,7 +154,7 @@ class Boundaries:
         if self.turns.current is None:
             self.refuse_commit(0.0, event_id)
         else:
-            self._end(sample, now, by_time=False, event_id=event_id).flushed = True
+            self._end(sample, now, event_id=event_id).flushed = True
         self._pass(sample, source_ms)
 
     def clear_late(self, sample: int, source_ms: float) -> None:
@@ -188,7 +188,8 @@ class Boundaries:
                 self._flush(True)
             elif self.turns.current is not None:
                 end = max(sign.sample, self.boundary)
-                self._end(end, now, by_time=True)
+                # Times of words are not exact, and nobody spoke in this silence: its middle is the safest place.
+                self._end(end, now, words_until=(sign.speech_end + end) // 2)
                 self._set_boundary(end, end * 1000 / self._rate)
         detection = self._settings.turn_detection
         if detection is not None and detection.idle_timeout_ms is not None:
@@ -228,7 +229,7 @@ class Boundaries:
     def end_open(self, now: float) -> None:
         """No more audio will come: a turn that is open ends with it."""
         if self.turns.current is not None:
-            self._end(self.audio.appended, now, by_time=False)
+            self._end(self.audio.appended, now)
 
     def tell(self, events: list[ServerEvent], now: float) -> None:
         for event in events:
@@ -257,11 +258,11 @@ class Boundaries:
         self._send(SpeechStarted(turn.item_id, turn.start))
         self.tell(self.turns.release(), now)
 
-    def _end(self, end: int, now: float, *, by_time: bool, event_id: str | None = None) -> Turn:
+    def _end(self, end: int, now: float, *, words_until: int | None = None, event_id: str | None = None) -> Turn:
         """Close the open turn at `end` and announce its item."""
         self._stop_announced(end)
         previous = self.turns.last_committed
-        turn = self.turns.end(end, now, by_time=by_time)
+        turn = self.turns.end(end, now, words_until)
         self._send(Committed(turn.item_id, previous, event_id))
         return turn
 
@@ -272,7 +273,7 @@ class Boundaries:
         if quiet and (end - self.boundary) * 1000 >= timeout_ms * self._rate:
             turn = self.turns.open(self.boundary)
             self._send(TimedOut(turn.item_id, turn.start, end))
-            self._end(end, now, by_time=True)
+            self._end(end, now, words_until=end)
             self._set_boundary(end, end * 1000 / self._rate)
 
     def _end_utterance(self, sample: int | None) -> None:

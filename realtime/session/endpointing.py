@@ -32,7 +32,10 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
+    """The turn ends at `sample`, with the silence in which nobody has spoken since `speech_end`."""
+
     sample: int
+    speech_end: int
 
 
 TurnSign = Started | Paused | Stopped
@@ -78,7 +81,7 @@ class TurnWatch:
         if isinstance(found, Rise):
             signs.append(Started(self._base + found.sample))
         elif isinstance(found, Fall):
-            signs.append(Stopped(self._base + found.sample))
+            signs.append(Stopped(self._base + found.sample, self._base + found.speech_end_sample))
         if self._detection.semantic and self._pause_needs_text(samples):
             signs.append(Paused())
         return signs

@@ -61,8 +61,8 @@ class Turn:
     state: TurnState = TurnState.OPEN
     # The client was told that speech started.
     announced: bool = False
-    # Speech detection set the end: words after it belong to later turns. Otherwise a flush of the engine marks it.
-    by_time: bool = False
+    # Speech detection set the end: words from here on belong to later turns. None: a flush of the engine marks it.
+    words_until: int | None = None
     # The engine was asked for the rest of this turn's text.
     flushed: bool = False
     ended_at: float = 0.0
@@ -148,13 +148,13 @@ class Turns:
                 turn.words.append(word)
         return turn
 
-    def end(self, end: int, now: float, *, by_time: bool) -> Turn:
-        """Close the open turn at sample `end`; it now waits for its last text."""
+    def end(self, end: int, now: float, words_until: int | None) -> Turn:
+        """Close the open turn at sample `end`; it now waits for its last text, of the words before `words_until`."""
         assert self.current is not None
         turn, self.current = self.current, None
         turn.move(TurnState.COMMITTED)
         # Detection may see a pause before the last word, where a long turn was cut.
-        turn.end, turn.ended_at, turn.by_time = max(end, turn.start), now, by_time
+        turn.end, turn.ended_at, turn.words_until = max(end, turn.start), now, words_until
         self.last_committed = turn.item_id
         self.ended.append(turn)
         return turn
@@ -237,7 +237,7 @@ class Turns:
         assert all(turn.state in (TurnState.COMMITTED, TurnState.CLEARED) for turn in self.ended)
 
     def _place(self, word: TimedWord) -> Turn | None:
-        return next((turn for turn in self.ended if not turn.by_time or _within(word, turn)), self.current)
+        return next((turn for turn in self.ended if turn.words_until is None or _within(word, turn)), self.current)
 
     def _give(self, text: str, word: TimedWord, turn: Turn | None) -> None:
         if turn is None:
@@ -258,7 +258,7 @@ class Turns:
         """End the open turn after its last word, and go on with another."""
         assert self.current is not None
         out, previous = self._speak(self.current), self.last_committed
-        turn = self.end(word.end, now, by_time=True)
+        turn = self.end(word.end, now, words_until=word.end)
         assert turn.end is not None
         if turn.announced:
             out.append(SpeechStopped(turn.item_id, turn.end))
@@ -309,4 +309,5 @@ class Turns:
 
 
 def _within(word: TimedWord, turn: Turn) -> bool:
-    return turn.end is None or (word.start + word.end) // 2 < turn.end
+    end = turn.end if turn.words_until is None else turn.words_until
+    return end is None or (word.start + word.end) // 2 < end

@@ -45,6 +45,18 @@ def test_line_starts_with_the_time_of_its_first_word_and_ends_with_the_turn() ->
     assert lines[2] == "01:04.0  Next" and "0.50 s after" in lines[4]
 
 
+def test_word_is_shown_with_its_text_not_when_its_times_come() -> None:
+    shown, _ = view()
+    with shown:
+        shown.add(" Hello", [], 2.0)
+        shown.add(", th", [ShownWord("Hello,", 1.0, 1.5)], 3.0)
+        shown.add("ere you", [], 3.5)
+        shown.add(".", [ShownWord("there", 1.5, 3.0), ShownWord("you.", 3.0, 3.25)], 9.0)
+        shown.end_turn()
+        shown.add("Next", [ShownWord("Next", 10.0, 10.5)], 11.5)
+    assert list(shown.delays) == [0.5, 0.5, 0.25, 1.0]
+
+
 def test_terminal_shows_the_line_being_spoken_and_the_delay() -> None:
     shown, file = view(terminal=True)
     with shown:

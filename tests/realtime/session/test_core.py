@@ -252,6 +252,17 @@ def test_words_of_the_next_turn_wait_until_the_first_is_completed() -> None:
     assert out[0].transcript == "one" and [event.text for event in out[1:]] == ["two", " three"]
 
 
+def test_first_word_of_a_turn_whose_time_is_a_little_early_is_not_the_last_of_the_turn_before() -> None:
+    drive = Driver(session())
+    # Half a second of silence ends the turn at 2.484 s; the next one begins at once.
+    drive(append(4.0), speech(0.0, 1.984, 0.99), speech(1.984, 0.512, 0.01), speech(2.496, 1.024, 0.99))
+    out = drive(word("late", 1.8, 2.5), word("early", 2.3, 2.6))
+    assert [(event.item_id, event.text) for event in out if isinstance(event, Delta)] == [
+        ("item_1", "late"),
+        ("item_2", "early"),
+    ]
+
+
 def test_text_of_later_turns_is_held_while_an_earlier_one_waits_for_its_flush() -> None:
     drive = Driver(session())
     drive(append(3.0), speech(0.0, 1.984, 0.99), speech(1.984, 1.016, 0.01))

@@ -17,7 +17,7 @@ def frames(watch: TurnWatch, probability: float, count: int, text: str = "") -> 
 def test_plain_detection_ends_after_its_silence() -> None:
     watch = TurnWatch(TurnDetection(silence_duration_ms=320), RATE, 0, first_frame=0)
     assert frames(watch, 0.9, 10) == [Started(0)]
-    assert frames(watch, 0.0, 12) == [Stopped(5120 + 5120)]
+    assert frames(watch, 0.0, 12) == [Stopped(5120 + 5120, 5120)]
 
 
 def test_semantic_detection_asks_for_text_once_per_pause_and_judges_it() -> None:
@@ -34,7 +34,7 @@ def test_semantic_detection_waits_no_longer_than_its_cap(eagerness: str, seconds
     watch = TurnWatch(TurnDetection(semantic=True, eagerness=eagerness), RATE, 0, first_frame=0)
     frames(watch, 0.9, 10)
     signs = frames(watch, 0.0, 300, "unfinished")
-    assert signs == [Paused(), Stopped(5120 + seconds * RATE)]
+    assert signs == [Paused(), Stopped(5120 + seconds * RATE, 5120)]
 
 
 def test_turns_begin_no_earlier_than_told() -> None:
