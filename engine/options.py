@@ -52,6 +52,11 @@ class Options:
         }
         return tuple(name for name, takes in taken.items() if takes)
 
+    @property
+    def only_language(self) -> str:
+        """Of a model that has one language; else empty."""
+        return self.languages[0] if len(self.languages) == 1 else ""
+
     def check(self, given: Mapping[str, str]) -> None:
         """Raises ValueError if the model does not take these."""
         known = (*self.names, "languages") if self.detects_language else self.names

@@ -15,6 +15,7 @@ from urllib.parse import quote, urlsplit
 
 from realtime.client.wire_client import CannotConnect
 
+TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 TIMEOUT_S = 10.0
 PIECE_BYTES = 64 * 1024
 # Schemes as people write them, and whether they are encrypted.
@@ -79,9 +80,9 @@ class HttpServer:
         with closing(self._connect()) as connection:
             return self._ask(connection, lambda: connection.request("GET", self._path + path, headers=self._headers))
 
-    def upload(self, form: Form) -> Answer:
+    def upload(self, form: Form, to: str = TRANSCRIPTIONS) -> Answer:
         """Send a file to be transcribed, and wait as long as that takes. Raises FileUnreadable."""
-        path = f"{self._path}/v1/audio/transcriptions"
+        path = f"{self._path}{to}"
         boundary = secrets.token_hex(16)
         headers = self._headers | {"Content-Type": f"multipart/form-data; boundary={boundary}"}
         head, tail = _head(form, boundary), f"\r\n--{boundary}--\r\n".encode()

@@ -46,10 +46,17 @@ class SessionWishes:
     language: str | None = None
     prompt: str | None = None
     keywords: tuple[str, ...] = ()
+    task: str | None = None
 
     def session(self, include: Sequence[str]) -> dict[str, Any]:
         """As the wire has it. Word times come if the server has them."""
-        hints = {"model": self.model, "language": self.language, "prompt": self.prompt, "keywords": list(self.keywords)}
+        hints = {
+            "model": self.model,
+            "language": self.language,
+            "prompt": self.prompt,
+            "keywords": list(self.keywords),
+            "task": self.task,
+        }
         audio_input: dict[str, Any] = {
             "format": {"type": "audio/pcm", "rate": self.rate},
             "turn_detection": self.turn_detection,

@@ -45,7 +45,7 @@ class FileTranscriber:
         if engine.spec.sample_rate != MODEL_RATE:
             raise CommandFailed(f"the model wants {engine.spec.sample_rate} Hz; files are read at {MODEL_RATE} Hz only")
         self._engine = engine
-        self._options = wishes.taken_by(engine.spec.name, engine.spec.options.names)
+        self._options = wishes.options_for(engine.spec)
         self._count = 0
 
     async def transcribe(self, path: Path) -> FileTranscript:

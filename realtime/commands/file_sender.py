@@ -1,4 +1,4 @@
-"""Whole files through a server, by `POST /v1/audio/transcriptions`."""
+"""Whole files through a server, by `POST /v1/audio/transcriptions` or `/v1/audio/translations`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, cast
 
 from rich.console import Console
 
-from realtime.client.http_client import Answer, FileUnreadable, Form, HttpServer
+from realtime.client.http_client import TRANSCRIPTIONS, TRANSLATIONS, Answer, FileUnreadable, Form, HttpServer
 from realtime.client.wire_client import CannotConnect
 from realtime.commands.file_reader import FileFailed
 from realtime.commands.interrupts import EndOnInterrupt
@@ -36,11 +36,11 @@ class FileSender:
             raise CommandFailed(str(error)) from error
         if answer.status in (401, 403):
             raise CommandFailed(f"{self._server.url} {answer.refusal}; set {KEY_VARIABLE}")
-        self.model = _note_untaken(answer, model, wishes)
+        self.model, taken = _taken(answer, model, wishes)
         fields = [("model", model), ("response_format", "verbose_json"), ("timestamp_granularities[]", "word")]
-        # A server leaves out what its model does not take.
-        self._fields = [*fields, *(item for item in wishes.given().items() if item[0] != "keywords")]
-        self._fields += [("keywords[]", word) for word in wishes.keywords]
+        self._fields = [*fields, *(item for item in taken.items() if item[0] in ("language", "prompt"))]
+        self._fields += [("keywords[]", word) for word in wishes.keywords if "keywords" in taken]
+        self._path = TRANSLATIONS if wishes.task else TRANSCRIPTIONS
 
     def transcribe(self, path: Path) -> FileTranscript:
         """Raises FileFailed for what concerns this file alone, and CommandFailed if the server is gone."""
@@ -53,7 +53,7 @@ class FileSender:
                     done = "" if size is None else f" of {size / 1e6:.1f}"
                     status.update(f"sending {name}: {sent / 1e6:.1f}{done} MB; then it is transcribed")
 
-                answer = self._server.upload(Form(self._fields, path.name, file, size, show))
+                answer = self._server.upload(Form(self._fields, path.name, file, size, show), self._path)
         except CannotConnect as error:
             raise CommandFailed(str(error)) from error
         except FileUnreadable as error:
@@ -95,16 +95,15 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int | None]]:
 
 def note_what_is_not_taken(server: HttpServer, wishes: Wishes) -> None:
     """Raises CannotConnect."""
-    _note_untaken(server.get("/v1/models"), server.url, wishes)
+    _taken(server.get("/v1/models"), server.url, wishes)
 
 
-def _note_untaken(answer: Answer, asked: str, wishes: Wishes) -> str:
-    """Returns the name of the served model. Servers that do not say what their models take are believed to take all."""
+def _taken(answer: Answer, asked: str, wishes: Wishes) -> tuple[str, dict[str, str]]:
+    """The name of the served model, and what it takes of the wishes. Servers that do not say what their models take are
+    believed to take all."""
     try:
         served: dict[str, Any] = answer.json()["data"][0]
         name, known = str(served["id"]), served.get("options")
     except (ValueError, KeyError, TypeError, IndexError):
-        return asked
-    if known is not None:
-        wishes.taken_by(name, known)
-    return name
+        return asked, wishes.given()
+    return name, wishes.given() if known is None else wishes.taken_by(name, known)

@@ -103,7 +103,7 @@ async def _through_engine(
     sound: Sound, options: argparse.Namespace, clock: AudioClock, file: TranscriptFile | None
 ) -> None:
     async with local_engine.local_engine(options.model, options.device) as client:
-        wanted = Wishes.of(options).taken_by(client.spec.name, client.spec.options.names)
+        wanted = Wishes.of(options).options_for(client.spec)
         stream = await client.open("live", live=True, options=wanted)
         with CaptionView(Console(), show_words=options.words) as captions:
             listener = Listener(captions, clock, file)
@@ -134,7 +134,7 @@ async def _through_server(
     try:
         if wishes.given():
             await asyncio.to_thread(note_what_is_not_taken, HttpServer(options.server, key), wishes)
-        asked = SessionWishes(MODEL_RATE, TURNS, None, wishes.language, wishes.prompt, wishes.keywords)
+        asked = SessionWishes(MODEL_RATE, TURNS, None, wishes.language, wishes.prompt, wishes.keywords, wishes.task)
         session = LastingSession(realtime_url(options.server), key, asked)
         with CaptionView(Console(), show_words=options.words) as captions:
             listener = Listener(captions, clock, file)

@@ -6,8 +6,11 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.options import Keyword, keywords_text
-from realtime.commands.terminal import note
+from engine.options import TRANSLATE
+from engine.spec import ModelSpec
+from realtime.commands.terminal import CommandFailed, note
+from realtime.errors import ClientFault
+from realtime.session.settings import Settings
 
 
 def add_wishes(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +19,7 @@ def add_wishes(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--keyword", metavar="WORD", action="append", default=[], help="a word to expect; may be given several times"
     )
+    group.add_argument("--translate", action="store_true", help="write in English what is said in another language")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +27,27 @@ class Wishes:
     language: str | None = None
     prompt: str | None = None
     keywords: tuple[str, ...] = ()
+    task: str | None = None
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Wishes:
-        return cls(options.language, options.prompt, tuple(options.keyword))
+        return cls(options.language, options.prompt, tuple(options.keyword), TRANSLATE if options.translate else None)
 
     def given(self) -> dict[str, str]:
-        """By the names that models have for them."""
-        all_of_them = {
-            "language": self.language,
-            "prompt": self.prompt,
-            "keywords": keywords_text(map(Keyword, self.keywords)),
-        }
+        """Those that a model may lack altogether, by the names that models have for them."""
+        all_of_them = {"language": self.language, "prompt": self.prompt, "keywords": ", ".join(self.keywords)}
         return {name: value for name, value in all_of_them.items() if value}
+
+    def options_for(self, spec: ModelSpec) -> dict[str, str]:
+        """As an engine with this model takes them. A note says which it does not. Raises CommandFailed."""
+        words = tuple((word, 1.0) for word in self.keywords)
+        asked = Settings(language=self.language, prompt=self.prompt or "", keywords=words, task=self.task)
+        try:
+            taken = asked.in_force(spec)
+        except ClientFault as fault:
+            raise CommandFailed(fault.message) from fault
+        self.taken_by(spec.name, spec.options.names)
+        return taken.engine_options()
 
     def taken_by(self, model: str, known: Sequence[str]) -> dict[str, str]:
         """Those that the model knows. A note says which it does not."""

@@ -78,6 +78,8 @@ class Dialect(Protocol):
     fixed: bool
     # A binary frame without a byte in it means that no more audio will come.
     empty_frame_ends: bool
+    # Where in a client's message the model's options are.
+    option_path: str
 
     def start_settings(self, settings: Settings) -> Settings:
         """What this dialect's sessions begin with."""

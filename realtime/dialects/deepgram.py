@@ -62,6 +62,7 @@ class DeepgramDialect:
     name = "deepgram"
     fixed = True
     empty_frame_ends = True
+    option_path = ""
 
     def __init__(self, facts: SessionFacts, listening: Listening, channel: int = 0) -> None:
         self.facts = facts

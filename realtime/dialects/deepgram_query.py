@@ -6,7 +6,7 @@ secrets taken out of the text, or the answer sent elsewhere, must not believe th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from realtime.errors import Refusal
@@ -67,14 +67,18 @@ class FileQuery:
 
     # None: the file says itself what it is.
     format: AudioFormat | None
-    language: str | None
+    settings: Settings
     punctuate: bool
     utterances: bool
     # A pause of so many seconds begins another utterance.
     split_s: float
 
 
-def read_socket_query(query: Mapping[str, str]) -> ListenQuery:
+# What a query says, one by one; some names come several times.
+Pairs = Sequence[tuple[str, str]]
+
+
+def read_socket_query(query: Mapping[str, str], pairs: Pairs = ()) -> ListenQuery:
     """Raises Refusal for audio that cannot be read and for what must not be left out in silence."""
     _check(query)
     channels = _channels(query)
@@ -83,6 +87,7 @@ def read_socket_query(query: Mapping[str, str]) -> ListenQuery:
         format=_raw_format(query) or AudioFormat("audio/webm", 48_000, binary=True),
         model=query.get("model") or None,
         language=query.get("language") or None,
+        keywords=_keywords(pairs),
         turn_detection=TurnDetection(silence_duration_ms=_endpointing(query.get("endpointing", ""))),
         turns_chosen=True,
         minimum_commit_ms=0,
@@ -99,7 +104,7 @@ def read_socket_query(query: Mapping[str, str]) -> ListenQuery:
     )
 
 
-def read_file_query(query: Mapping[str, str]) -> FileQuery:
+def read_file_query(query: Mapping[str, str], pairs: Pairs = ()) -> FileQuery:
     """The same for a file."""
     _check(query)
     if _is_true(query, "multichannel") or query.get("channels", "1") != "1":
@@ -107,9 +112,9 @@ def read_file_query(query: Mapping[str, str]) -> FileQuery:
     split = query.get("utt_split", str(DEFAULT_UTTERANCE_SPLIT_S))
     if not split.replace(".", "", 1).isascii() or not split.replace(".", "", 1).isdigit():
         raise refused("utt_split", "'utt_split' must be a number of seconds.")
-    language = query.get("language") or None
+    settings = Settings(language=query.get("language") or None, keywords=_keywords(pairs))
     utterances = _is_true(query, "utterances")
-    return FileQuery(_raw_format(query), language, _punctuate(query), utterances, float(split[:9]))
+    return FileQuery(_raw_format(query), settings, _punctuate(query), utterances, float(split[:9]))
 
 
 def refused(param: str, message: str) -> Refusal:
@@ -123,6 +128,22 @@ def _check(query: Mapping[str, str]) -> None:
     for name in ("model", "language"):
         if len(query.get(name, "")) > MAX_NAME:
             raise refused(name, f"'{name}' must have at most {MAX_NAME} characters.")
+
+
+def _keywords(pairs: Pairs) -> tuple[tuple[str, float], ...]:
+    """`keyterm=word`, and the older `keywords=word:boost`; each may come often."""
+    words = []
+    for name, value in pairs:
+        if name == "keyterm":
+            words.append((value, 1.0))
+        elif name == "keywords":
+            word, colon, boost = value.rpartition(":")
+            try:
+                words.append((word, float(boost)) if colon else (value, 1.0))
+            except ValueError:
+                text = f"'{value[:40]}' is not a word with a boost; write it as 'word:2'."
+                raise refused("keywords", text) from None
+    return tuple(words)
 
 
 def _is_true(query: Mapping[str, str], name: str) -> bool:

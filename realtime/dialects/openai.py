@@ -52,6 +52,7 @@ class OpenAIDialect:
     name = "openai"
     fixed = False
     empty_frame_ends = False
+    option_path = "session.audio.input.transcription."
 
     def __init__(self, facts: SessionFacts) -> None:
         self.facts = facts
@@ -233,6 +234,7 @@ class BetaDialect(OpenAIDialect):
     """The shapes OpenAI used before GA: flat session, `transcription_session.*`, one event per new item."""
 
     name = "openai-beta"
+    option_path = "session.input_audio_transcription."
 
     def __init__(self, facts: SessionFacts) -> None:
         super().__init__(facts)

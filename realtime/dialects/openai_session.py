@@ -187,24 +187,33 @@ def _turn_detection(value: Any, path: str) -> TurnDetection | None:
 
 def _transcription(value: Any, path: str) -> dict[str, Any]:
     if value is None:
-        return {"model": None, "language": None, "prompt": "", "languages": (), "keywords": (), "delay": None}
+        nothing: dict[str, Any] = dict.fromkeys(("model", "language", "task", "delay"))
+        return {**nothing, "prompt": "", "languages": (), "keywords": ()}
     given = _object(value, path)
     changes: dict[str, Any] = {}
-    for name in ("model", "language", "prompt"):
+    for name in ("model", "language", "task", "prompt"):
         if name in given:
             item = given[name]
             if item is not None:
                 item = _text(item, f"{path}.{name}", MAX_PROMPT if name == "prompt" else MAX_NAME)
             changes[name] = item or ("" if name == "prompt" else None)
-    for name in ("languages", "keywords"):
-        if name in given:
-            changes[name] = _texts(given[name] or [], f"{path}.{name}")
+    if "languages" in given:
+        changes["languages"] = _texts(given["languages"] or [], path + ".languages")
+    if "keywords" in given:
+        changes["keywords"] = _keywords(given["keywords"] or [], path + ".keywords")
     if "delay" in given:
         delay = given["delay"]
         if delay is not None and delay not in DELAYS:
             delay = int(_number(delay, path + ".delay", 0, MAX_DELAY_MS))
         changes["delay"] = delay
     return changes
+
+
+def _keywords(value: Any, path: str) -> tuple[tuple[str, float], ...]:
+    """Words that weigh the same. How many and how long they may be is asked where the options come into force."""
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        raise _fault(path, f"'session.{path}' must be a list of strings.")
+    return tuple((word, 1.0) for word in value)
 
 
 def _turn_object(turns: TurnDetection | None) -> Json | None:
@@ -229,10 +238,12 @@ def _transcription_object(settings: Settings, facts: SessionFacts) -> Json:
         "language": settings.language,
         "prompt": settings.prompt,
     }
-    if settings.languages:
-        shown["languages"] = list(settings.languages)
-    if settings.keywords:
-        shown["keywords"] = list(settings.keywords)
+    if settings.task is not None:
+        shown["task"] = settings.task
+    if settings.languages != ():
+        shown["languages"] = settings.languages and list(settings.languages)
+    if settings.keywords != ():
+        shown["keywords"] = settings.keywords and [word for word, _ in settings.keywords]
     if settings.delay is not None:
         shown["delay"] = settings.delay
     return shown

@@ -30,6 +30,7 @@ class VllmDialect:
     name = "vllm"
     fixed = True
     empty_frame_ends = False
+    option_path = ""
 
     def __init__(self, facts: SessionFacts) -> None:
         self.facts = facts

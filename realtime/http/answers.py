@@ -57,7 +57,7 @@ class Answers:
         body = await _json_body(request)
         seconds = _secret_seconds(body.get("expires_after"))
         session = body.get("session")
-        settings = merge_ga(Settings(), session if isinstance(session, dict) else {})
+        settings = self._in_force(merge_ga(Settings(), session if isinstance(session, dict) else {}))
         secret = self._context.gatekeeper.issue(caller, settings, seconds)
         facts = self._sessions.facts()
         shown = ga_session(settings, facts, secret.expires_at)
@@ -66,11 +66,15 @@ class Answers:
     async def beta_secret(self, request: Request) -> Response:
         """The same for clients of the beta: the settings are the body itself."""
         caller = self._context.caller_of(request)
-        settings = merge_beta(Settings(), await _json_body(request))
+        settings = self._in_force(merge_beta(Settings(), await _json_body(request)))
         secret = self._context.gatekeeper.issue(caller, settings, DEFAULT_SECRET_S)
         shown = beta_session(settings, self._sessions.facts())
         shown["client_secret"] = {"value": secret.value, "expires_at": secret.expires_at}
         return JSONResponse(shown)
+
+    def _in_force(self, asked: Settings) -> Settings:
+        """What sessions will begin with; raises ClientFault."""
+        return asked.in_force(self._context.engine.spec)
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})

@@ -1,4 +1,4 @@
-"""Files sent to `POST /v1/audio/transcriptions`: backlog work on the engine, which live sessions always precede."""
+"""Files sent to be transcribed or translated: backlog work on the engine, which live sessions always precede."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from starlette.datastructures import FormData
 from audio.errors import AudioError, EmptyAudio, TooManyDecoders
 from engine import messages
 from engine.errors import AtCapacity, EngineError
+from engine.languages import NAMES
+from engine.spec import ModelSpec
 from realtime.dialects.json_frames import encode_json
-from realtime.errors import Refusal
+from realtime.errors import ClientFault, Refusal
 from realtime.http.forms import MAX_FIELD_BYTES
 from realtime.serving.container_stream import ContainerStream
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.session.events import Samples, TimedWord
+from realtime.session.settings import Settings
 from realtime.session.subtitles import Subtitle, subtitles, to_srt, to_vtt
 from realtime.session.words import timed_word, token_logprobs, word_fields
 
 FORMATS = ("json", "verbose_json", "text", "srt", "vtt")
 READ_BYTES = 256 * 1024
-MAX_PROMPT_CHARACTERS = 4096
 MAX_VALUE_CHARACTERS = 256
 
 
@@ -35,15 +37,11 @@ class UploadRequest:
     """What the client asked for. Fields that are not supported here were dropped already."""
 
     response_format: str
-    language: str | None
-    prompt: str
+    # Of these, the model's options count.
+    settings: Settings
     stream: bool
     words: bool
     logprobs: bool
-
-    def options(self) -> dict[str, str]:
-        given = {"language": self.language, "prompt": self.prompt}
-        return {name: value for name, value in given.items() if value}
 
 
 @dataclass(slots=True)
@@ -51,6 +49,8 @@ class Transcript:
     """What came out of a file."""
 
     sample_rate: int
+    # The code of what is spoken, if the model says so.
+    language: str = ""
     text: str = ""
     words: list[TimedWord] = field(default_factory=list)
     samples: int = 0
@@ -61,23 +61,46 @@ class Transcript:
         return self.samples / self.sample_rate
 
 
-def read_request(form: FormData) -> UploadRequest:
+def read_request(form: FormData, spec: ModelSpec, task: str | None) -> UploadRequest:
     """Check the form fields. Lists come as `name[]` or `name`; unknown fields are ignored. Raises Refusal."""
     response_format = _field(form, "response_format") or "json"
     if response_format not in FORMATS:
         text = f"'response_format' must be one of {', '.join(FORMATS)}."
         raise Refusal(400, "invalid_value", text, param="response_format")
-    granularities = form.getlist("timestamp_granularities[]") + form.getlist("timestamp_granularities")
+    granularities = _values(form, "timestamp_granularities")
     # OpenAI ignores `stream` for this model, so its clients expect a single answer.
     model, stream = _field(form, "model"), _field(form, "stream").lower()
     return UploadRequest(
         response_format,
-        _field(form, "language") or None,
-        _field(form, "prompt", MAX_FIELD_BYTES)[:MAX_PROMPT_CHARACTERS],
+        _settings(form, spec, task),
         stream in ("true", "1") and model != "whisper-1",
         words=any("word" in str(value) for value in granularities),
-        logprobs="logprobs" in form.getlist("include[]") + form.getlist("include"),
+        logprobs="logprobs" in _values(form, "include"),
     )
+
+
+def _settings(form: FormData, spec: ModelSpec, task: str | None) -> Settings:
+    """The model's options. One that it does not take is refused: nothing in an answer would say that it was not."""
+    asked = Settings(
+        language=_field(form, "language") or None,
+        languages=tuple(_values(form, "languages")),
+        prompt=_field(form, "prompt", MAX_FIELD_BYTES),
+        keywords=tuple((word, 1.0) for word in _values(form, "keywords")),
+        task=task,
+    )
+    try:
+        taken = asked.in_force(spec)
+    except ClientFault as fault:
+        raise Refusal(400, fault.code, fault.message, param=fault.param) from fault
+    for name in asked.untaken(taken):
+        text = f"This model takes no {name}; leave '{name}' out."
+        raise Refusal(400, "unsupported_parameter", text, param=name)
+    return taken
+
+
+def _values(form: FormData, name: str) -> list[str]:
+    """The texts of a list."""
+    return [value for value in form.getlist(f"{name}[]") + form.getlist(name) if isinstance(value, str)]
 
 
 def _field(form: FormData, name: str, most: int = MAX_VALUE_CHARACTERS) -> str:
@@ -115,10 +138,7 @@ class Transcriber:
     async def _stream(self, request: UploadRequest) -> AsyncIterator[StreamApi]:
         name = f"file_{secrets.token_hex(8)}"
         try:
-            try:
-                stream = await self._engine.open(name, live=False, options=request.options())
-            except ValueError:
-                stream = await self._engine.open(f"{name}.plain", live=False)
+            stream = await self._engine.open(name, live=False, options=request.settings.engine_options())
         except AtCapacity as error:
             retry_s = max(1, round(self._engine.capacity().retry_after_s))
             text = "The server is at capacity; try again."
@@ -202,8 +222,8 @@ def write_answer(transcript: Transcript, request: UploadRequest) -> tuple[str, s
         asked = {"logprobs": token_logprobs(transcript.words)} if request.logprobs else {}
         return encode_json({"text": transcript.text, **asked, "usage": usage}), "application/json"
     body: dict[str, Any] = {
-        "task": "transcribe",
-        "language": request.language or "english",
+        "task": request.settings.task or "transcribe",
+        "language": language_name(transcript, request.settings),
         "duration": round(transcript.seconds, 3),
         "text": transcript.text,
         "segments": [_segment(number, line) for number, line in enumerate(lines)],
@@ -212,6 +232,12 @@ def write_answer(transcript: Transcript, request: UploadRequest) -> tuple[str, s
     if request.words:
         body["words"] = words_from(transcript, 0)
     return encode_json(body), "application/json"
+
+
+def language_name(transcript: Transcript, settings: Settings) -> str:
+    """The language of the text, as OpenAI writes it."""
+    code = "en" if settings.task else transcript.language or settings.language
+    return NAMES[code] if code else "unknown"
 
 
 def words_from(transcript: Transcript, first: int) -> list[dict[str, Any]]:

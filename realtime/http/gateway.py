@@ -130,6 +130,7 @@ class Gateway:
         settings = caller.settings or Settings()
         if "model" in query:
             settings = merge_beta(settings, {"input_audio_transcription": {"model": query["model"][:MAX_NAME]}})
+        settings = self._in_force(settings)
         await self.sessions.admit(caller)
         entry = self.sessions.create(caller, settings, BetaDialect if beta else OpenAIDialect)
         greeting = entry.live.dialect.created(entry.live.session.settings)
@@ -141,14 +142,20 @@ class Gateway:
         query = websocket.query_params
         check_once(query, READ_ONCE)
         caller = self._context.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
-        listening = Listening(read_socket_query(query))
+        listening = Listening(read_socket_query(query, query.multi_items()))
+        settings = self._in_force(listening.query.settings)
         await self.sessions.admit(caller, listening.query.channels)
         entries = tuple(
-            self.sessions.create(caller, listening.query.settings, partial(_deepgram, listening, channel))
+            self.sessions.create(caller, settings, partial(_deepgram, listening, channel))
             for channel in range(listening.query.channels)
         )
         header = (b"dg-request-id", listening.request_id.encode())
         return _Entrance(entries, [], select_subprotocol(offered), [header])
+
+    def _in_force(self, asked: Settings) -> Settings:
+        """What the model takes of it; raises ClientFault. Where no model is there yet, nobody is admitted either."""
+        engine = self._context.engine
+        return asked.in_force(engine.spec) if engine.ready else asked
 
     async def _resume(self, token: str, after: str, caller: Caller) -> tuple[Entry, list[str]]:
         entry = await self.sessions.find(token, caller)

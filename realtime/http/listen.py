@@ -23,7 +23,7 @@ from realtime.http.forms import FormReader, Upload
 from realtime.http.gateway import check_once
 from realtime.http.uploads import UploadRoutes
 from realtime.session.events import TimedWord
-from realtime.session.settings import AudioFormat
+from realtime.session.settings import AudioFormat, Settings
 
 # How WAV files number the raw formats, and how long their samples are.
 WAV_FORMATS = {"audio/pcm": (1, 2), "audio/pcmu": (7, 1), "audio/pcma": (6, 1)}
@@ -41,25 +41,26 @@ class ListenRoute:
     async def transcribe(self, request: Request) -> Response:
         self._context.caller_of(request)
         check_once(request.query_params, READ_ONCE)
-        query = read_file_query(request.query_params)
+        query = read_file_query(request.query_params, request.query_params.multi_items())
+        taken = query.settings.in_force(self._context.engine.spec)
         if request.headers.get("content-type", "").startswith("application/json"):
             text = "Files are not fetched from elsewhere; send the audio itself as the body, without a 'url'."
             raise Refusal(400, "url_not_supported", text)
         head = b"" if query.format is None else _wav_head(query.format)
         upload = await self._forms.open_body(request, head)
         try:
-            return await self._answer(upload, query, request, len(head))
+            return await self._answer(upload, query, taken, request, len(head))
         except Refusal as refusal:
             self._uploads.count(refusal.code)
             raise
         finally:
             await upload.close()
 
-    async def _answer(self, upload: Upload, query: FileQuery, request: Request, head: int) -> Response:
+    async def _answer(self, upload: Upload, query: FileQuery, taken: Settings, request: Request, head: int) -> Response:
         file = upload.form["file"]
         assert isinstance(file, UploadFile)
         sha256 = await asyncio.to_thread(_digest, file.file, head)
-        wanted = UploadRequest("json", query.language, "", stream=False, words=True, logprobs=False)
+        wanted = UploadRequest("json", taken, stream=False, words=True, logprobs=False)
         transcript = await self._uploads.transcript(file.file, wanted, request)
         request_id = str(uuid4())
         body = write_answer(transcript, query, self._context.sessions.models()[0], request_id, sha256)

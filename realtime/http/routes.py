@@ -71,6 +71,7 @@ def _answers(context: Context) -> list[Route]:
             Route(f"{prefix}/models", answers.models),
             Route(f"{prefix}/models/{{name:path}}", answers.model),
             Route(f"{prefix}/audio/transcriptions", uploads.transcriptions, methods=["POST"]),
+            Route(f"{prefix}/audio/translations", uploads.translations, methods=["POST"]),
             Route(f"{prefix}/audio/render", prepare.render, methods=["POST"]),
             Route(f"{prefix}/audio/inject", prepare.inject, methods=["POST"]),
             Route(f"{prefix}/realtime/client_secrets", answers.client_secret, methods=["POST"]),

@@ -7,11 +7,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import BinaryIO
 
-from starlette.datastructures import FormData, UploadFile
+from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from engine.options import TRANSLATE
 from realtime.errors import Refusal
 from realtime.http.context import Context
 from realtime.http.files import (
@@ -28,7 +29,7 @@ from realtime.http.forms import FormReader, Upload, client_gone
 
 
 class UploadRoutes:
-    """`POST /v1/audio/transcriptions`."""
+    """`POST /v1/audio/transcriptions` and `/v1/audio/translations`."""
 
     def __init__(self, context: Context, forms: FormReader) -> None:
         self._context = context
@@ -37,20 +38,30 @@ class UploadRoutes:
         self._transcriber = Transcriber(context.engine, self._limits.uploads)
 
     async def transcriptions(self, request: Request) -> Response:
+        return await self._take(request, None)
+
+    async def translations(self, request: Request) -> Response:
+        """The same, in English whatever is spoken."""
+        return await self._take(request, TRANSLATE)
+
+    async def _take(self, request: Request, task: str | None) -> Response:
         self._context.caller_of(request)
         upload = await self._forms.open(request)
         try:
-            return await self._answer(upload, request)
+            return await self._answer(upload, request, task)
         except BaseException as error:
             if isinstance(error, Refusal):
                 self.count(error.code)
             await upload.close()
             raise
 
-    async def _answer(self, upload: Upload, request: Request) -> Response:
-        wanted, file = _read(upload.form)
+    async def _answer(self, upload: Upload, request: Request, task: str | None) -> Response:
+        file = upload.form.get("file")
+        if not isinstance(file, UploadFile):
+            raise Refusal(400, "missing_file", "The form has no file in the field 'file'.", param="file")
+        wanted = read_request(upload.form, self._context.engine.spec, task)
         if wanted.stream:
-            transcript = Transcript(self._context.engine.spec.sample_rate)
+            transcript = self._new_transcript()
             deltas = self._watched(self._transcriber.deltas(file.file, wanted, transcript), request)
             return await self._stream(deltas, transcript, upload, words=wanted.words)
         transcript = await self.transcript(file.file, wanted, request)
@@ -60,13 +71,17 @@ class UploadRoutes:
 
     async def transcript(self, file: BinaryIO, wanted: UploadRequest, request: Request) -> Transcript:
         """All that is said in a file, with its place among the others; raises Refusal."""
-        transcript = Transcript(self._context.engine.spec.sample_rate)
+        transcript = self._new_transcript()
         deltas = self._watched(self._transcriber.deltas(file, wanted, transcript), request)
         async with aclosing(deltas):
             async for _ in deltas:
                 pass
         self.count("ok")
         return transcript
+
+    def _new_transcript(self) -> Transcript:
+        spec = self._context.engine.spec
+        return Transcript(spec.sample_rate, spec.options.only_language)
 
     async def _watched(self, deltas: AsyncGenerator[str], request: Request) -> AsyncGenerator[str]:
         """The text as it comes, for so long as one may take. A client that leaves gives its place to the next file."""
@@ -146,13 +161,6 @@ async def _next(deltas: AsyncGenerator[str], gone: asyncio.Task[None], seconds: 
     finally:
         step.cancel()
         await asyncio.gather(step, return_exceptions=True)
-
-
-def _read(form: FormData) -> tuple[UploadRequest, UploadFile]:
-    file = form.get("file")
-    if not isinstance(file, UploadFile):
-        raise Refusal(400, "missing_file", "The form has no file in the field 'file'.", param="file")
-    return read_request(form), file
 
 
 async def _disconnected(request: Request) -> None:

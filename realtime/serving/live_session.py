@@ -86,6 +86,13 @@ class LiveSession:
 
     # The client's side
 
+    def in_force(self, asked: Settings) -> Settings:
+        """Raises ClientFault."""
+        taken = asked.in_force(self._engine.spec)
+        if missing := asked.untaken(taken):
+            log.info("session %s: the model takes no %s", self.id, ", no ".join(missing))
+        return taken
+
     @property
     def has_stream(self) -> bool:
         return self.runner.stream is not None

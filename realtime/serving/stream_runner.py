@@ -180,12 +180,7 @@ class StreamRunner:
         self._opened += 1
         name = f"{self._id}.{self._opened}"
         delay, options = delay_positions(settings.delay, spec), settings.engine_options()
-        try:
-            stream = await self._engine.open(name, delay_positions=delay, options=options)
-        except ValueError as error:
-            # The client loses nothing by an option that this model does not know: go on without it.
-            log.info("session %s: opened without options: %s", self._id, error)
-            stream = await self._engine.open(f"{name}.plain", delay_positions=delay)
+        stream = await self._engine.open(name, delay_positions=delay, options=options)
         self.stream = stream
         self._fed = base
         self._submit(EngineSwitched(base))

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from engine.languages import language_code
+from engine.options import MAX_PROMPT_CHARACTERS, TRANSLATE, Keyword, Options, check_keywords, keywords_text
+from engine.spec import ModelSpec
+from realtime.errors import ClientFault
 
 MIN_RATE = 8_000
 MAX_RATE = 48_000
@@ -51,10 +57,14 @@ class Settings:
 
     format: AudioFormat = field(default_factory=AudioFormat)
     model: str | None = None
+    # Of the model's options from here on, None: not asked for, or the model does not take it.
     language: str | None = None
-    prompt: str = ""
-    languages: tuple[str, ...] = ()
-    keywords: tuple[str, ...] = ()
+    prompt: str | None = ""
+    # Those that may be spoken, where the model finds out which.
+    languages: tuple[str, ...] | None = ()
+    # Words to expect, each with its boost.
+    keywords: tuple[tuple[str, float], ...] | None = ()
+    task: str | None = None
     # A name of the OpenAI scale (minimal .. xhigh) or a number of milliseconds.
     delay: str | int | None = None
     noise_reduction: Any = None
@@ -72,11 +82,97 @@ class Settings:
     def wants(self, value: str) -> bool:
         return self.include is not None and value in self.include
 
+    def in_force(self, spec: ModelSpec) -> Settings:
+        """These settings as this model takes them. What it does not take is None.
+
+        Raises ClientFault for what no model could take, and for a language or a task that this one lacks: a client that
+        goes on without it would get other words than it asked for. `param` is the option's name.
+        """
+        options = spec.options
+        words = _keywords(self.keywords or ())
+        return replace(
+            self,
+            language=_language(self.language, options),
+            languages=_languages(self.languages or (), options),
+            prompt=_prompt(self.prompt or "") if options.prompt else None,
+            keywords=words if options.keywords or not words else None,
+            task=_task(self.task, options),
+            delay=self.delay if spec.max_delay_positions else None,
+        )
+
+    def untaken(self, taken: Settings) -> list[str]:
+        """What was asked for here and is not in force there."""
+        return [name for name in ("prompt", "keywords") if getattr(self, name) and getattr(taken, name) is None]
+
     def engine_options(self) -> dict[str, str]:
-        """Options for the model. The engine refuses what its model does not know; the shell then goes on without."""
-        options: dict[str, str] = {}
-        if self.language:
-            options["language"] = self.language
-        if self.prompt:
-            options["prompt"] = self.prompt
-        return options
+        """Options for the model, of settings that are in force."""
+        options = {
+            "language": self.language,
+            "languages": None if self.language else ",".join(self.languages or ()),
+            "task": self.task,
+            "prompt": self.prompt,
+            "keywords": keywords_text(Keyword(*word) for word in self.keywords or ()),
+        }
+        return {name: value for name, value in options.items() if value}
+
+
+def _language(written: str | None, options: Options) -> str | None:
+    if not written or not options.languages:
+        return None
+    try:
+        code = language_code(written)
+    except ValueError as error:
+        raise _fault("language", f"{error}. {_what_there_is(options)}") from None
+    if code is not None and code not in options.languages:
+        raise _fault("language", f"The model has no language {code!r}. {_what_there_is(options)}")
+    return code
+
+
+def _languages(written: Sequence[str], options: Options) -> tuple[str, ...] | None:
+    """Those of them that the model has: the others are not what it hears."""
+    if not written:
+        return ()
+    if not options.detects_language:
+        return None
+    try:
+        codes = dict.fromkeys(language_code(name) for name in written)
+    except ValueError as error:
+        raise _fault("languages", f"{error}. {_what_there_is(options)}") from None
+    known = tuple(code for code in codes if code in options.languages)
+    if not known and None not in codes:
+        raise _fault("languages", f"The model has none of these languages. {_what_there_is(options)}")
+    return known
+
+
+def _prompt(text: str) -> str:
+    if len(text) > MAX_PROMPT_CHARACTERS:
+        raise _fault("prompt", f"A prompt may have at most {MAX_PROMPT_CHARACTERS} characters.")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise _fault("prompt", "The prompt holds half a character.")
+    return text
+
+
+def _keywords(words: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    try:
+        check_keywords(Keyword(*word) for word in words)
+    except ValueError as error:
+        raise _fault("keywords", f"{error}.") from None
+    return tuple(words)
+
+
+def _task(task: str | None, options: Options) -> str | None:
+    if task in (None, "", "transcribe"):
+        return None
+    if task != TRANSLATE:
+        raise _fault("task", f"The task can be transcribe or {TRANSLATE}.")
+    if not options.translates:
+        raise _fault("task", "The model writes what is said, in the language it is said in; it does not translate.")
+    return task
+
+
+def _what_there_is(options: Options) -> str:
+    return f"There is {', '.join(options.languages)}."
+
+
+def _fault(option: str, message: str) -> ClientFault:
+    return ClientFault("invalid_value", message[:1].upper() + message[1:], param=option)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import ssl
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from openai import AsyncOpenAI
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import COMPLETED, greeted_client, raw_client
 from tests.e2e.test_openai_client import send_audio, wav
-from tests.realtime.gateway_doubles import FakeEngine, silence, tone
+from tests.realtime.gateway_doubles import MULTILINGUAL, FakeEngine, silence, tone
 
 
 def error_code(response: httpx.Response) -> Any:
@@ -115,7 +116,9 @@ async def test_every_form_field_clients_send_is_accepted(serve: Serve) -> None:
         "keywords[]": ["Tickertape"],
         "known_speaker_names[]": ["A", "B"],
     }
-    async with serve() as running, httpx.AsyncClient() as http:
+    engine = FakeEngine()
+    engine.takes(replace(MULTILINGUAL, keywords=500))
+    async with serve(engine) as running, httpx.AsyncClient() as http:
         response = await http.post(
             f"{running.base_url}/audio/transcriptions", data=fields, files={"file": ("a.wav", wav(0.9), "audio/wav")}
         )

@@ -1,0 +1,152 @@
+"""Options of a model over the wire: what is in force is shown, what is not is said, and mistakes change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
+
+from engine.options import Options
+from tests.e2e.conftest import Serve
+from tests.e2e.raw_client import COMPLETED, greeted_client
+from tests.e2e.test_openai_client import wav
+from tests.realtime.gateway_doubles import ENGLISH, MULTILINGUAL, FakeEngine, silence, tone
+
+WITH_WORDS = replace(MULTILINGUAL, keywords=500)
+
+
+def engine_with(options: Options) -> FakeEngine:
+    engine = FakeEngine()
+    engine.takes(options)
+    return engine
+
+
+async def in_force(client: Any, **transcription: Any) -> dict[str, Any]:
+    await client.send("session.update", session={"audio": {"input": {"transcription": transcription}}})
+    event = (await client.until("session.updated"))[-1]
+    return dict(event["session"]["audio"]["input"]["transcription"])
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("wish", "param", "text"),
+    [
+        ({"language": "klingon"}, "language", "There is en, zh, de"),
+        ({"language": "yue"}, "language", "no language 'yue'"),
+        ({"task": "sing"}, "task", "transcribe or translate"),
+        ({"keywords": ["w"] * 10_000}, "keywords", "At most 500"),
+        ({"keywords": [""]}, "keywords", "empty"),
+        ({"keywords": ["x" * 10_000]}, "keywords", "at most 64"),
+        ({"keywords": ["a\u0007"]}, "keywords", "control"),
+    ],
+)
+async def test_a_mistake_is_told_and_the_session_goes_on_with_what_it_had(
+    serve: Serve, wish: dict[str, Any], param: str, text: str
+) -> None:
+    engine = engine_with(WITH_WORDS)
+    async with serve(engine) as running, greeted_client(running.ws) as client:
+        assert (await in_force(client, language="de-AT"))["language"] == "de"
+        await client.send("session.update", event_id="mine", session={"audio": {"input": {"transcription": wish}}})
+        error = (await client.until("error"))[-1]["error"]
+        assert error["code"] == "invalid_value" and error["event_id"] == "mine" and text in error["message"]
+        assert error["param"] == f"session.audio.input.transcription.{param}"
+        await client.append(tone(1.0) + silence(0.8))
+        assert (await client.until(COMPLETED))[-1]["transcript"] == "w1 w2"
+        assert engine.opened[-1]["options"] == {"language": "de"}
+        assert (await in_force(client))["language"] == "de"
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "fields", "param", "text"),
+    [
+        ("transcriptions", ENGLISH, {"language": "de"}, "language", "no language 'de'. There is en."),
+        ("transcriptions", ENGLISH, {"language": "xx"}, "language", "not a language"),
+        ("transcriptions", ENGLISH, {"prompt": "Names."}, "prompt", "takes no prompt"),
+        ("transcriptions", ENGLISH, {"keywords[]": "tape"}, "keywords", "takes no keywords"),
+        ("transcriptions", WITH_WORDS, {"keywords[]": "x" * 65}, "keywords", "at most 64"),
+        ("translations", ENGLISH, {}, "task", "does not translate"),
+    ],
+)
+async def test_an_upload_is_refused_with_the_reason(
+    serve: Serve, path: str, options: Options, fields: dict[str, str], param: str, text: str
+) -> None:
+    async with serve(engine_with(options)) as running, httpx.AsyncClient() as http:
+        files = {"file": ("a.wav", wav(0.9), "audio/wav")}
+        response = await http.post(f"{running.base_url}/audio/{path}", data=fields, files=files)
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["type"] == "invalid_request_error"
+        assert error["param"] == param and text in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("query", "text"),
+    [
+        ("language=klingon", "not a language"),
+        ("language=de", "There is en."),
+        ("keyterm=", "empty"),
+        ("keywords=tape:loud", "word with a boost"),
+        ("keywords=tape:-3", "between 0.1 and 10"),
+    ],
+)
+async def test_a_query_is_refused_in_the_dialects_own_shape(serve: Serve, query: str, text: str) -> None:
+    async with serve(engine_with(replace(ENGLISH, keywords=500))) as running, httpx.AsyncClient() as http:
+        with pytest.raises(InvalidStatus) as caught:
+            async with connect(f"{running.ws.replace('/realtime', '/listen')}?encoding=linear16&{query}"):
+                pass
+        assert caught.value.response.status_code == 400 and text in caught.value.response.headers["dg-error"]
+        answer = await http.post(f"{running.base_url}/listen?{query}", content=wav(0.9))
+        assert answer.status_code == 400 and text in answer.json()["err_msg"]
+
+
+# Normal use
+
+
+async def test_what_the_model_does_not_take_is_null(serve: Serve) -> None:
+    engine = engine_with(ENGLISH)
+    async with serve(engine) as running, greeted_client(running.ws) as client:
+        shown = await in_force(client, language="en-US", prompt="Names.", keywords=["tape"], delay="low")
+        assert (shown["language"], shown["prompt"], shown["keywords"]) == ("en", None, None)
+        await client.append(tone(1.0) + silence(0.8))
+        await client.until(COMPLETED)
+        assert engine.opened[-1]["options"] == {"language": "en"}
+
+
+async def test_what_is_in_force_is_shown_and_reaches_the_engine(serve: Serve) -> None:
+    engine = engine_with(WITH_WORDS)
+    async with serve(engine) as running, greeted_client(running.ws) as client:
+        asked = {"language": "German", "prompt": "Namen.", "keywords": ["Ticker", "Tape"], "task": "translate"}
+        shown = await in_force(client, **asked)
+        assert {name: shown[name] for name in asked} == {**asked, "language": "de"}
+        await client.append(tone(1.0) + silence(0.8))
+        await client.until(COMPLETED)
+        told = {"language": "de", "task": "translate", "prompt": "Namen.", "keywords": "Ticker\t1\nTape\t1"}
+        assert engine.opened[-1]["options"] == told
+
+
+async def test_deepgrams_words_reach_the_engine(serve: Serve) -> None:
+    engine = engine_with(WITH_WORDS)
+    query = "language=multi&keyterm=Ticker%20Tape&keywords=Moonshine:2.5&keywords=Whisper"
+    async with serve(engine) as running, httpx.AsyncClient() as http:
+        answer = await http.post(f"{running.base_url}/listen?{query}", content=wav(0.9))
+        assert answer.status_code == 200
+        assert engine.opened[-1]["options"] == {"keywords": "Ticker Tape\t1\nMoonshine\t2.5\nWhisper\t1"}
+
+
+async def test_a_translation_is_an_upload_in_english(serve: Serve) -> None:
+    engine = engine_with(MULTILINGUAL)
+    async with serve(engine) as running, httpx.AsyncClient() as http:
+        for response_format in ("json", "text", "srt", "vtt", "verbose_json"):
+            response = await http.post(
+                f"{running.base_url}/audio/translations",
+                data={"model": "whisper-1", "prompt": "Names.", "response_format": response_format},
+                files={"file": ("a.wav", wav(0.9), "audio/wav")},
+            )
+            assert response.status_code == 200 and "w1 w2" in response.text
+        assert (response.json()["task"], response.json()["language"]) == ("translate", "english")
+        assert engine.opened[-1]["options"] == {"task": "translate", "prompt": "Names."}

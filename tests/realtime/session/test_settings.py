@@ -1,0 +1,83 @@
+"""What a client asks of a model, and what of it is in force."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.options import MAX_PROMPT_CHARACTERS, Options
+from engine.spec import ModelSpec
+from realtime.errors import ClientFault
+from realtime.session.settings import Settings
+from tests.realtime.gateway_doubles import ENGLISH, MULTILINGUAL
+
+
+def spec(options: Options, delays: int = 0) -> ModelSpec:
+    return ModelSpec("m", 16_000, 1280, max_delay_positions=delays, options=options)
+
+
+SILENT = spec(Options())
+WITH_WORDS = Options(languages=("en", "de"), detects_language=True, keywords=500)
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "param", "text"),
+    [
+        (ENGLISH, {"language": "de"}, "language", "no language 'de'. There is en."),
+        (ENGLISH, {"language": "klingon"}, "language", "'klingon' is not a language"),
+        (MULTILINGUAL, {"language": "yue"}, "language", "There is en, zh, de"),
+        (WITH_WORDS, {"languages": ("fr", "nl")}, "languages", "none of these languages. There is en, de."),
+        (WITH_WORDS, {"languages": ("en", "xx")}, "languages", "'xx' is not a language"),
+        (ENGLISH, {"task": "translate"}, "task", "does not translate"),
+        (MULTILINGUAL, {"task": "sing"}, "task", "transcribe or translate"),
+        (MULTILINGUAL, {"prompt": "x" * (MAX_PROMPT_CHARACTERS + 1)}, "prompt", "at most 16384"),
+        (MULTILINGUAL, {"prompt": "\ud800"}, "prompt", "half a character"),
+        (WITH_WORDS, {"keywords": (("w", 1.0),) * 10_000}, "keywords", "At most 500 keywords"),
+        (ENGLISH, {"keywords": (("", 1.0),)}, "keywords", "A keyword is empty"),
+        (ENGLISH, {"keywords": (("x" * 10_000, 1.0),)}, "keywords", "at most 64 characters"),
+        (WITH_WORDS, {"keywords": (("a\x07b", 1.0),)}, "keywords", "control characters"),
+        (WITH_WORDS, {"keywords": (("word", 1e9),)}, "keywords", "lies between 0.1 and 10"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: Options, asked: dict[str, Any], param: str, text: str) -> None:
+    with pytest.raises(ClientFault) as caught:
+        Settings(**asked).in_force(spec(options))
+    assert caught.value.param == param and text in caught.value.message
+    assert caught.value.message[0].isupper() or caught.value.message[0] == "'"
+
+
+def test_what_a_model_does_not_take_is_null() -> None:
+    asked = Settings(language="xx", prompt="Names.", keywords=(("tape", 1.0),), languages=("de",), delay="low")
+    taken = asked.in_force(SILENT)
+    shown = (taken.language, taken.prompt, taken.keywords, taken.languages, taken.delay)
+    assert shown == (None, None, None, None, None)
+    assert asked.untaken(taken) == ["prompt", "keywords"] and taken.engine_options() == {}
+    nothing = Settings().in_force(SILENT)
+    assert nothing.untaken(nothing) == [] and nothing.keywords == () == nothing.languages
+
+
+@pytest.mark.parametrize("written", ["en", "English", "en-US"])
+def test_a_language_is_shown_as_its_code(written: str) -> None:
+    assert Settings(language=written).in_force(spec(ENGLISH)).language == "en"
+    assert Settings(language=written).in_force(spec(MULTILINGUAL)).engine_options() == {"language": "en"}
+
+
+def test_what_is_in_force_stays_in_force() -> None:
+    asked = Settings(
+        language="German", prompt="Namen.", keywords=(("tape", 2.5), ("ticker", 1.0)), task="translate", delay=320
+    )
+    both = spec(Options(("en", "de"), True, True, True, 500), delays=6)
+    taken = asked.in_force(both)
+    assert taken == taken.in_force(both)
+    keywords = "tape\t2.5\nticker\t1"
+    told = {"language": "de", "task": "translate", "prompt": "Namen.", "keywords": keywords}
+    assert taken.engine_options() == told and taken.delay == 320
+    both.options.check(told)
+
+
+def test_languages_that_may_be_spoken_are_those_the_model_has() -> None:
+    some = Settings(languages=("German", "fr", "en-GB", "de")).in_force(spec(WITH_WORDS))
+    assert some.languages == ("de", "en") and some.engine_options() == {"languages": "de,en"}
+    assert Settings(language="auto", languages=("multi",)).in_force(spec(WITH_WORDS)).engine_options() == {}
+    assert Settings(language="en", languages=("de",)).in_force(spec(WITH_WORDS)).engine_options() == {"language": "en"}
