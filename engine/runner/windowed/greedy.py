@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.models.seq2seq import DecoderState, Encoded, SpeechModel
 from engine.runner.device import upload
+from engine.runner.windowed.stability import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +40,14 @@ class Row:
     stop_frame: float | None
     # Frames that hold audio; attention to padding behind them says nothing.
     frames: int
-    # Two tokens in a row that attend to frames so far before what is said already: the text begins again, and decoding
-    # stops. `said_until` moves on with the text.
-    far_back: float = inf
-    said_until: float = -inf
+    # Tells when the text begins again; then decoding stops.
+    progress: Progress = field(default_factory=lambda: Progress(-inf, inf))
     tokens: list[int] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)
     # The model said that the text ends here.
     ended: bool = False
     done: bool = False
-    _behind: int = 0
 
     def take(self, answer: Answer, end_token: int) -> None:
         if answer.token == end_token:
@@ -59,10 +57,8 @@ class Row:
         self.tokens.append(answer.token)
         self.peaks.append(peak)
         self.log_probabilities.append(answer.log_probability)
-        self._behind = self._behind + 1 if peak < self.said_until - self.far_back else 0
-        self.said_until = max(self.said_until, peak)
         at_edge = self.stop_frame is not None and peak >= self.stop_frame
-        if len(self.tokens) >= self.most or at_edge or self._behind == 2:
+        if self.progress.begins_again(peak) or at_edge or len(self.tokens) >= self.most:
             self.done = True
 
 

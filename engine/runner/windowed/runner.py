@@ -26,6 +26,7 @@ from engine.runner.windowed.stability import (
     FAR_BACK,
     Heard,
     Policy,
+    Progress,
     best_cut,
     committable,
     is_noise,
@@ -244,8 +245,10 @@ class WindowedRunner:
             stop_frame=None if task.final or task.pause else sound.frames - policy.agreed_margin * frames_per_position,
             frames=sound.frames,
             # A file's window is heard once and as a whole: nothing was said of it that could be said again.
-            far_back=FAR_BACK * frames_per_position if slot.live else inf,
-            said_until=(said_until - sound.origin) * frames_per_position,
+            progress=Progress(
+                (said_until - sound.origin) * frames_per_position,
+                FAR_BACK * frames_per_position if slot.live else inf,
+            ),
         )
 
     def _result(self, task: DecodeTask, sound: Sound, row: Row) -> DecodeResult:
@@ -276,8 +279,7 @@ class WindowedRunner:
         count = committable(new, row.ended, previous, window, self.vocabulary.pieces, self._policy)
         if task.pause and row.ended and surely_ends(new, self.vocabulary.pieces, self._policy):
             count = len(new)
-        else:
-            count = before_marks(new, count, self.vocabulary.pieces)
+        count = before_marks(new, count, self.vocabulary.pieces)
         upcoming = new[count].peak if count < len(new) else sound.edge
         timed, said = self._joined(task, new[:count], floor, upcoming)
         slot.committed += said

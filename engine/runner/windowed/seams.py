@@ -4,8 +4,9 @@ A model that hears an utterance to its end puts a full stop there, for all it kn
 sounds like its end until somebody speaks on. So marks behind the last word stay open. The next utterance is heard
 together with the end of this one and goes on from its last word, and so the model says itself whether a mark belongs
 between them, and how the next word is written. If the end of this one was not heard with the next, or if a turn ended
-between them, the marks stand, and a sentence begins behind them. A full stop at a pause that the model does not doubt
-stands at once, and its words are shown as soon.
+between them, the marks stand, and a sentence begins behind them. Words before a full stop at a pause that the model
+does not doubt are shown at once; the mark itself stays open even then, or a model that has ended its sentence too early
+would have nothing more to say while the speaker goes on.
 """
 
 from __future__ import annotations

@@ -99,10 +99,11 @@ def without_second_mark(said: list[int], new: list[Heard], pieces: list[bytes]) 
 
 
 def rising(peaks: list[float], floor: float) -> list[float]:
-    """Peaks that never run backwards: speech does not, attention now and then does."""
+    """Peaks that never run backwards: speech does not, attention now and then does. One that lies far behind the next
+    is a stray: its token is where the next one is."""
     result = []
-    for peak in peaks:
-        floor = max(floor, peak)
+    for peak, following in pairwise([*peaks, inf]):
+        floor = max(floor, following if peak > following + FAR_BACK else peak)
         result.append(floor)
     return result
 
@@ -127,14 +128,35 @@ def _median(values: list[float]) -> float:
     return values[(len(values) - 1) // 2]
 
 
+class Progress:
+    """How far the audio is said, token by token, and whether the text begins again.
+
+    The first token of an utterance may attend to anything, and others do now and then. So a peak counts when the one
+    before it or the one behind it lies near: if a stray one did, all the words before it would be taken for old ones.
+    """
+
+    __slots__ = ("_behind", "_far_back", "_last", "_said_until")
+
+    def __init__(self, said_until: float, far_back: float) -> None:
+        self._said_until = self._last = said_until
+        self._far_back = far_back
+        self._behind = 0
+
+    def begins_again(self, peak: float) -> bool:
+        """Take the next token; True if it is the second in a row that looks far back."""
+        self._behind = self._behind + 1 if peak < self._said_until - self._far_back else 0
+        near = abs(peak - self._last) <= self._far_back
+        self._said_until = max(self._said_until, peak if near else min(peak, self._last))
+        self._last = peak
+        return self._behind == 2
+
+
 def rereads_from(peaks: list[float], floor: float) -> int | None:
     """Index at which a hypothesis starts to repeat audio that was said before: two tokens in a row look far back."""
-    behind = 0
+    progress = Progress(floor, FAR_BACK)
     for index, peak in enumerate(peaks):
-        behind = behind + 1 if peak < floor - FAR_BACK else 0
-        if behind == 2:
+        if progress.begins_again(peak):
             return index - 1
-        floor = max(floor, peak)
     return None
 
 

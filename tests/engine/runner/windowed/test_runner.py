@@ -17,10 +17,10 @@ from engine.messages import Item, Open
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.seq2seq import Encoded
 from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION, AudioSlab
-from engine.runner.windowed.ears import WindowEar
+from engine.runner.windowed.ears import Sound, WindowEar
 from engine.runner.windowed.greedy import Answer, GreedyDecoder, Row
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
-from engine.runner.windowed.stability import Policy
+from engine.runner.windowed.stability import Policy, Progress
 from engine.runner.windowed.windows import HostWindows
 from engine.vocabulary import Vocabulary
 
@@ -191,10 +191,12 @@ def test_rows_of_a_batch_do_not_touch_each_other(model: Moonshine) -> None:
         assert (row.tokens, row.peaks, row.ended) == (other.tokens, other.peaks, other.ended)
 
 
-@pytest.mark.parametrize(("peaks", "taken"), [([40, 9, 8, 41], 3), ([40, 9, 41, 8], 4), ([40, 9, 41, 8, 7, 42], 5)])
+@pytest.mark.parametrize(
+    ("peaks", "taken"), [([40, 9, 8, 41], 3), ([40, 9, 41, 8], 4), ([40, 9, 41, 8, 7, 42], 5), ([90, 32, 35, 41], 4)]
+)
 def test_a_row_that_begins_again_is_not_decoded_on(peaks: list[int], taken: int) -> None:
-    """Two tokens in a row that attend to what is said already; one alone may be noise of the measurement."""
-    row = Row([], [], 20, None, 100, far_back=20.0, said_until=30.0)
+    """Two tokens in a row that attend to what is said already; one alone, before it or behind it, may be a stray."""
+    row = Row([], [], 20, None, 100, progress=Progress(30.0, far_back=20.0))
     for token, peak in enumerate(peaks, 3):
         if not row.done:
             row.take(Answer(token, 0.0, peak), end_token=2)
@@ -431,6 +433,23 @@ def test_an_utterance_that_goes_on_after_its_pause_is_read_to_its_end(
     monkeypatch.setattr(model, "encode_slowly", None)
     with pytest.raises(TypeError):
         streams.end_here()
+
+
+def test_words_go_out_at_a_pause_that_surely_ends_a_sentence_and_its_mark_stays_open(model: Moonshine) -> None:
+    """A model that has ended its sentence has nothing more to say, and the speaker may go on."""
+    runner = make_runner(model)
+    runner.vocabulary.pieces[6] = b"."
+    runner.execute(StepPlan(0, opened=[OpenTask(0, "s", 0, {}, [])]))
+    audio = torch.from_numpy(speech(9, 20))[None]
+    with torch.inference_mode():
+        sound = Sound(model.encode(audio, [audio.shape[1]]), 0.0, 20.0)
+    said = Row([], [], 9, None, sound.frames)
+    for token, peak in ((4, 10), (5, 30), (6, 60), (2, 60)):
+        said.take(Answer(token, 0.0, peak), end_token=2)
+    result = runner._result(DecodeTask(0, "s", 0, 15, 20, [], [], False, pause=True), sound, said)
+    assert [timed.token for timed in result.timed] == [4, 5] and not result.pending
+    final = runner._finish(DecodeTask(0, "s", 0, 20, 20, [0] * 20, [], True))
+    assert not final.timed and [timed.token for timed in final.pending] == [6]
 
 
 def test_a_reused_slot_starts_afresh(model: Moonshine) -> None:

@@ -100,6 +100,7 @@ def test_what_is_committed_is_behind_the_margin_and_complete(
 def test_peaks_never_run_backwards() -> None:
     assert rising([3.0, 1.0, 5.0], 2.0) == [3.0, 3.0, 5.0]
     assert rising([], 2.0) == []
+    assert rising([25.0, 3.0, 5.0], 2.0) == [3.0, 3.0, 5.0]
 
 
 def test_text_that_looks_back_at_old_audio_is_a_repetition() -> None:
@@ -107,6 +108,13 @@ def test_text_that_looks_back_at_old_audio_is_a_repetition() -> None:
     assert rereads_from([5.0, 33.0, 7.0, 36.0], 30.0) is None
     assert rereads_from([31.0, 5.0, 8.0, 12.0], 30.0) == 1
     assert rereads_from([2.0, 3.0], 30.0) == 0
+
+
+def test_a_stray_first_token_does_not_make_old_words_of_those_behind_it() -> None:
+    """Attention to the first token of an utterance may peak anywhere, as here two seconds too late."""
+    assert rereads_from([25.0, 3.0, 5.0, 9.0], 0.0) is None
+    assert rereads_from([25.0, 26.0, 3.0, 5.0], 0.0) == 2
+    assert rereads_from([25.0, 3.0, 5.0, 9.0, 14.0, 20.0, 3.0, 4.0], 0.0) == 6
 
 
 def test_spans_meet_halfway_and_leave_pauses_out() -> None:
