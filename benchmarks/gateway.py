@@ -19,7 +19,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,10 @@ class NullStream:
     async def feed(self, samples: NDArray[Any]) -> None:
         self._samples += len(samples)
 
+    def feed_now(self, samples: NDArray[Any]) -> bool:
+        self._samples += len(samples)
+        return True
+
     async def gap(self, samples: int) -> None:
         self._samples += samples
 
@@ -79,6 +83,13 @@ class NullStream:
 
     def __aiter__(self) -> AsyncIterator[messages.Output]:
         return self._iterate()
+
+    def listen(self, listener: Callable[[messages.Output], None]) -> None:
+        self._telling = asyncio.create_task(self._tell(listener))
+
+    async def _tell(self, listener: Callable[[messages.Output], None]) -> None:
+        async for output in self:
+            listener(output)
 
     async def _iterate(self) -> AsyncIterator[messages.Output]:
         while True:

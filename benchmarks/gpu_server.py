@@ -1,6 +1,7 @@
 """How many sessions the whole server holds: sockets, gateways, engine process, speech detection, limits as they are.
 
-    python -m benchmarks.gpu_server --sessions 600 --kv fp8 --seconds 60 --json docs/data/h200-server.json
+    python -m benchmarks.gpu_server --sessions 600 500:24000:50 800:16000:80:0.5 --kv fp8 --seconds 60 --workers 6 \\
+        --kill-worker --rolling-restart --json docs/data/h200-server.json
 
 The model is Voxtral Realtime at full dimensions with random weights (`benchmarks.random_engine`); everything else is
 what `tickertape serve --engine` runs. N clients in processes of their own send speech in real time over sockets, with
@@ -8,7 +9,14 @@ turn detection. A word's lag is the time from the moment its last sample was sen
 model's delay; appends of 80 ms alone make that up to 80 ms, because an item needs 2.5 ms of what follows it. A point
 holds if the 99th percentile is at most 250 ms, the lag does not grow and no session fails. Random weights choose a word
 in nearly every frame, where speech has blanks in four of five: gateways and clients have several times the events.
-With --small everything runs in seconds on a CPU, with a tiny model: that checks the benchmark and measures nothing.
+They choose words in pauses too, which are told when the turn before is completed: such words, by the server's own
+detector on the sound that is sent, are counted and not scored.
+
+Several loads share one start: SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]]. Then, with --kill-worker and
+--rolling-restart, clients that resume speak in several runs, of which the first is calm, and their texts are compared
+with those of that run; another calm run says how much they differ without a cause. With --small everything runs in
+seconds on a CPU, with a tiny model, and with --null without any: that checks the benchmark, and measures no more than
+what gateways spend.
 """
 
 from __future__ import annotations
@@ -17,21 +25,24 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.paced_clients import Orders, Schedule
-from benchmarks.speech_sound import SAMPLE_RATE
+from benchmarks import lasting_clients, paced_clients
+from benchmarks.lasting_clients import Moved
+from benchmarks.paced_clients import Schedule
+from benchmarks.server_processes import Child, cpu_of, free_port, with_descendants, workers_of
+from benchmarks.speech_sound import SAMPLE_RATE, spans, speech
 
 MAX_LAG_MS = 250.0
 # A lag that grows by more than this in a minute does not stay.
@@ -39,19 +50,45 @@ MAX_GROWTH_MS_PER_MIN = 100.0
 DELAY_MS = 480
 START_S = 180.0
 SETTLE_S = 3.0
-CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+# When something happens to clients that resume, as a share of the time for which they speak.
+HAPPENS_AT = 0.45
+CALM, CALM_AGAIN, KILLED, REPLACED = "calm", "calm again", "a worker killed", "all workers replaced"
+
+
+@dataclass(frozen=True)
+class Load:
+    """So many sessions, how they send, and for which share of the time each of them is silent."""
+
+    sessions: int
+    rate: int = SAMPLE_RATE
+    append_ms: int = 80
+    silent: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str, rate: int, append_ms: int, silent: float) -> Load:
+        """SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]]; the others stand for what is not said."""
+        said = text.split(":")
+        usual = [str(rate), str(append_ms), str(silent)]
+        sessions, *others = [*said, *usual[len(said) - 1 :]]
+        return cls(int(sessions), int(others[0]), int(others[1]), float(others[2]))
+
+    def __str__(self) -> str:
+        silent = f", each silent for {self.silent:.0%} of the time" if self.silent else ""
+        return f"{self.sessions} sessions, {self.rate // 1000} kHz, appends of {self.append_ms} ms{silent}"
 
 
 @dataclass
 class Result:
     """One measurement. Times in milliseconds, processor time in cores."""
 
-    sessions: int
+    load: Load
     connected: int
     refusals: int
     failures: list[str]
     seconds: float
+    # Words that were scored, and words in pauses, which were not.
     words: int
+    words_in_pauses: int
     lag_p50: float
     lag_p95: float
     lag_p99: float
@@ -60,6 +97,7 @@ class Result:
     appends: int
     append_late_p99: float
     engine_cores: float
+    # Of each process of the gateways, the busiest first.
     gateway_cores: list[float]
     client_cores: float
     gateway_us_per_append: float
@@ -68,85 +106,8 @@ class Result:
 
     @property
     def holds(self) -> bool:
-        whole = self.connected == self.sessions and not self.failures and self.words > 0
+        whole = self.connected == self.load.sessions and not self.failures and self.words > 0
         return whole and self.lag_p99 <= MAX_LAG_MS and self.growth_per_min <= MAX_GROWTH_MS_PER_MIN
-
-
-class Child:
-    """A process of the benchmark and all that it starts; ended with it."""
-
-    def __init__(self, name: str, command: list[str], log: Path, **options: Any) -> None:
-        self.name = name
-        self.log = log
-        self._file = log.open("w")
-        # A group of its own: workers and forked engines end with it.
-        self.process = subprocess.Popen(command, stderr=self._file, start_new_session=True, **options)
-
-    def cpu_seconds(self) -> float:
-        """Of the process and of its descendants that live."""
-        return sum(_cpu_of(pid) for pid in _with_descendants(self.process.pid))
-
-    def check(self) -> None:
-        if self.process.poll() is not None:
-            tail = self.log.read_text()[-2000:]
-            raise RuntimeError(f"{self.name} ended with {self.process.returncode}:\n{tail}")
-
-    def tell(self, message: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(message) + "\n")
-        self.process.stdin.flush()
-
-    def hear(self) -> str:
-        """The next line that it says."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            self.process.wait(10)
-            self.check()
-        return str(line)
-
-    def stop(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-            try:
-                self.process.wait(5)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
-        self._file.close()
-
-
-def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process, from its state on; nothing if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _cpu_of(pid: int) -> float:
-    fields = _stat(pid)
-    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS if fields else 0.0
-
-
-def _with_descendants(pid: int) -> list[int]:
-    """By asking all processes for their parents: not every kernel lists children."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found = [pid]
-    for known in found:
-        found += children.get(known, [])
-    return found
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Bench:
@@ -159,16 +120,20 @@ class Bench:
         self.engine: Child | None = None
         self.gateways: list[Child] = []
         self._urls: list[str] = []
+        self._speech = heard_speech(options.audio, options.null)
 
     def start(self) -> None:
         options = self._options
-        command = [sys.executable, "-m", "benchmarks.random_engine", "--listen", self._address]
-        command += ["--kv", options.kv, "--window", str(options.window)]
-        command += ["--max-streams", str(options.max_streams)] if options.max_streams else []
-        command += ["--small"] if options.small else []
+        if options.null:
+            command = [sys.executable, "-m", "benchmarks.null_engine", "--listen", self._address]
+        else:
+            command = [sys.executable, "-m", "benchmarks.random_engine", "--listen", self._address]
+            command += ["--kv", options.kv, "--window", str(options.window)]
+            command += ["--max-streams", str(options.max_streams)] if options.max_streams else []
+            command += ["--small"] if options.small else []
         self.engine = Child("engine", command, self._folder / "engine.log")
         for index in range(options.gateways):
-            port = _free_port()
+            port = free_port()
             command = [sys.executable, "-m", "realtime.cli", "serve", "--engine", self._address, "--port", str(port)]
             command += ["--workers", str(options.workers)] if options.workers else []
             command += [] if options.max_load is None else ["--limits.max-load", str(options.max_load)]
@@ -200,11 +165,11 @@ class Bench:
             if child is not None:
                 child.stop()
 
-    def measure(self, sessions: int) -> Result:
+    def measure(self, load: Load) -> Result:
         seconds = self._options.seconds
-        clients = self._start_clients(sessions)
+        clients = self._start_clients("paced_clients", load.sessions, lambda numbers: self._orders(load, numbers))
         try:
-            schedule = self._schedule(sessions)
+            schedule = self._schedule(load.sessions)
             for client in clients:
                 client.tell(asdict(schedule))
             time.sleep(max(0.0, schedule.counts_from - time.monotonic()))
@@ -216,47 +181,98 @@ class Bench:
             for client in clients:
                 client.stop()
         self._check()
-        cores = [(end - start) / seconds for start, end in zip(before, after, strict=True)]
-        return summary(sessions, seconds, findings, cores)
+        cores = {name: (after[name] - before.get(name, 0.0)) / seconds for name in after}
+        return summary(load, seconds, findings, cores)
+
+    def move(self, what: str, calm: list[str] | None) -> tuple[Moved, list[str]]:
+        """Clients that resume, and what happens to them. Returns their texts too."""
+        sessions, seconds = self._options.move_sessions, self._options.move_seconds
+        url = self._urls[0].partition("?")[0]
+        clients = self._start_clients(
+            "lasting_clients",
+            sessions,
+            lambda numbers: asdict(lasting_clients.Orders(url, numbers, seconds, self._options.audio)),
+        )
+        try:
+            begins, join_s = time.monotonic() + 0.5, sessions / self._options.joins_per_second
+            for client in clients:
+                client.tell({"begins": begins, "join_s": join_s, "all_sessions": sessions})
+            time.sleep(max(0.0, begins + join_s + HAPPENS_AT * seconds - time.monotonic()))
+            parent = self.gateways[0].process.pid
+            if what == KILLED:
+                os.kill(workers_of(parent)[0], signal.SIGKILL)
+            elif what == REPLACED:
+                os.kill(parent, signal.SIGHUP)
+            findings = [json.loads(client.hear()) for client in clients]
+        finally:
+            for client in clients:
+                client.stop()
+        self._check()
+        texts = [text for found in findings for text in found["texts"]]
+        return lasting_clients.moved(what, findings, texts if calm is None else calm), texts
 
     def _schedule(self, sessions: int) -> Schedule:
         begins, join_s = time.monotonic() + 0.5, sessions / self._options.joins_per_second
         counts_from = begins + join_s + SETTLE_S
         return Schedule(begins, join_s, counts_from, counts_from + self._options.seconds)
 
-    def _cpu(self, clients: list[Child]) -> list[float]:
-        """Of the engine, of all clients together, of each gateway."""
+    def _cpu(self, clients: list[Child]) -> dict[str, float]:
+        """Processor seconds of the engine, of all clients together, of each process of the gateways."""
         assert self.engine is not None
-        together = sum(client.cpu_seconds() for client in clients)
-        return [self.engine.cpu_seconds(), together, *(gateway.cpu_seconds() for gateway in self.gateways)]
+        pids = [pid for gateway in self.gateways for pid in with_descendants(gateway.process.pid)]
+        return {
+            "engine": self.engine.cpu_seconds(),
+            "clients": sum(client.cpu_seconds() for client in clients),
+            **{f"gateway {pid}": cpu_of(pid) for pid in pids},
+        }
 
-    def _start_clients(self, sessions: int) -> list[Child]:
+    def _orders(self, load: Load, numbers: list[int]) -> dict[str, Any]:
+        orders = paced_clients.Orders(
+            urls=self._urls,
+            sessions=numbers,
+            all_sessions=load.sessions,
+            rate=load.rate,
+            append_ms=load.append_ms,
+            delay_ms=DELAY_MS,
+            silent_share=load.silent,
+            recording=self._options.audio,
+            speech=self._speech,
+        )
+        return asdict(orders)
+
+    def _start_clients(self, module: str, sessions: int, orders: Callable[[list[int]], dict[str, Any]]) -> list[Child]:
         """Processes of clients that are ready to be told when to begin."""
-        options = self._options
-        processes = min(options.clients, sessions)
+        processes = min(self._options.clients, sessions)
         clients = []
         for index in range(processes):
-            orders = Orders(
-                urls=self._urls,
-                sessions=list(range(index, sessions, processes)),
-                all_sessions=sessions,
-                rate=options.rate,
-                append_ms=options.append_ms,
-                delay_ms=DELAY_MS,
-                silent_share=options.silent,
-                recording=options.audio,
-            )
-            command, log = [sys.executable, "-m", "benchmarks.paced_clients"], self._folder / f"clients{index}.log"
+            command, log = [sys.executable, "-m", f"benchmarks.{module}"], self._folder / f"clients{index}.log"
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             clients.append(Child(f"clients {index}", command, log, **pipes))
-            clients[-1].tell(asdict(orders))
+            clients[-1].tell(orders(list(range(index, sessions, processes))))
         for client in clients:
             client.hear()
         return clients
 
 
-def summary(sessions: int, seconds: float, findings: list[dict[str, Any]], cores: list[float]) -> Result:
-    """`cores` are those of the engine, of the clients, then of each gateway."""
+def heard_speech(audio: str | None, null: bool) -> list[tuple[float, float]]:
+    """Where the server's detector hears speech in the sound that clients send, which goes round, in seconds."""
+    sound = speech(None if audio is None else Path(audio))
+    seconds = len(sound) / SAMPLE_RATE
+    if null:
+        return [(0.0, seconds)]
+    from engine.models.silero import FRAME_SAMPLES, load_silero
+    from engine.runner.speech import SpeechDetector
+
+    detector = SpeechDetector(load_silero(), 1)
+    detector.open("sound")
+    # It comes to the beginning as it does to clients that have gone round.
+    detector.detect([("sound", sound[-2 * SAMPLE_RATE :])])
+    (found,) = detector.detect([("sound", sound)])
+    return spans(found.probabilities, FRAME_SAMPLES / SAMPLE_RATE, seconds)
+
+
+def summary(load: Load, seconds: float, findings: list[dict[str, Any]], cores: dict[str, float]) -> Result:
+    """`cores` are those of the engine, of the clients, and of each process of the gateways."""
     pairs = [tuple(pair) for found in findings for pair in found["lags"]]
     moments, lags = np.array(pairs or [(0.0, float("nan"))]).T
     grows = len(pairs) > 1 and np.ptp(moments) > 0
@@ -267,15 +283,16 @@ def summary(sessions: int, seconds: float, findings: list[dict[str, Any]], cores
     for found in findings:
         events.update(found["events"])
     p50, p95, p99 = (float(np.percentile(lags, share)) for share in (50, 95, 99))
-    engine, clients, *gateways = cores
+    gateways = sorted((used for name, used in cores.items() if name.startswith("gateway")), reverse=True)
     each = 1e6 * seconds / max(1, appends)
     return Result(
-        sessions=sessions,
+        load=load,
         connected=sum(found["connected"] for found in findings),
         refusals=sum(found["refusals"] for found in findings),
         failures=[text for found in findings for text in found["failures"]][:20],
         seconds=seconds,
         words=len(pairs),
+        words_in_pauses=sum(found["in_pauses"] for found in findings),
         lag_p50=p50,
         lag_p95=p95,
         lag_p99=p99,
@@ -283,11 +300,11 @@ def summary(sessions: int, seconds: float, findings: list[dict[str, Any]], cores
         growth_per_min=slope,
         appends=appends,
         append_late_p99=float(np.percentile(late, 99)) if late else 0.0,
-        engine_cores=engine,
+        engine_cores=cores["engine"],
         gateway_cores=gateways,
-        client_cores=clients,
+        client_cores=cores["clients"],
         gateway_us_per_append=sum(gateways) * each,
-        engine_us_per_append=engine * each,
+        engine_us_per_append=cores["engine"] * each,
         events=dict(events),
     )
 
@@ -295,10 +312,11 @@ def summary(sessions: int, seconds: float, findings: list[dict[str, Any]], cores
 def print_result(result: Result) -> None:
     gateways = " + ".join(f"{cores:.2f}" for cores in result.gateway_cores)
     print(
-        f"whole server, {result.sessions} sessions for {result.seconds:.0f} s: {'holds' if result.holds else 'FAILS'}\n"
+        f"whole server, {result.load}, {result.seconds:.0f} s: {'holds' if result.holds else 'FAILS'}\n"
         f"  connected {result.connected}, refusals {result.refusals}, failures {len(result.failures)}"
         f"{' (' + result.failures[0] + ')' if result.failures else ''}\n"
-        f"  lag of {result.words} words, model delay taken off: p50 {result.lag_p50:.0f} p95 {result.lag_p95:.0f} "
+        f"  lag of {result.words} words in speech, model delay taken off ({result.words_in_pauses} in pauses):\n"
+        f"  p50 {result.lag_p50:.0f} p95 {result.lag_p95:.0f} "
         f"p99 {result.lag_p99:.0f} max {result.lag_max:.0f} ms, {result.growth_per_min:+.0f} ms a minute\n"
         f"  cores: engine {result.engine_cores:.2f}, gateways {gateways}, clients {result.client_cores:.2f}\n"
         f"  processor time per append: gateway {result.gateway_us_per_append:.0f} us, engine "
@@ -307,14 +325,18 @@ def print_result(result: Result) -> None:
     )
 
 
-def main(arguments: list[str] | None = None) -> list[Result]:
+def main(arguments: list[str] | None = None) -> tuple[list[Result], list[Moved]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sessions", type=int, nargs="+", default=[600])
-    parser.add_argument("--seconds", type=float, default=60.0, help="that are counted, for each number of sessions")
+    parser.add_argument("--sessions", nargs="+", default=["600"], metavar="LOAD", help="see above")
+    parser.add_argument("--seconds", type=float, default=60.0, help="that are counted, for each load")
     parser.add_argument("--joins-per-second", type=float, default=50.0)
-    parser.add_argument("--rate", type=int, choices=(16_000, 24_000), default=SAMPLE_RATE)
-    parser.add_argument("--append-ms", type=int, default=80)
+    parser.add_argument("--rate", type=int, default=SAMPLE_RATE, help="of loads that do not say theirs, 16000 or 24000")
+    parser.add_argument("--append-ms", type=int, default=80, help="of loads that do not say it")
     parser.add_argument("--silent", type=float, default=0.0, help="share of the time for which each session is silent")
+    parser.add_argument("--kill-worker", action="store_true", help="under clients that resume, after the loads")
+    parser.add_argument("--rolling-restart", action="store_true", help="of all workers, under clients that resume")
+    parser.add_argument("--move-sessions", type=int, default=200, help="clients that resume")
+    parser.add_argument("--move-seconds", type=float, default=20.0, help="for which each of them speaks")
     parser.add_argument("--audio", help="a WAV file of speech; default: voices that are made up")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="fp8")
     parser.add_argument("--window", type=int, default=1024, help="decoder window in tokens")
@@ -324,6 +346,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     parser.add_argument("--max-load", type=float, help="another limit on the engine's load; 0 counts streams only")
     parser.add_argument("--clients", type=int, default=4, help="processes of clients")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU, to check the benchmark itself")
+    parser.add_argument("--null", action="store_true", help="no model: what the gateways spend")
     parser.add_argument("--json", help="file for the results")
     parser.add_argument("--logs", help="folder for what the processes log")
     options = parser.parse_args(arguments)
@@ -331,20 +354,39 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         folder = Path(options.logs or name)
         folder.mkdir(parents=True, exist_ok=True)
         bench = Bench(options, folder)
-        results = []
         try:
-            began = time.monotonic()
-            bench.start()
-            print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
-            for sessions in options.sessions:
-                results.append(bench.measure(sessions))
-                print_result(results[-1])
-                if options.json:
-                    record = {"arguments": vars(options), "results": [asdict(result) for result in results]}
-                    Path(options.json).write_text(json.dumps(record, indent=1))
+            return run(bench, options)
         finally:
             bench.stop()
-    return results
+
+
+def run(bench: Bench, options: argparse.Namespace) -> tuple[list[Result], list[Moved]]:
+    results: list[Result] = []
+    moves: list[Moved] = []
+
+    def write() -> None:
+        if options.json:
+            record = {"arguments": vars(options)}
+            record |= {"results": [asdict(result) for result in results], "moves": [asdict(move) for move in moves]}
+            Path(options.json).write_text(json.dumps(record, indent=1))
+
+    began = time.monotonic()
+    bench.start()
+    print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
+    for said in options.sessions:
+        load = Load.parse(said, options.rate, options.append_ms, options.silent)
+        results.append(bench.measure(load))
+        print_result(results[-1])
+        write()
+    happens = [KILLED] * options.kill_worker + [REPLACED] * options.rolling_restart
+    calm: list[str] | None = None
+    for what in [CALM, CALM_AGAIN, *happens] if happens else []:
+        move, texts = bench.move(what, calm)
+        calm = texts if calm is None else calm
+        moves.append(move)
+        print(json.dumps(asdict(move)), flush=True)
+        write()
+    return results, moves
 
 
 if __name__ == "__main__":

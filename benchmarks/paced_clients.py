@@ -1,9 +1,10 @@
 """One process of clients for `benchmarks.gpu_server`: sessions that speak in real time and note when words come back.
 
 Audio goes out when its last sample has been spoken, on an absolute schedule. A word's lag is the time from the moment
-its last sample was sent to the moment the delta with its text came, less the model's delay. No two sessions send the
-same samples on the same grid, so that no cache can answer for the model. Orders come on stdin; when all is prepared,
-`ready` goes to stdout; then the schedule comes, and the findings go out at the end, all of it line by line.
+its last sample was sent to the moment the delta with its text came, less the model's delay. Random weights say words in
+pauses too, which wait for the turn before them to be completed: only words within speech are scored. No two sessions
+send the same samples on the same grid, so that no cache can answer for the model. Orders come on stdin; when all is
+prepared, `ready` goes to stdout; then the schedule comes, and the findings go out at the end, all of it line by line.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Orders:
     delay_ms: int
     silent_share: float
     recording: str | None
+    # Where somebody speaks in the sound, in seconds: only words there are scored.
+    speech: list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,11 @@ class Track:
 
 @dataclass
 class Findings:
-    """Of all sessions of a process. `lags` are pairs of seconds since counting began and the lag in milliseconds."""
+    """Of all sessions of a process. `lags` are pairs of seconds since counting began and the lag in milliseconds, of
+    words in speech; words in pauses are counted."""
 
     lags: list[tuple[float, float]] = field(default_factory=list)
+    in_pauses: int = 0
     appends: int = 0
     late_ms: list[float] = field(default_factory=list)
     events: Counter[str] = field(default_factory=Counter)
@@ -102,8 +107,9 @@ class Client:
         # A place of its own on the grid of items: what others send, this one never sends in the same frames.
         self._start = int(chance.integers(0, self._speech.samples // grid)) * grid + number % grid
         self._silent_from = float(chance.uniform(0, PERIOD_S))
-        # When each append was sent, and the texts whose words have not been named yet.
+        # When each append was sent, which were of a time of silence, and the texts whose words were not named yet.
         self._sent: list[float] = []
+        self._silent: set[int] = set()
         self._texts: deque[tuple[str, float]] = deque()
 
     async def run(self) -> None:
@@ -129,7 +135,7 @@ class Client:
         session = {
             "type": "transcription",
             "audio": {"input": audio},
-            "include": ["item.input_audio_transcription.words"],
+            "include": ["item.input_audio_transcription.words", "session.resume", "input_audio_buffer.acks"],
         }
         await socket.send(json.dumps({"type": "session.update", "session": session}))
         self._findings.connected += 1
@@ -149,7 +155,10 @@ class Client:
         while spoken < schedule.counts_until:
             spoken += step
             await _sleep_until(spoken)
-            sound = self._quiet if self._is_silent(spoken) else self._speech
+            sound = self._speech
+            if self._is_silent(spoken):
+                sound = self._quiet
+                self._silent.add(len(self._sent))
             now = time.monotonic()
             self._sent.append(now)
             if schedule.counts_from <= now < schedule.counts_until:
@@ -183,8 +192,19 @@ class Client:
         append = int(word["end"] * 1000 / orders.append_ms - 1e-6)
         if append >= len(self._sent) or not schedule.counts_from <= came < schedule.counts_until:
             return
+        if not self._is_in_speech(word["start"], word["end"]):
+            self._findings.in_pauses += 1
+            return
         lag_ms = 1000 * (came - self._sent[append]) - orders.delay_ms
         self._findings.lags.append((round(came - schedule.counts_from, 3), round(lag_ms, 2)))
+
+    def _is_in_speech(self, start: float, end: float) -> bool:
+        """Whether somebody speaks from the first to the last moment of a word, by the detector that heard the sound."""
+        appends = range(int(start * 1000 / self._orders.append_ms), int(end * 1000 / self._orders.append_ms - 1e-6) + 1)
+        if not self._silent.isdisjoint(appends):
+            return False
+        place = (self._start / self._orders.rate + start) % (self._speech.samples / self._orders.rate)
+        return any(first <= place and place + end - start <= last for first, last in self._orders.speech)
 
 
 async def _sleep_until(moment: float) -> None:

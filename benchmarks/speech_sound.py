@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 SAMPLE_RATE = 16_000
 VOICES = ((95.0, 12.0), (130.0, 12.0), (190.0, 12.0))
+# The probability from which on a frame is speech, and the pause that ends a turn, as the server has them by default.
+SPEECH = 0.5
+TURN_PAUSE_S = 0.5
 
 
 def speech(recording: Path | None = None) -> NDArray[np.float32]:
@@ -17,6 +20,20 @@ def speech(recording: Path | None = None) -> NDArray[np.float32]:
     if recording is not None:
         return read_wav(recording)
     return np.concatenate([voice(seconds, pitch, seed) for seed, (pitch, seconds) in enumerate(VOICES)])
+
+
+def spans(probabilities: list[float], frame_s: float, seconds: float) -> list[tuple[float, float]]:
+    """Where somebody speaks, in seconds, by a detector's frames; pauses too short to end a turn are speech."""
+    found: list[tuple[float, float]] = []
+    for number, probability in enumerate(probabilities):
+        if probability < SPEECH:
+            continue
+        start, end = number * frame_s, min(seconds, (number + 1) * frame_s)
+        if found and start - found[-1][1] < TURN_PAUSE_S:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((start, end))
+    return found
 
 
 def read_wav(path: Path) -> NDArray[np.float32]:

@@ -19,24 +19,21 @@ import os
 import signal
 import statistics
 import sys
-import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from audio.containers import read_file
+from benchmarks.lasting_clients import Speaker
+from benchmarks.server_processes import workers_of
 from benchmarks.survival import differences
 from engine.weights.store import cache_folder
 from realtime.client import lasting_session
-from realtime.client.lasting_session import LastingSession
-from realtime.client.wire_client import COMPLETED, SessionWishes
 from realtime.commands.pull import SAMPLE
 
 RATE = 16_000
-PACKET_S = 0.08
 KILL_AT = 0.5
 PATIENCE_S = 600.0
 
@@ -59,51 +56,6 @@ class Result:
     wrong_items: int
 
 
-class Speaker(LastingSession):
-    """One session, from the first sample to the last word."""
-
-    def __init__(self, url: str, audio: bytes) -> None:
-        detection = {"type": "server_vad", "silence_duration_ms": 500}
-        super().__init__(url, None, SessionWishes(RATE, detection))
-        self.events: list[dict[str, Any]] = []
-        self.resumed_s: list[float] = []
-        self._audio = audio
-        self._lost_at: float | None = None
-
-    async def speak(self) -> None:
-        telling = asyncio.create_task(self.run(self.events.append, self._line))
-        size, due = int(PACKET_S * RATE) * 2, time.perf_counter()
-        for start in range(0, len(self._audio), size):
-            due += PACKET_S
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            self.append(self._audio[start : start + size])
-        self.finish()
-        await telling
-
-    def _line(self, text: str) -> None:
-        """The line is lost, or is back."""
-        if text:
-            self._lost_at = self._lost_at or time.perf_counter()
-        elif self._lost_at is not None:
-            self.resumed_s.append(time.perf_counter() - self._lost_at)
-            self._lost_at = None
-
-    @property
-    def transcripts(self) -> list[str]:
-        return [event["transcript"] for event in self.events if event["type"] == COMPLETED]
-
-    @property
-    def wrong_numbers(self) -> int:
-        numbers = [event["seq"] for event in self.events if "seq" in event]
-        return sum(number != place for place, number in enumerate(numbers, 1))
-
-    @property
-    def wrong_items(self) -> int:
-        done = [event["item_id"] for event in self.events if event["type"] == COMPLETED]
-        committed = [event["item_id"] for event in self.events if event["type"] == "input_audio_buffer.committed"]
-        return len(done) - len(set(done)) + len(set(committed) ^ set(done))
-
-
 @contextlib.asynccontextmanager
 async def server(model: str, workers: int) -> AsyncIterator[tuple[str, int]]:
     """A running server: its address, and the process id of the parent."""
@@ -121,12 +73,6 @@ async def server(model: str, workers: int) -> AsyncIterator[tuple[str, int]]:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         await process.wait()
-
-
-def workers_of(parent: int) -> list[int]:
-    """Process ids of the workers, the oldest first."""
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [int(child) for child in children if "realtime.workers.worker" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
 async def run(what: str, url: str, parent: int, audio: bytes, sessions: int, alone: str) -> Result:

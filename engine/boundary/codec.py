@@ -1,8 +1,8 @@
-"""The messages between gateway and engine as bytes: one header frame, then one raw frame per payload.
+"""The messages between gateway and engine as bytes: a header frame, then a frame with the payloads one after another.
 
-Headers are msgpack arrays with a tag, decoded into checked types. Payloads are float32 frames that are read by view.
-A payload is copied once, into the socket's buffer: for a few kilobytes that is cheaper than pinning the array until
-the socket has let go of it.
+Headers are msgpack arrays with a tag, decoded into checked types. Payloads are float32 data of a few kilobytes: they
+share a frame, because a frame costs the sockets more than it costs to copy them, and are copied out of it, so that one
+that is kept for long does not keep the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.boundary.commands import Wire, WireStreamState, plain_state, wire_st
 from engine.spec import ModelSpec
 
 # Goes up whenever an older peer could misread what is sent.
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 
 Frames = Sequence[Any]
 Payload = NDArray[np.float32]
@@ -192,8 +192,9 @@ class WireData(Wire):
     """The audio of one item of a message: a hash, and where in the message its bytes are."""
 
     key: bytes
-    # Which of the message's payload frames; None: the receiver holds it.
-    frame: int | None
+    # Where its bytes begin in the frame of payloads; None: the receiver holds it.
+    start: int | None
+    size: int
     # Rows of a payload with two axes (features); None for samples.
     rows: int | None
 
@@ -243,7 +244,7 @@ class Missing(Wire, tag="missing"):
 
 
 class Repair(Wire, tag="repair"):
-    """The data of those hashes, one payload frame each; `gone` are those the sender has no data for."""
+    """The data of those hashes; `gone` are those the sender has no data for."""
 
     seq: int
     data: list[WireData]
@@ -266,8 +267,9 @@ _greeting_decoder = msgspec.msgpack.Decoder(Hello | Welcome | Unwelcome)
 
 
 def encode(header: msgspec.Struct, payloads: Iterable[memoryview] = ()) -> list[Any]:
-    """Frames ready for the socket; payloads go by view."""
-    return [_encoder.encode(header), *payloads]
+    """Frames ready for the socket."""
+    joined = b"".join(payloads)
+    return [_encoder.encode(header), joined] if joined else [_encoder.encode(header)]
 
 
 def decode(frames: Frames, to_engine: bool) -> Any:
@@ -284,13 +286,15 @@ def decode(frames: Frames, to_engine: bool) -> Any:
 
 
 def payload_of(data: WireData, frames: Frames) -> Payload | None:
-    """An item's data by view, if the message carries it. Frame 0 is the header."""
-    if data.frame is None:
+    """A copy of an item's data, if the message carries it. Frame 0 is the header."""
+    start, size = data.start, data.size
+    if start is None:
         return None
-    if not 0 < data.frame < len(frames):
-        raise WireError(f"payload frame {data.frame} of {len(frames) - 1}")
+    there = len(frames[1]) if len(frames) > 1 else 0
+    if start < 0 or not 0 < size <= there - start:
+        raise WireError(f"a payload of {size} bytes from {start} on, in a message that has {there}")
     try:
-        payload = np.frombuffer(frames[data.frame], dtype=np.float32)
+        payload = np.frombuffer(frames[1][start : start + size], dtype=np.float32).copy()
         return payload if data.rows is None else payload.reshape(data.rows, -1)
     except (ValueError, OverflowError) as error:
         raise WireError(f"a payload is not float32 data: {error}") from None

@@ -51,15 +51,23 @@ class OutgoingBatch:
 
     def frames(self, number: int, taken: int, pack: Callable[[list[Item]], list[bool]]) -> list[Any]:
         """The batch as bytes; `pack` tells which items' audio must travel. They must then be sent."""
-        data, payloads = [], []
-        for item, view, travels in zip(self.items, self._views, pack(self.items), strict=True):
-            frame = None
-            if travels:
-                assert view is not None, "only audio that is here travels"
-                payloads.append(view)
-                frame = len(payloads)
-            data.append(WireData(item.key, frame, codec.rows_of(item.payload)))
-        return codec.encode(Batch(number, taken, data, self._commands), payloads)
+        travels = pack(self.items)
+        data = lay_out(self.items, travels)
+        views = [view for view, goes in zip(self._views, travels, strict=True) if goes and view is not None]
+        return codec.encode(Batch(number, taken, data, self._commands), views)
+
+
+def lay_out(items: Sequence[Item], travels: Sequence[bool]) -> list[WireData]:
+    """Where the audio of those that travel lies in the message's payloads, one after the other."""
+    data, end = [], 0
+    for item, goes in zip(items, travels, strict=True):
+        if not goes:
+            data.append(WireData(item.key, None, 0, None))
+            continue
+        assert item.payload is not None, "only audio that is here travels"
+        data.append(WireData(item.key, end, item.payload.nbytes, codec.rows_of(item.payload)))
+        end += item.payload.nbytes
+    return data
 
 
 def _view(item: Item) -> memoryview | None:

@@ -17,11 +17,11 @@ import zmq
 
 from engine import messages
 from engine.boundary import codec
-from engine.boundary.codec import Frames, WireData, WireError
+from engine.boundary.codec import Frames, WireError
 from engine.boundary.commands import code_of
 from engine.boundary.input_cache import SenderCache
 from engine.boundary.sockets import BEAT_SECONDS, SILENCE_SECONDS, Arrival, GatewaySocket, Numbering, package_version
-from engine.client.batch import OutgoingBatch
+from engine.client.batch import OutgoingBatch, lay_out
 from engine.client.outbox import Outbox, Source
 from engine.client.processor import Processor, warm_up
 from engine.errors import EngineDead, EngineError
@@ -76,8 +76,9 @@ class EngineLink:
         self._ack_timer: asyncio.TimerHandle | None = None
         self._beat_timer: asyncio.TimerHandle | None = None
         self._flushed_at = 0.0
-        # Done with the next batch that leaves.
-        self._left: asyncio.Future[None] | None = None
+        # Called when the next batch is made, for what travels with it; done when it has left.
+        self._collectors: list[Callable[[], None]] = []
+        self._leaving: list[asyncio.Future[None]] = []
         self._heard_at = self._loop.time()
 
     async def connect(
@@ -136,18 +137,24 @@ class EngineLink:
             self._outbox.pace(source)
             self._schedule_flush()
 
+    def collect(self, collector: Callable[[], None]) -> None:
+        """Call this once, right before the next batch is made: what it sends then travels with that."""
+        if self.lost is None:
+            self._collectors.append(collector)
+            self._schedule_flush()
+
     async def flushed(self) -> None:
         """Until all that was sent so far has left this process, or there is nobody to send it to."""
-        if self._flush_timer is not None and self.lost is None:
-            if self._left is None:
-                self._left = self._loop.create_future()
-            await asyncio.wait({self._left, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+        if self.lost is None and self._waits:
+            leaving = self._loop.create_future()
+            self._leaving.append(leaving)
+            await leaving
 
     def close(self) -> None:
         """Leave. Idempotent; tells nobody but the engine."""
         if self.lost is None:
             self.lost = "closed"
-            self.ended.set_result(None)
+            self._end()
             self._socket.close(codec.encode(codec.Bye()))
         self._stop_timers()
 
@@ -155,13 +162,27 @@ class EngineLink:
         if self.lost is not None:
             return
         self.lost = why
-        self.ended.set_result(None)
+        self._end()
         self._stop_timers()
         self._socket.close()
         if not self._welcome.done():
             self._welcome.set_exception(EngineMismatch(f"the engine at {self.address} refuses: {why}"))
         elif self.engine:
             self._events.on_lost(why)
+
+    def _end(self) -> None:
+        """There is nobody left to send to."""
+        self.ended.set_result(None)
+        self._tell_those_who_wait()
+
+    def _tell_those_who_wait(self) -> None:
+        """If all that they wait for has left, or never will."""
+        if self.lost is None and self._waits:
+            return
+        leaving, self._leaving = self._leaving, []
+        for waiter in leaving:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def _stop_timers(self) -> None:
         for timer in (self._flush_timer, self._ack_timer, self._beat_timer):
@@ -183,9 +204,12 @@ class EngineLink:
 
     def _flush(self) -> None:
         """Everything queued, as one message."""
+        if self._numbering.may_send:
+            self._collect_all()
         self._flush_timer = None
         outbox = self._outbox.next_batch(self._numbering.next_number) if self._numbering.may_send else []
         if not outbox:
+            self._tell_those_who_wait()
             return
         self._flushed_at = self._loop.time()
         batch, failures = OutgoingBatch(), []
@@ -201,14 +225,26 @@ class EngineLink:
             self._under_way[numbering.sent] = batch.items
             self._acknowledge_later(cancel=True)
             self._socket.send(frames)
-        if self._left is not None:
-            self._left.set_result(None)
-            self._left = None
+        self._tell_those_who_wait()
         if self._outbox.has_more:
             self._schedule_flush()
         for failed in failures:
             if failed is not None:
                 self._events.on_output(failed)
+
+    def _collect_all(self) -> None:
+        """One that fails is the fault of what it stands for; the batch leaves without it."""
+        collectors, self._collectors = self._collectors, []
+        for collect in collectors:
+            try:
+                collect()
+            except Exception:
+                logger.exception("something that was to travel to the engine at %s was not collected", self.address)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether anything but replays is to leave with the next batch."""
+        return bool(self._collectors) or self._outbox.has_live
 
     def _replace(
         self, command: messages.Command | None, batch: OutgoingBatch, error: Exception
@@ -291,7 +327,7 @@ class EngineLink:
             self._under_way.pop(batch, None)
             self._outbox.acknowledged(batch)
         if taken and self._numbering.may_send:
-            if self._outbox.has_more:
+            if self._outbox.has_more or self._collectors:
                 self._schedule_flush()
             self._events.on_room()
 
@@ -317,5 +353,5 @@ class EngineLink:
             self._repaired = missing.seq
             self.cache.forget(gone)
             self.cache.repair({item.key: item.payload.nbytes for item in found})
-        data = [WireData(item.key, frame, codec.rows_of(item.payload)) for frame, item in enumerate(found, 1)]
+        data = lay_out(found, [True] * len(found))
         self._socket.send(codec.encode(codec.Repair(missing.seq, data, gone), [item.payload.data for item in found]))

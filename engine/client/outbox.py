@@ -42,6 +42,11 @@ class Outbox:
         return self._replay_bytes
 
     @property
+    def has_live(self) -> bool:
+        """Whether a live command waits."""
+        return bool(self._live)
+
+    @property
     def has_more(self) -> bool:
         """Whether a batch could leave now."""
         return bool(self._live) or (bool(self._sources) and self._replay_bytes < REPLAY_WINDOW_BYTES)

@@ -1,4 +1,4 @@
-"""What a stream has to say to its reader: one queue, read by iteration until the last output.
+"""What a stream has to say: handed to a listener as it comes, or a queue, read by iteration until the last output.
 
 The queue promises that nothing is said twice: speech that was told before a replay is left out of it.
 """
@@ -28,6 +28,7 @@ class Outputs:
         self.read = 0
         self.told = 0
         self._news = asyncio.Event()
+        self._listener: Callable[[messages.Output], None] | None = None
         # Speech before this sample has been told.
         self._told_until = 0
 
@@ -39,9 +40,21 @@ class Outputs:
         return len(self._queue) >= MAX_QUEUED_OUTPUTS
 
     def put(self, output: messages.Output | None) -> None:
-        if output is not None:
+        if output is None:
+            return
+        if self._listener is not None:
+            self.read = self.told
+            self._listener(output)
+        else:
             self._queue.append((self.told, output))
             self._news.set()
+
+    def listen(self, listener: Callable[[messages.Output], None]) -> None:
+        """Hand each output over as it comes, to a listener who never has to wait and never raises."""
+        self._listener = listener
+        while self._queue:
+            self.read, output = self._queue.popleft()
+            listener(output)
 
     def begin(self, told: int) -> None:
         """Another engine carries the stream, which has said so much; what still waits here is not of it."""

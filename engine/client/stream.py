@@ -75,8 +75,15 @@ class EngineStream:
             if start:
                 await asyncio.sleep(0)  # a long recording must not keep everybody else waiting
             await self._wait_for_room()
-            cut = self._cutter.cut(samples[start : start + second])
-            self._send_items(prepare(self._cutter, cut, self._spec))
+            self._take_samples(samples[start : start + second])
+
+    def feed_now(self, samples: NDArray[np.float32]) -> bool:
+        """Take a short piece of audio if there is nothing to wait for and nothing wrong; else it was not taken."""
+        short = len(samples) <= self._spec.sample_rate
+        if not short or self._finished or self._prepared_only or not self._has_room():
+            return False
+        self._take_samples(samples)
+        return True
 
     async def gap(self, samples: int) -> None:
         """So many samples of silence that nobody has to send."""
@@ -142,6 +149,10 @@ class EngineStream:
 
     def __aiter__(self) -> AsyncIterator[messages.Output]:
         return aiter(self._outputs)
+
+    def listen(self, listener: Callable[[messages.Output], None]) -> None:
+        """Instead of iteration: have each output handed over as it comes. The listener must not raise."""
+        self._outputs.listen(listener)
 
     @property
     def read(self) -> int:
@@ -303,6 +314,9 @@ class EngineStream:
         if self._kept.end - self.place.computed >= self._limits.ahead_positions:
             return False
         return not self._outputs.full and (self.place.link is None or self.place.link.has_room)
+
+    def _take_samples(self, samples: NDArray[np.float32]) -> None:
+        self._send_items(prepare(self._cutter, self._cutter.cut(samples), self._spec))
 
     def _cut_rest(self) -> list[Item]:
         delay = self._opening.delay_positions

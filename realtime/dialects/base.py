@@ -80,6 +80,8 @@ class Dialect(Protocol):
     empty_frame_ends: bool
     # Where in a client's message the model's options are.
     option_path: str
+    # Audio comes as `input_audio_buffer.append`, in base64.
+    has_appends: bool
 
     def start_settings(self, settings: Settings) -> Settings:
         """What this dialect's sessions begin with."""

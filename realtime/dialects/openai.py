@@ -53,6 +53,7 @@ class OpenAIDialect:
     fixed = False
     empty_frame_ends = False
     option_path = "session.audio.input.transcription."
+    has_appends = True
 
     def __init__(self, facts: SessionFacts) -> None:
         self.facts = facts

@@ -31,6 +31,7 @@ class VllmDialect:
     fixed = True
     empty_frame_ends = False
     option_path = ""
+    has_appends = True
 
     def __init__(self, facts: SessionFacts) -> None:
         self.facts = facts

@@ -33,8 +33,8 @@ from realtime.serving.connection import Connection
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
 from realtime.serving.maker import Entry
+from realtime.serving.socket_extras import EXTENSION, SocketExtras
 from realtime.serving.throttle import Pace, Turnstile
-from realtime.serving.uvicorn_patch import ABORT_EXTENSION, GONE_EXTENSION, NOTHING_WAITS_EXTENSION
 from realtime.session.events import Hangup
 from realtime.session.settings import Settings
 
@@ -82,12 +82,9 @@ class Gateway:
         except (Refusal, ClientFault) as error:
             await websocket.send_denial_response(refused(scope["path"], error))
             return
-        extensions = scope.get("extensions", {})
-        abort = extensions.get(ABORT_EXTENSION, _no_abort)
-        nothing_waits = extensions.get(NOTHING_WAITS_EXTENSION, _unknown)
-        gone = extensions.get(GONE_EXTENSION, _not_known_to_be_gone)
+        extras = scope.get("extensions", {}).get(EXTENSION) or SocketExtras()
         live, inbox = _joined(entrance.entries)
-        connection = Connection(live, inbox, receive, send, abort, nothing_waits, self._turnstile, gone)
+        connection = Connection(live, inbox, receive, send, extras, self._turnstile)
         for entry in entrance.entries:
             self.sessions.attach(entry, connection)
         limits = self.config.limits
@@ -187,20 +184,6 @@ def check_once(query: QueryParams, names: tuple[str, ...]) -> None:
     for name in names:
         if len(query.getlist(name)) > 1:
             raise Refusal(400, "invalid_query_parameter", f"'{name}' came more than once; send it once.", param=name)
-
-
-def _no_abort() -> None:
-    """Under another server than ours there is no way to cut a socket."""
-
-
-def _unknown() -> bool:
-    """Under another server nothing is known of messages that wait."""
-    return True
-
-
-def _not_known_to_be_gone() -> bool:
-    """Under another server a client that has left is noticed when its messages have been handled."""
-    return False
 
 
 def _deepgram(listening: Listening, channel: int, facts: SessionFacts) -> DeepgramDialect:

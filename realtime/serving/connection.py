@@ -12,12 +12,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 from realtime.errors import CloseCode
 from realtime.serving.channels import ChannelGroup, ChannelInbox
+from realtime.serving.failing import fail
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
+from realtime.serving.socket_extras import SocketExtras
 from realtime.serving.throttle import SHARE_S, Pace, Turnstile
 from realtime.session.events import Hangup
 
@@ -40,13 +43,9 @@ class Connection:
         inbox: Inbox | ChannelInbox,
         receive: Receive,
         send: SendMessage,
-        abort: Callable[[], None],
-        nothing_waits: Callable[[], bool],
+        extras: SocketExtras,
         turnstile: Turnstile,
-        gone: Callable[[], bool],
     ) -> None:
-        """`abort` cuts the socket; `nothing_waits` says that no further message has arrived yet; `gone`, that the
-        client has left."""
         self.live = live
         self.last_message_at = live.clock()
         # The client closed with 1000: it has what it wanted and will not come back.
@@ -54,10 +53,8 @@ class Connection:
         self._inbox = inbox
         self._receive = receive
         self._send = send
-        self._abort = abort
-        self._nothing_waits = nothing_waits
+        self._extras = extras
         self._turnstile = turnstile
-        self._gone = gone
         self._reader: asyncio.Task[None] | None = None
         self._writer: asyncio.Task[None] | None = None
         self._hangup: Hangup | None = None
@@ -74,6 +71,7 @@ class Connection:
         left = False
         try:
             async with asyncio.TaskGroup() as group:
+                self._extras.offer_to(partial(self._take_now, group))
                 self._writer = group.create_task(self._write(first_frames), name=f"writer {self.live.id}")
                 self._reader = reader = group.create_task(self._read(), name=f"reader {self.live.id}")
                 # Somebody may have hung up while the socket was being opened.
@@ -113,8 +111,8 @@ class Connection:
             now = self.last_message_at = self.live.clock()
             if fresh:
                 began = now
-            more = not self._nothing_waits()
-            mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), self._gone, more=more)
+            more = not self._extras.nothing_waits()
+            mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), self._extras.gone, more=more)
             if self.live.full:
                 await self.live.room()
             if self._pace is not None:
@@ -127,13 +125,31 @@ class Connection:
                 await self._turnstile.wait()
                 fresh = True
 
+    def _take_now(self, group: asyncio.TaskGroup, text: str) -> bool:
+        """A message that came while the reader waits for one: take it without waking the reader, if it is plain audio
+        and nobody has to wait for anything."""
+        if self._hangup is not None or self.live.full or (self._pace is not None and not self._pace.may_pass()):
+            return False
+        try:
+            taken = self._inbox.take_now(text)
+        except Exception as error:
+            # As if the reader had met it: the socket ends, and nobody else's.
+            fail(group, error)
+            return True
+        if taken:
+            self.last_message_at = self.live.clock()
+            if self._pace is not None:
+                self._pace.delay()
+        return taken
+
     async def _write(self, first_frames: list[str]) -> None:
         frames: list[str] | Hangup = first_frames
         began = self.live.clock()
         try:
             while not isinstance(frames, Hangup):
                 for frame in frames:
-                    await self._send({"type": "websocket.send", "text": frame})
+                    if not self._extras.send_now(frame):
+                        await self._send({"type": "websocket.send", "text": frame})
                 if not len(self.live.outbox):
                     frames = await self.live.next_frames()
                     began = self.live.clock()
@@ -154,7 +170,7 @@ class Connection:
         try:
             await asyncio.wait_for(closing, CLOSE_GRACE_S)
         except TimeoutError:
-            self._abort()
+            self._extras.abort()
         except Exception as error:
             # The socket is gone already; servers have their own ways of saying so.
             log.debug("session %s: not closed: %s", self.live.id, error)

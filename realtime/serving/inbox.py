@@ -18,7 +18,7 @@ from realtime.dialects.base import (
     SessionFacts,
     event_id_of,
 )
-from realtime.dialects.json_frames import Json, decode_audio_json, decode_base64, decode_json
+from realtime.dialects.json_frames import Json, audio_of_append, decode_audio_json, decode_base64, decode_json
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.vllm import VllmDialect
 from realtime.errors import ClientFault
@@ -75,6 +75,17 @@ class Inbox:
             self._pending, self._pending_bytes = [], 0
             self._live.submit(self._intake.decode(audio))
 
+    def take_now(self, text: str) -> bool:
+        """Take a short piece of raw samples without a detour. False if it is anything else, or others wait before it:
+        then it was not taken, and `take` has to look at it."""
+        plain = self._live.dialect.has_appends and self._intake.takes_anything and not self._ended
+        if not plain or self._pending or len(text) > min(self._control_bytes, PIECE_BYTES):
+            return False
+        audio = audio_of_append(text)
+        if audio:
+            self._live.submit(self._intake.decode(audio))
+        return bool(audio)
+
     async def take(self, text: str | None, data: bytes | None, gone: Callable[[], bool], *, more: bool = False) -> bool:
         """Handle one message of the client; its mistakes are answered, never raised. `more`: others wait behind it.
 
@@ -127,7 +138,6 @@ class Inbox:
         elif len(text) > PIECE_BYTES or not self._intake.takes_anything:
             await self._audio(decode_base64(text), gone)
         else:
-            # The usual case, without a detour: a short piece of raw samples.
             audio = decode_base64(text)
             self._pending.append(audio)
             self._pending_bytes += len(audio)

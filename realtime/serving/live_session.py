@@ -208,7 +208,7 @@ class LiveSession:
                 self._command(effect)
 
     def _command(self, command: EngineCommand) -> None:
-        self.runner.queue.put(command)
+        self.runner.put(command)
         if self._task is None:
             self.runner.settings = self.session.settings
             self._start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from engine import messages
 from engine.client.stream import EngineStream
@@ -13,6 +13,7 @@ from engine.client.wills import Inheritance
 from engine.errors import EngineError, StreamError
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.serving.engine_queue import EngineCommand, EngineQueue
+from realtime.serving.failing import fail
 from realtime.serving.live_limits import LiveLimits, delay_positions
 from realtime.serving.saved_live import SavedLive
 from realtime.session.core import Session
@@ -30,6 +31,9 @@ from realtime.session.events import (
 
 log = logging.getLogger("tickertape.session")
 
+FINAL = (messages.Closed, messages.Failed, messages.Dead)
+NOT_FOR_SESSIONS = (messages.StreamState, *get_args(messages.SessionOutput))
+
 
 class StreamRunner:
     """One stream at a time. `submit` takes what the stream says."""
@@ -45,7 +49,10 @@ class StreamRunner:
         self._id = session_id
         self._engine = engine
         self._submit = submit
-        self._results: asyncio.Task[None] | None = None
+        # Done with the stream's last output, or when nobody wants to hear more of it.
+        self._said_all: asyncio.Future[None] | None = None
+        # All commands so far were carried out, and the next one is waited for.
+        self._rests = False
         # Outputs of a stream that was left behind must not reach the core; each stream has its number.
         self._generation = 0
         self._opened = 0
@@ -65,6 +72,11 @@ class StreamRunner:
     def mute(self) -> None:
         """What the stream still says is not wanted: another one comes."""
         self._generation += 1
+
+    def put(self, command: EngineCommand) -> None:
+        """Audio that nothing stands before and that the stream has room for is fed at once; all else waits its turn."""
+        if not (self._rests and isinstance(command, Feed) and not self.queue and self._hear_now(command.samples)):
+            self.queue.put(command)
 
     def save(self, last: bool) -> dict[str, Any]:
         """What a session's value says of its stream; `last`: with the audio that has not left for the engine."""
@@ -113,9 +125,11 @@ class StreamRunner:
                     self.queue.make_room()
             self.queue.rest()
             if not self.queue and not self.session.closed:
-                await self.queue.wait()
-        if self._results is not None:
-            self._results.cancel()
+                self._rests = True
+                try:
+                    await self.queue.wait()
+                finally:
+                    self._rests = False
 
     async def _execute(self, command: EngineCommand, group: asyncio.TaskGroup) -> None:
         match command:
@@ -126,10 +140,10 @@ class StreamRunner:
                     await self._hear(audio, group)
             case Reopen(settings):
                 self.settings = settings
-                if self.stream is not None and self._results is not None:
+                if self.stream is not None and self._said_all is not None:
                     await self.stream.finish()
-                    await self._results
-                    self.stream = self._results = None
+                    await self._said_all
+                    self.stream = self._said_all = None
             case Feed(samples):
                 try:
                     await self._hear(samples, group)
@@ -160,6 +174,12 @@ class StreamRunner:
             # The stream's own last output says so too, and the core answers that with a new stream.
             log.debug("session %s: %s", self._id, error)
 
+    def _hear_now(self, samples: Samples) -> bool:
+        if self.stream is None or not self.stream.feed_now(samples):
+            return False
+        self._fed += len(samples)
+        return True
+
     async def _flush(self, at_pause: bool) -> None:
         if self.stream is None:
             self._submit(messages.Flushed(self._id, 0, 0))
@@ -187,18 +207,28 @@ class StreamRunner:
         self._listen_to(stream, group)
 
     def _listen_to(self, stream: StreamApi, group: asyncio.TaskGroup) -> None:
-        self._results = group.create_task(self._deliver(stream, self._generation), name=f"results {stream.id}")
+        said_all = self._said_all = asyncio.get_running_loop().create_future()
+        generation = self._generation
 
-    async def _deliver(self, stream: StreamApi, generation: int) -> None:
-        async for output in stream:
-            if generation != self._generation:
-                return
-            assert not isinstance(output, messages.StreamState | messages.SessionOutput), "they are the client's"
-            if not (isinstance(output, messages.Flushed) and self._is_strange_flush()):
-                self._submit(output)
-            if self.session.closed:
-                self.queue.wake()
-                return
+        def hear(output: messages.Output) -> None:
+            try:
+                if generation == self._generation:
+                    self._hand_on(output)
+            except Exception as error:
+                # As if the runner had met it: the session ends, and nobody else's.
+                fail(group, error)
+            over = isinstance(output, FINAL) or generation != self._generation or self.session.closed
+            if over and not said_all.done():
+                said_all.set_result(None)
+
+        stream.listen(hear)
+
+    def _hand_on(self, output: messages.Output) -> None:
+        assert not isinstance(output, NOT_FOR_SESSIONS), "they are the client's"
+        if not (isinstance(output, messages.Flushed) and self._is_strange_flush()):
+            self._submit(output)
+        if self.session.closed:
+            self.queue.wake()
 
     def _is_strange_flush(self) -> bool:
         """Whether a process before this one asked for it and the core does not know; the next one is known again."""
@@ -212,10 +242,7 @@ class StreamRunner:
 
     async def _leave(self) -> None:
         """Give up the stream: its outputs are muted already."""
-        stream, self.stream = self.stream, None
-        if self._results is not None:
-            self._results.cancel()
-            self._results = None
+        stream, self.stream, self._said_all = self.stream, None, None
         if stream is not None:
             await self._abort(stream)
 

@@ -33,6 +33,10 @@ class Pace:
         self._tokens -= 1
         return max(0.0, -self._tokens / self._per_second)
 
+    def may_pass(self) -> bool:
+        """Whether a token could be taken without a wait. Takes none."""
+        return self._tokens + (self._clock() - self._filled_at) * self._per_second >= 1
+
     async def wait(self) -> None:
         delay = self.delay()
         if delay:

@@ -7,7 +7,6 @@ left for the engine first, so nobody knows more of a session than its will does.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -63,7 +62,8 @@ class Will:
         # Something happened that is no entry: the next word is a base.
         self._stale = True
         self._link: EngineLink | None = None
-        self._due: asyncio.Handle | None = None
+        # The link that asks for the next word when it makes its next batch.
+        self._due: EngineLink | None = None
 
     def note(self, event: Event, now: float, effects: Sequence[Effect]) -> None:
         """The session has handled this."""
@@ -88,9 +88,9 @@ class Will:
 
     async def left(self) -> None:
         """Until all of it has left this process."""
-        self._send()
-        if self._link is not None:
-            await self._link.flushed()
+        link = self._due or self._link
+        if link is not None:
+            await link.flushed()
 
     def give_up(self) -> None:
         """The last word: the session waits for whoever adopts it."""
@@ -99,7 +99,8 @@ class Will:
 
     def close(self) -> None:
         """The session is over."""
-        self._cancel()
+        self._due = None
+        self._entries = []
         if self._link is not None:
             self._link.send(messages.Disown("", self._key, self._number))
             self._link = None
@@ -110,23 +111,33 @@ class Will:
         self._send_soon()
 
     def _send_soon(self) -> None:
-        if self._due is None:
-            self._due = asyncio.get_running_loop().call_soon(self._send)
+        """With the next batch: what happens until then is one word."""
+        if self._due is not None and self._due.lost is None:
+            return
+        link = self._engine.link_for(self._stream())
+        if link is not self._due:
+            self._due = link
+            if link is not None:
+                link.collect(self._send_if_due)
+        if link is None:
+            self._lose_engine()
 
-    def _cancel(self) -> None:
+    def _send_if_due(self) -> None:
         if self._due is not None:
-            self._due.cancel()
-            self._due = None
+            self._send()
+
+    def _lose_engine(self) -> None:
+        """What was entrusted is lost. The next engine gets a base."""
+        self._entries, self._link, self._stale = [], None, True
 
     def _send(self, last: bool = False) -> None:
-        self._cancel()
+        self._due = None
         stream = self._stream()
         link = self._engine.link_for(stream)
-        entries, self._entries = self._entries, []
         if link is None:
-            # Its engine is lost. The next one gets a base.
-            self._link, self._stale = None, True
+            self._lose_engine()
             return
+        entries, self._entries = self._entries, []
         if not (self._stale or entries):
             return
         if self._link is not None and link is not self._link:

@@ -6,16 +6,20 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.gpu_server import Result, _cpu_of, _with_descendants, main, summary
+from benchmarks.gpu_server import Load, Result, main, summary
+from benchmarks.lasting_clients import Findings as LastingFindings
+from benchmarks.lasting_clients import differing_words, moved, own_part
 from benchmarks.paced_clients import Client, Findings, Orders, Schedule, Track
+from benchmarks.server_processes import cpu_of, with_descendants
+from benchmarks.speech_sound import spans
 
-ORDERS = Orders(["ws://one", "ws://two"], [0], 1, 16_000, 80, 480, 0.0, None)
+ORDERS = Orders(["ws://one", "ws://two"], [0], 1, 16_000, 80, 480, 0.0, None, [(0.0, 1.6)])
 SCHEDULE = Schedule(begins=0.0, join_s=0.0, counts_from=100.0, counts_until=200.0)
 
 
@@ -24,7 +28,8 @@ def found(lags: list[tuple[float, float]], **changes: object) -> dict[str, objec
 
 
 def result(lags: list[tuple[float, float]], **changes: object) -> Result:
-    return summary(2, 10.0, [found(lags, **changes)], cores=[0.5, 0.1, 0.2, 0.2])
+    cores = {"engine": 0.5, "clients": 0.1, "gateway 1": 0.1, "gateway 2": 0.3}
+    return summary(Load(2), 10.0, [found(lags, **changes)], cores)
 
 
 def test_a_point_holds_by_its_lag_its_growth_and_its_sessions() -> None:
@@ -41,6 +46,7 @@ def test_processor_time_is_counted_per_append() -> None:
     # 0.4 cores of both gateways for 10 s, and 100 appends.
     assert measured.gateway_us_per_append == pytest.approx(40_000)
     assert measured.engine_us_per_append == pytest.approx(50_000)
+    assert measured.gateway_cores == [0.3, 0.1], "each process, the busiest first"
     json.dumps(asdict(measured))
 
 
@@ -57,15 +63,58 @@ def test_a_words_lag_counts_from_the_append_that_held_its_last_sample() -> None:
     assert len(findings.lags) == 1
 
 
+def test_words_in_pauses_are_counted_and_not_scored() -> None:
+    findings = Findings()
+    track = Track(np.zeros(16_000 * 10, dtype=np.int16))
+    client = Client(0, replace(ORDERS, speech=[(2.0, 4.0), (6.0, 8.0)]), SCHEDULE, (track, track), findings)
+    client._start = 5 * 16_000
+    client._sent = [100.0 + 0.08 * index for index in range(200)]
+    client._silent = {100, 101}
+    # In the sound that is five seconds and a half to seven seconds, which goes round after ten.
+    for start, scored in ((0.5, False), (1.2, True), (2.7, True), (2.95, False), (7.5, True), (8.0, False)):
+        before = len(findings.lags)
+        client._texts.append(("word", 120.0))
+        client._note({"word": "word", "start": start, "end": start + 0.1})
+        assert (len(findings.lags) > before) == scored, start
+    assert findings.in_pauses == 3
+
+
+def test_speech_goes_on_through_pauses_that_end_no_turn() -> None:
+    frames = [0.0, 0.9, 0.9, 0.1, 0.9, *[0.1] * 10, 0.6]
+    assert spans(frames, 0.1, 1.55) == [(0.1, 0.5), (1.5, 1.55)]
+
+
+def test_a_load_is_written_in_a_word() -> None:
+    usual = (16_000, 80, 0.0)
+    assert Load.parse("600", *usual) == Load(600) and Load.parse("500:24000:50", *usual) == Load(500, 24_000, 50)
+    assert Load.parse("1000:16000:80:0.5", *usual).silent == 0.5
+    assert Load.parse("7:8000", 24_000, 50, 0.2) == Load(7, 8000, 50, 0.2)
+
+
+def test_texts_of_sessions_that_moved_are_compared_word_by_word() -> None:
+    assert differing_words(["a b c", "a x c", "a c", ""], ["a b c", "a b c", "a b c", "a"]) == [0, 1, 1, 1]
+    findings = [vars(LastingFindings(["a b"], [0.5, 2.0], 1)), vars(LastingFindings(["c"], [1.0], 0, 0, ["gone"]))]
+    result = moved("killed", findings, ["a b", "d"])
+    assert (result.words, result.words_that_differ, result.sessions_that_differ, result.losses) == (3, 1, 1, 3)
+    assert (result.resumed_p50_s, result.resumed_max_s, result.wrong_numbers) == (1.0, 2.0, 1)
+    assert result.failures == ["gone"]
+
+
+def test_each_session_has_a_part_of_the_sound_of_its_own_and_always_the_same() -> None:
+    sound = np.arange(16_000, dtype="<i2").tobytes()
+    parts = [own_part(sound, number, 2.5) for number in (1, 2, 1)]
+    assert parts[0] == parts[2] != parts[1] and {len(part) for part in parts} == {2 * 40_000}
+
+
 def test_processor_time_counts_what_a_process_started() -> None:
     spin = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass\ninput()"
     command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spin!r}])"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        while sum(map(_cpu_of, _with_descendants(process.pid))) < 0.2:
+        while sum(map(cpu_of, with_descendants(process.pid))) < 0.2:
             assert process.poll() is None
             time.sleep(0.01)
         process.communicate(b"\n")
-    assert _cpu_of(process.pid) == 0.0
+    assert cpu_of(process.pid) == 0.0
 
 
 def test_no_two_sessions_send_the_same_frames() -> None:
@@ -77,9 +126,12 @@ def test_no_two_sessions_send_the_same_frames() -> None:
 
 @pytest.mark.timeout(600)
 def test_the_whole_server_with_a_tiny_model(tmp_path: Path) -> None:
-    arguments = "--small --sessions 2 --seconds 2 --max-streams 4 --clients 1 --silent 0.2 --rate 24000"
-    arguments += " --append-ms 50 --max-load 0"
-    (measured,) = main([*arguments.split(), "--json", str(tmp_path / "result.json"), "--logs", str(tmp_path)])
+    arguments = "--small --sessions 2:24000:50:0.2 --seconds 2 --max-streams 4 --clients 1 --max-load 0 --workers 2"
+    arguments += " --kill-worker --move-sessions 2 --move-seconds 3"
+    (measured,), moves = main([*arguments.split(), "--json", str(tmp_path / "result.json"), "--logs", str(tmp_path)])
     assert measured.connected == 2 and not measured.failures and measured.appends > 10
     assert measured.events["session.updated"] == 2
-    assert json.loads((tmp_path / "result.json").read_text())["results"][0]["sessions"] == 2
+    assert [move.what for move in moves] == ["calm", "calm again", "a worker killed"]
+    assert not any(move.failures or move.wrong_numbers or move.wrong_items for move in moves)
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert written["results"][0]["load"]["sessions"] == 2 and len(written["moves"]) == 3

@@ -7,7 +7,7 @@ out a delay later, or at a flush. Nothing depends on the clock.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -71,10 +71,13 @@ class FakeStream:
         self._check()
         if self._engine.feed_delay_s:
             await asyncio.sleep(self._engine.feed_delay_s * len(samples) / RATE)
-        if self._engine.keep_audio:
-            self.heard.append(samples)
-        self.samples += len(samples)
-        self._listen(samples)
+        self._hear(samples)
+
+    def feed_now(self, samples: NDArray[np.float32]) -> bool:
+        if self._engine.feed_delay_s or self.finished or self.aborted:
+            return False
+        self._hear(samples)
+        return True
 
     async def gap(self, samples: int) -> None:
         self._check()
@@ -114,6 +117,13 @@ class FakeStream:
     def __aiter__(self) -> AsyncIterator[messages.Output]:
         return self._iterate()
 
+    def listen(self, listener: Callable[[messages.Output], None]) -> None:
+        self._telling = asyncio.create_task(self._tell(listener))
+
+    async def _tell(self, listener: Callable[[messages.Output], None]) -> None:
+        async for output in self:
+            listener(output)
+
     async def _iterate(self) -> AsyncIterator[messages.Output]:
         while True:
             output = await self._outputs.get()
@@ -129,6 +139,12 @@ class FakeStream:
 
     def _put(self, output: messages.Output) -> None:
         self._outputs.put_nowait(output)
+
+    def _hear(self, samples: NDArray[np.float32]) -> None:
+        if self._engine.keep_audio:
+            self.heard.append(samples)
+        self.samples += len(samples)
+        self._listen(samples)
 
     def _listen(self, samples: NDArray[np.float32]) -> None:
         joined = np.concatenate((self._frame_rest, samples))

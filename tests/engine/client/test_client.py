@@ -18,6 +18,7 @@ import zmq
 
 import engine.client.link
 import engine.server.host
+from engine import messages
 from engine.boundary import codec
 from engine.boundary.input_cache import ReceiverCache
 from engine.boundary.preparation import hash_payload
@@ -277,6 +278,41 @@ async def test_a_stream_nobody_reads_takes_no_more_audio(monkeypatch: pytest.Mon
         await stream.finish()
         await reader
     assert queued < 200
+
+
+async def test_audio_is_taken_at_once_while_there_is_room_for_it() -> None:
+    slow = EngineThread(partial(fakes.build, step_seconds=0.2), warm=False)
+    async with fakes.running(slow, ahead_seconds=2.0) as client:
+        stream = await client.open("a")
+        assert not stream.feed_now(fakes.speech(2, 1)), "more than a second has to be taken in turns"
+        taken = 0
+        while stream.feed_now(fakes.speech(0.5, taken)):
+            taken += 1
+        assert 3 <= taken <= 7 and len(stream._kept) <= 3.5 * SPEC.sample_rate / SPEC.samples_per_position
+        await stream.abort()
+        assert not stream.feed_now(fakes.speech(0.1, 0))
+
+
+async def test_a_listener_is_told_what_a_reader_would_be() -> None:
+    async with fakes.running(EngineThread(fakes.build)) as client:
+        told: list[list[messages.Output]] = []
+        for name in ("read", "listened to"):
+            stream = await client.open(name)
+            await stream.feed(fakes.speech(2, 1))
+            # What has come before there is a listener is told too.
+            await fakes.until(lambda stream=stream: len(stream._outputs) > 0)  # type: ignore[misc]
+            outputs: list[messages.Output] = []
+            if name == "listened to":
+                stream.listen(outputs.append)
+                await stream.finish()
+                await fakes.until(lambda: bool(outputs) and isinstance(outputs[-1], messages.Closed))  # noqa: B023
+            else:
+                await stream.finish()
+                outputs = [output async for output in stream]
+            told.append(outputs)
+            assert stream.read == stream._outputs.told
+    texts = ["".join(output.delta for output in outputs if isinstance(output, messages.Text)) for outputs in told]
+    assert texts[0] == texts[1] and texts[0]
 
 
 # Drift and loss.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -233,3 +234,50 @@ async def test_a_link_that_breaks_later_says_so() -> None:
     await link.connect(zmq.Context.instance(), "gateway", None, 5.0)
     FakeSocket.made[-1].disconnect()
     assert len(lost) == 1 and "broke" in lost[0]
+
+
+async def test_what_is_collected_travels_with_the_batch_it_was_collected_for() -> None:
+    link, socket = await connected()
+    asked: list[str] = []
+
+    def collect(name: str) -> None:
+        asked.append(name)
+        if name == "broken":
+            raise ValueError("a bug")
+        link.send(Feed(name, []), items(name, 1))
+
+    for name in ("one", "broken", "two"):
+        link.collect(partial(collect, name))
+    link.send(Feed("live", []), items("live", 1))
+    await turns()
+    assert asked == ["one", "broken", "two"], "each is asked once, and none stops another"
+    (batch,) = socket.batches
+    assert {command.stream for command in commands_of(batch)} == {"live", "one", "two"}
+    link.close()
+
+
+async def test_to_wait_for_what_leaves_is_to_wait_for_credit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, socket = await connected()
+    monkeypatch.setattr(type(link._numbering), "may_send", False)
+    link.collect(lambda: link.send(Feed("live", []), items("live", 1)))
+    leaving = asyncio.create_task(link.flushed())
+    await turns()
+    assert not leaving.done() and not socket.batches, "nobody may be told that it has left"
+    monkeypatch.undo()
+    monkeypatch.setattr(link_module, "TICK_SECONDS", 0.0)
+    link.send(Feed("other", []), items("other", 1))
+    await turns()
+    assert leaving.done() and len(socket.batches) == 1
+    link.close()
+
+
+async def test_nobody_waits_for_a_link_that_is_lost() -> None:
+    link, _ = await connected()
+    link.collect(lambda: None)
+    leaving = [asyncio.create_task(link.flushed()) for _ in range(2)]
+    await asyncio.sleep(0)
+    leaving[0].cancel()
+    link.close()
+    await turns()
+    assert leaving[0].cancelled() and leaving[1].done()
+    await link.flushed()

@@ -81,9 +81,13 @@ class Host:
 
     def send(self, name: bytes, *commands: msgspec.Raw, audio: tuple[np.ndarray, ...] = ()) -> None:
         self.numbers[name] += 1
-        data = [WireData(hash_payload(payload), frame, None) for frame, payload in enumerate(audio, 1)]
+        ends = np.cumsum([payload.nbytes for payload in audio]).tolist()
+        data = [
+            WireData(hash_payload(payload), end - payload.nbytes, payload.nbytes, None)
+            for payload, end in zip(audio, ends, strict=True)
+        ]
         batch = Batch(self.numbers[name], 0, data, list(commands))
-        self.line.arriving.append((name, [*codec.encode(batch), *(payload.tobytes() for payload in audio)]))
+        self.line.arriving.append((name, codec.encode(batch, [payload.data for payload in audio])))
         self.tick()
 
     def said(self, name: bytes) -> list[messages.Output]:
@@ -226,9 +230,14 @@ def test_audio_that_is_none_costs_the_streams_that_refer_to_it(calm: str) -> Non
     host.send(b"g", command(messages.Open("good")), command(messages.Open("bad")))
     say_all(host, b"g", "good", range(10))
     host.numbers[b"g"] += 1
-    data = [WireData(hash_payload(audio(10)), 1, None), WireData(b"b" * 16, 2, None), WireData(b"c" * 16, 9, None)]
+    good = audio(10)
+    data = [
+        WireData(hash_payload(good), 0, good.nbytes, None),
+        WireData(b"b" * 16, good.nbytes, 3, None),
+        WireData(b"c" * 16, 9 * good.nbytes, 4, None),
+    ]
     batch = Batch(host.numbers[b"g"], 0, data, [feed("good", 10), feed("bad", 0, 1)])
-    host.line.arriving.append((b"g", [*codec.encode(batch), audio(10).tobytes(), b"odd"]))
+    host.line.arriving.append((b"g", codec.encode(batch, [good.data, memoryview(b"odd")])))
     host.tick()
     say_all(host, b"g", "good", range(11, 20))
     host.send(b"g", command(messages.Finish("good")))

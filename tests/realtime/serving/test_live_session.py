@@ -1,30 +1,79 @@
-"""A live session that is closed stays closed."""
+"""A live session: audio on its way to the engine, errors over what the engine says, and its end."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 
+from engine import messages
 from realtime.dialects.base import SessionFacts
 from realtime.dialects.openai import OpenAIDialect
 from realtime.metrics.gateway import Metrics
 from realtime.serving.live_limits import LiveLimits
 from realtime.serving.live_session import LiveSession
 from realtime.session.core import Session
-from realtime.session.events import Append
+from realtime.session.events import Append, FeedGap, Hangup
 from realtime.session.settings import Settings
 from tests.realtime.gateway_doubles import FakeEngine
 
 RATE = 16_000
 
 
+def live_session(engine: FakeEngine) -> LiveSession:
+    session = Session(Settings(turn_detection=None), RATE, lambda: "item")
+    dialect = OpenAIDialect(SessionFacts("sess", 0, RATE, "m", frozenset(), lambda: "event"))
+    return LiveSession("sess", session, dialect, engine, LiveLimits(), Metrics(), lambda: 0.0)
+
+
+def audio(samples: int, value: float = 0.0) -> Append:
+    return Append(np.full(samples, value, np.float32), samples, samples * 1000 / RATE)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.001)
+
+
+async def test_audio_that_nothing_stands_before_is_fed_at_once_and_in_order() -> None:
+    engine = FakeEngine()
+    engine.keep_audio = True
+    live = live_session(engine)
+    live.submit(audio(100, 0.0))
+    await until(lambda: live.runner._rests)
+    live.submit(audio(100, 1.0))
+    assert engine.streams[0].samples == 200, "without a turn of the event loop"
+    live.runner.queue.put(FeedGap(100))
+    live.submit(audio(100, 2.0))
+    assert engine.streams[0].samples == 200, "what waits goes first"
+    await until(lambda: engine.streams[0].samples == 400)
+    assert [piece[0] for piece in engine.streams[0].heard] == [0.0, 1.0, 2.0] and not live.queued_seconds
+    await live.close()
+
+
+async def test_an_error_over_an_output_ends_this_session_alone(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine()
+    live, other = live_session(engine), live_session(engine)
+    for session in (live, other):
+        session.submit(audio(100))
+        await until(lambda session=session: session.runner._rests)  # type: ignore[misc]
+    # Nobody asked for these answers, which the core takes for a mistake.
+    for _ in range(3):
+        engine.streams[0]._put(messages.Flushed("sess", 7, 0))
+    await until(lambda: live.session.closed)
+    assert isinstance(await live.outbox.get(), Hangup) and "session sess failed" in caplog.text
+    other.submit(audio(100))
+    assert engine.streams[1].samples == 200 and not other.session.closed
+    await other.close()
+
+
 async def test_closed_session_starts_nothing_again() -> None:
     """A tick that was on its way when the session ended must not open a new engine stream."""
     engine = FakeEngine()
-    session = Session(Settings(turn_detection=None), RATE, lambda: "item")
-    dialect = OpenAIDialect(SessionFacts("sess", 0, RATE, "m", frozenset(), lambda: "event"))
-    live = LiveSession("sess", session, dialect, engine, LiveLimits(), Metrics(), lambda: 0.0)
+    live = live_session(engine)
     live.submit(Append(np.zeros(RATE, np.float32), RATE, 1000.0))
     await asyncio.sleep(0.01)
     await live.close()

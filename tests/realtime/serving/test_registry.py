@@ -11,6 +11,7 @@ from realtime.serving import house
 from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
 from realtime.serving.registry import Sessions
+from realtime.serving.socket_extras import SocketExtras
 from realtime.serving.throttle import Turnstile
 from realtime.session.settings import Settings
 from tests.realtime.gateway_doubles import FakeEngine
@@ -27,8 +28,7 @@ async def never(*_: object) -> None:
 async def test_a_session_that_fails_in_a_tick_ends_and_the_others_tick_on(caplog: pytest.LogCaptureFixture) -> None:
     entries = sessions()
     bad, good = (entries.create(Caller(name), Settings(), OpenAIDialect) for name in ("bad", "good"))
-    told = (lambda: None, lambda: True, Turnstile(), lambda: False)
-    socket = Connection(bad.live, bad.inbox, never, never, *told)  # type: ignore[arg-type]
+    socket = Connection(bad.live, bad.inbox, never, never, SocketExtras(), Turnstile())  # type: ignore[arg-type]
     entries.attach(bad, socket)
     ticks = []
     good.live.tick = lambda: ticks.append(True)  # type: ignore[method-assign]

@@ -19,6 +19,7 @@ from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
 from realtime.serving.maker import Entry
 from realtime.serving.registry import Sessions
+from realtime.serving.socket_extras import SocketExtras
 from realtime.serving.throttle import Turnstile
 from realtime.session.events import Hangup
 from realtime.session.settings import INCLUDE_RESUME, AudioFormat, Settings
@@ -45,10 +46,8 @@ class Socket:
             entry.inbox,
             self.messages.get,
             self._send,
-            lambda: None,
-            lambda: self.messages.empty(),
+            SocketExtras(nothing_waits=self.messages.empty),
             Turnstile(),
-            lambda: False,
         )
         self.serving = asyncio.create_task(self.connection.run([]))
 

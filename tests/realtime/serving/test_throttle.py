@@ -54,3 +54,14 @@ def test_pace_lets_a_second_through_and_then_slows() -> None:
     assert pace.delay() == pytest.approx(0.1) and pace.delay() == pytest.approx(0.2)
     now = 10.0
     assert pace.delay() == 0.0
+
+
+def test_to_ask_whether_one_may_pass_takes_nothing() -> None:
+    now = [0.0]
+    pace = Pace(2.0, lambda: now[0])
+    for _ in range(2):
+        assert pace.may_pass() and pace.may_pass()
+        assert pace.delay() == 0
+    assert not pace.may_pass()
+    now[0] = 0.5
+    assert pace.may_pass()

@@ -45,7 +45,7 @@ class Place:
     def cut(self) -> None:
         for entry in self.entries:
             if entry.connection is not None:
-                entry.connection._abort()
+                entry.connection._extras.abort()
 
 
 @asynccontextmanager
