@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 from engine import messages
 from engine.client.stream import EngineStream
@@ -32,7 +32,7 @@ from realtime.session.events import (
 log = logging.getLogger("tickertape.session")
 
 FINAL = (messages.Closed, messages.Failed, messages.Dead)
-NOT_FOR_SESSIONS = (messages.StreamState, *get_args(messages.SessionOutput))
+NOT_FOR_SESSIONS = (messages.StreamState, messages.Wanted, messages.Fenced, messages.Inherited)
 
 
 class StreamRunner:
