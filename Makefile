@@ -4,12 +4,13 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 APT := $(if $(shell command -v apt-get),$(if $(filter 0,$(shell id -u)),apt-get,$(if $(shell command -v sudo),sudo -n apt-get)))
 
-.PHONY: help setup setup-dev weights system demo serve test check bench soak clean
+.PHONY: help setup setup-dev setup-fleet weights system demo serve test test-fleet check bench soak clean
 
 help:
 	@echo "make demo    set up, fetch and verify the embedded model, show live captions from real speech"
 	@echo "make serve   start the server; the page is at http://127.0.0.1:8000"
 	@echo "make test    set up, then run the whole test suite"
+	@echo "make test-fleet   set up Ray too, then run the tests that need a cluster"
 	@echo "make check   lint and type-check"
 	@echo "make bench   run the benchmarks that need no GPU"
 	@echo "make soak    hours of sessions in compressed time, a million fuzzed messages"
@@ -18,6 +19,7 @@ help:
 # product needs and nothing else, and leaves compiling to the first import: both make the first captions come sooner.
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
+setup-fleet: $(VENV)/.installed-fleet
 
 # On x86 the package index has torch with CUDA only, gigabytes of it. Where there is no NVIDIA driver and PyTorch's index of
 # CPU builds answers, torch comes from there: `2.10.0+cpu` is the same version and is preferred to `2.10.0`.
@@ -33,6 +35,11 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+$(VENV)/.installed-fleet: $(VENV)/.installed-dev
+	$(BIN)/pip install --quiet --editable '.[fleet]' || { \
+		echo "the extra tickertape[fleet] (Ray) could not be installed here: the tests of a fleet cannot run"; exit 1; }
 	touch $@
 
 # Weights and a recording of real speech, each checked against its digest; already there: nothing is fetched.
@@ -61,6 +68,10 @@ serve: weights
 test: setup-dev weights system
 	$(BIN)/tickertape pull moonshine-tiny
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+# One cluster for the whole run, and no second process beside it: two cores are few.
+test-fleet: setup-fleet
+	$(BIN)/python -m pytest -m ray tests/fleet
 
 check: setup-dev
 	$(BIN)/ruff check .

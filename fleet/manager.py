@@ -39,7 +39,7 @@ class Crew(Protocol):
     def hire(self, unit: Unit, plan: FleetPlan) -> None:
         """A keeper for this unit, on its node."""
 
-    def reports(self, table: Table) -> dict[str, Report]:
+    def reports(self, table: Table) -> Mapping[str, Report]:
         """Of all keepers that answer now; gateways get the table on the way."""
 
     def drain(self, name: str) -> None: ...
@@ -105,7 +105,7 @@ class Manager:
         self._stored: dict[str, Any] = {}
         self._nodes: dict[str, Node] = {}
         self._units: dict[str, Unit] = {}
-        self._reports: dict[str, Report] = {}
+        self._reports: Mapping[str, Report] = {}
         self._seen: dict[str, dict[str, Any]] = {}
         # The process as which an engine was last seen to serve.
         self._served_as: dict[str, Any] = {}
@@ -203,16 +203,26 @@ class Manager:
     def _look(self) -> None:
         nodes = {node.name: node for node in self._crew.nodes()}
         for name in nodes.keys() - self._nodes.keys():
-            for unit in self._crew.found_on(nodes[name]):
-                if unit.name not in self._units:
-                    self._note(f"{unit.name} runs on {name} already")
-                    self._hire(unit)
+            self._take_in(nodes, name)
         self._nodes = nodes
         self._reports = self._crew.reports(self._memory.table)
         self._seen = engines_seen(self._capacities().values())
         self._refused = self._newly_refused()
         for name, unit in list(self._units.items()):
             self._units[name] = self._as_reported(unit, self._reports.get(name))
+
+    def _take_in(self, nodes: dict[str, Node], name: str) -> None:
+        """A node is new, or is back: whoever runs there already belongs to us."""
+        try:
+            found = self._crew.found_on(nodes[name])
+        except FleetError as error:
+            self._note(str(error))
+            del nodes[name]
+            return
+        for unit in found:
+            if unit.name not in self._units:
+                self._note(f"{unit.name} runs on {name} already")
+                self._hire(unit)
 
     def _newly_refused(self) -> int:
         """Sessions that gateways refused for want of room since they were last heard."""

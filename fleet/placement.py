@@ -20,8 +20,10 @@ def place(
     """
     needs = wanted.needs[kind]
     open_nodes = [node for node in nodes if node.name not in wanted.drained]
-    if kind is Kind.GATEWAY and any(node.is_edge for node in open_nodes):
-        open_nodes = [node for node in open_nodes if node.is_edge]
+    # A machine with both would take both holders of a session when it goes: where there are edges, the two keep apart.
+    proper = [node for node in open_nodes if node.is_edge == (kind is Kind.GATEWAY)]
+    if any(node.is_edge for node in open_nodes) and proper:
+        open_nodes = proper
     if not open_nodes:
         return "the fleet has no node that takes new work"
     if needs.gpus > 0 and not any(node.gpus > 0 for node in open_nodes):

@@ -59,6 +59,10 @@ class ScalePlan:
 class FleetPlan:
     # Fleets of different names on one network know nothing of each other.
     name: str = "tickertape"
+    # The head of the Ray cluster. `fleet up` starts one there if that is this machine and none answers.
+    cluster: str = "127.0.0.1:6379"
+    # Whether the head's machine runs engines and gateways too; in a large fleet it had better not.
+    head_works: bool = True
     # The same file on every node. `fleet up` makes it for a cluster of its own if it is not there.
     secret_file: str = ""
     # The configuration of `tickertape serve` and `tickertape engine`, at the same path on every node; empty is none.
@@ -74,6 +78,10 @@ class FleetPlan:
     @property
     def folder(self) -> Path:
         return Path(self.state_folder).expanduser() / self.name
+
+    def node_folder(self, node: str) -> Path:
+        """Where a node keeps what runs there; two nodes can share a machine."""
+        return self.folder / "nodes" / node
 
     @property
     def secret_path(self) -> Path:
@@ -126,6 +134,8 @@ def check(plan: FleetPlan) -> None:
     """Raises FleetFileError for what cannot be."""
     if not _NAME.fullmatch(plan.name):
         raise FleetFileError(f"name: {plan.name!r} must be small letters, digits and dashes, 31 at most")
+    if not re.fullmatch(r"[^:\s]+:\d{1,5}", plan.cluster):
+        raise FleetFileError(f"cluster must be HOST:PORT, not {plan.cluster!r}")
     engine, gateway, scale = plan.engine, plan.gateway, plan.scale
     if not 1 <= engine.least <= engine.most:
         raise FleetFileError(
@@ -185,6 +195,6 @@ def _value(wanted: Any, value: Any, key: str) -> Any:
             return tuple(value)
         raise FleetFileError(f"{key} must be a list of texts, not {value!r}")
     if type(value) is not wanted:
-        kinds = {str: "text", int: "a whole number", float: "a number"}
+        kinds = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
         raise FleetFileError(f"{key} must be {kinds[wanted]}, not {value!r}")
     return value

@@ -32,7 +32,7 @@ class Node:
     host: str
     cpus: float = 0.0
     gpus: float = 0.0
-    # Whether gateways belong here. If no node says so, every node will do.
+    # Whether gateways belong here, and engines elsewhere. If no node says so, every node will do for both.
     is_edge: bool = False
 
 

@@ -14,6 +14,7 @@ from realtime.commands import (
     demo,
     doctor,
     engine,
+    fleet,
     mic,
     pull,
     serve,
@@ -43,7 +44,7 @@ Exit codes: 0 done, 1 something failed, 2 the command line or the configuration 
 TICKERTAPE_DEBUG=1 shows a stack trace with every error; TICKERTAPE_CACHE says where models are kept.
 """
 
-_COMMANDS = (serve, engine, status, transcribe, mic, bench, demo, pull, doctor, check_config, completion)
+_COMMANDS = (serve, engine, fleet, status, transcribe, mic, bench, demo, pull, doctor, check_config, completion)
 
 
 def build_parser() -> argparse.ArgumentParser:

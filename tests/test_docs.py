@@ -17,7 +17,7 @@ FOLDERS = "engine|realtime|fleet|tests|benchmarks|examples|docs|deploy"
 FILE = re.compile(rf"(?<![\w./-])((?:audio|{FOLDERS})/[\w./-]*\.(?:py|md|toml|js|json|svg|png|html))\b")
 # `audio/...` without a file's ending is a media type.
 FOLDER = re.compile(rf"`((?:{FOLDERS})/[\w/-]*)`")
-MODULE = re.compile(r"(?:`|-m )((?:audio|engine|realtime|fleet|benchmarks)(?:\.[a-z]\w*)+)")
+MODULE = re.compile(r"(?:`|-m )((?:audio|engine|realtime|benchmarks)(?:\.[a-z]\w*)+)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 

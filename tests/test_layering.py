@@ -82,12 +82,15 @@ FLOORS: dict[str, set[str]] = {
     },
     "fleet": set(),
     "fleet/keepers": {"fleet"},
+    "fleet/cluster": {"fleet", "fleet/keepers"},
 }
 OPENINGS: dict[str, set[str]] = {
     # The one place in the gateway that starts an engine.
     "engine/client/handles.py": {"engine/server"},
     # This command is the engine process.
     "realtime/commands/engine.py": {"engine/server", "engine/boundary"},
+    # This command alone speaks to a fleet.
+    "realtime/commands/fleet.py": {"fleet", "fleet/cluster"},
     # The composition root: the only module that builds objects of all packages, and the server around them.
     "realtime/app.py": {"engine", "engine/client", "realtime/http", "realtime/metrics", "realtime/serving"},
     "realtime/cli.py": {"engine", "realtime/commands"},
@@ -185,6 +188,13 @@ def test_torch_stays_where_it_lives() -> None:
     for path, file in sources().items():
         if not path.startswith(TORCH_HOMES):
             assert not {name.partition(".")[0] for name in imports(file)} & TORCH, path
+
+
+def test_ray_stays_where_it_lives() -> None:
+    """If Ray stops, speech goes on: neither a gateway nor an engine may ever import it."""
+    for path, file in sources().items():
+        if folder(path) != "fleet/cluster":
+            assert "ray" not in {name.partition(".")[0] for name in imports(file)}, path
 
 
 def test_the_loop_runs_where_only_torch_and_numpy_are_installed() -> None:

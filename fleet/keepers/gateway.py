@@ -31,7 +31,7 @@ class GatewayKeeper(Keeper):
 
     @property
     def table_path(self) -> Path:
-        return self.plan.folder / self.place.node / f"{self.unit.name}.table.json"
+        return self.plan.node_folder(self.place.node) / f"{self.unit.name}.table.json"
 
     def command(self) -> list[str]:
         settings = ["--config", self.plan.config] if self.plan.config else []

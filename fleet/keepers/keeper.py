@@ -36,7 +36,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 WELL_S = 60.0
 # After the time it may drain for, a process has so long to end.
 GRACE_S = 15.0
-TAIL_BYTES = 4096
+# Which GPUs a process may use; Ray says so to its workers.
+GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,12 @@ class Keeper:
         self.place = place
         self._clock = clock
         self._lock = threading.RLock()
-        self._records = Records(plan.folder / place.node)
+        self._records = Records(plan.node_folder(place.node))
         # Why it cannot be: `node` or `port` is to blame, and it is for the fleet to try elsewhere.
         self._blame = ""
         self._error = ""
         self._restarts = 0
+        self._gpus = os.environ.get(GPUS)
         self._wait_s = FIRST_WAIT_S
         self._start_at = 0.0
         self._started_at = 0.0
@@ -154,7 +156,7 @@ class Keeper:
         record = self._records.read(self.unit.name)
         if record is None or not is_running(record):
             return None
-        self._restarts = record.restarts
+        self._restarts, self._gpus = record.restarts, record.gpus
         if record.is_draining:
             self._kill_at = self._clock() + self.drain_s + GRACE_S
         return record
@@ -175,7 +177,8 @@ class Keeper:
             return
         log = self._records.log_of(self.unit.name)
         try:
-            pid, since = launch(self.command(), child_environment(os.environ), log)
+            environment = child_environment(os.environ) | ({} if self._gpus is None else {GPUS: self._gpus})
+            pid, since = launch(self.command(), environment, log)
         except FleetError as error:
             self._blame, self._error = "node", str(error)
             return
@@ -187,6 +190,7 @@ class Keeper:
             pid,
             since,
             restarts=self._restarts,
+            gpus=self._gpus,
         )
         self._records.write(self._record)
         self._started_at = self._clock()
@@ -202,7 +206,7 @@ class Keeper:
         self._wait_s = FIRST_WAIT_S if now - self._started_at > WELL_S else min(2 * self._wait_s, LONGEST_WAIT_S)
         self._start_at = now + self._wait_s
         self._restarts += 1
-        self._error = f"it ended by itself: {_last_line(self._records, record.name)}"
+        self._error = f"it ended by itself: {self._records.last_line(record.name)}"
 
 
 def program(given: tuple[str, ...]) -> list[str]:
@@ -215,13 +219,3 @@ def _is_free(host: str, port: int) -> bool:
             return True
     except OSError:
         return False
-
-
-def _last_line(records: Records, name: str) -> str:
-    try:
-        with records.log_of(name).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").strip().splitlines()
-    except OSError:
-        lines = []
-    return lines[-1] if lines else "it left no word"

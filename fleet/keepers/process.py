@@ -17,6 +17,7 @@ from fleet.state import Kind, Unit, UnitState
 # A log that is larger at a start makes room: the one before it is kept once.
 MOST_LOG_BYTES = 10_000_000
 LAUNCH_S = 60.0
+TAIL_BYTES = 4096
 # Fields of /proc/PID/stat behind the program's name: the state, and when the process began, in clock ticks.
 _STATE, _BEGAN = 0, 19
 
@@ -34,6 +35,8 @@ class Record:
     began: int
     is_draining: bool = False
     restarts: int = 0
+    # The GPUs it was given: whoever starts it again must not take those of a neighbour.
+    gpus: str | None = None
 
     def unit(self, node: str) -> Unit:
         state = UnitState.DRAINING if self.is_draining else UnitState.STARTING
@@ -101,6 +104,16 @@ class Records:
 
     def log_of(self, name: str) -> Path:
         return self.folder / f"{name}.log"
+
+    def last_line(self, name: str) -> str:
+        """What a process said last."""
+        try:
+            with self.log_of(name).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                lines = file.read().decode(errors="replace").strip().splitlines()
+        except OSError:
+            lines = []
+        return lines[-1] if lines else "it left no word"
 
     def write(self, record: Record) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -65,7 +65,7 @@ def keeper_of(plan: FleetPlan) -> Iterator[Callable[..., Keeper]]:
         return made(unit, changed.get("plan", plan), changed.get("place", place))
 
     yield make
-    for name in [record.name for record in Records(plan.folder / "n1").running()]:
+    for name in [record.name for record in Records(plan.node_folder("n1")).running()]:
         make(name).end()
 
 
@@ -83,7 +83,7 @@ class LocalCrew:
         return list(self.there)
 
     def found_on(self, node: Node) -> list[Unit]:
-        return [record.unit(node.name) for record in Records(self.plan.folder / node.name).running()]
+        return [record.unit(node.name) for record in Records(self.plan.node_folder(node.name)).running()]
 
     def hire(self, unit: Unit, plan: FleetPlan) -> None:
         (host,) = [node.host for node in self.there if node.name == unit.node]

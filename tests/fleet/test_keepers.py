@@ -64,7 +64,7 @@ def test_a_second_keeper_goes_on_with_the_process_of_the_first(keeper_of: Make) 
 
 def test_a_process_with_a_used_again_id_is_not_ours(keeper_of: Make, plan: FleetPlan) -> None:
     stepped(keeper_of(), lambda report: report["pid"])
-    records = Records(plan.folder / "n1")
+    records = Records(plan.node_folder("n1"))
     (record,) = records.running()
     records.write(replace(record, began=record.began - 1))
     assert keeper_of().report()["pid"] is None
@@ -99,7 +99,7 @@ def test_drain_ends_the_process_and_the_record(keeper_of: Make, plan: FleetPlan)
     assert keeper.report()["state"] == "draining"
     assert keeper_of().report()["state"] == "draining"
     stepped(keeper, lambda report: report["state"] == "ended")
-    assert not Records(plan.folder / "n1").running()
+    assert not Records(plan.node_folder("n1")).running()
     keeper.step()
     assert keeper.report()["pid"] is None
 

@@ -13,6 +13,7 @@ import pytest
 
 from fleet.errors import FleetError
 from fleet.keepers.gateway import GatewayKeeper
+from fleet.keepers.process import Records, kill_family
 from fleet.manager import Manager, Memory
 from fleet.plan import FleetPlan
 from fleet.state import Node
@@ -25,8 +26,9 @@ Told = dict[str, Any]
 def crew(plan: FleetPlan) -> Iterator[LocalCrew]:
     made = LocalCrew(plan, [Node("n1", "127.0.0.1", 2.0), Node("n2", "127.0.0.1", 2.0)])
     yield made
-    for keeper in made.keepers.values():
-        keeper.end()
+    for folder in (plan.folder / "nodes").glob("*"):
+        for record in Records(folder).running():
+            kill_family(record)
 
 
 class Stored:

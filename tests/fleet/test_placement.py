@@ -52,6 +52,12 @@ def test_gateways_go_to_edge_nodes_if_there_are_any() -> None:
     assert {unit.node for unit in fill(wanted(), GATEWAY, nodes[:1], 2)} == {"gpu"}
 
 
+def test_engines_keep_away_from_edges_unless_there_is_nothing_else() -> None:
+    nodes = [Node("edge", "edge", 9, 9, is_edge=True), Node("gpu", "gpu", 2, 2)]
+    assert {unit.node for unit in fill(wanted(), ENGINE, nodes, 5)} == {"gpu"}
+    assert {unit.node for unit in fill(wanted(), ENGINE, nodes[:1], 5)} == {"edge"}
+
+
 def test_two_nodes_of_one_host_share_its_ports() -> None:
     nodes = [Node("a", "h", 2, 2), Node("b", "h", 2, 2), Node("c", "other", 2, 2)]
     units = fill(wanted(), ENGINE, nodes, 6)

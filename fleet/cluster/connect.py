@@ -1,0 +1,206 @@
+"""Starting a cluster on this machine, joining one, and speaking to the fleet's manager."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from fleet.cluster.environment import cluster_environment, set_up
+from fleet.errors import FleetError
+from fleet.keepers.process import Record, Records, is_running, launch, send
+from fleet.plan import FleetPlan
+from fleet.secret import fingerprint, make_secret, read_secret
+
+FLEET = "fleet"
+HEAD = "head"
+START_S = 180.0
+CALL_S = 30.0
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+
+
+def head_command(plan: FleetPlan) -> list[str]:
+    host, port = address_of(plan)
+    room = [] if plan.head_works else ["--num-cpus=0", "--num-gpus=0"]
+    return [
+        *RAY,
+        "start",
+        "--head",
+        *room,
+        *("--node-ip-address", host),
+        *("--port", str(port)),
+        *("--node-name", node_name()),
+        "--include-dashboard=false",
+        "--disable-usage-stats",
+        "--block",
+    ]
+
+
+def join_command(plan: FleetPlan, name: str, edge: bool) -> list[str]:
+    resources = ["--resources", '{"tickertape_edge": 1}'] if edge else []
+    host, port = address_of(plan)
+    address = ("--address", f"{host}:{port}")
+    return [*RAY, "start", *address, "--node-name", name, *resources, "--disable-usage-stats", "--block"]
+
+
+def node_name() -> str:
+    return socket.gethostname()
+
+
+def address_of(plan: FleetPlan) -> tuple[str, int]:
+    host, _, port = plan.cluster.rpartition(":")
+    return host, int(port)
+
+
+def answers(plan: FleetPlan) -> bool:
+    """Whether somebody listens where the cluster should be."""
+    try:
+        socket.create_connection(address_of(plan), 2.0).close()
+        return True
+    except OSError:
+        return False
+
+
+def is_here(plan: FleetPlan) -> bool:
+    """Whether the cluster's address is one of this machine."""
+    try:
+        with socket.create_server((address_of(plan)[0], 0)):
+            return True
+    except OSError:
+        return False
+
+
+def start_head(plan: FleetPlan) -> None:
+    """A cluster of this machine alone, for others to join. It outlives this process. Raises FleetError."""
+    make_secret(plan.secret_path)
+    set_up(plan)
+    records = Records(plan.folder / "cluster")
+    log = records.log_of(HEAD)
+    environment = {**os.environ, **cluster_environment(plan)}
+    pid, began = launch(head_command(plan), environment, log)
+    record = Record(HEAD, "head", address_of(plan)[1], 0, pid, began)
+    records.write(record)
+    deadline = time.monotonic() + START_S
+    while not answers(plan):
+        if not is_running(record) or time.monotonic() > deadline:
+            text = f"no cluster started at {plan.cluster}: {records.last_line(HEAD)}"
+            raise FleetError(f"{text}; all it said is in {log}")
+        time.sleep(0.2)
+
+
+def stop_head(plan: FleetPlan) -> bool:
+    """Stop the cluster that was started here; others are left alone. Returns whether there was one."""
+    records = Records(plan.folder / "cluster")
+    record = records.read(HEAD)
+    if record is None or not is_running(record):
+        return False
+    send(record, signal.SIGTERM)
+    deadline = time.monotonic() + START_S
+    while is_running(record) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    records.remove(HEAD)
+    return True
+
+
+def check_welcome(plan: FleetPlan) -> None:
+    """Ask the head whether it knows our token: joining with a wrong one would try for ever. Raises FleetError."""
+    set_up(plan)
+    if not answers(plan):
+        raise FleetError(f"no cluster answers at {plan.cluster}: start it there with `tickertape fleet up`")
+    from ray._raylet import GcsClient
+    from ray.exceptions import AuthenticationError, RayError
+
+    try:
+        GcsClient(address=plan.cluster)
+    except AuthenticationError:
+        text = f"the cluster at {plan.cluster} has another secret: is {plan.secret_path} the same file as there?"
+        raise FleetError(text) from None
+    except RayError as error:
+        raise FleetError(f"what answers at {plan.cluster} is no head of Ray: {_first_line(error)}") from error
+
+
+def connect(plan: FleetPlan) -> None:
+    """Raises FleetError if there is no cluster, or it does not want us."""
+    check_welcome(plan)
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        ray.init(
+            address=plan.cluster, namespace=plan.name, log_to_driver=False, configure_logging=False, logging_level=50
+        )
+    except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+        text = f"the cluster at {plan.cluster} does not take us: {_first_line(error)}"
+        raise FleetError(f"{text}; is this machine one of its nodes, and Ray of the same version?") from error
+
+
+class FleetCalls:
+    """The manager, spoken to from a command; `connect` comes first."""
+
+    def __init__(self, plan: FleetPlan, start: bool = False) -> None:
+        import ray
+
+        self._ray = ray
+        try:
+            self._actor = self._started(plan) if start else ray.get_actor(FLEET, namespace=plan.name)
+        except ValueError:
+            text = f"the cluster at {plan.cluster} has no fleet {plan.name!r}"
+            raise FleetError(f"{text}: start it with `tickertape fleet up`") from None
+
+    def call(self, method: str, *arguments: Any, timeout_s: float = CALL_S) -> Any:
+        """Raises FleetError."""
+        from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+        try:
+            return self._ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout_s)
+        except GetTimeoutError:
+            raise FleetError(f"the fleet's manager did not answer within {timeout_s:g} s") from None
+        except RayTaskError as error:
+            cause = error.cause
+            raise (cause if isinstance(cause, FleetError) else FleetError(_first_line(error))) from None
+        except RayError as error:
+            raise FleetError(f"the fleet's manager does not answer: {_first_line(error)}") from error
+
+    def end(self) -> None:
+        """The manager goes, for good."""
+        self.call("forget")
+        self._ray.kill(self._actor)
+
+    def _started(self, plan: FleetPlan) -> Any:
+        from fleet.cluster.actors import FleetActor
+
+        print_of_secret = fingerprint(read_secret(plan.secret_path))
+        options = {"name": FLEET, "namespace": plan.name, "lifetime": "detached", "get_if_exists": True}
+        made = self._ray.remote(FleetActor).options(
+            **options,
+            max_restarts=-1,
+            num_cpus=0,
+            # Beside the head's storage, and with the file of its memory.
+            resources={"node:__internal_head__": 0.001},
+        )
+        return made.remote(asdict(plan), print_of_secret)
+
+
+def run_node(plan: FleetPlan, name: str, edge: bool) -> subprocess.Popen[bytes]:
+    """This machine as a node of the cluster, until the process ends. Raises FleetError."""
+    check_welcome(plan)
+    return subprocess.Popen(join_command(plan, name, edge), env={**os.environ, **cluster_environment(plan)})
+
+
+def end_units_here(plan: FleetPlan) -> list[str]:
+    """End what the fleet left on this machine, without any cluster; returns their names."""
+    ended = []
+    for folder in sorted((plan.folder / "nodes").glob("*")):
+        for record in Records(folder).running():
+            send(record, signal.SIGTERM)
+            ended.append(record.name)
+    return ended
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

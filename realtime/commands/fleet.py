@@ -1,0 +1,263 @@
+"""`tickertape fleet`: many engines and gateways on many machines, kept by Ray."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from realtime.commands.terminal import OK, CommandFailed, UsageError, note, out
+
+if TYPE_CHECKING:
+    from fleet.cluster.connect import FleetCalls
+    from fleet.plan import FleetPlan
+
+EPILOG = """\
+Examples:
+  tickertape fleet up fleet.toml            start the fleet; on one machine the cluster too
+  tickertape fleet join fleet.toml          this machine becomes a node, until it is told to stop
+  tickertape fleet status                   a live table; --json prints one object
+  tickertape fleet scale 3                  so many engines; --dry-run says what would be done
+  tickertape fleet drain e3                 empty an engine, a gateway or a node; --undo takes it back
+  tickertape fleet upgrade                  replace everything, one by one, with what is installed now
+  tickertape fleet down                     drain and end everything
+
+FILE says what the fleet is: docs/fleet.md explains it. It is fleet.toml in this folder unless given; or --file.
+Needs Ray: pip install 'tickertape[fleet]'.
+"""
+DEFAULT_FILE = "fleet.toml"
+LOOK_S = 1.0
+
+
+def add(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "fleet",
+        help="many engines and gateways on many machines",
+        description="Many engines and gateways on many machines, placed, restarted, scaled and drained by Ray.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(title="what to do", metavar="ACTION", dest="action", required=True)
+    up = _action(actions, "up", "start the fleet, or give a running one this file")
+    up.add_argument("--wait", type=float, default=300.0, metavar="SECONDS", help="how long it may take to serve")
+    join = _action(actions, "join", "make this machine a node, until it is told to stop; then drain it")
+    join.add_argument("--name", help="the node's name, kept when it comes back; the machine's if not given")
+    join.add_argument("--edge", action="store_true", help="gateways belong here")
+    status = _action(actions, "status", "nodes, engines, gateways, sessions, load, versions")
+    status.add_argument("--json", action="store_true", help="print one JSON object and exit")
+    status.add_argument("--once", action="store_true", help="print the table once and exit")
+    scale = _action(actions, "scale", "so many engines; without a number, what scaling would do now")
+    scale.add_argument("engines", nargs="?", type=int, metavar="N")
+    scale.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    drain = _action(actions, "drain", "empty a node, an engine or a gateway")
+    drain.add_argument("name", metavar="NODE_OR_ENGINE")
+    drain.add_argument("--undo", action="store_true", help="let it take new work again")
+    drain.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="until it is empty, at most so long")
+    upgrade = _action(actions, "upgrade", "replace everything, one by one")
+    upgrade.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="until it is done, at most so long")
+    down = _action(actions, "down", "drain and end everything")
+    down.add_argument("--wait", type=float, default=300.0, metavar="SECONDS", help="how long it may take")
+    parser.set_defaults(run=run)
+
+
+def _action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.allow_abbrev = False
+    if name in ("up", "join"):
+        parser.add_argument("file", nargs="?", default=DEFAULT_FILE, metavar="FILE", help="the fleet's file, in TOML")
+    else:
+        parser.add_argument("--file", default=DEFAULT_FILE, metavar="FILE", help="the fleet's file, in TOML")
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    from fleet.cluster.environment import check_ray
+    from fleet.errors import FleetError, FleetFileError
+    from fleet.plan import read_plan
+
+    actions = {
+        "up": _up,
+        "join": _join,
+        "status": _status,
+        "scale": _scale,
+        "drain": _drain,
+        "upgrade": _upgrade,
+        "down": _down,
+    }
+    try:
+        plan = read_plan(options.file)
+        check_ray()
+        actions[options.action](plan, options)
+    except FleetFileError as error:
+        raise UsageError(str(error)) from error
+    except FleetError as error:
+        raise CommandFailed(str(error)) from error
+    return OK
+
+
+def _calls(plan: FleetPlan, start: bool = False) -> FleetCalls:
+    from fleet.cluster.connect import FleetCalls, connect
+
+    connect(plan)
+    return FleetCalls(plan, start)
+
+
+def _up(plan: FleetPlan, options: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    from fleet.cluster.connect import answers, is_here, start_head
+
+    if not answers(plan):
+        if not is_here(plan):
+            raise CommandFailed(f"no cluster answers at {plan.cluster}, and that is another machine: start it there")
+        note(f"starting a cluster at {plan.cluster}")
+        start_head(plan)
+    fleet = _calls(plan, start=True)
+    fleet.call("want", asdict(plan))
+    note("starting the fleet")
+    status = _wait_for(fleet, _is_up, options.wait)
+    if status is None:
+        told = _trouble(fleet.call("status"))
+        raise CommandFailed(f"the fleet is not complete after {options.wait:g} s: {told}; it goes on trying")
+    _print_table(status)
+    out("tickertape fleet status shows it; tickertape fleet down ends it.")
+
+
+def _join(plan: FleetPlan, options: argparse.Namespace) -> None:
+    import signal
+
+    from fleet.cluster.connect import node_name, run_node
+
+    name = options.name or node_name()
+    process = run_node(plan, name, options.edge)
+    note(f"this machine is node {name} of {plan.cluster}; SIGTERM drains it")
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda signum, _: asked.append(signum))
+    while process.poll() is None and not asked:
+        time.sleep(0.1)
+    if process.poll() is not None:
+        text = (
+            f"the node ended by itself with {process.returncode}: is the head's secret the one of {plan.secret_path}?"
+        )
+        raise CommandFailed(text)
+    try:
+        _empty(_calls(plan), name, plan.engine.drain_s + plan.gateway.drain_s + 60.0)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _empty(fleet: FleetCalls, name: str, wait_s: float) -> None:
+    """Drain a node, and let it take new work again when it comes back."""
+    note(f"draining {name}")
+    fleet.call("drain", name)
+    if _wait_for(fleet, lambda status: _is_empty(status, name), wait_s) is None:
+        note(f"{name} is not empty after {wait_s:g} s")
+    fleet.call("undrain", name)
+
+
+def _status(plan: FleetPlan, options: argparse.Namespace) -> None:
+    import json
+
+    fleet = _calls(plan)
+    status = fleet.call("status")
+    if options.json:
+        return out(json.dumps(status))
+    from realtime.commands.fleet_view import watch
+
+    if options.once:
+        return _print_table(status)
+    try:
+        watch(lambda: fleet.call("status"), LOOK_S)
+    except KeyboardInterrupt:
+        pass
+
+
+def _scale(plan: FleetPlan, options: argparse.Namespace) -> None:
+    fleet = _calls(plan)
+    planned = fleet.call("planned", options.engines)
+    why = f" ({planned['why']})" if planned["why"] else ""
+    out(f"{planned['engines_now']} engines now, {planned['engines_wanted']} wanted{why}")
+    for action in planned["actions"] or ["nothing to do"]:
+        out(f"  {action}")
+    if options.engines is not None and not options.dry_run:
+        fleet.call("scale", options.engines)
+
+
+def _drain(plan: FleetPlan, options: argparse.Namespace) -> None:
+    fleet = _calls(plan)
+    if options.undo:
+        fleet.call("undrain", options.name)
+        return out(f"{options.name} takes new work again")
+    fleet.call("drain", options.name)
+    out(f"{options.name} is drained: nothing new goes there, and what it has moves")
+    if options.wait and _wait_for(fleet, lambda status: _is_empty(status, options.name), options.wait) is None:
+        raise CommandFailed(f"{options.name} is not empty after {options.wait:g} s; it goes on")
+
+
+def _upgrade(plan: FleetPlan, options: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    fleet = _calls(plan)
+    fleet.call("want", asdict(plan))
+    generation = fleet.call("upgrade")
+    out(f"everything is replaced, one by one, by generation {generation}")
+    if options.wait and _wait_for(fleet, _is_up, options.wait) is None:
+        raise CommandFailed(f"not done after {options.wait:g} s: {_trouble(fleet.call('status'))}; it goes on")
+
+
+def _down(plan: FleetPlan, options: argparse.Namespace) -> None:
+    from fleet.cluster.connect import answers, end_units_here, stop_head
+
+    if not answers(plan):
+        ended = end_units_here(plan)
+        stop_head(plan)
+        told = f"drained {', '.join(ended)}" if ended else "nothing of it runs"
+        return out(f"no cluster answers at {plan.cluster}; {told} on this machine")
+    fleet = _calls(plan)
+    fleet.call("go_down")
+    note("draining everything")
+    if _wait_for(fleet, lambda status: status["is_down"], options.wait) is None:
+        raise CommandFailed(f"not everything has ended after {options.wait:g} s; `tickertape fleet status` shows what")
+    fleet.end()
+    out("the fleet is down" + (", and its cluster too" if stop_head(plan) else "; its cluster runs on"))
+
+
+def _wait_for(fleet: FleetCalls, wanted: Any, wait_s: float) -> dict[str, Any] | None:
+    """The first status that is as wanted; None if it takes too long."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        status: dict[str, Any] = fleet.call("status")
+        if wanted(status):
+            return status
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.5)
+
+
+def _is_up(status: dict[str, Any]) -> bool:
+    serving = [unit for unit in status["units"] if unit["state"] == "serving"]
+    counts = {kind: sum(unit["kind"] == kind for unit in serving) for kind in ("engine", "gateway")}
+    return (
+        len(serving) == len(status["units"])
+        and counts == {"engine": status["engines_wanted"], "gateway": status["gateways_wanted"]}
+        and all(unit["generation"] == status["generation"] for unit in serving)
+    )
+
+
+def _is_empty(status: dict[str, Any], name: str) -> bool:
+    return not any(name in (unit["name"], unit["node"]) for unit in status["units"])
+
+
+def _trouble(status: dict[str, Any]) -> str:
+    errors = [f"{unit['name']}: {unit['error']}" for unit in status["units"] if unit["error"]]
+    return "; ".join([*status["waits_for"], *errors, *status["notes"][-1:]]) or "nothing is known to be wrong"
+
+
+def _print_table(status: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from realtime.commands.fleet_view import screen
+
+    Console().print(screen(status))

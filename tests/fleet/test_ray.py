@@ -1,0 +1,165 @@
+"""A fleet on a real Ray cluster, with processes that stand in for engines and gateways: run by `make test-fleet`.
+
+One cluster serves the whole file; the tests go through its life in order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet.keepers.process import Record, Records, is_running, kill_family
+from tests.fleet.conftest import STAND_IN, two_ports
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+ROOT = Path(__file__).parent.parent.parent
+Told = dict[str, Any]
+
+
+class Operator:
+    """Runs `tickertape fleet` as people do, in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        engines, gateways = two_ports()
+        program = json.dumps(list(STAND_IN))
+        self.head_port = engines % 1000 + 6400
+        (folder / "fleet.toml").write_text(
+            f'name = "test"\ncluster = "127.0.0.1:{self.head_port}"\nstate_folder = "{folder}/state"\n'
+            f"[engine]\nmost = 3\ncpus = 0.1\nport = {engines}\ndrain_s = 5\nprogram = {program}\n"
+            f"[gateway]\ncpus = 0.1\nport = {gateways}\ndrain_s = 1\nprogram = {program}\n"
+        )
+
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "realtime.cli", "fleet", *arguments]
+        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300)
+
+    def status(self) -> Told:
+        done = self("status", "--json")
+        assert done.returncode == 0, done.stderr
+        found: Told = json.loads(done.stdout)
+        return found
+
+    def until(self, wanted: Callable[[Told], bool]) -> Told:
+        for _ in range(20):
+            if wanted(status := self.status()):
+                return status
+        raise AssertionError(status)
+
+    @property
+    def head(self) -> Record:
+        found = Records(self.folder / "state" / "test" / "cluster").read("head")
+        assert found is not None
+        return found
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
+    operator = Operator(tmp_path_factory.mktemp("fleet"))
+    done = operator("up")
+    try:
+        assert done.returncode == 0, done.stderr
+        yield operator
+    finally:
+        state = operator.folder / "state" / "test"
+        for folder in (state / "cluster", *(state / "nodes").glob("*")):
+            for record in Records(folder).running():
+                kill_family(record)
+
+
+def pids(status: Told) -> dict[str, int]:
+    return {unit["name"]: unit["pid"] for unit in status["units"]}
+
+
+def actors_of(record: Record) -> list[int]:
+    """Ray's workers below the head that run our actors."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (path / "cmdline").read_text()
+            session = int((path / "stat").read_text().rpartition(")")[2].split()[3])
+        except (OSError, ValueError):
+            continue
+        if session == record.pid and name.startswith(("ray::KeeperActor", "ray::FleetActor")):
+            found.append(int(path.name))
+    return found
+
+
+def test_a_fleet_is_up_and_runs_beside_ray(fleet: Operator) -> None:
+    status = fleet.status()
+    assert {unit["kind"]: unit["state"] for unit in status["units"]} == {"engine": "serving", "gateway": "serving"}
+    assert status["capacity"]["streams_possible"] == 10
+    for pid in pids(status).values():
+        assert "RAY_" not in Path(f"/proc/{pid}/environ").read_text()
+        assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_calls_are_few_and_counted(fleet: Operator) -> None:
+    """One call to each of two keepers a look, one look a second; nothing else calls."""
+    first, second = fleet.status(), fleet.status()
+    assert 0 < second["actor_calls"] - first["actor_calls"] < 200
+
+
+def test_lost_actors_come_back_to_the_same_processes(fleet: Operator) -> None:
+    before = pids(fleet.status())
+    killed = actors_of(fleet.head)
+    assert len(killed) == 3
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    after = fleet.until(lambda status: len(status["units"]) == 2 and pids(status) == before)
+    assert all(unit["restarts"] == 0 for unit in after["units"])
+
+
+def test_scaling_says_what_it_does_and_does_it(fleet: Operator) -> None:
+    dry = fleet("scale", "2", "--dry-run")
+    assert "1 engines now, 2 wanted (asked for)" in dry.stdout and "start engine e" in dry.stdout
+    assert fleet("scale", "9").returncode == 1
+    assert fleet("scale", "2").returncode == 0
+    fleet.until(lambda status: [unit["state"] for unit in status["units"]] == ["serving"] * 3)
+
+
+def test_a_drained_engine_is_replaced_and_goes(fleet: Operator) -> None:
+    name = next(unit["name"] for unit in fleet.status()["units"] if unit["kind"] == "engine")
+    done = fleet("drain", name, "--wait", "120")
+    assert done.returncode == 0, done.stderr
+    assert name not in pids(fleet.status())
+    assert fleet("drain", "e99").returncode == 1
+
+
+def test_a_head_that_dies_comes_back_and_nothing_that_runs_noticed(fleet: Operator) -> None:
+    before = pids(fleet.until(lambda status: [unit["state"] for unit in status["units"]] == ["serving"] * 3))
+    head = fleet.head
+    kill_family(head)
+    down = fleet("status")
+    assert down.returncode == 1 and "no cluster answers" in down.stderr
+    assert all(Path(f"/proc/{pid}").exists() for pid in before.values())
+    done = fleet("up")
+    assert done.returncode == 0, done.stderr
+    assert pids(fleet.status()) == before and fleet.status()["engines_wanted"] == 2
+
+
+def test_another_secret_is_not_let_in(fleet: Operator, tmp_path: Path) -> None:
+    text = (fleet.folder / "fleet.toml").read_text()
+    (tmp_path / "secret").write_text("another" * 10)
+    other = tmp_path / "fleet.toml"
+    other.write_text('secret_file = "secret"\n' + text)
+    done = fleet("status", "--file", str(other))
+    assert done.returncode == 1 and "has another secret" in done.stderr, done.stderr
+
+
+def test_a_fleet_goes_down_and_leaves_nothing(fleet: Operator) -> None:
+    running = pids(fleet.status())
+    head = fleet.head
+    done = fleet("down")
+    assert done.returncode == 0 and "its cluster too" in done.stdout, done.stderr
+    assert not any(Path(f"/proc/{pid}").exists() for pid in running.values())
+    assert not is_running(head)
