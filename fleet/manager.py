@@ -204,6 +204,8 @@ class Manager:
         nodes = {node.name: node for node in self._crew.nodes()}
         for name in nodes.keys() - self._nodes.keys():
             self._take_in(nodes, name)
+        # A machine that went has been emptied; should it come back, it is there to work.
+        self._memory.drained -= self._nodes.keys() - nodes.keys()
         self._nodes = nodes
         self._reports = self._crew.reports(self._memory.table)
         self._seen = engines_seen(self._capacities().values())

@@ -21,6 +21,8 @@ FLEET = "fleet"
 HEAD = "head"
 START_S = 180.0
 CALL_S = 30.0
+# What the cluster logs is none of a command's business.
+QUIET: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": 50}
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 
@@ -124,19 +126,23 @@ def check_welcome(plan: FleetPlan) -> None:
         raise FleetError(f"what answers at {plan.cluster} is no head of Ray: {_first_line(error)}") from error
 
 
-def connect(plan: FleetPlan) -> None:
-    """Raises FleetError if there is no cluster, or it does not want us."""
+def connect(plan: FleetPlan, patience_s: float = 0.0) -> None:
+    """Raises FleetError if there is no cluster, or it does not want us. A head that has just begun wants patience."""
+    deadline = time.monotonic() + patience_s
     check_welcome(plan)
     import ray
     from ray.exceptions import RayError
 
-    try:
-        ray.init(
-            address=plan.cluster, namespace=plan.name, log_to_driver=False, configure_logging=False, logging_level=50
-        )
-    except (RayError, ConnectionError, RuntimeError, ValueError) as error:
-        text = f"the cluster at {plan.cluster} does not take us: {_first_line(error)}"
-        raise FleetError(f"{text}; is this machine one of its nodes, and Ray of the same version?") from error
+    while True:
+        try:
+            ray.init(address=plan.cluster, namespace=plan.name, **QUIET)
+            return
+        except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+            if time.monotonic() < deadline:
+                time.sleep(1.0)
+                continue
+            text = f"the cluster at {plan.cluster} does not take us: {_first_line(error)}"
+            raise FleetError(f"{text}; is this machine one of its nodes, and Ray of the same version?") from error
 
 
 class FleetCalls:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ _REFUSED = re.compile(r'^tickertape_refused_total\{[^}]*reason="capacity"[^}]*\}
 class GatewayKeeper(Keeper):
     _capacity: dict[str, Any] | None = None
     _is_ready = False
+    _speaks_tls = False
     # None until the gateway has said so.
     _refused: int | None = None
 
@@ -70,16 +72,33 @@ class GatewayKeeper(Keeper):
 
     def _get(self, path: str) -> tuple[int, str]:
         """The status and the text; 0 if nobody answers."""
-        host = _ANY.get(self.plan.gateway.host, self.plan.gateway.host)
-        connection = http.client.HTTPConnection(host, self.unit.port, timeout=LOOK_S)
+        connection = self._connection()
         try:
             connection.request("GET", path)
             answer = connection.getresponse()
             return answer.status, answer.read().decode(errors="replace")
-        except (OSError, http.client.HTTPException):
+        except (ssl.SSLError, http.client.HTTPException, ConnectionResetError):
+            # Somebody is there and speaks the other way; only the configuration knows which.
+            self._speaks_tls = not self._speaks_tls
+            return 0, ""
+        except OSError:
             return 0, ""
         finally:
             connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host = _ANY.get(self.plan.gateway.host, self.plan.gateway.host)
+        if self._speaks_tls:
+            return http.client.HTTPSConnection(host, self.unit.port, timeout=LOOK_S, context=_trusting())
+        return http.client.HTTPConnection(host, self.unit.port, timeout=LOOK_S)
+
+
+def _trusting() -> ssl.SSLContext:
+    """The certificate is made for the public name; this is our own process on our own machine."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 def _json(text: str) -> dict[str, Any] | None:

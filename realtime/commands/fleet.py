@@ -27,6 +27,8 @@ Needs Ray: pip install 'tickertape[fleet]'.
 """
 DEFAULT_FILE = "fleet.toml"
 LOOK_S = 1.0
+# A head that was just started takes a while until it lets anybody in.
+PATIENCE_S = 120.0
 
 
 def add(commands: Any) -> None:
@@ -98,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
 def _calls(plan: FleetPlan, start: bool = False) -> FleetCalls:
     from fleet.cluster.connect import FleetCalls, connect
 
-    connect(plan)
+    connect(plan, PATIENCE_S if start else 0.0)
     return FleetCalls(plan, start)
 
 
@@ -149,12 +151,11 @@ def _join(plan: FleetPlan, options: argparse.Namespace) -> None:
 
 
 def _empty(fleet: FleetCalls, name: str, wait_s: float) -> None:
-    """Drain a node, and let it take new work again when it comes back."""
+    """Drain this node; it takes new work again when it comes back."""
     note(f"draining {name}")
     fleet.call("drain", name)
     if _wait_for(fleet, lambda status: _is_empty(status, name), wait_s) is None:
         note(f"{name} is not empty after {wait_s:g} s")
-    fleet.call("undrain", name)
 
 
 def _status(plan: FleetPlan, options: argparse.Namespace) -> None:

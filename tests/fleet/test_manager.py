@@ -133,6 +133,11 @@ def test_a_drained_node_is_empty_and_stays_so(plan: FleetPlan, crew: LocalCrew) 
     run(manager, lambda status: set(serving(status).values()) == {"n2"} and len(status["units"]) == 2)
     with pytest.raises(FleetError, match="no node, engine or gateway 'n9'; it has"):
         manager.drain("n9")
+    left = crew.there.pop(0)
+    manager.step()
+    crew.there.insert(0, left)
+    manager.step()
+    assert manager.status()["drained"] == []
 
 
 def test_a_node_with_another_secret_gets_nothing_and_says_why(plan: FleetPlan, crew: LocalCrew) -> None:
