@@ -6,8 +6,12 @@ import json
 import os
 import signal
 import socket
+import ssl
+import subprocess
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +149,33 @@ def test_a_gateway_gets_its_table_and_says_what_it_sees(keeper_of: Make) -> None
     stepped(engine, lambda report: report["pid"])
     report = stepped(gateway, lambda report: report["state"] == "serving")
     assert report["capacity"]["engines"][0]["name"] == "e1" and report["refused"] == 3
+
+
+def test_a_gateway_with_a_certificate_is_understood_too(keeper_of: Make, tmp_path: Path) -> None:
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"sessions": 5}')
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    gateway = keeper_of("g1")
+    assert isinstance(gateway, GatewayKeeper)
+    key = tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=other.example"]
+    subprocess.run([*command, "-keyout", str(key), "-out", str(key) + ".cert"], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(str(key) + ".cert", key)
+    with ThreadingHTTPServer(("127.0.0.1", gateway.unit.port), Answers) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def look() -> bool:
+            gateway.observe()
+            return gateway.facts()["capacity"] == {"sessions": 5}
+
+        until(look, "an answer")
+        server.shutdown()
