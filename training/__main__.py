@@ -1,6 +1,6 @@
 """Train, export and evaluate a streaming encoder.
 
-    python -m training train CONFIG --corpora FOLDER --out FOLDER [--manifest FILE]
+    python -m training train CONFIG --corpora FOLDER --out FOLDER [--start FILE] [--manifest FILE]
     python -m training export CHECKPOINT --out FILE
     python -m training evaluate MANIFEST [--weights FILE --block N] [--int8]
 
@@ -55,6 +55,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     train.add_argument("config", type=Path)
     train.add_argument("--corpora", type=Path, required=True, help="folder with index.NAME.json and recordings")
     train.add_argument("--out", type=Path, required=True, help="folder for the results")
+    train.add_argument(
+        "--start", type=Path, help="a streaming encoder to go on from: a checkpoint, or a file that ships"
+    )
     train.add_argument("--manifest", type=Path, help="count word errors on these clips at the end")
     write = commands.add_parser("export", help="the file that ships, from a checkpoint")
     write.add_argument("checkpoint", type=Path)
@@ -80,7 +83,7 @@ def _train(options: argparse.Namespace) -> None:
     def report(text: str) -> None:
         print(f"[{time.monotonic() - began:6.1f} s] {text}", flush=True)
 
-    run = distil(model.to(device), speech, config, report)
+    run = distil(model.to(device), speech, config, report, options.start)
     student = run.student.eval()
     options.out.mkdir(parents=True, exist_ok=True)
     save_checkpoint(student, run.spec, config.base, options.out / f"{config.name}.checkpoint.safetensors")

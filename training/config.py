@@ -46,6 +46,11 @@ class OptimiserConfig:
     weight_decay: float
     largest_gradient: float
     encoder_weight: float
+    # How much the frames that a block looks ahead to count: the share of blocks whose first frames the decoder hears as
+    # the block before had them, and the weight of their error.
+    ahead_share: float
+    # How much of the weights that training went on from is in the result: an average keeps what each hears best.
+    start_share: float
     # Behind this share of the steps, products are rounded as the 8-bit layers of the engine round them.
     int8_from: float
     seed: int
@@ -100,3 +105,5 @@ def _check(config: TrainingConfig, path: Path) -> None:
             raise BadConfig(f"{path}: {name} must have one share for each of {list(things)}")
     if max(config.mask.blocks) > config.mask.left:
         raise BadConfig(f"{path}: a block must not be longer than what it sees to its left")
+    if config.mask.look_ahead > min(config.mask.blocks):
+        raise BadConfig(f"{path}: a block must not look further ahead than the next one reaches")

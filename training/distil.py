@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from engine.models.moonshine import Moonshine, frames_after
 from engine.models.moonshine_streaming import RunningNorm, StreamingSpec
+from engine.weights.streaming import load_streaming_weights
 from training.augment import augment
 from training.config import MaskConfig, TrainingConfig
 from training.corpora import Speech, Utterance, windows
@@ -77,11 +79,11 @@ def measured_norm(teacher: Moonshine, lesson: Lesson, frames: float) -> RunningN
 class Distillation:
     """The student, its optimiser and one step; the teacher's decoder serves both and stays as it is."""
 
-    def __init__(self, teacher: Moonshine, norm: RunningNorm, config: TrainingConfig) -> None:
+    def __init__(self, teacher: Moonshine, student: Moonshine, norm: RunningNorm, config: TrainingConfig) -> None:
         self.config = config
         self.spec = _spec(config.mask, norm)
         self.teacher = teacher.requires_grad_(False)
-        self.student = copy.deepcopy(teacher)
+        self.student = student.requires_grad_(False)
         self.student.decoder = teacher.decoder
         settings = config.optimiser
         encoder: list[nn.Parameter] = []
@@ -100,9 +102,12 @@ class Distillation:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+        self._start = [parameter.detach().clone() for parameter in self._trained]
         self._plans: dict[tuple[int, int], BlockPlan] = {}
 
-    def losses(self, audio: Tensor, texts: Tensor, block: int, take: Linear) -> tuple[Tensor, Tensor]:
+    def losses(
+        self, audio: Tensor, texts: Tensor, block: int, take: Linear, ahead_share: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
         """Divergence of the texts' next tokens, and error of the encoder's output over its variance."""
         teacher, student = self.teacher, self.student
         inputs = texts[:, :-1]
@@ -114,11 +119,15 @@ class Distillation:
                 hidden = decode_known(teacher, inputs, teacher.cross_kv(wanted))
                 expected = teacher.logits(hidden[said]).float().log_softmax(dim=-1)
             plan = self._plan(frames_after(audio.shape[1], 3), block, audio.device)
-            heard = encode_blocks(student.encoder, self.spec.norm, audio, plan, take)
-            hidden = decode_known(student, inputs, take(student.cross_kv, heard))
+            heard, ahead = encode_blocks(student.encoder, self.spec.norm, audio, plan, take)
+            told = heard if not ahead_share else _told_early(heard, ahead, plan, ahead_share)
+            hidden = decode_known(student, inputs, take(student.cross_kv, told))
             guessed = student.logits(hidden[said]).float().log_softmax(dim=-1)
         divergence = (expected.exp() * (expected - guessed)).sum(dim=-1).mean()
-        error = (heard.float() - wanted.float()).square().mean() / wanted.float().var()
+        wanted = wanted.float()
+        error = (heard.float() - wanted).square().mean() / wanted.var()
+        if ahead_share:
+            error = error + ahead_share * (ahead.float() - wanted[:, plan.ahead]).square().mean() / wanted.var()
         return divergence, error
 
     def step(self, number: int, lesson: Lesson, count: int, block: int) -> Tensor:
@@ -130,7 +139,7 @@ class Distillation:
             group["lr"] = rate * share
         recorded, texts = lesson.draw(count)
         take = rounded if done >= settings.int8_from else exact
-        divergence, error = self.losses(augment(recorded), texts, block, take)
+        divergence, error = self.losses(augment(recorded), texts, block, take, settings.ahead_share)
         self._optimiser.zero_grad(set_to_none=True)
         torch.autograd.backward(divergence + settings.encoder_weight * error)
         length = nn.utils.clip_grad_norm_(self._trained, settings.largest_gradient)
@@ -150,6 +159,12 @@ class Distillation:
         torch.cuda.set_rng_state_all(states[2])
         return divergence.item(), error.item()
 
+    @torch.no_grad()
+    def mix(self, start_share: float) -> None:
+        """Go back towards the weights that training went on from, by this share of the way."""
+        for parameter, start in zip(self._trained, self._start, strict=True):
+            parameter.lerp_(start, start_share)
+
     def _plan(self, frames: int, block: int, device: torch.device) -> BlockPlan:
         key = (frames, block)
         if key not in self._plans:
@@ -157,15 +172,38 @@ class Distillation:
         return self._plans[key]
 
 
-def distil(teacher: Moonshine, speech: Speech, config: TrainingConfig, report: Report) -> Distillation:
-    """Prepare, train, and return what was trained. The same configuration gives the same draws."""
+def _told_early(heard: Tensor, ahead: Tensor, plan: BlockPlan, share: float) -> Tensor:
+    """Frames as the decoder hears them live, where it does not wait for the block they belong to: in this share of the
+    blocks the first ones are as the block before had them ahead."""
+    blocks = int(plan.looking.max()) + 1 if len(plan.looking) else 0
+    early = (torch.rand(heard.shape[0], blocks, device=heard.device) < share)[:, plan.looking, None]
+    told = heard.clone()
+    told[:, plan.ahead] = torch.where(early, ahead, heard[:, plan.ahead])
+    return told
+
+
+def begin(teacher: Moonshine, lesson: Lesson, config: TrainingConfig, start: Path | None) -> Distillation:
+    """From the teacher's own weights, with the level of the lesson; or from those of a file, with its level."""
+    student = copy.deepcopy(teacher)
+    if start is None:
+        norm = measured_norm(teacher, lesson, config.mask.norm_frames)
+    else:
+        norm = load_streaming_weights(student, start).norm
+    return Distillation(teacher, student, norm, config)
+
+
+def distil(
+    teacher: Moonshine, speech: Speech, config: TrainingConfig, report: Report, start: Path | None = None
+) -> Distillation:
+    """Prepare, train, and return what was trained. The same configuration gives the same draws. `start`: the file of a
+    streaming encoder to go on from, instead of the teacher's own."""
     data, settings = config.data, config.optimiser
     random.seed(settings.seed)
     torch.manual_seed(settings.seed)
     lessons = [prepare_lesson(teacher, speech.training, seconds, settings.seed) for seconds in data.window_seconds]
     check = prepare_lesson(teacher, speech.validation, _VALIDATION_SECONDS, settings.seed)
     report(f"{speech.training_seconds / 3600:.2f} h in {[len(lesson.audio) for lesson in lessons]} windows")
-    run = Distillation(teacher, measured_norm(teacher, check, config.mask.norm_frames), config)
+    run = begin(teacher, check, config, start)
     report(f"expected level {run.spec.norm}; validation before: {_validated(run, check)}")
     began = said = time.monotonic()
     recent: list[Tensor] = []
@@ -182,6 +220,7 @@ def distil(teacher: Moonshine, speech: Speech, config: TrainingConfig, report: R
                 f"divergence {divergence:.4f}, error {error:.4f}, gradient {length:.2f}"
             )
             said, recent = time.monotonic(), []
+    run.mix(settings.start_share)
     report(f"validation after: {_validated(run, check)}")
     return run
 

@@ -135,7 +135,7 @@ def hear_masked(model: Moonshine, spec: StreamingSpec, block: int) -> Hear:
         batch = pad_sequence([torch.from_numpy(part) for part in audio], batch_first=True).to(device)
         plan = block_plan(max(lengths), block, spec.look_ahead, spec.left, device)
         frames = torch.tensor(lengths, device=device)
-        return encode_blocks(model.encoder, spec.norm, batch, plan, frames=frames), lengths
+        return encode_blocks(model.encoder, spec.norm, batch, plan, frames=frames)[0], lengths
 
     return hear
 

@@ -15,11 +15,17 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
     """frames: how many are real; positions: [count] of these and the copies behind them; mask: [count, count], True
-    where the row's frame sees the column's."""
+    where the row's frame sees the column's; looking: [copies] the number of the block that looks ahead to a copy."""
 
     frames: int
     positions: Tensor
     mask: Tensor
+    looking: Tensor
+
+    @property
+    def ahead(self) -> Tensor:
+        """[copies]: the frames they are copies of."""
+        return self.positions[self.frames :]
 
 
 def block_plan(frames: int, block: int, look_ahead: int, left: int, device: torch.device | str) -> BlockPlan:
@@ -33,4 +39,4 @@ def block_plan(frames: int, block: int, look_ahead: int, left: int, device: torc
     is_copy = torch.arange(len(positions), device=device) >= frames
     same_block = block_starts[:, None] == block_starts
     in_reach = (positions < block_starts[:, None] + block) & (positions >= block_starts[:, None] - left)
-    return BlockPlan(frames, positions, torch.where(is_copy, same_block, in_reach))
+    return BlockPlan(frames, positions, torch.where(is_copy, same_block, in_reach), starts_of_copies // block)

@@ -69,8 +69,9 @@ def encode_blocks(
     plan: BlockPlan,
     take: Linear = exact,
     frames: Tensor | None = None,
-) -> Tensor:
-    """[batch, samples] -> [batch, frames, width]; `frames`: [batch] real frames of each row, where rows are padded."""
+) -> tuple[Tensor, Tensor]:
+    """[batch, samples] -> [batch, frames, width] and [batch, copies, width], what the blocks looked ahead to as they
+    heard it; `frames`: [batch] real frames of each row, where rows are padded."""
     with _float32(audio):
         x = torch.tanh(encoder.conv1(audio[:, :, None]))
         x, _, _ = running_norm(x, NormSums(), norm)
@@ -81,7 +82,8 @@ def encode_blocks(
         real = plan.positions < frames[:, None]  # [batch, count]
         # Frames of padding see everything: a row of the mask with nothing in it would give no number.
         mask = (mask & real[:, None, None, :]) | ~real[:, None, :, None]
-    return _layers(encoder, x[:, plan.positions], plan.positions, mask, take)[:, : plan.frames]
+    x = _layers(encoder, x[:, plan.positions], plan.positions, mask, take)
+    return x[:, : plan.frames], x[:, plan.frames :]
 
 
 def _float32(audio: Tensor) -> torch.autocast:

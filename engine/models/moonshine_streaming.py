@@ -2,8 +2,8 @@
 
 The weights are the encoder's own, trained on for this (`docs/training.md`). A block of frames sees what lies up to
 `left` frames before it and `look_ahead` frames behind it. The frames behind it are computed with the block in every
-layer and thrown away, so what a frame hears does not reach further with every layer. The norm over the whole utterance
-becomes one over what was heard so far.
+layer and then again with their own block, so what a frame hears does not reach further with every layer. Until then,
+what was made of them can be listened to. The norm over the whole utterance becomes one over what was heard so far.
 
 Weights are shared, state is passed: `step(audio, state) -> (frames, state)`. Audio is taken in portions that depend on
 nothing but its position in the stream, so any cutting of the input gives the same numbers, to the last bit.
@@ -66,6 +66,7 @@ class EncoderState:
 
     audio: [samples] not turned into frames yet, and the part of the last frames' audio that the next ones hear too;
     waiting: [1, frames, width] frames of the stem whose block is not complete; position: frames given out;
+    ahead: [frames, width] behind those, as the last block had them while it looked ahead;
     keys_values: [layers, 2, 1, heads, slots, dim]. The first slots are for a block and what it looks ahead to, up to
     their last one; behind them comes the ring of the `left` frames before it. What is in use is always one stretch.
     """
@@ -74,6 +75,7 @@ class EncoderState:
     sums: NormSums
     waiting: Tensor
     position: int
+    ahead: Tensor
     keys_values: Tensor
 
 
@@ -110,6 +112,7 @@ class StreamingEncoder:
             sums=NormSums(),
             waiting=like.new_zeros(1, 0, self._width),
             position=0,
+            ahead=like.new_zeros(0, self._width),
             keys_values=like.new_zeros(layers, 2, 1, self._heads, self._span + self.spec.left, dim),
         )
 
@@ -179,8 +182,9 @@ class StreamingEncoder:
             x = x + layer.self_attn.o_proj(join_heads(mixed))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         self._keep(span - count, settled, state)
-        result: Tensor = encoder.layer_norm(x[0, :settled])
-        return result
+        heard: Tensor = encoder.layer_norm(x[0])
+        state.ahead = heard[settled:]
+        return heard[:settled]
 
     def _keep(self, first: int, settled: int, state: EncoderState) -> None:
         """Move the block's own keys and values into the ring; those of the look-ahead are computed again."""

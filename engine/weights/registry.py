@@ -210,7 +210,7 @@ _MOONSHINE_BASE = Recipe(
 # The encoder that hears each frame once; the decoder is the published one.
 _STREAMING_ENCODER = Remote(
     STREAMING_ENCODER,
-    "425b04a6e1c435b626a86a0b86f80162213859fb8edc56748355980e333da0d9",
+    "f3386c67d68cb77c9e5919f1db646c2abe09cb27460915223011f60c07bb75c8",
     (ShippedFile("moonshine-base-streaming.safetensors"),),
 )
 _MOONSHINE_BASE_STREAMING = (

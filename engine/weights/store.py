@@ -94,6 +94,7 @@ def pull(name: str, report: Report = log.info, *, fresh: bool = False) -> Path:
     folder = cache_folder() / name
     if folder.exists() and not fresh:
         _check_cached(name, folder)
+        _renew_shipped(entry.recipes, folder, report)
         return folder / entry.single_file
     failures: list[str] = []
     unreachable: set[str] = set()
@@ -121,6 +122,30 @@ def _check_cached(name: str, folder: Path) -> None:
         raise WrongDigest(_damaged(name, folder, str(error))) from error
     if damaged:
         raise WrongDigest(_damaged(name, folder, "changed since it was fetched: " + ", ".join(damaged)))
+
+
+def _renew_shipped(recipes: tuple[Recipe, ...], folder: Path, report: Report) -> None:
+    """A newer version of this package may bring another file than the one that was put into the cache."""
+    digests: dict[str, str] = json.loads((folder / _DIGESTS).read_text())
+    shipped = {
+        remote.name: (source, remote.sha256)
+        for recipe in recipes
+        for remote in recipe.files
+        for source in remote.sources
+        if isinstance(source, ShippedFile)
+    }
+    for name, (source, digest) in shipped.items():
+        if digests.get(name) == digest:
+            continue
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent) as work:
+            fresh, list_of_all = Path(work) / name, Path(work) / _DIGESTS
+            shutil.copyfile(source.path, fresh)
+            if _sha256(fresh) != digest:
+                raise WrongDigest(f"{source.path} is not the file that belongs to this version; install it again")
+            list_of_all.write_text(json.dumps(digests | {name: digest}, indent=1))
+            fresh.replace(folder / name)
+            list_of_all.replace(folder / _DIGESTS)
+        report(f"{folder.name}: took a newer {name} from {source}")
 
 
 def _damaged(name: str, folder: Path, reason: str) -> str:

@@ -15,23 +15,28 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.models.moonshine import Moonshine
-from engine.models.moonshine_streaming import RunningNorm, StreamingSpec
+from engine.models.moonshine_streaming import SAMPLES_PER_FRAME, RunningNorm, StreamingSpec
 from engine.models.seq2seq import SAFE_STEPS
 from engine.weights.checkpoint import BadCheckpoint
 
 _DESCRIPTION = "tickertape-streaming-encoder"
 _FORMAT = 1
+# What time is to the encoder. A file that does not say hears as the first ones did, which is this.
+_CLOCK = {"sample_rate": 16_000, "samples_per_frame": SAMPLES_PER_FRAME}
 
 
 def description(spec: StreamingSpec, base: str) -> dict[str, str]:
     """The file's metadata; `base` names the model whose decoder goes with it."""
-    return {_DESCRIPTION: json.dumps({"format": _FORMAT, "base": base, **asdict(spec)})}
+    return {_DESCRIPTION: json.dumps({"format": _FORMAT, "base": base, **_CLOCK, **asdict(spec)})}
 
 
 def _spec(metadata: dict[str, str] | None) -> StreamingSpec:
     stored = json.loads((metadata or {})[_DESCRIPTION])
     if stored["format"] != _FORMAT:
         raise ValueError(f"its format is {stored['format']!r}, and this version reads {_FORMAT}")
+    for name, value in _CLOCK.items():
+        if stored.get(name, value) != value:
+            raise ValueError(f"it was trained with {name} {stored[name]!r}, and this engine hears with {value}")
     return StreamingSpec(
         blocks=tuple(stored["blocks"]),
         look_ahead=stored["look_ahead"],

@@ -13,9 +13,10 @@ from tests.training.tiny import SPEC, tiny_model, write_corpus
 from training.augment import augment
 from training.config import BadConfig, TrainingConfig, read_config
 from training.corpora import CorpusError, Utterance, read_corpora, windows
-from training.distil import Distillation, distil
+from training.distil import Distillation, Lesson, begin, distil
 from training.evaluate import Clip, hear_blocks, hear_masked, score
 from training.export import export
+from training.whole_pass import exact
 
 SHIPPED = Path(__file__).parents[2] / "training/configs/moonshine-base-streaming.toml"
 
@@ -71,6 +72,35 @@ def test_the_first_convolution_and_the_decoder_stay(trained: tuple[Distillation,
     for name, value in tiny_model().state_dict().items():
         changes = name.startswith(("encoder.", "cross_kv.")) and not name.startswith("encoder.conv1.")
         assert torch.equal(student[name], value) != changes, name
+
+
+def test_training_goes_on_from_a_file_and_keeps_its_share_of_it(tmp_path: Path) -> None:
+    config, file = tiny_config(), tmp_path / "start.safetensors"
+    export(tiny_model(seed=4), SPEC, "tiny", file)
+    started = tiny_model()
+    load_streaming_weights(started, file)
+    lesson = Lesson((torch.randn(2, 16_000) * 3000).to(torch.int16), torch.tensor([[1, 5, 7, 2], [1, 4, 2, 2]]))
+    run = begin(tiny_model(), lesson, config, file)
+    assert run.spec.norm == SPEC.norm
+    name = "encoder.layers.0.mlp.fc1.weight"
+    before = run.student.state_dict()[name].clone()
+    assert torch.equal(before, started.state_dict()[name])
+    run.step(1, lesson, 2, 5)
+    trained = run.student.state_dict()[name].clone()
+    assert not torch.equal(trained, before)
+    run.mix(0.5)
+    assert torch.allclose(run.student.state_dict()[name], (before + trained) / 2, atol=1e-6)
+    run.mix(1.0)
+    assert torch.equal(run.student.state_dict()[name], before)
+
+
+def test_what_a_block_looks_ahead_to_counts_when_asked(trained: tuple[Distillation, list[str]]) -> None:
+    run, _ = trained
+    torch.manual_seed(1)
+    audio, texts = torch.randn(2, 16_000) * 0.1, torch.tensor([[1, 5, 7, 2], [1, 4, 2, 2]])
+    plain = run.losses(audio, texts, 5, exact)
+    ahead = run.losses(audio, texts, 5, exact, ahead_share=1.0)
+    assert ahead[1] > plain[1] and ahead[0] != plain[0]
 
 
 def test_windows_hold_every_utterance_twice() -> None:
@@ -130,4 +160,7 @@ def test_unknown_and_missing_keys_are_refused(tmp_path: Path) -> None:
         read_config(file)
     file.write_text(text.replace("[0.6, 0.4]", "[1.0]"))
     with pytest.raises(BadConfig, match="block_shares"):
+        read_config(file)
+    file.write_text(text.replace("look_ahead = 13", "look_ahead = 14"))
+    with pytest.raises(BadConfig, match="look further ahead"):
         read_config(file)

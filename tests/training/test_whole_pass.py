@@ -23,7 +23,7 @@ def test_block_after_block_equals_the_masked_whole(block: int, samples: int, cut
     audio = torch.randn(samples, generator=torch.Generator().manual_seed(samples)) * 0.1
     plan = block_plan(frames_after(samples, 3), block, SPEC.look_ahead, SPEC.left, "cpu")
     with torch.no_grad():
-        whole = encode_blocks(model.encoder, SPEC.norm, audio[None], plan)[0]
+        whole = encode_blocks(model.encoder, SPEC.norm, audio[None], plan)[0][0]
     encoder = StreamingEncoder(model.encoder, SPEC, block)
     state = encoder.start()
     parts = []
@@ -34,6 +34,22 @@ def test_block_after_block_equals_the_masked_whole(block: int, samples: int, cut
     assert torch.allclose(torch.cat(parts), whole, atol=1e-4, rtol=0)
 
 
+def test_what_a_block_looks_ahead_to_is_trained_as_it_is_heard() -> None:
+    model, block = tiny_model(), 10
+    audio = torch.randn(20_000, generator=torch.Generator().manual_seed(3)) * 0.1
+    plan = block_plan(frames_after(20_000, 3), block, SPEC.look_ahead, SPEC.left, "cpu")
+    with torch.no_grad():
+        _, ahead = encode_blocks(model.encoder, SPEC.norm, audio[None], plan)
+    encoder = StreamingEncoder(model.encoder, SPEC, block)
+    state, blocks = encoder.start(), 0
+    for part in audio.split(384):
+        frames, state = encoder.step(part, state)
+        if len(frames):
+            assert torch.allclose(state.ahead, ahead[0, plan.looking == blocks], atol=1e-4, rtol=0)
+            blocks += 1
+    assert blocks == 4
+
+
 def test_rows_of_a_padded_batch_are_as_they_are_alone() -> None:
     model = tiny_model()
     audio = torch.randn(2, 20_000) * 0.1
@@ -41,9 +57,9 @@ def test_rows_of_a_padded_batch_are_as_they_are_alone() -> None:
     frames = [frames_after(20_000, 3), frames_after(9_000, 3)]
     with torch.no_grad():
         plan = block_plan(frames[0], 5, SPEC.look_ahead, SPEC.left, "cpu")
-        both = encode_blocks(model.encoder, SPEC.norm, audio, plan, frames=torch.tensor(frames))
+        both = encode_blocks(model.encoder, SPEC.norm, audio, plan, frames=torch.tensor(frames))[0]
         plan = block_plan(frames[1], 5, SPEC.look_ahead, SPEC.left, "cpu")
-        alone = encode_blocks(model.encoder, SPEC.norm, audio[1:, :9_000], plan)
+        alone = encode_blocks(model.encoder, SPEC.norm, audio[1:, :9_000], plan)[0]
     assert torch.allclose(both[1, : frames[1]], alone[0], atol=1e-5)
 
 

@@ -5,7 +5,8 @@ audio since the anchor and on nothing else, not on how that audio was cut into t
 hearing it again from there. An utterance that goes on for long gets a new anchor where its window begins, when that has
 just been cut and is short: that bounds the audio that a rebuild needs, and little is heard twice.
 
-A pass is worth while when a block has come out, so the ear says when the next one will.
+A pass is worth while when a block has come out, so the ear says when the next one will. It hears what the block looked
+ahead to as well, as far as it was understood with the block: words need not wait until that is settled.
 """
 
 from __future__ import annotations
@@ -62,11 +63,10 @@ class BlockEar:
         new = audio[0, (utterance.heard - task.base) * SAMPLES_PER_POSITION :]
         self._take(utterance, new, task.end)
         self._drop_before(utterance, self._frames_before(utterance, task.base))
-        encoded = utterance.encoded
-        if task.final or task.pause:
-            # The utterance may go on behind a pause, so what ends here is a copy.
-            rest = self._encoder.finish(_copy(utterance.state))
-            encoded = _join(encoded, self._cross(rest))
+        # The utterance may go on behind a pause, so what ends there is a copy.
+        ends = task.final or task.pause
+        ahead = self._encoder.finish(_copy(utterance.state)) if ends else utterance.state.ahead
+        encoded = _join(utterance.encoded, self._cross(ahead))
         scale = self._model.samples_per_frame / SAMPLES_PER_POSITION
         origin = utterance.anchor + utterance.first * scale
         return Sound(

@@ -264,6 +264,24 @@ def test_what_ships_with_the_package_is_what_the_registry_says() -> None:
         assert hashlib.sha256(source.path.read_bytes()).hexdigest() == remote.sha256
 
 
+def test_a_newer_version_of_the_package_renews_its_file_in_the_cache(
+    register: Callable[..., None], cache: Path, hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = tmp_path / "shipped"
+    monkeypatch.setattr(ShippedFile, "path", shipped)
+    for content in (b"first", b"second"):
+        shipped.write_bytes(content)
+        digest = hashlib.sha256(content).hexdigest()
+        register(Recipe((Remote("ours", digest, (ShippedFile("x"),)), Remote("theirs", DIGEST, (HubFile(hub),)))))
+        folder = weights.pull("small")
+        assert (folder / "ours").read_bytes() == content and (folder / "theirs").read_bytes() == CONTENT
+    shipped.write_bytes(b"damaged")
+    register(Recipe((Remote("ours", DIGEST, (ShippedFile("x"),)),)))
+    with pytest.raises(weights.WrongDigest, match="install it again"):
+        weights.pull("small")
+    assert (weights.cache_folder() / "small" / "ours").read_bytes() == b"second"
+
+
 def test_a_shipped_file_with_a_wrong_digest_is_not_kept(register: Callable[..., None], cache: Path) -> None:
     register(Recipe((Remote("weights", DIGEST, (ShippedFile("moonshine-base-streaming.safetensors"),)),)))
     with pytest.raises(weights.WrongDigest, match="it was not kept"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,13 @@ CONFIG = MoonshineConfig(
 )
 SPEC = StreamingSpec(blocks=(5, 10), look_ahead=5, left=20, norm=RunningNorm(0.0, -5.0, 75.0))
 TINY = description(SPEC, "tiny")
+
+
+def described(**changes: object) -> dict[str, str]:
+    """What a file says of itself, with changes; None takes a word out."""
+    ((name, text),) = TINY.items()
+    stored = {key: value for key, value in {**json.loads(text), **changes}.items() if value is not None}
+    return {name: json.dumps(stored)}
 
 
 def model(seed: int = 0) -> Moonshine:
@@ -66,7 +74,13 @@ def test_quantising_again_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("metadata", "reason"),
-    [(None, "is not a streaming encoder"), ({"tickertape-streaming-encoder": '{"format": 9}'}, "its format is 9")],
+    [
+        (None, "is not a streaming encoder"),
+        ({"tickertape-streaming-encoder": '{"format": 9}'}, "its format is 9"),
+        (described(sample_rate=8_000), "trained with sample_rate 8000, and this engine hears with 16000"),
+        (described(samples_per_frame=320), "trained with samples_per_frame 320, and this engine hears with 384"),
+        (described(look_ahead=None), "is not a streaming encoder"),
+    ],
 )
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, metadata: dict[str, str] | None, reason: str) -> None:
     write(model(), tmp_path / "weights.safetensors", metadata)

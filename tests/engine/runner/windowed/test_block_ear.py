@@ -56,10 +56,21 @@ def test_the_next_pass_is_due_when_the_next_block_is_there(model: Moonshine) -> 
     while end < 120:
         before = hear(ear, audio, 0, end - 1).frames
         sound = hear(ear, audio, 0, end)
-        assert (before, sound.frames) == (blocks * BLOCK, (blocks + 1) * BLOCK)
+        ahead = LOOK_AHEAD if blocks else 0
+        assert (before, sound.frames) == (blocks * BLOCK + ahead, (blocks + 1) * BLOCK + LOOK_AHEAD)
         assert sound.stride is not None
         end, blocks = end + sound.stride, blocks + 1
     assert blocks > 12
+
+
+def test_what_a_block_looks_ahead_to_is_heard_at_once_and_again_when_it_is_settled(model: Moonshine) -> None:
+    ear, audio = make_ear(model), sound_of(60)
+    first = hear(ear, audio, 0, ear.first_stride)
+    assert first.frames == BLOCK + LOOK_AHEAD and first.edge * SAMPLES_PER_POSITION == first.frames * 384
+    second = hear(ear, audio, 0, 60)
+    assert torch.equal(first.encoded.keys[..., :BLOCK], second.encoded.keys[..., :BLOCK])
+    ahead, settled = (sound.encoded.keys[..., BLOCK : BLOCK + LOOK_AHEAD] for sound in (first, second))
+    assert not torch.allclose(ahead, settled, atol=1e-5)
 
 
 def test_a_pause_is_heard_to_its_end_and_changes_nothing_of_what_follows(model: Moonshine) -> None:
