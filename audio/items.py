@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 _FLOAT32 = np.dtype(np.float32)
 
 
-# Compared by identity: equality of arrays is not a bool.
-@dataclass(frozen=True, slots=True, eq=False)
+# Compared by identity: equality of arrays is not a bool. Not frozen, because one is made for every 80 ms of a stream.
+@dataclass(slots=True, eq=False)
 class AudioItem:
     """Audio for `length` positions from `offset`; `sample` counts audio from the first sample of the session.
 

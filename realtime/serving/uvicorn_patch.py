@@ -17,8 +17,10 @@ from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidState
 from websockets.frames import Frame
+from websockets.protocol import State
 
 from realtime.serving.socket_extras import EXTENSION, SocketExtras, Taker
+from realtime.serving.whole_frames import FrameTrack, text_of_whole_frame
 
 # Messages and bytes that may wait for the application before the socket is read no further. uvicorn stops reading after
 # every single message, which costs two system calls each.
@@ -100,10 +102,15 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         self._taker: Taker | None = None
         # The first message of what was read together may be taken at once. Who sends more waits for its share.
         self._may_be_taken = False
+        self._track = FrameTrack()
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self.loop.time()
         self._may_be_taken = True
+        if self.handshake_initiated:
+            if self._taken_whole(data):
+                return
+            self._track.pass_over(data)
         self._unparsed = self._unparsed + data if self._unparsed else data
         if self._parsing_later is None and not self.read_paused:
             self._parse()
@@ -192,6 +199,13 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
             self._mailbox.put_nowait({"type": "websocket.receive", "bytes": bytes(data)})
         if self._mailbox.full:
             self._read_no_further()
+
+    def _taken_whole(self, data: bytes) -> bool:
+        """Whether the data was one message that somebody took, without the parser, which is between two frames."""
+        if not self._track.at_start or self._unparsed or self.frames or self.conn.state is not State.OPEN:
+            return False
+        text = None if self.close_sent or self.read_paused else text_of_whole_frame(data)
+        return text is not None and self._is_taken(text)
 
     def _is_taken(self, text: str) -> bool:
         """Whether somebody took it without a task being woken for it."""

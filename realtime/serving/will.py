@@ -16,7 +16,7 @@ from engine.client.link import EngineLink
 from engine.client.stream import EngineStream
 from engine.client.wills import Inheritance, WillDesk
 from realtime.serving.saved_live import NOTED, WROTE, encode_entry
-from realtime.session.events import Append, Effect, Event, Gap, Tick
+from realtime.session.events import Append, Effect, Event, Gap, Measured, Tick
 
 # A base is due after so many entries: reading them again takes a few milliseconds.
 ENTRIES_TO_A_BASE = 256
@@ -72,14 +72,20 @@ class Will:
         if isinstance(event, Append):
             # The sound itself is the engine's.
             event = Gap(len(event.samples), event.source_samples, event.source_ms)
-        if isinstance(event, NOTED):
-            self._add(encode_entry(now, type(event).__name__, event))
-        else:
+        if not isinstance(event, NOTED):
             self.begin_anew()
+            return
+        self._entries.append(encode_entry(now, type(event).__name__, event))
+        self._since_base += 1
+        if isinstance(event, Gap) or not all(isinstance(effect, Measured) for effect in effects):
+            self._send_soon()
+        # Else it was an output that nobody has heard of yet. The engine keeps it until a later word accounts for it.
 
     def wrote(self, now: float) -> None:
         """The next event that waited for the client was written."""
-        self._add(encode_entry(now, WROTE, None))
+        self._entries.append(encode_entry(now, WROTE, None))
+        self._since_base += 1
+        self._send_soon()
 
     def begin_anew(self) -> None:
         """Something changed that is no entry."""
@@ -104,11 +110,6 @@ class Will:
         if self._link is not None:
             self._link.send(messages.Disown("", self._key, self._number))
             self._link = None
-
-    def _add(self, entry: bytes) -> None:
-        self._entries.append(entry)
-        self._since_base += 1
-        self._send_soon()
 
     def _send_soon(self) -> None:
         """With the next batch: what happens until then is one word."""

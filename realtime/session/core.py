@@ -262,7 +262,7 @@ class Session:
             self._drain_if_idle()
 
     def _speech(self, event: messages.Speech, now: float) -> None:
-        start = event.sample + self._engine_base
+        start, second = event.sample + self._engine_base, self._audio.covered // self.sample_rate
         for number, probability in enumerate(event.probabilities):
             frame_start = start + number * event.frame_samples
             if self._waiting and frame_start >= self._waiting[0].sample:
@@ -272,7 +272,8 @@ class Session:
                 self._held_speech.append(messages.Speech(event.stream, frame, event.frame_samples, rest))
                 break
             self._frame(frame_start + event.frame_samples, probability, now)
-        self._effects.append(Measured("lag_seconds", (self.appended - self._audio.covered) / self.sample_rate))
+        if self._audio.covered // self.sample_rate > second:  # a histogram is too dear for every frame
+            self._effects.append(Measured("lag_seconds", (self.appended - self._audio.covered) / self.sample_rate))
         if not self.speaking:
             self._stall.quiet(self._audio.covered)
         self._boundaries.flush_ended()
