@@ -1,0 +1,117 @@
+"""When a session's will is sent, and what goes with one word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+
+from engine import messages
+from realtime.serving.saved_live import decode_entry
+from realtime.serving.will import Will, WillSettings
+from realtime.session.events import Acknowledged, Append, Gap, Measured, Send, Tick
+
+SPEECH = messages.Speech("s", 0, 512, [0.5])
+
+
+class FakeLink:
+    """Asks for what is due when a test says so."""
+
+    def __init__(self) -> None:
+        self.lost: str | None = None
+        self.collectors: list[Callable[[], None]] = []
+        self.words: list[Any] = []
+
+    def collect(self, collector: Callable[[], None]) -> None:
+        self.collectors.append(collector)
+
+    def send(self, word: Any) -> None:
+        self.words.append(word)
+
+    def flush(self) -> list[Any]:
+        collectors, self.collectors, self.words = self.collectors, [], []
+        for collect in collectors:
+            collect()
+        return self.words
+
+
+class Desk:
+    """Where wills are kept: with this link, or nowhere."""
+
+    def __init__(self) -> None:
+        self.link: FakeLink | None = FakeLink()
+
+    def link_for(self, stream: object) -> FakeLink | None:
+        return self.link
+
+
+def new_will(desk: Desk) -> Will:
+    settings = WillSettings(60.0, 1000)
+    return Will("sess", 1, cast(Any, desk), settings, lambda: None, lambda last: (b"base", b""))
+
+
+def append(will: Will) -> None:
+    will.note(Append(np.zeros(10, np.float32), 10, 1.0), 1.0, [])
+
+
+def names(word: Any) -> list[str]:
+    return [type(decode_entry(entry)[1]).__name__ for entry in word.entries]
+
+
+def test_all_that_happened_since_the_last_batch_is_one_word() -> None:
+    desk = Desk()
+    will, link = new_will(desk), desk.link
+    assert link is not None
+    append(will)
+    (first,) = link.flush()
+    assert first.base == b"base", "the first word is the whole value"
+    append(will)
+    will.note(SPEECH, 2.0, [Send(Acknowledged(7))])
+    will.wrote(2.0)
+    assert len(link.collectors) == 1
+    (word,) = link.flush()
+    assert word.base is None and names(word) == ["Gap", "Speech", "NoneType"]
+    assert not link.flush()
+
+
+def test_an_output_that_nobody_has_heard_of_waits_for_the_next_word() -> None:
+    desk = Desk()
+    will, link = new_will(desk), desk.link
+    assert link is not None
+    append(will)
+    link.flush()
+    will.note(SPEECH, 1.0, [Measured("lag_seconds", 0.1)])
+    will.note(Tick(), 1.0, [])
+    assert not link.collectors
+    append(will)
+    (word,) = link.flush()
+    assert names(word) == ["Speech", "Gap"], "in the order in which it happened"
+
+
+def test_what_was_due_at_an_engine_that_is_lost_begins_anew_at_the_next() -> None:
+    desk = Desk()
+    will, old = new_will(desk), desk.link
+    assert old is not None
+    append(will)
+    old.flush()
+    append(will)
+    old.lost, desk.link = "gone", None
+    append(will)
+    desk.link = new = FakeLink()
+    will.note(Gap(10, 10, 1.0), 2.0, [])
+    (word,) = new.flush()
+    assert word.base == b"base" and not word.entries
+    assert not old.flush()
+
+
+def test_a_will_that_is_over_says_nothing_more() -> None:
+    desk = Desk()
+    will, link = new_will(desk), desk.link
+    assert link is not None
+    append(will)
+    link.flush()
+    append(will)
+    will.close()
+    assert [type(word) for word in link.words[-1:]] == [messages.Disown]
+    assert not link.flush()
