@@ -77,6 +77,9 @@ class Outputs:
 
     def _new_part(self, speech: messages.Speech) -> messages.Speech | None:
         """The speech without what was told before, if the audio is a replay."""
+        if speech.sample >= self._told_until and speech.frame_samples and speech.probabilities:
+            self._told_until = speech.sample + len(speech.probabilities) * speech.frame_samples
+            return speech
         if speech.frame_samples > self._sample_rate and speech.sample < self._told_until:
             # A long silence is one long frame, of which a part is known.
             known = min(self._told_until - speech.sample, speech.frame_samples)
