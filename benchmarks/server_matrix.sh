@@ -7,6 +7,7 @@ audio=${4:+--audio $4}
 mkdir -p "$out"
 python -m benchmarks.append_cost --sessions 100 --periods 100 --profile "$out/profile" --json "$out/append-cost.json"
 python -m benchmarks.gpu_server --kv fp8 --workers "$workers" --seconds "$seconds" --logs "$out/fp8" \
-    --json "$out/fp8.json" $audio --sessions 600 500:24000:50 800:16000:80:0.5 --kill-worker --rolling-restart
+    --json "$out/fp8.json" $audio --joins-per-second 60 --clients 5 --sessions 600 500:24000:50 1000:16000:80:0.5 \
+    --kill-worker --rolling-restart --move-seconds 12
 python -m benchmarks.gpu_server --kv bf16 --workers "$workers" --seconds "$seconds" --logs "$out/bf16" \
-    --json "$out/bf16.json" $audio --sessions 400
+    --json "$out/bf16.json" $audio --joins-per-second 60 --clients 5 --sessions 400
