@@ -1,6 +1,6 @@
 """How many sessions the whole server holds: sockets, gateways, engine process, speech detection, limits as they are.
 
-    python -m benchmarks.gpu_server --sessions 600 500:24000:50 800:16000:80:0.5 --kv fp8 --seconds 60 --workers 6 \\
+    python -m benchmarks.gpu_server --sessions 600 500:24000:50 1000:16000:80:0.5 --kv fp8 --seconds 60 --workers 6 \\
         --kill-worker --rolling-restart --json docs/data/h200-server.json
 
 The model is Voxtral Realtime at full dimensions with random weights (`benchmarks.random_engine`); everything else is
