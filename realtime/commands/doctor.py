@@ -152,20 +152,41 @@ def available_memory() -> int | None:
     return None
 
 
+def resident_memory() -> int | None:
+    """Bytes that this process holds."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_on_cards() -> int:
+    """Bytes that are free on all GPUs together; 0 without one."""
+    return sum(int(card.split(",")[-1].split()[0]) * 2**20 for card in graphics_cards())
+
+
 async def _measure(report: Report, options: argparse.Namespace, sound: Path) -> None:
     from engine.errors import EngineError
     from realtime.commands.local_engine import local_engine
     from realtime.commands.quick_measure import measure_load
 
     out("  ..   streams    playing speech into the engine for a few seconds")
+    before, free_before = resident_memory(), free_on_cards()
     try:
         async with local_engine(options.model, options.device) as client:
             measured = await measure_load(client, sound)
+            after, free_after = resident_memory(), free_on_cards()
     except EngineError as error:
         report.bad("engine", " ".join(str(error).split()))
         return
     report.good("engine", f"{client.spec.name} is loaded and heard: {measured.text[:60]!r}")
+    if before is not None and after is not None:
+        used = f"the engine and {measured.streams} streams took {(after - before) / 2**20:.0f} MiB"
+        on_cards = (free_before - free_after) / 2**20
+        report.good("memory", f"{used}, and {on_cards:.0f} MiB on the GPU" if on_cards >= 1 else used)
     per_stream = f"{measured.load:.0%} of the engine's time for {measured.streams} streams of continuous speech"
+    per_stream += f", {measured.cpu_share:.2f} processor seconds a second each"
     if measured.expected < 1:
         report.bad("streams", f"{per_stream}: too slow for live captions here; choose a smaller model")
     else:

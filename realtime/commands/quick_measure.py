@@ -1,8 +1,9 @@
-"""How busy a few live streams keep an engine: a few seconds of speech, played at its own pace."""
+"""How busy a few live streams keep an engine, and what they cost: a few seconds of speech, played at its own pace."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,8 @@ class Measured:
     streams: int
     load: float
     text: str
+    # Processor seconds of this process for each second of speech in each stream.
+    cpu_share: float = 0.0
 
     @property
     def expected(self) -> int:
@@ -49,16 +52,18 @@ async def measure_load(client: EngineClient, sound: Path) -> Measured:
     try:
         await asyncio.sleep(WARM_UP_S)
         loads = []
+        cpu = time.process_time()
         for _ in range(round(MEASURED_S)):
             await asyncio.sleep(1.0)
             loads.append(client.capacity().load)
+        cpu = time.process_time() - cpu
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for stream in streams:
             await stream.abort()
-    return Measured(STREAMS, sum(loads) / len(loads), texts[0].strip())
+    return Measured(STREAMS, sum(loads) / len(loads), texts[0].strip(), cpu / MEASURED_S / STREAMS)
 
 
 async def _play(stream: EngineStream, audio: Samples) -> None:

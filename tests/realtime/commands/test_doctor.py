@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -81,3 +82,14 @@ def test_speech_is_played_and_streams_are_counted(
     shown = capsys.readouterr().out
     assert "heard: 'w1 w2" in shown and "about 16 at once (10% of the engine's time for 2 streams" in shown
     assert len(engine.opened) == 2 and not engine.active
+    assert re.search(r"the engine and 2 streams took \d+ MiB\n", shown)
+    assert re.search(r", 0\.\d\d processor seconds a second each\); `tickertape bench`", shown)
+
+
+def test_memory_on_the_gpu_is_what_was_free_before_and_is_not_any_more(
+    measurable: list[str], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter([["A Card, 8192 MiB, 8000 MiB"]] * 2 + [["A Card, 8192 MiB, 5500 MiB"]])
+    monkeypatch.setattr(doctor, "graphics_cards", lambda: next(answers))
+    assert cli.main(measurable) == 0
+    assert "MiB, and 2500 MiB on the GPU" in capsys.readouterr().out
