@@ -1,4 +1,4 @@
-"""Live audio for `benchmarks.gpu_streams`: frames of many streams, in the order in which they become complete."""
+"""Live audio for benchmarks of engines: frames of many streams, in the order in which they become complete."""
 
 from __future__ import annotations
 
@@ -14,16 +14,25 @@ JOIN_EVERY_NS = 5_000_000
 class Traffic:
     """N streams, each with its own phase and its own place in the sound; they join one after the other."""
 
-    def __init__(self, streams: int, first_position: int, seed: int, sound: NDArray[np.float32]) -> None:
+    def __init__(
+        self,
+        streams: int,
+        first_position: int,
+        seed: int,
+        sound: NDArray[np.float32],
+        payload_samples: int = 2000,
+        join_every_ns: int = JOIN_EVERY_NS,
+    ) -> None:
         random = np.random.default_rng(seed)
         self.names = [f"stream {index}" for index in range(streams)]
         self._phases = np.sort(random.integers(0, POSITION_NS, streams)).tolist()
         # Frames that a stream misses at the beginning because it has not joined yet.
-        self._missed = (random.permutation(streams) * JOIN_EVERY_NS // POSITION_NS).tolist()
+        self._missed = (random.permutation(streams) * join_every_ns // POSITION_NS).tolist()
         self.joined_ns = (max(self._missed) + 1) * POSITION_NS
         # It goes round; a frame reads a little further.
         self._length = len(sound)
-        self._sound = np.concatenate([sound, sound[:2000]])
+        self._sound = np.concatenate([sound, sound[:payload_samples]])
+        self._payload_samples = payload_samples
         self._starts = random.integers(0, self._length, streams).tolist()
         self._first = first_position
         self._next = 0  # frames are numbered over all streams, in order of arrival
@@ -42,7 +51,7 @@ class Traffic:
                 length=1,
                 sample=frame * 1280,
                 key=b"%d/%d" % (index, frame),
-                payload=self._sound[start : start + 2000],
+                payload=self._sound[start : start + self._payload_samples],
             )
             feeds.append(Feed(self.names[index], [item]))
         return feeds

@@ -23,7 +23,7 @@ from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.runner.speech import SpeechDetector
 from engine.runner.windowed.block_ear import BlockEar
 from engine.runner.windowed.device_windows import DeviceWindows
-from engine.runner.windowed.ears import Ear, WindowEar
+from engine.runner.windowed.ears import WindowEar
 from engine.runner.windowed.memory import longest_window, plan_windows
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import BLOCK_POLICY, Policy
@@ -119,24 +119,39 @@ def _load_windowed(path: Path, config: EngineConfig, threads: int) -> tuple[Runn
     if device.type == "cuda":
         return _load_on_device(path.name, model, pieces, device, config)
     if isinstance(model, Moonshine) and streaming.is_file():
-        # Whole windows of files are heard best, and for less, by the encoder as it was published.
-        whole = deepcopy(model)
-        whole.decoder = model.decoder
-        whole.quantise()
-        trained_for = load_streaming_weights(model, streaming)
-        model.quantise()
-        block_ear = BlockEar(model, StreamingEncoder(model.encoder, trained_for, BLOCK_FRAMES))
-        ear: Ear = block_ear
-        policy, stride, file_ear = BLOCK_POLICY, block_ear.first_stride, WindowEar(whole, pieces, Policy())
-    else:
-        model.quantise()
-        policy, stride = Policy(), STRIDE_POSITIONS
-        ear, file_ear = WindowEar(model, pieces, policy), WindowEar(model, pieces, policy)
-    spec = windowed_spec(path.name, WINDOW_POSITIONS, stride, FILE_WINDOW_POSITIONS)
+        return _load_in_blocks(path, model, pieces, config.max_streams, threads)
+    model.quantise()
+    return windowed_on_cpu(path.name, model, pieces, config.max_streams, threads)
+
+
+def _load_in_blocks(
+    path: Path, model: Moonshine, pieces: list[bytes], max_streams: int, threads: int
+) -> tuple[Runner, Limits]:
+    # Whole windows of files are heard best, and for less, by the encoder as it was published.
+    whole = deepcopy(model)
+    whole.decoder = model.decoder
+    whole.quantise()
+    trained_for = load_streaming_weights(model, path / STREAMING_ENCODER)
+    model.quantise()
+    ear = BlockEar(model, StreamingEncoder(model.encoder, trained_for, BLOCK_FRAMES))
+    spec = windowed_spec(path.name, WINDOW_POSITIONS, ear.first_stride, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=model.options)
-    limits = _windowed_limits(spec, config.max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
+    limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
+    windows = HostWindows(model, ear, WindowEar(whole, pieces, Policy()), limits.cache_embeds, threads)
+    return WindowedRunner(model, Vocabulary(pieces), spec, BLOCK_POLICY, windows), limits
+
+
+def windowed_on_cpu(
+    name: str, model: Moonshine | Whisper, pieces: list[bytes], max_streams: int, threads: int
+) -> tuple[WindowedRunner, Limits]:
+    """A runner that reads windows stream by stream, on so many threads."""
+    spec = windowed_spec(name, WINDOW_POSITIONS, STRIDE_POSITIONS, FILE_WINDOW_POSITIONS)
+    spec = replace(spec, options=model.options)
+    limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
+    policy = Policy()
     model.go_live()
-    windows = HostWindows(model, ear, file_ear, limits.cache_embeds, threads)
+    ears = WindowEar(model, pieces, policy), WindowEar(model, pieces, policy)
+    windows = HostWindows(model, *ears, limits.cache_embeds, threads)
     return WindowedRunner(model, Vocabulary(pieces), spec, policy, windows), limits
 
 

@@ -119,7 +119,8 @@ class DeviceWindows:
 class _StagedDecoder(GreedyDecoder):
     def __init__(self, model: SpeechModel, rows: int, frames: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(model, device)
-        shapes = Shapes.up_to(rows, frames, model.max_tokens)
+        # A model whose context is always the same has windows of one length.
+        shapes = Shapes.up_to(rows, frames, model.max_tokens, max(200, model.frames_of(model.min_samples)))
         self._stage: Stage | None = Stage(model, self._barred, shapes, dtype, records=device.type == "cuda")
 
     def record(self) -> None:

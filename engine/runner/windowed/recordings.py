@@ -41,8 +41,8 @@ class Shapes:
     tokens: Sequence[int]
 
     @classmethod
-    def up_to(cls, rows: int, frames: int, tokens: int) -> Shapes:
-        return cls(sizes_up_to(rows, 1, 2.0), sizes_up_to(frames, 200, 1.6), sizes_up_to(tokens, 60, 2.0))
+    def up_to(cls, rows: int, frames: int, tokens: int, least_frames: int = 200) -> Shapes:
+        return cls(sizes_up_to(rows, 1, 2.0), sizes_up_to(frames, least_frames, 1.6), sizes_up_to(tokens, 60, 2.0))
 
     def fit(self, rows: int, frames: int, tokens: int) -> Shape:
         return Shape(_next(self.rows, rows), _next(self.frames, frames), _next(self.tokens, tokens))
