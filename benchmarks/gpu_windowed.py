@@ -26,13 +26,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.random_whisper import SIZES, follow_script, random_whisper
+from benchmarks.random_whisper import SIZES, count_tokens, random_whisper
 from benchmarks.speech_sound import speech
 from benchmarks.traffic import Traffic
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, DecodeTask, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.messages import Abort, Dead, Open, StepOutput, Text
+from engine.models.whisper import Whisper
 from engine.runner.device import GIB, free_memory, require_device
 from engine.runner.load import DEVICE_DTYPE, load_detector, windowed_on_device
 from engine.runner.windowed.device_windows import DeviceWindows
@@ -146,7 +147,7 @@ class _Run:
             self._note(said, submitted, time.perf_counter_ns(), began)
             if self._lags and self._lags[-1][1] > HOPELESS_LAG_S * 1e9:
                 break
-        return self._point(seconds, counted_from, end)
+        return self._point(seconds, counted_from)
 
     def _forget(self) -> None:
         """Nothing counts yet."""
@@ -173,7 +174,9 @@ class _Run:
         if windows:
             self._steps.append(((now - step_began) / 1e6, windows))
 
-    def _point(self, seconds: float, counted_from: int, end: int) -> Point:
+    def _point(self, seconds: float, counted_from: int) -> Point:
+        if not self._lags:
+            raise RuntimeError("nobody spoke in that time: play for longer, or another recording")
         lags = np.array([entry for entry in self._lags if entry[0] >= counted_from] or self._lags, dtype=np.float64)
         late = lags[lags[:, 0] >= (lags[0, 0] + lags[-1, 0]) / 2]
         steps = np.array(self._steps or [(0.0, 0)])
@@ -211,9 +214,23 @@ def build(options: argparse.Namespace) -> tuple[WindowedRunner, Limits]:
     else:
         model, pieces = load_speech_model(resolve(options.model))
         name = Path(options.model).name
-    runner, limits = windowed_on_device(name, model, pieces, device, dtype, room, options.max_streams)
+    runner, limits = windowed_on_device(
+        name, model, pieces, device, dtype, room, options.max_streams, ample=not options.short
+    )
     runner.warm_up()
     return runner, limits
+
+
+def next_number(points: list[Point], most: int) -> int:
+    """Streams to try next: between those that held and those that did not, or what the idle time has room for."""
+    held = max((point.streams for point in points if point.holds), default=0)
+    failed = min((point.streams for point in points if not point.holds), default=0)
+    if held and failed:
+        return (held + failed) // 2
+    if failed:
+        return int(0.7 * failed)
+    busy = 1 - next(point.idle_share for point in points if point.streams == held)
+    return min(most, int(held * min(2.0, 0.95 / busy)))
 
 
 def print_point(point: Point) -> None:
@@ -236,7 +253,9 @@ def parsed(given: list[str] | None) -> argparse.Namespace:
     what.add_argument("--model", help="real weights: a name that `tickertape pull` knows, or a path")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--streams", type=int, nargs="+", default=[100])
+    parser.add_argument("--search", type=int, default=0, help="so many more points, chosen by those before")
     parser.add_argument("--max-streams", type=int, help="streams to make room for; default: as in a server")
+    parser.add_argument("--short", action="store_true", help="Whisper: 2 s of silence behind a window, as on a CPU")
     parser.add_argument("--seconds", type=float, default=20.0, help="that count, for each point")
     parser.add_argument("--settle", type=float, default=10.0, help="seconds before that")
     parser.add_argument("--audio", type=Path, help="a WAV file of speech; default: voices that are made up")
@@ -251,8 +270,8 @@ def main(given: list[str] | None = None) -> None:
     windows = runner._windows
     assert isinstance(windows, DeviceWindows)
     bench = Bench(runner, limits, options.settle, options.audio)
-    if options.random:
-        follow_script(windows, windows._model, bench.rows_of_tokens)  # type: ignore[arg-type]
+    model = windows._model
+    count_tokens(windows, bench.rows_of_tokens, model if options.random and isinstance(model, Whisper) else None)
     memory, started = windows._memory, time.perf_counter() - began
     name = torch.cuda.get_device_name() if options.device.startswith("cuda") else options.device
     print(
@@ -264,6 +283,10 @@ def main(given: list[str] | None = None) -> None:
     calm_collector()
     points = []
     for streams in options.streams:
+        points.append(bench.measure(streams, options.seconds))
+        print_point(points[-1])
+    for _ in range(options.search):
+        streams = next_number(points, memory.streams)
         points.append(bench.measure(streams, options.seconds))
         print_point(points[-1])
     if options.json:

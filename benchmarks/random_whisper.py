@@ -73,14 +73,22 @@ class ScriptedSpeaker(Speaker):
         return Answer(token + TOKENS if peak + self._spacing >= row.frames else token, SURE, peak)
 
 
-def follow_script(windows: DeviceWindows, model: Whisper, counts: list[int]) -> None:
-    """Have live streams say what the script has. `counts` gets an entry, how many rows, for each token of a batch."""
+def count_tokens(windows: DeviceWindows, counts: list[int], script_of: Whisper | None) -> None:
+    """`counts` gets an entry, how many rows, for each token that a batch decodes one by one. With a model to make a
+    script for, live streams say what the script has."""
     decoder = windows._decoder
-    passes, spacing = decoder._passes, 16_000 / model.samples_per_frame / TOKENS_PER_SECOND
+    passes = decoder._passes
 
-    def scripted(rows: list[Row], speaker_for: Callable[[int], Speaker]) -> Iterator[None]:
-        for _ in passes(rows, lambda text: ScriptedSpeaker(speaker_for(text), rows, spacing, model.end_token)):
+    def counted(rows: list[Row], speaker_for: Callable[[int], Speaker]) -> Iterator[None]:
+        def scripted(text: int) -> Speaker:
+            speaker = speaker_for(text)
+            if script_of is None:
+                return speaker
+            spacing = 16_000 / script_of.samples_per_frame / TOKENS_PER_SECOND
+            return ScriptedSpeaker(speaker, rows, spacing, script_of.end_token)
+
+        for _ in passes(rows, scripted):
             counts.append(len(rows))
             yield
 
-    decoder._passes = scripted  # type: ignore[method-assign]
+    decoder._passes = counted  # type: ignore[method-assign]

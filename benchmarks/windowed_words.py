@@ -6,8 +6,9 @@ Plays all clips (WAV files of 16 bits) as live streams, many at a time, in time 
 works: every stride and every pause is heard, on any machine. `cpu` is the path of a CPU with float32 weights, so that
 what differs is the batching, the recording and the rounding to 16 bits; `cpu-8bit` has the 8-bit weights of a server on
 a CPU; `batches` is the path of a GPU on the CPU, with float32. Prints for each device how many words differ from those
-of the first, and with references (`NAME.txt` beside `NAME.wav`) the word error rate. Needs torch, numpy, silero-vad and
-transformers.
+of the first, and with references (`NAME.txt` beside `NAME.wav`) the word error rate. Whisper hears a window with 2 s of
+silence on a CPU and as 30 s on a GPU: `--context` short or ample gives both the same. Needs torch, numpy, silero-vad
+and transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.speech_sound import read_wav
 from engine.core.limits import Limits
 from engine.core.scheduler import Scheduler
 from engine.messages import Command, Dead, Failed, Feed, Finish, Item, Open, Refused, Text
-from engine.runner.device import free_memory, require_device
+from engine.runner.device import GIB, free_memory, require_device
 from engine.runner.load import DEVICE_DTYPE, load_detector, windowed_on_cpu, windowed_on_device
 from engine.runner.windowed.runner import WindowedRunner
 from engine.server.gate import GateSettings
@@ -38,6 +39,8 @@ from realtime.bench.words import normaliser, word_errors
 POSITION_SAMPLES = 1280
 # The microphone stays open after the last word.
 PAUSE_POSITIONS = 20
+# Batches need not be large there.
+ROOM_ON_A_CPU = 3 * GIB
 DEVICES = ("cpu", "cpu-8bit", "batches", "cuda")
 
 Samples = NDArray[np.float32]
@@ -80,7 +83,7 @@ def _item(samples: Samples, clip: int, position: int) -> Item:
     return Item(position, 1, first, b"%d/%d" % (clip, position), payload)
 
 
-def build(model_name: str, device: str, streams: int, threads: int) -> EngineLoop:
+def build(model_name: str, device: str, streams: int, threads: int, ample: bool) -> EngineLoop:
     model, pieces = load_speech_model(resolve(model_name))
     name = Path(model_name).name
     runner: WindowedRunner
@@ -88,11 +91,14 @@ def build(model_name: str, device: str, streams: int, threads: int) -> EngineLoo
     if device.startswith("cpu"):
         if device == "cpu-8bit":
             model.quantise()
-        runner, limits = windowed_on_cpu(name, model, pieces, streams, threads)
+        runner, limits = windowed_on_cpu(name, model, pieces, streams, threads, ample)
     else:
         place = require_device("cpu" if device == "batches" else device)
-        dtype = DEVICE_DTYPE if place.type == "cuda" else torch.float32
-        runner, limits = windowed_on_device(name, model, pieces, place, dtype, free_memory(place), streams)
+        if place.type == "cuda":
+            room, dtype = free_memory(place), DEVICE_DTYPE
+        else:
+            room, dtype = ROOM_ON_A_CPU, torch.float32
+        runner, limits = windowed_on_device(name, model, pieces, place, dtype, room, streams, ample)
     runner.warm_up()
     detector = load_detector(runner, limits.max_streams)
     return EngineLoop(Scheduler(runner.spec, limits, runner.vocabulary), runner, detector, GateSettings())
@@ -112,6 +118,8 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--devices", nargs="+", choices=DEVICES, default=["cpu", "cuda"])
     parser.add_argument("--streams", type=int, default=32, help="clips at a time")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU")
+    parser.add_argument("--context", choices=["own", "short", "ample"], default="own", help="Whisper: see above")
+    parser.add_argument("--compare", type=Path, help="file of an earlier run, whose first device counts as the first")
     parser.add_argument("--json", type=Path, help="file for the texts")
     options = parser.parse_args(given)
     torch.set_num_threads(1)
@@ -119,14 +127,18 @@ def main(given: list[str] | None = None) -> None:
     clips = [read_wav(file) for file in files]
     references = [file.with_suffix(".txt") for file in files]
     texts: dict[str, list[str]] = {}
+    if options.compare:
+        texts = {f"{device} before": said for device, said in json.loads(options.compare.read_text())["texts"].items()}
     for device in options.devices:
-        loop = build(options.model, device, options.streams, options.threads)
+        ample = {"short": False, "ample": True, "own": not device.startswith("cpu")}[options.context]
+        loop = build(options.model, device, options.streams, options.threads, ample)
         began = time.perf_counter()
         texts[device] = live_texts(loop, clips, options.streams)
         seconds = time.perf_counter() - began
         loop.runner.close()
-        differ, words = differing(texts[options.devices[0]], texts[device])
-        line = f"{options.model} {device}: {differ} of {words} words differ from {options.devices[0]}"
+        first = next(iter(texts))
+        differ, words = differing(texts[first], texts[device])
+        line = f"{options.model} {device}: {differ} of {words} words differ from {first}"
         line += f" ({100 * differ / max(1, words):.2f} %), {seconds:.0f} s"
         if all(file.is_file() for file in references):
             errors, spoken = differing([file.read_text() for file in references], texts[device])

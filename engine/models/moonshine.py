@@ -21,6 +21,7 @@ from engine.models.seq2seq import (
     Encoded,
     FrameConv,
     at_once,
+    counts_on,
     cross_keys_values,
     join_heads,
     quantise_linears,
@@ -166,7 +167,7 @@ class MoonshineEncoder(nn.Module):
         frames = [frames_after(length, 3) for length in lengths]
         mask = None
         if min(frames) < x.shape[1]:
-            mask = torch.arange(x.shape[1], device=x.device) < torch.tensor(frames, device=x.device)[:, None]
+            mask = torch.arange(x.shape[1], device=x.device) < counts_on(x.device, frames)[:, None]
             mask = mask[:, None, None, :]
         angles = self.rotary.angles(torch.arange(x.shape[1], device=x.device)[None])
         for layer in self.layers:
@@ -179,7 +180,7 @@ class MoonshineEncoder(nn.Module):
         if min(frames) == x.shape[1]:
             alone = layer_norm(x, x.shape[1:], eps=self.groupnorm.eps)
         else:
-            ends = torch.tensor(frames, device=x.device)[:, None, None]
+            ends = counts_on(x.device, frames)[:, None, None]
             real = torch.arange(x.shape[1], device=x.device)[:, None] < ends  # [batch, frames, 1]
             count = ends * x.shape[2]
             mean = (x * real).sum(dim=(1, 2), keepdim=True) / count
@@ -269,7 +270,7 @@ class Moonshine(nn.Module):
             (layer, head) for layer in range(config.decoder_layers) for head in range(config.heads)
         ]
 
-    def go_live(self) -> None:
+    def go_live(self, ample: bool) -> None:
         """Nothing to change: it was made for short windows."""
 
     def move(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -30,6 +30,11 @@ def at_once(work: Generator[None, None, T]) -> T:
             return result
 
 
+def counts_on(device: torch.device, values: list[int]) -> Tensor:
+    """A few numbers on a device, without waiting for what it is busy with."""
+    return torch.tensor(values).to(device, non_blocking=True)
+
+
 @dataclass(slots=True)
 class Encoded:
     """Cross-attention keys and values of every decoder layer, padded to the longest row.
@@ -50,7 +55,7 @@ class Encoded:
         self.audio = self.audio or self.lengths
         frames = self.keys.shape[4]
         if self.real is None and any(length < frames for length in self.lengths):
-            lengths = torch.tensor(self.lengths, device=self.keys.device)
+            lengths = counts_on(self.keys.device, self.lengths)
             self.real = (torch.arange(frames, device=self.keys.device) < lengths[:, None])[:, None, None, :]
 
     @classmethod
@@ -69,7 +74,7 @@ class Encoded:
         """Some rows of a batch."""
         if kept == list(range(len(self.lengths))):
             return self
-        index = torch.tensor(kept, device=self.keys.device)
+        index = counts_on(self.keys.device, kept)
         lengths, audio = [self.lengths[row] for row in kept], [self.audio[row] for row in kept]
         return Encoded(self.keys[:, index], self.values[:, index], lengths, audio)
 
@@ -150,8 +155,9 @@ class SpeechModel(Protocol):
     @property
     def decoder_shape(self) -> DecoderShape: ...
 
-    def go_live(self) -> None:
-        """Called once, before live use: windows will be short and many."""
+    def go_live(self, ample: bool) -> None:
+        """Called once, before live use: windows will be short and many. `ample`: the device can pay for hearing them as
+        the model was trained to."""
 
     def move(self, device: torch.device, dtype: torch.dtype) -> None:
         """Run on this device from now on, with numbers of this type wherever they suffice."""
@@ -217,7 +223,8 @@ def join_heads(x: Tensor) -> Tensor:
 
 
 class FrameConv(nn.Module):
-    """A convolution over [batch, frames, channels] as one matrix product: faster here, and it can be 8-bit."""
+    """A convolution over [batch, frames, channels] as one matrix product: faster here, it can be 8-bit, and on a GPU no
+    library has to make a plan for every new length."""
 
     def __init__(self, channels: int, width: int, kernel: int, stride: int, bias: bool = True) -> None:
         super().__init__()

@@ -22,7 +22,9 @@ from engine.models.seq2seq import (
     DecoderShape,
     DecoderState,
     Encoded,
+    FrameConv,
     at_once,
+    counts_on,
     cross_keys_values,
     join_heads,
     quantise_linears,
@@ -150,8 +152,8 @@ class _EncoderBlock(nn.Module):
 class WhisperEncoder(nn.Module):
     def __init__(self, config: WhisperConfig) -> None:
         super().__init__()
-        self.conv1 = nn.Conv1d(config.mels, config.width, 3, padding=1)
-        self.conv2 = nn.Conv1d(config.width, config.width, 3, stride=2, padding=1)
+        self.conv1 = FrameConv(config.mels, config.width, kernel=3, stride=1)
+        self.conv2 = FrameConv(config.width, config.width, kernel=3, stride=2)
         self.positional_embedding = nn.Parameter(torch.empty(config.audio_frames, config.width))
         self.blocks = nn.ModuleList(_EncoderBlock(config.width, config.audio_heads) for _ in range(config.audio_layers))
         self.ln_post = nn.LayerNorm(config.width)
@@ -159,13 +161,14 @@ class WhisperEncoder(nn.Module):
     def layer_by_layer(self, mel: Tensor, frames: list[int]) -> Generator[None, None, Tensor]:
         """[batch, mels, 2 * frames] -> [batch, frames, width]; `frames` are the real ones of each row."""
         mask = None
-        x = gelu(self.conv1(mel.to(self.conv1.weight.dtype)))
+        # A frame of silence on both sides: [batch, 2 * frames + 2, mels].
+        x = gelu(self.conv1(pad(mel.transpose(1, 2).to(self.positional_embedding.dtype), (0, 0, 1, 1))))
         if min(frames) * 2 < mel.shape[2]:
-            lengths = torch.tensor(frames, device=mel.device)[:, None]
+            lengths = counts_on(mel.device, frames)[:, None]
             # What a row has behind its end must be the zeros that a lone row is padded with.
-            x = x * (torch.arange(mel.shape[2], device=mel.device) < 2 * lengths)[:, None, :]
+            x = x * (torch.arange(mel.shape[2], device=mel.device) < 2 * lengths)[:, :, None]
             mask = (torch.arange(mel.shape[2] // 2, device=mel.device) < lengths)[:, None, None, :]
-        x = gelu(self.conv2(x)).transpose(1, 2)
+        x = gelu(self.conv2(pad(x, (0, 0, 1, 1))))
         x = x + self.positional_embedding[: x.shape[1]]
         for block in self.blocks:
             yield
@@ -246,9 +249,9 @@ class Whisper(nn.Module):
         floor = log_mel.amax(dim=(1, 2), keepdim=True) - 8.0
         return (torch.maximum(log_mel, floor) + 4.0) / 4.0
 
-    def go_live(self) -> None:
-        """Hear the window and a little silence behind it, instead of 30 seconds."""
-        self.context_slack_seconds = LIVE_SLACK_SECONDS
+    def go_live(self, ample: bool) -> None:
+        """Hear the window and a little silence behind it, if 30 seconds are too dear."""
+        self.context_slack_seconds = None if ample else LIVE_SLACK_SECONDS
 
     def move(self, device: torch.device, dtype: torch.dtype) -> None:
         self.to(device, dtype)
@@ -270,7 +273,7 @@ class Whisper(nn.Module):
         samples = max(frames) * self.samples_per_frame
         mel = self.log_mel(pad(audio[:, :samples], (0, max(0, samples - audio.shape[1]))))
         if min(frames) < max(frames):
-            ends = 2 * torch.tensor(frames, device=mel.device)[:, None]
+            ends = 2 * counts_on(mel.device, frames)[:, None]
             mel = mel * (torch.arange(mel.shape[2], device=mel.device) < ends)[:, None, :]
         hidden = yield from self.encoder.layer_by_layer(mel, frames)
         config = self.config
@@ -306,7 +309,7 @@ class Whisper(nn.Module):
 
     def quantise(self) -> None:
         """8-bit weights where a whole window goes through at once: the encoder and the cross-attention inputs."""
-        quantise_linears(self.encoder)
+        quantise_linears(self.encoder.blocks)
         holder = nn.ModuleDict({"cross_kv": self.cross_kv})
         quantise_linears(holder)
         self.cross_kv = holder["cross_kv"]  # type: ignore[assignment]
@@ -356,6 +359,9 @@ def _fused(tensors: dict[str, Tensor], config: WhisperConfig) -> dict[str, Tenso
         biases = [left.pop(f"{prefix}{part}.bias", torch.zeros(config.width)) for part in parts]
         return weights, biases
 
+    for convolution in ("encoder.conv1", "encoder.conv2"):
+        left[f"{convolution}.linear.weight"] = FrameConv.matrix(left.pop(f"{convolution}.weight"))
+        left[f"{convolution}.linear.bias"] = left.pop(f"{convolution}.bias")
     for side, layers in (("encoder", config.audio_layers), ("decoder", config.text_layers)):
         for layer in range(layers):
             prefix = f"{side}.blocks.{layer}.attn."

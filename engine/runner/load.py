@@ -142,14 +142,14 @@ def _load_in_blocks(
 
 
 def windowed_on_cpu(
-    name: str, model: Moonshine | Whisper, pieces: list[bytes], max_streams: int, threads: int
+    name: str, model: Moonshine | Whisper, pieces: list[bytes], max_streams: int, threads: int, ample: bool = False
 ) -> tuple[WindowedRunner, Limits]:
     """A runner that reads windows stream by stream, on so many threads."""
     spec = windowed_spec(name, WINDOW_POSITIONS, STRIDE_POSITIONS, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=model.options)
     limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
     policy = Policy()
-    model.go_live()
+    model.go_live(ample)
     ears = WindowEar(model, pieces, policy), WindowEar(model, pieces, policy)
     windows = HostWindows(model, *ears, limits.cache_embeds, threads)
     return WindowedRunner(model, Vocabulary(pieces), spec, policy, windows), limits
@@ -184,12 +184,13 @@ def windowed_on_device(
     dtype: torch.dtype,
     room: int,
     max_streams: int | None,
+    ample: bool = True,
 ) -> tuple[WindowedRunner, Limits]:
     """A runner that reads windows as batches. Raises before anything is allocated if the memory will not do."""
     spec = windowed_spec(name, WINDOW_POSITIONS, STRIDE_POSITIONS, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=model.options)
     policy = Policy()
-    model.go_live()
+    model.go_live(ample)
     longest = longest_window(spec, policy)
     memory = plan_windows(model, spec, room, dtype=dtype, longest=longest, max_streams=max_streams)
     limits = _windowed_limits(spec, memory.streams, memory.windows_per_step)

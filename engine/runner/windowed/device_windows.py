@@ -46,7 +46,7 @@ class DeviceWindows:
         self._slab = AudioSlab(cache_embeds, device)
         self._ear = WindowEar(model, pieces, policy, device)
         self._file_ear = WindowEar(model, pieces, policy, device)
-        self._decoder = _StagedDecoder(model, memory.rows, model.frames_of(longest), device, dtype)
+        self._decoder = _StagedDecoder(model, memory, model.frames_of(longest), device, dtype)
         self.write, self.audio, self.is_broken = self._slab.write, self._slab.audio, self._slab.is_broken
 
     def ear(self, live: bool) -> Ear:
@@ -80,13 +80,14 @@ class DeviceWindows:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """The largest batch that the encoder may get, then recordings of the decoder: memory that is short is found out
-        before anybody is let in."""
+        """Batches of all sizes that the encoder may get, because libraries plan for each; then the decoder is recorded.
+        Memory that is short is found out before anybody is let in."""
         try:
             frames = self._model.frames_of(self._longest)
             rows = max(1, self._memory.frames_at_once // frames)
             noise = 0.01 * torch.randn(rows, self._longest, device=self.device)
-            encoded = self._model.encode(noise, [self._longest] * rows)
+            for count in range(1, rows + 1):
+                encoded = self._model.encode(noise[:count], [self._longest] * count)
             self._decoder.run([Row([], [], 2, None, frames) for _ in range(rows)], encoded)
             del noise, encoded
             self._decoder.record()
@@ -117,11 +118,15 @@ class DeviceWindows:
 
 
 class _StagedDecoder(GreedyDecoder):
-    def __init__(self, model: SpeechModel, rows: int, frames: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: SpeechModel, memory: WindowMemory, frames: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         super().__init__(model, device)
         # A model whose context is always the same has windows of one length.
-        shapes = Shapes.up_to(rows, frames, model.max_tokens, max(200, model.frames_of(model.min_samples)))
-        self._stage: Stage | None = Stage(model, self._barred, shapes, dtype, records=device.type == "cuda")
+        shapes = Shapes.up_to(memory.rows, frames, model.max_tokens, max(200, model.frames_of(model.min_samples)))
+        self._stage: Stage | None = Stage(
+            model, self._barred, shapes, dtype, memory.tokens_at_once, records=device.type == "cuda"
+        )
 
     def record(self) -> None:
         assert self._stage is not None

@@ -20,9 +20,6 @@ from engine.models.seq2seq import DecoderState, Encoded, SpeechModel
 from engine.runner.device import upload
 from engine.runner.windowed.greedy import Answer, Speaker, answers_of
 
-# Known text that is read at once, over all rows.
-TOKENS_AT_ONCE = 2048
-
 
 def sizes_up_to(largest: int, smallest: int, growth: float) -> list[int]:
     """Sizes worth a recording, each so much larger than the one before."""
@@ -66,10 +63,20 @@ def _next(sizes: Sequence[int], size: int) -> int:
 class Stage:
     """The places, and the recordings that work on them."""
 
-    def __init__(self, model: SpeechModel, barred: Tensor, shapes: Shapes, dtype: torch.dtype, records: bool) -> None:
+    def __init__(
+        self,
+        model: SpeechModel,
+        barred: Tensor,
+        shapes: Shapes,
+        dtype: torch.dtype,
+        tokens_at_once: int,
+        records: bool,
+    ) -> None:
         self._model = model
         self.barred = barred
         self.shapes = shapes
+        # Known text that is read at once, over all rows.
+        self.tokens_at_once = tokens_at_once
         device, decoder = barred.device, model.decoder_shape
         rows, frames, tokens = shapes.rows[-1], shapes.frames[-1], shapes.tokens[-1]
         heard = decoder.layers, rows * decoder.heads * decoder.dim * frames
@@ -156,7 +163,7 @@ class StagedSpeaker(Speaker):
 
     def _read(self, known: list[list[int]], places: list[tuple[int, int]]) -> Tensor:
         """A few rows at a time: attention to all frames of all rows, for all tokens, would take much memory."""
-        count = max(1, TOKENS_AT_ONCE // max(map(len, known)))
+        count = max(1, self._stage.tokens_at_once // max(map(len, known)))
         chosen = []
         for first in range(0, len(known), count):
             part = slice(first, min(first + count, len(known)))

@@ -47,7 +47,7 @@ def model(request: pytest.FixtureRequest) -> Moonshine | Whisper:
     whisper = Whisper(WhisperConfig(80, VOCABULARY, 1500, 32, 4, 1, 64, 4, 2))
     # Markers of the real vocabulary are far behind the end of this one.
     whisper.start_tokens, whisper.end_token, whisper.suppressed = [1], 2, [0]
-    whisper.go_live()
+    whisper.go_live(ample=False)
     return sharpened(whisper)
 
 
@@ -56,8 +56,10 @@ def on_the_host(model: Moonshine | Whisper) -> Windows:
 
 
 def on_a_device(model: Moonshine | Whisper) -> DeviceWindows:
-    """With room for four windows in a batch, of which the encoder hears two or three at once."""
-    memory = WindowMemory(8, 4, 3 * model.frames_of(30 * SAMPLES_PER_POSITION), 0, 0, 0)
+    """With room for four windows in a batch, of which the encoder hears two or three at once, and the decoder reads
+    one or two."""
+    frames = 3 * model.frames_of(30 * SAMPLES_PER_POSITION)
+    memory = WindowMemory(8, 4, frames, 20, 0, 0, 0)
     cpu = torch.device("cpu")
     return DeviceWindows(model, PIECES, POLICY, memory, 900, longest=LONGEST, device=cpu, dtype=torch.float32)
 

@@ -1,0 +1,58 @@
+"""The script of random weights: as many tokens as speech has, and a draft whose last word changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.random_whisper import ScriptedSpeaker
+from engine.runner.windowed.greedy import Answer, GreedyDecoder, Row, Speaker
+
+END, SPACING = 50, 10.0
+
+
+class Quiet(Speaker):
+    """Computes nothing."""
+
+    def __init__(self) -> None:
+        self.said = 0
+
+    def read(self, known: list[list[int]], places: list[tuple[int, int]]) -> list[Answer]:
+        return []
+
+    def say(self, last: list[tuple[int, int]]) -> list[Answer]:
+        self.said += 1
+        return []
+
+
+class FakeModel:
+    start_tokens, end_token, suppressed = [1], END, ()
+
+
+def spoken(rows: list[Row]) -> int:
+    """Run the rows to their ends; how many tokens had to be decoded one by one."""
+    decoder, quiet = GreedyDecoder(FakeModel()), Quiet()  # type: ignore[arg-type]
+    passes: Iterator[None] = decoder._passes(rows, lambda text: ScriptedSpeaker(quiet, rows, SPACING, END))
+    for _ in passes:
+        pass
+    return quiet.said
+
+
+def row(frames: int, committed: list[int], draft: list[int], said_until: float = 0.0) -> Row:
+    return Row(committed, draft, 100, None, frames, said_until=said_until)
+
+
+def test_a_pass_says_as_much_as_was_spoken_since() -> None:
+    first = row(55, [], [])
+    assert spoken([first]) == 5 and len(first.tokens) == 5 and first.ended
+    assert first.peaks == [10, 20, 30, 40, 50]
+    # The next pass hears 25 frames more. The draft holds but for its last token, which was too close to the edge.
+    second = row(80, [], first.tokens)
+    assert spoken([second]) == 3 and second.tokens[:4] == first.tokens[:4] and second.tokens[4] != first.tokens[4]
+
+
+def test_text_goes_on_behind_what_is_committed() -> None:
+    whole = row(80, [], [])
+    spoken([whole])
+    later = row(80, whole.tokens[:3], whole.tokens[3:], said_until=30.0)
+    spoken([later])
+    assert whole.tokens[:3] + later.tokens == whole.tokens and later.peaks == whole.peaks[3:]
