@@ -19,9 +19,9 @@ import argparse
 import gc
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -78,21 +78,32 @@ class Point:
         return max(self.lag_p95, self.lag_p95_late) <= 1000 * MAX_LAG_S
 
 
-class Watched(WindowedRunner):
-    """Remembers which tasks were answered last."""
+class Watched:
+    """Stands before a runner, and remembers which tasks were answered last."""
 
-    answered: list[DecodeTask]
+    def __init__(self, runner: WindowedRunner) -> None:
+        self.spec, self.vocabulary = runner.spec, runner.vocabulary
+        self.check_open, self.save = runner.check_open, runner.save
+        self._runner = runner
+        self.answered: list[DecodeTask] = []
 
-    def execute_until(self, plan: StepPlan, time_is_up: Any) -> list[DecodeResult]:
-        results = super().execute_until(plan, time_is_up)
+    def execute_until(self, plan: StepPlan, time_is_up: Callable[[], bool]) -> list[DecodeResult]:
+        results = self._runner.execute_until(plan, time_is_up)
         self.answered = plan.decode
         return results
+
+    def execute(self, plan: StepPlan) -> list[DecodeResult]:
+        return self.execute_until(plan, lambda: False)
+
+    def warm_up(self) -> None:
+        self._runner.warm_up()
+
+    def close(self) -> None:
+        self._runner.close()
 
 
 class Bench:
     def __init__(self, runner: WindowedRunner, limits: Limits, settle: float, recording: Path | None) -> None:
-        runner.__class__ = Watched
-        assert isinstance(runner, Watched)
         self._runner = runner
         self._limits = limits
         self._settle_ns = int(settle * 1e9)
@@ -104,11 +115,12 @@ class Bench:
         runner = self._runner
         detector = load_detector(runner, self._limits.max_streams)
         scheduler = Scheduler(runner.spec, self._limits, runner.vocabulary)
-        loop = EngineLoop(scheduler, runner, detector, GateSettings())
+        watched = Watched(runner)
+        loop = EngineLoop(scheduler, watched, detector, GateSettings())
         traffic = Traffic(streams, 0, seed, self._sound, runner.spec.samples_per_position, JOIN_EVERY_NS)
         loop.submit([Open(name) for name in traffic.names], 0)
         gc.collect()
-        point = _Run(loop, runner, traffic, self.rows_of_tokens).play(seconds, self._settle_ns)
+        point = _Run(loop, watched, traffic, self.rows_of_tokens).play(seconds, self._settle_ns)
         loop.submit([Abort(name) for name in traffic.names], 0)
         while loop.has_work():
             loop.step()
@@ -147,11 +159,11 @@ class _Run:
             self._note(said, submitted, time.perf_counter_ns(), began)
             if self._lags and self._lags[-1][1] > HOPELESS_LAG_S * 1e9:
                 break
-        return self._point(seconds, counted_from)
+        return self._point(seconds)
 
     def _forget(self) -> None:
         """Nothing counts yet."""
-        self._lags.clear() if len(self._lags) > 100_000 else None
+        self._lags.clear()
         self._steps.clear()
         self._rows_of_tokens.clear()
         self._parts[:] = 0
@@ -174,10 +186,10 @@ class _Run:
         if windows:
             self._steps.append(((now - step_began) / 1e6, windows))
 
-    def _point(self, seconds: float, counted_from: int) -> Point:
+    def _point(self, seconds: float) -> Point:
         if not self._lags:
             raise RuntimeError("nobody spoke in that time: play for longer, or another recording")
-        lags = np.array([entry for entry in self._lags if entry[0] >= counted_from] or self._lags, dtype=np.float64)
+        lags = np.array(self._lags, dtype=np.float64)
         late = lags[lags[:, 0] >= (lags[0, 0] + lags[-1, 0]) / 2]
         steps = np.array(self._steps or [(0.0, 0)])
         passes = float(steps[:, 1].sum())
