@@ -50,7 +50,7 @@ class ScriptedSpeaker(Speaker):
         self._rows = rows
         self._spacing = frames_per_token
         self._end_token = end_token
-        self._begins = [max(0.0, row.said_until) for row in rows]
+        self._begins = [max(0.0, row.progress._said_until) for row in rows]
 
     def read(self, known: list[list[int]], places: list[tuple[int, int]]) -> list[Answer]:
         self._speaker.read(known, places)

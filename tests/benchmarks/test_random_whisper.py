@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from benchmarks.random_whisper import ScriptedSpeaker
 from engine.runner.windowed.greedy import Answer, GreedyDecoder, Row, Speaker
+from engine.runner.windowed.stability import Progress
 
 END, SPACING = 50, 10.0
 
@@ -38,7 +40,7 @@ def spoken(rows: list[Row]) -> int:
 
 
 def row(frames: int, committed: list[int], draft: list[int], said_until: float = 0.0) -> Row:
-    return Row(committed, draft, 100, None, frames, said_until=said_until)
+    return Row(committed, draft, 100, None, frames, Progress(said_until, inf))
 
 
 def test_a_pass_says_as_much_as_was_spoken_since() -> None:
