@@ -232,7 +232,7 @@ def wait_for_nodes(plan: FleetPlan, count: int) -> None:
     """In a process of its own: whoever has once spoken to Ray ends with it."""
     script = (
         "import sys, time, ray; from fleet.cluster.connect import connect; from fleet.plan import read_plan\n"
-        "connect(read_plan(sys.argv[1]))\n"
+        "connect(read_plan(sys.argv[1]), 200.0)\n"
         "while sum(node['Alive'] for node in ray.nodes()) < int(sys.argv[2]): time.sleep(0.5)"
     )
     file = plan.folder.parent.parent / "fleet.toml"
