@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from fleet.cluster.environment import TESTED
 from realtime.config import ENVIRONMENT_PREFIX, known_keys
 from realtime.metrics.engine import engine_collector
 from realtime.metrics.gateway import Metrics
@@ -45,3 +46,14 @@ def test_the_image_does_not_run_as_root_and_says_when_it_is_ready() -> None:
     assert re.search(r"^USER tickertape$", dockerfile, re.MULTILINE)
     assert "HEALTHCHECK" in dockerfile and "--ready" in dockerfile
     assert all(re.search(r":\d+\.\d+\.\d+", line) for line in dockerfile.splitlines() if line.startswith("FROM"))
+
+
+def test_the_manifest_for_kuberay_says_that_it_is_untested_and_names_the_tested_ray() -> None:
+    text = (ROOT / "deploy/kuberay.yaml").read_text()
+    cluster, *_ = yaml.safe_load_all(text)
+    assert "UNTESTED" in text.splitlines()[0]
+    assert cluster["spec"]["rayVersion"].startswith(f"{TESTED}.")
+    environment = {
+        entry["name"] for entry in cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["env"]
+    }
+    assert {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_gcs_storage", "RAY_worker_niceness"} <= environment
