@@ -33,6 +33,16 @@ def test_a_track_knows_where_frames_begin(sent: list[bytes], data: st.DataObject
         assert track.at_start == (place in starts)
 
 
+def test_a_track_is_given_up_rather_than_followed_through_a_flood() -> None:
+    tiny = Frame(Opcode.PING, b"").serialize(mask=True)
+    track = FrameTrack()
+    track.pass_over(tiny * 50)
+    assert track.at_start
+    track.pass_over(tiny * 50_000)
+    track.pass_over(tiny)
+    assert not track.at_start
+
+
 @pytest.mark.parametrize("length", [126, 127, 3000, 65_535])
 def test_a_whole_text_is_what_was_sent(length: int) -> None:
     text = ("é" + "x" * length)[: length - 1]
