@@ -135,7 +135,7 @@ def _load_in_blocks(
     model.quantise()
     ear = BlockEar(model, StreamingEncoder(model.encoder, trained_for, BLOCK_FRAMES))
     spec = windowed_spec(path.name, WINDOW_POSITIONS, ear.first_stride, FILE_WINDOW_POSITIONS)
-    spec = replace(spec, options=model.options)
+    spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords))
     limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
     windows = HostWindows(model, ear, WindowEar(whole, pieces, Policy()), limits.cache_embeds, threads)
     return WindowedRunner(model, Vocabulary(pieces), spec, BLOCK_POLICY, windows), limits
@@ -146,7 +146,7 @@ def windowed_on_cpu(
 ) -> tuple[WindowedRunner, Limits]:
     """A runner that reads windows stream by stream, on so many threads."""
     spec = windowed_spec(name, WINDOW_POSITIONS, STRIDE_POSITIONS, FILE_WINDOW_POSITIONS)
-    spec = replace(spec, options=model.options)
+    spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords))
     limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
     policy = Policy()
     model.go_live(ample)
@@ -188,7 +188,7 @@ def windowed_on_device(
 ) -> tuple[WindowedRunner, Limits]:
     """A runner that reads windows as batches. Raises before anything is allocated if the memory will not do."""
     spec = windowed_spec(name, WINDOW_POSITIONS, STRIDE_POSITIONS, FILE_WINDOW_POSITIONS)
-    spec = replace(spec, options=model.options)
+    spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords))
     policy = Policy()
     model.go_live(ample)
     longest = longest_window(spec, policy)

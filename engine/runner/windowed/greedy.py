@@ -7,7 +7,7 @@ time: it is checked in the same pass as the committed text, and kept as far as t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.models.seq2seq import DecoderState, Encoded, SpeechModel
+from engine.runner.bias import AT_WORD, KeywordTree
 from engine.runner.device import upload
 from engine.runner.windowed.stability import Progress
 
@@ -42,6 +43,9 @@ class Row:
     frames: int
     # Tells when the text begins again; then decoding stops.
     progress: Progress = field(default_factory=lambda: Progress(-inf, inf))
+    # Words to favour, and where the text stands among them.
+    keywords: KeywordTree | None = None
+    state: int = AT_WORD
     tokens: list[int] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)
@@ -49,10 +53,35 @@ class Row:
     ended: bool = False
     done: bool = False
 
+    def __post_init__(self) -> None:
+        if self.keywords is not None:
+            self.state = self.keywords.behind(self.committed)
+
+    def states(self) -> Iterator[int]:
+        """Where the text stands behind what is committed, and behind each token of the draft."""
+        state = self.state
+        yield state
+        for token in self.draft:
+            if self.keywords is not None:
+                state = self.keywords.after(state, token)
+            yield state
+
+    def favour(self, answer: Answer, state: int, logits: Tensor) -> Answer:
+        """What to say instead, if a keyword may begin or go on there. How sure the model is of it is what the model
+        itself says: a keyword is no evidence."""
+        if self.keywords is None:
+            return answer
+        values = logits.cpu().numpy()
+        token = self.keywords.choose(state, values, answer.token)
+        lead = float(values[answer.token] - values[token])
+        return replace(answer, token=token, log_probability=answer.log_probability - lead)
+
     def take(self, answer: Answer, end_token: int) -> None:
         if answer.token == end_token:
             self.ended = self.done = True
             return
+        if self.keywords is not None:
+            self.state = self.keywords.after(self.state, answer.token)
         peak = answer.peak
         self.tokens.append(answer.token)
         self.peaks.append(peak)
@@ -74,10 +103,13 @@ class Speaker:
         self._encoded = encoded
         self._audio = audio
         self._state = state
+        # Behind the last answers: of the places that were asked for, or of every row.
+        self.logits: Tensor
 
-    def read(self, known: list[list[int]], places: list[tuple[int, int]]) -> list[Answer]:
-        """Text that is known, as one pass; answers for some of its places, as (row, column)."""
-        return answers_of(self._read(known, places))
+    def read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> list[Answer]:
+        """Text that is known, as one pass; answers for some of its places, as (row, column), and logits for those of
+        them that have these numbers."""
+        return answers_of(self._read(known, places, kept))
 
     def say(self, last: list[tuple[int, int]]) -> list[Answer]:
         """One more token of every row, each behind its last token at that one's position."""
@@ -89,7 +121,7 @@ class Speaker:
         hidden, attention = self._model.decode(given[:, :1], given[:, 1:], self._state.first(text), self._encoded)
         return self._choose(hidden[:, 0], attention[:, 0], self._audio)
 
-    def _read(self, known: list[list[int]], places: list[tuple[int, int]]) -> Tensor:
+    def _read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> Tensor:
         device, width = self._barred.device, max(map(len, known))
         padded = [row + [self._model.end_token] * (width - len(row)) for row in known]
         positions = torch.arange(width, device=device).expand(len(known), -1)
@@ -97,13 +129,16 @@ class Speaker:
             upload(np.array(padded, np.int64), device), positions, self._state.first(width), self._encoded
         )
         row, column = upload(np.array(places, np.int64), device).unbind(dim=1)
-        return self._choose(hidden[row, column], attention[row, column], self._audio[row])
+        chosen = self._choose(hidden[row, column], attention[row, column], self._audio[row])
+        self.logits = self.logits[kept]
+        return chosen
 
     def _choose(self, hidden: Tensor, attention: Tensor, audio: Tensor) -> Tensor:
         """[places, width], [places, frames], [places] -> [3, places]: one copy brings all of it to the host. Token and
         frame numbers are small enough for a float32."""
         logits = self._model.logits(hidden).float()
         logits.index_fill_(1, self._barred, float("-inf"))
+        self.logits = logits
         values, tokens = logits.max(dim=-1)
         frames = torch.arange(attention.shape[1], device=attention.device)
         peaks = attention.masked_fill(frames >= audio[:, None], -1.0).argmax(dim=1)
@@ -143,6 +178,7 @@ class GreedyDecoder:
             yield
             for index, (row, answer) in enumerate(zip(rows, speaker.say(last), strict=True)):
                 if not row.done:
+                    answer = row.favour(answer, row.state, speaker.logits[index])
                     row.take(answer, self._model.end_token)
                     last[index] = (answer.token, last[index][1] + 1)
 
@@ -153,8 +189,13 @@ class GreedyDecoder:
         places = [
             (index, at) for index, prefix in enumerate(prefixes) for at in range(len(prefix) - 1, len(known[index]))
         ]
+        biased = [number for number, (index, _) in enumerate(places) if rows[index].keywords is not None]
+        answers = speaker.read(known, places, biased)
+        states = [state for row in rows for state in row.states()]
+        for number, logits in zip(biased, speaker.logits, strict=True):
+            answers[number] = rows[places[number][0]].favour(answers[number], states[number], logits)
         last: list[tuple[int, int]] = [(0, 0)] * len(rows)
-        for (index, at), answer in zip(places, speaker.read(known, places), strict=True):
+        for (index, at), answer in zip(places, answers, strict=True):
             row, start = rows[index], len(prefixes[index])
             agreed = at == start - 1 or (len(row.tokens) == at - start + 1 and row.tokens[-1] == known[index][at])
             if row.done or not agreed:

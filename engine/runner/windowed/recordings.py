@@ -87,6 +87,8 @@ class Stage:
         self.audio = torch.ones(rows, dtype=torch.int64, device=device)
         self.given = torch.zeros(rows, 2, dtype=torch.int64, device=device)
         self.chosen = torch.zeros(3, rows, device=device)
+        # [rows, vocabulary], for rows that favour keywords; made by the first step.
+        self.logits: Tensor | None = None
         self._records = records
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
 
@@ -128,6 +130,9 @@ class Stage:
         """Reads and writes fixed places only."""
         speaker = Speaker(self._model, self.barred, self.encoded(shape), self.audio[: shape.rows], self.state(shape))
         self.chosen[:, : shape.rows] = speaker.next(self.given[: shape.rows], shape.tokens)
+        if self.logits is None:
+            self.logits = speaker.logits.new_zeros(self.shapes.rows[-1], speaker.logits.shape[1])
+        self.logits[: shape.rows] = speaker.logits
 
     def _sizes(self) -> tuple[int, int, int]:
         decoder = self._model.decoder_shape
@@ -159,16 +164,23 @@ class StagedSpeaker(Speaker):
         stage, rows = self._stage, len(last)
         stage.given[:rows].copy_(upload(np.array(last, np.int64), stage.barred.device))
         stage.run(self._shape)
+        assert stage.logits is not None
+        self.logits = stage.logits
         return answers_of(stage.chosen[:, :rows])
 
-    def _read(self, known: list[list[int]], places: list[tuple[int, int]]) -> Tensor:
+    def _read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> Tensor:
         """A few rows at a time: attention to all frames of all rows, for all tokens, would take much memory."""
         count = max(1, self._stage.tokens_at_once // max(map(len, known)))
-        chosen = []
+        chosen, logits, wanted = [], [], set(kept)
         for first in range(0, len(known), count):
             part = slice(first, min(first + count, len(known)))
-            own = [(row - first, column) for row, column in places if part.start <= row < part.stop]
-            chosen.append(self._rows(part)._read(known[part], own))
+            numbers = [number for number, (row, _) in enumerate(places) if part.start <= row < part.stop]
+            own = [(places[number][0] - first, places[number][1]) for number in numbers]
+            speaker = self._rows(part)
+            own_kept = [place for place, number in enumerate(numbers) if number in wanted]
+            chosen.append(speaker._read(known[part], own, own_kept))
+            logits.append(speaker.logits)
+        self.logits = torch.cat(logits)
         return torch.cat(chosen, dim=1)
 
     def _rows(self, part: slice) -> Speaker:

@@ -18,6 +18,8 @@ import torch
 from engine.core.plan import DecodeResult, DecodeTask, OpenTask, StepPlan, TimedToken
 from engine.messages import Open, Saved
 from engine.models.seq2seq import SpeechModel
+from engine.options import MAX_KEYWORDS, Options
+from engine.runner.bias import KeywordTree, KeywordTrees
 from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION
 from engine.runner.windowed.ears import Ear, Sound
 from engine.runner.windowed.greedy import Row
@@ -56,6 +58,7 @@ def windowed_spec(name: str, window_positions: int, stride_positions: int, file_
         history_positions=max(window_positions, file_window_positions),
         # An item may stick out of the window at both ends.
         embeds_per_stream=window_positions + 64,
+        options=Options(keywords=MAX_KEYWORDS),
     )
 
 
@@ -74,6 +77,7 @@ class _Slot:
     marks: list[TimedToken] = field(default_factory=list)
     # If set, the hypothesis is the whole rest of the window [start, end): a final pass has nothing left to decode.
     understood: tuple[int, int] | None = None
+    keywords: KeywordTree | None = None
 
     def restart(self) -> None:
         self.committed.clear()
@@ -123,6 +127,7 @@ class WindowedRunner:
         self._policy = policy
         self._windows = windows
         self._seams = Seams(vocabulary.pieces)
+        self._keywords = KeywordTrees(vocabulary)
         self._slots: dict[int, _Slot] = {}
         self._backlog: _Reading | None = None
 
@@ -130,6 +135,7 @@ class WindowedRunner:
         if message.delay_positions is not None:
             raise ValueError("this model has no delay to choose; leave delay out")
         self.spec.options.check(message.options)
+        self._keywords.of(message.options)
 
     def execute(self, plan: StepPlan) -> list[DecodeResult]:
         return self.execute_until(plan, lambda: False)
@@ -164,9 +170,9 @@ class WindowedRunner:
                 if not self._backlog.open_slots:
                     self._backlog = None
         for opened in plan.opened:
-            self._slots[opened.slot] = _Slot(opened.live)
+            self._slots[opened.slot] = _Slot(opened.live) if opened.saved is None else _resumed(opened)
+            self._slots[opened.slot].keywords = self._keywords.of(opened.options)
             if opened.saved is not None:
-                self._slots[opened.slot] = _resumed(opened)
                 self._ear_of(opened.slot).resume(opened.slot, opened.saved["ear"], opened.saved_items)
         self._windows.write(plan.encode)
 
@@ -249,6 +255,7 @@ class WindowedRunner:
                 (said_until - sound.origin) * frames_per_position,
                 FAR_BACK * frames_per_position if slot.live else inf,
             ),
+            keywords=slot.keywords,
         )
 
     def _result(self, task: DecodeTask, sound: Sound, row: Row) -> DecodeResult:

@@ -28,6 +28,8 @@ from engine.core.scheduler import Scheduler
 from engine.messages import Closed, Command, Feed, Item, Open, Output
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.moonshine_streaming import RunningNorm, StreamingEncoder, StreamingSpec
+from engine.options import Keyword, keywords_text
+from engine.runner.bias import KeywordTree
 from engine.runner.load import load_detector
 from engine.runner.windowed.block_ear import BlockEar
 from engine.runner.windowed.ears import Ear, WindowEar
@@ -87,11 +89,13 @@ class Death:
 class Session:
     """One stream, its reader, and the loop that carries it at the moment."""
 
-    def __init__(self, build: Callable[[], EngineLoop]) -> None:
+    def __init__(self, build: Callable[[], EngineLoop], options: dict[str, str] | None = None) -> None:
         self.build = build
         self.link: LocalLink | None = None
         spec = build().scheduler.spec
-        self.stream = EngineStream(Open("s"), spec, StreamLimits(2000, 2000), lambda stream: None)
+        self.stream = EngineStream(
+            Open("s", options=options or {}), spec, StreamLimits(2000, 2000), lambda stream: None
+        )
         self.transcript = fakes.Transcript()
         self.most_kept = 0
 
@@ -122,9 +126,13 @@ class Session:
 
 
 async def play(
-    build: Callable[[], EngineLoop], audio: NDArray[np.float32], flushes: set[int], deaths: list[Death]
+    build: Callable[[], EngineLoop],
+    audio: NDArray[np.float32],
+    flushes: set[int],
+    deaths: list[Death],
+    options: dict[str, str] | None = None,
 ) -> Session:
-    session = Session(build)
+    session = Session(build, options)
     await session.start()
     reader = asyncio.create_task(session.transcript.collect(session.stream))
     waiting, back_at = sorted(deaths, key=lambda death: -death.packet), -1
@@ -218,17 +226,30 @@ def utterances(seed: int, count: int) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_the_words_are_the_same_wherever_the_engine_dies(build_tiny: Build, seed: int) -> None:
+async def test_the_words_are_the_same_wherever_the_engine_dies(
+    build_tiny: Build, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     audio = utterances(seed, 4)
     packets, chance = len(audio) // PACKET, random.Random(seed)
     flushes = set(chance.sample(range(packets), 4))
-    calm = await play(build_tiny, audio, flushes, [])
+    # Half of them expect a few words, which change what is said.
+    options = {"keywords": keywords_text([Keyword(f"w{token}", 10.0) for token in range(7, 33, 2)])} if seed % 2 else {}
+    choose, changed = KeywordTree.choose, []
+
+    def watched(tree: KeywordTree, state: int, logits: NDArray[np.float32], best: int) -> int:
+        token = choose(tree, state, logits, best)
+        changed.append(token != best)
+        return token
+
+    monkeypatch.setattr(KeywordTree, "choose", watched)
+    calm = await play(build_tiny, audio, flushes, [], options)
     assert len(calm.transcript.text) > 10
+    assert any(changed) == bool(options)
     deaths = [
         Death(packet, chance.randrange(4), chance.choice([0, 1, 7, 40]))
         for packet in chance.sample(range(packets), packets // 8)
     ]
-    same((await play(build_tiny, audio, flushes, deaths)).transcript, calm.transcript)
+    same((await play(build_tiny, audio, flushes, deaths, options)).transcript, calm.transcript)
 
 
 async def test_an_engine_that_dies_at_every_packet_gets_through(build_tiny: Build) -> None:

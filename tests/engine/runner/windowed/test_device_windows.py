@@ -11,6 +11,7 @@ from engine.core.plan import DecodeTask, EncodeTask, OpenTask, StepPlan
 from engine.messages import Item
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.whisper import Whisper, WhisperConfig
+from engine.runner import bias
 from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION
 from engine.runner.windowed.device_windows import DeviceWindows
 from engine.runner.windowed.ears import WindowEar
@@ -68,16 +69,18 @@ def runner_with(model: Moonshine | Whisper, windows: Windows) -> WindowedRunner:
     return WindowedRunner(model, Vocabulary(PIECES), windowed_spec("tiny", WINDOW, STRIDE), POLICY, windows)
 
 
-def test_streams_say_the_same_as_on_the_host(model: Moonshine | Whisper) -> None:
-    """Five streams in batches of four; utterances end, and the next one begins close behind."""
+def test_streams_say_the_same_as_on_the_host(model: Moonshine | Whisper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five streams in batches of four, two with keywords; utterances end, and the next one begins close behind."""
+    monkeypatch.setattr(bias, "FULL_WORTH", 1000.0)
     audio = {slot: speech(10 + slot, 45) for slot in range(5)}
     said = []
     for place in (on_a_device, on_the_host):
-        streams = Streams(runner_with(model, place(model)), audio)
+        streams = Streams(runner_with(model, place(model)), audio, keywords=(1, 4))
         for step in range(9):
             streams.step(final=step in (3, 8), pause=step == 6)
         said.append(streams)
     assert sum(len(said[1].tokens(slot)) for slot in audio) > 20
+    assert [58 in said[1].tokens(slot) for slot in (1, 4)] == [True, True]
     for slot in audio:
         for mine, wanted in zip(said[0].results[slot], said[1].results[slot], strict=True):
             assert [timed.token for timed in mine.timed] == [timed.token for timed in wanted.timed]

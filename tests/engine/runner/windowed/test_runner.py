@@ -16,6 +16,8 @@ from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, OpenTask, Ste
 from engine.messages import Item, Open
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.seq2seq import Encoded
+from engine.runner import bias
+from engine.runner.bias import KeywordTree, KeywordTrees
 from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION, AudioSlab
 from engine.runner.windowed.ears import Sound, WindowEar
 from engine.runner.windowed.greedy import Answer, GreedyDecoder, Row
@@ -27,6 +29,7 @@ from engine.vocabulary import Vocabulary
 VOCABULARY = 60
 STRIDE = 5
 WINDOW = 40
+EXPECTED = {"keywords": "w58x\t1"}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,13 +70,17 @@ def speech(seed: int, positions: int) -> NDArray[np.float32]:
 class Streams:
     """A scheduler of the simplest kind: every stream gets `STRIDE` new positions in every step."""
 
-    def __init__(self, runner: WindowedRunner, audio: dict[int, NDArray[np.float32]]) -> None:
+    def __init__(
+        self, runner: WindowedRunner, audio: dict[int, NDArray[np.float32]], keywords: Sequence[int] = ()
+    ) -> None:
+        """Streams of the slots in `keywords` expect a word."""
         self.runner = runner
         self.audio = audio
         self.base = dict.fromkeys(audio, 0)
         self.results: dict[int, list[DecodeResult]] = {slot: [] for slot in audio}
         self.steps = 0
-        opened = [OpenTask(slot, f"s{slot}", 0, {}, []) for slot in audio]
+        options = [EXPECTED if slot in keywords else {} for slot in audio]
+        opened = [OpenTask(slot, f"s{slot}", 0, own, []) for slot, own in zip(audio, options, strict=True)]
         runner.execute(StepPlan(0, opened=opened))
 
     def end_here(self) -> None:
@@ -170,6 +177,31 @@ def test_a_draft_changes_the_time_and_not_the_text(model: Moonshine, wrong_from:
         decoder.run([helped], encoded)
     assert len(plain.tokens) > 1
     assert (helped.tokens, helped.peaks, helped.ended) == (plain.tokens, plain.peaks, plain.ended)
+
+
+@pytest.mark.parametrize("wrong_from", [0, 2, 8])
+def test_keywords_decide_what_is_said_and_a_draft_is_checked_with_them(
+    model: Moonshine, monkeypatch: pytest.MonkeyPatch, wrong_from: int
+) -> None:
+    monkeypatch.setattr(bias, "FULL_WORTH", 1000.0)
+    keywords = KeywordTrees(make_runner(model).vocabulary).of(EXPECTED)
+    audio = torch.from_numpy(speech(2, 20))[None]
+    with torch.inference_mode():
+        encoded = model.encode(audio, [audio.shape[1]])
+
+        def said(draft: list[int], keywords: KeywordTree | None) -> Row:
+            row = Row([5, 6], draft, 8, None, encoded.lengths[0], keywords=keywords)
+            GreedyDecoder(model).run([row], encoded)
+            return row
+
+        plain, favoured = said([], None), said([], keywords)
+        draft = [token if index < wrong_from else 59 for index, token in enumerate(favoured.tokens)]
+        helped = said(draft, keywords)
+    assert favoured.tokens != plain.tokens and 58 in favoured.tokens
+    assert helped.tokens == favoured.tokens and helped.state == favoured.state
+    # A keyword is no evidence: the model finds its tokens as unlikely as before.
+    first = next(i for i, (one, other) in enumerate(zip(favoured.tokens, plain.tokens, strict=False)) if one != other)
+    assert favoured.log_probabilities[first] < plain.log_probabilities[first]
 
 
 def test_rows_of_a_batch_do_not_touch_each_other(model: Moonshine) -> None:

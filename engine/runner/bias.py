@@ -1,0 +1,193 @@
+"""Keyword biasing: which tokens are favoured behind a row of tokens, because an expected word may begin or go on there.
+
+The keywords of a stream are a tree of their letters. Where a token leads is a matter of its letters alone, however a
+keyword is cut into tokens: a model that began to spell a word in its own way still finds the rest of it. A keyword is
+favoured as it was given, in small letters and with capital initials, and all three lead to the same node.
+
+A node's *worth* rises with the letters that lead to it. A token that goes on in a keyword gets the worth of the node it
+leads to, and one that leaves the keyword nothing: so what its beginning got is given back, unless the whole of a
+keyword has been said by then. A short beginning is worth little, because many other words begin like it.
+
+Where a stream stands in the tree is a number that the row of its tokens alone decides. Its text depends neither on load
+nor on how the audio came in, and a draft is checked as it would be decoded.
+
+A model that announces words says blanks while it waits for the next one: nothing is favoured then, or words would come
+before their time. Its state is the complement of the number while it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.options import Keyword, read_keywords
+from engine.vocabulary import Vocabulary
+
+# Worth of a whole keyword, as a log-probability, and the letters after which a beginning has all of it.
+FULL_WORTH = 4.0
+FULL_LETTERS = 5
+
+# Most tokens that may lead on from all places of a stream's keywords together.
+MAX_EDGES = 16_384
+# Lists of keywords that are kept ready for the next stream with the same list.
+KEPT_TREES = 8
+
+# States outside of all keywords: a word may begin with the next letter, or only behind a space.
+AT_WORD, IN_WORD = 0, 1
+# What tokens without letters do: nothing but end the wait, or begin it.
+STAY, WAIT = -1, -2
+
+
+class Edge(NamedTuple):
+    node: int
+    bonus: float
+
+
+Edges = dict[int, Edge]
+
+
+class Spelling:
+    """The tokens of a vocabulary by their letters."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        # Of two tokens with the same letters the first one is a lone byte, which models do not say.
+        self._tokens = {piece: token for token, piece in enumerate(vocabulary.pieces) if piece}
+        self._longest = max(map(len, self._tokens), default=0)
+        # The state behind each token if it is part of no keyword, or what it does instead.
+        self.rests = [_rest(piece) if piece else STAY for piece in vocabulary.pieces]
+        if vocabulary.word_marker is not None:
+            for token in vocabulary.blanks:
+                self.rests[token] = WAIT
+
+    def beginnings(self, text: bytes) -> Iterator[tuple[int, int]]:
+        """Every token that `text` begins with, and how many bytes it has."""
+        for length in range(1, min(len(text), self._longest) + 1):
+            token = self._tokens.get(text[:length])
+            if token is not None:
+                yield token, length
+
+
+def _rest(piece: bytes) -> int:
+    last = piece[-1:]
+    # An apostrophe stands inside words, and bytes beyond ASCII are parts of letters.
+    return IN_WORD if last.isalnum() or last == b"'" or last >= b"\x80" else AT_WORD
+
+
+class KeywordTree:
+    """The keywords of one stream. It never changes."""
+
+    def __init__(self, keywords: Iterable[Keyword], spelling: Spelling) -> None:
+        self._rests = spelling.rests
+        tree = _Letters(keywords)
+        # Edges that lead away from every state, because their tokens begin with a space.
+        self.entries: Edges = {}
+        # Edges that lead away from each state; the first of two that a token has.
+        self.edges: list[Edges] = [{} for _ in range(len(tree.numbers) + 1)]
+        done: set[tuple[bytes, bytes]] = set()
+        for variant in tree.variants:
+            small = variant.lower()
+            for token, length in spelling.beginnings(b" " + variant):
+                if length > 1:
+                    self.entries[token] = tree.edge(b"", small[: length - 1])
+            for start in range(len(variant)):
+                # What differs in case at its beginning may go on the same way.
+                if (small[:start], variant[start:]) in done:
+                    break
+                done.add((small[:start], variant[start:]))
+                here = self.edges[tree.numbers[small[:start]]]
+                for token, length in spelling.beginnings(variant[start:]):
+                    here[token] = tree.edge(small[:start], small[: start + length])
+        # Within a term of several words another keyword may begin.
+        for prefix, number in tree.numbers.items():
+            for at in (index for index, byte in enumerate(prefix) if byte == ord(" ")):
+                other = tree.numbers.get(prefix[at + 1 :])
+                if other is not None:
+                    self.edges[number] = self.edges[other] | self.edges[number]
+        self.edge_count = len(self.entries) + sum(map(len, self.edges))
+        if self.edge_count > MAX_EDGES:
+            raise ValueError(
+                f"these keywords are too long together: {self.edge_count} pieces, {MAX_EDGES} are the most"
+            )
+        self._entry_tokens = np.array(list(self.entries), np.int64)
+        self._entry_bonuses = np.array([edge.bonus for edge in self.entries.values()], np.float32)
+
+    def after(self, state: int, token: int) -> int:
+        """The state behind one more token."""
+        node = max(state, ~state)
+        edge = self.edges[node].get(token) or self.entries.get(token)
+        if edge is not None:
+            return edge.node
+        rest = self._rests[token]
+        return rest if rest >= 0 else node if rest == STAY else ~node
+
+    def behind(self, tokens: Iterable[int]) -> int:
+        """The state behind a text."""
+        state = AT_WORD
+        for token in tokens:
+            state = self.after(state, token)
+        return state
+
+    def choose(self, state: int, logits: NDArray[np.float32], best: int) -> int:
+        """The token to say, if `best` is the model's own choice."""
+        if state < 0:
+            return best
+        found = best, float(logits[best])
+        if len(self._entry_tokens):
+            values = logits[self._entry_tokens] + self._entry_bonuses
+            first = int(values.argmax())
+            if values[first] > found[1]:
+                found = int(self._entry_tokens[first]), float(values[first])
+        for token, edge in self.edges[state].items():
+            value = float(logits[token]) + edge.bonus
+            if value > found[1]:
+                found = token, value
+        return found[0]
+
+
+class KeywordTrees:
+    """The trees of a vocabulary's streams, by the option that lists their keywords."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        spelling = Spelling(vocabulary)
+        self._tree = lru_cache(KEPT_TREES)(lambda option: KeywordTree(read_keywords(option), spelling))
+
+    def of(self, options: Mapping[str, str]) -> KeywordTree | None:
+        """Raises ValueError if the keywords cannot be used."""
+        return self._tree(options["keywords"]) if "keywords" in options else None
+
+
+class _Letters:
+    """What keywords begin with, numbered, and what each beginning is worth."""
+
+    def __init__(self, keywords: Iterable[Keyword]) -> None:
+        self.variants: set[bytes] = set()
+        self.numbers = {b"": AT_WORD}
+        self._worths: dict[bytes, float] = {b"": 0.0}
+        whole: set[bytes] = set()
+        for keyword in keywords:
+            initials = " ".join(word[:1].upper() + word[1:] for word in keyword.text.split(" "))
+            for text in {keyword.text, keyword.text.lower(), initials}:
+                variant = text.encode()
+                self.variants.add(variant)
+                whole.add(variant.lower())
+                for length in range(1, len(variant) + 1):
+                    self._add(variant[:length].lower(), keyword.boost)
+        # What a whole keyword got is not given back.
+        self._kept: dict[bytes, float] = {}
+        for prefix in sorted(self.numbers, key=len):
+            kept = self._kept[prefix[:-1]] if prefix else 0.0
+            self._kept[prefix] = self._worths[prefix] if prefix in whole else kept
+
+    def _add(self, prefix: bytes, boost: float) -> None:
+        # The number after AT_WORD is taken.
+        self.numbers.setdefault(prefix, len(self.numbers) + 1)
+        letters = len(prefix.decode(errors="ignore"))
+        worth = boost * FULL_WORTH * min(1.0, letters / FULL_LETTERS)
+        self._worths[prefix] = max(worth, self._worths.get(prefix, 0.0))
+
+    def edge(self, start: bytes, end: bytes) -> Edge:
+        return Edge(self.numbers[end], max(0.0, self._worths[end] - self._kept[start]))

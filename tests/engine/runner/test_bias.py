@@ -1,0 +1,141 @@
+"""Keyword trees: what is favoured where, what is given back, and that a text alone decides where it stands."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.options import Keyword, keywords_text
+from engine.runner.bias import AT_WORD, FULL_WORTH, IN_WORD, KeywordTree, KeywordTrees, Spelling
+from engine.vocabulary import Vocabulary
+
+PIECES = [
+    *("", " K", " Kit", " k", "it", "t", "il", "ila", "a", "K", "Kit", " the", ".", "-", "n", "s"),
+    *(" An", "na", " Van", " van", " der", " Der", " Ber", "by", "ber", "g", "Ber", " ", "'", "i", "l"),
+    *(" L", "ó", "d", "ź", "ł", " l", "L"),
+]
+TOKENS = {piece: token for token, piece in enumerate(PIECES)}
+PLAIN = Vocabulary([piece.encode() for piece in PIECES])
+MARKER = len(PIECES)
+# The first piece is its blank.
+ANNOUNCING = Vocabulary([*PLAIN.pieces, b""], word_marker=MARKER)
+
+
+def tree(*words: str | Keyword, vocabulary: Vocabulary = PLAIN) -> KeywordTree:
+    keywords = [word if isinstance(word, Keyword) else Keyword(word) for word in words]
+    return KeywordTree(keywords, Spelling(vocabulary))
+
+
+def favours(keywords: KeywordTree, *said: str) -> dict[str, float]:
+    """What each favoured piece gets behind a text."""
+    state = keywords.behind(TOKENS[piece] for piece in said)
+    return favours_in(keywords, state)
+
+
+def favours_in(keywords: KeywordTree, state: int) -> dict[str, float]:
+    """By trying: a piece gets so much that it is said although another one leads by just less."""
+    found = {}
+    for token, piece in enumerate(PIECES):
+        low, high = 0.0, 100.0
+        while high - low > 1e-3:
+            middle = (low + high) / 2
+            logits = np.full(len(PIECES) + 2, -200.0, np.float32)
+            logits[len(PIECES) + 1] = middle
+            logits[token] = 0.0
+            low, high = (middle, high) if keywords.choose(state, logits, len(PIECES) + 1) == token else (low, middle)
+        if high > 1e-2:
+            found[piece] = round(low, 2)
+    return found
+
+
+def letters(count: int) -> float:
+    return FULL_WORTH * min(1.0, count / 5)
+
+
+def test_a_keyword_is_favoured_however_it_is_cut_into_tokens() -> None:
+    keywords = tree("Kittila")
+    assert favours(keywords) == {
+        " K": letters(1),
+        " Kit": letters(3),
+        " k": letters(1),
+        "K": letters(1),
+        "Kit": letters(3),
+    }
+    expected = {"t": letters(4)}
+    for said in ([" Kit"], [" K", "it"], [" k", "it"], [" ", "Kit"], [" the", " K", "i", "t"], ["-", "Kit"]):
+        inside = {piece: bonus for piece, bonus in favours(keywords, *said).items() if not piece.startswith(" ")}
+        assert inside == expected, said
+
+
+def test_what_the_beginning_got_is_given_back_when_the_word_breaks_off() -> None:
+    """Behind four letters the fifth has the worth of all five against anything else; behind the word all is even."""
+    keywords = tree("Kittila")
+    assert favours(keywords, " Kit", "t")["ila"] == letters(7)
+    assert favours(keywords, " Kit", "t", "il")["a"] == letters(7)
+    behind = favours(keywords, " Kit", "t", "ila")
+    assert behind == favours(keywords, " the") == {" K": letters(1), " Kit": letters(3), " k": letters(1)}
+    assert favours(keywords, " Kit", "n") == behind
+
+
+def test_a_word_begins_where_a_word_can_begin() -> None:
+    keywords = tree("Kittila")
+    assert keywords.behind([TOKENS[" the"]]) == keywords.behind([TOKENS["'"]]) == IN_WORD
+    assert keywords.behind([TOKENS["-"]]) == keywords.behind([TOKENS["."]]) == keywords.behind([]) == AT_WORD
+    assert "K" not in favours(keywords, " the")
+
+
+def test_a_keyword_that_another_one_begins_with_keeps_what_it_got() -> None:
+    keywords = tree("An", "Anna")
+    assert favours(keywords, " An")["na"] == pytest.approx(letters(4) - letters(2), abs=0.01)
+    assert favours(tree("Anna"), " An")["na"] == letters(4)
+
+
+def test_terms_of_several_words_and_keywords_within_them() -> None:
+    keywords = tree("van der Berg", "Derby")
+    assert favours(keywords, " van")[" der"] == letters(7)
+    assert favours(keywords, " Van", " der")[" Ber"] == letters(11)
+    # The second word of the term may begin another keyword.
+    assert favours(keywords, " van", " der")["by"] == letters(5)
+    assert "Ber" not in favours(keywords, " van", " ")
+    assert favours(keywords, " Van", " Der", " Ber")["g"] == letters(12)
+
+
+def test_letters_of_several_bytes() -> None:
+    keywords = tree("Łódź")
+    assert favours(keywords, " ", "ł") == {"ó": letters(2)}
+    assert favours(keywords, " ", "ł", "ó", "d") == {"ź": letters(4)}
+
+
+def test_a_boost_scales_the_worth() -> None:
+    assert favours(tree(Keyword("Kittila", 0.5)), " Kit")["t"] == letters(4) / 2
+    # A keyword that shares its beginning with a louder one is not held back by what that one got.
+    assert favours(tree(Keyword("An", 10.0), "Anna"), " An").get("na", 0.0) == 0.0
+
+
+def test_tokens_without_letters_change_nothing() -> None:
+    keywords = tree("Kittila")
+    assert favours(keywords, " Kit", "")["t"] == letters(4)
+
+
+def test_a_model_that_announces_words_is_not_hurried() -> None:
+    keywords = tree("Kittila", "van der Berg", vocabulary=ANNOUNCING)
+    blank = TOKENS[""]
+    waiting = keywords.behind([blank])
+    assert waiting < 0 and favours_in(keywords, waiting) == {}
+    announced = keywords.after(waiting, MARKER)
+    assert favours_in(keywords, announced)[" Kit"] == letters(3)
+    # A term goes on behind the wait for its second word.
+    state = announced
+    for token in (TOKENS[" van"], blank, blank):
+        state = keywords.after(state, token)
+    assert favours_in(keywords, state) == {}
+    assert favours_in(keywords, keywords.after(state, MARKER))[" der"] == letters(7)
+
+
+def test_the_same_list_is_one_tree_and_a_longer_one_is_refused() -> None:
+    trees = KeywordTrees(PLAIN)
+    option = {"keywords": keywords_text([Keyword("Kittila")])}
+    assert trees.of({}) is None and trees.of(option) is trees.of(dict(option))
+    repeated = [Keyword(f"{number:03d}" + "it" * 30) for number in range(400)]
+    with pytest.raises(ValueError, match="too long together"):
+        trees.of({"keywords": keywords_text(repeated)})
