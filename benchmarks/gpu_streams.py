@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_probe import OneByOne, Probe
-from benchmarks.random_voxtral import random_model, tiny_config
+from benchmarks.random_voxtral import random_keywords, random_model, tiny_config
 from benchmarks.speech_sound import speech
 from benchmarks.step_cost import Bench as HostBench
 from benchmarks.traffic import Traffic
@@ -93,6 +93,7 @@ class Bench:
         self._overlaps = overlaps
         self._memory = runner.memory
         self._sound = speech(recording)
+        self.options: dict[str, str] = {}
         # Streams begin behind a full window, which is where they spend their lives.
         start = 64 + 2 * max(group.window_positions for group in runner.spec.kv_groups)
         self._spec = replace(runner.spec, prefix_positions=start)
@@ -103,7 +104,7 @@ class Bench:
         runner: Any = self.probe if self._overlaps else OneByOne(self.probe)
         loop = EngineLoop(Scheduler(self._spec, limits, self.probe.vocabulary), runner, self._detector)
         traffic = Traffic(streams, self._spec.prefix_positions, seed, self._sound)
-        loop.submit([Open(name) for name in traffic.names], 0)
+        loop.submit([Open(name, options=self.options) for name in traffic.names], 0)
         _finish_steps(loop)
         gc.collect()  # what the last point left behind
         self.probe.look()
@@ -340,6 +341,7 @@ def parsed(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-detector", action="store_true", help="leave speech detection out")
     parser.add_argument("--one-by-one", action="store_true", help="steps that do not overlap")
     parser.add_argument("--audio", type=Path, help="a WAV file of speech; default: voices that are made up")
+    parser.add_argument("--keywords", type=int, default=0, help="words that each stream expects")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU, to check the benchmark itself")
     parser.add_argument("--json", help="file for the results")
     return parser.parse_args(given)
@@ -347,8 +349,8 @@ def parsed(given: list[str] | None) -> argparse.Namespace:
 
 def main(given: list[str] | None = None) -> None:
     arguments = parsed(given)
-    device = "cpu" if arguments.small else torch.cuda.get_device_name()
-    results: dict[str, Any] = {"arguments": {**vars(arguments), "audio": str(arguments.audio)}, "device": device}
+    results: dict[str, Any] = {"arguments": {**vars(arguments), "audio": str(arguments.audio)}}
+    results["device"] = "cpu" if arguments.small else torch.cuda.get_device_name()
     if arguments.reference:
         from benchmarks.transformers_voxtral import streaming_step_ms
 
@@ -375,6 +377,7 @@ def main(given: list[str] | None = None) -> None:
         print(f"plan and commit for 512 streams at once: {results['plan_commit_512_ms']:.2f} ms", flush=True)
     detects, overlaps = not arguments.no_detector, not arguments.one_by_one
     bench = Bench(runner, detects=detects, overlaps=overlaps, recording=arguments.audio)
+    bench.options = random_keywords(arguments.keywords)
     results["free_with_detector_gib"] = free_memory(runner.device) / GIB
     points = []
     for streams in arguments.streams:
@@ -389,8 +392,7 @@ def main(given: list[str] | None = None) -> None:
     largest = max((point.streams for point in points if point.holds and point.seconds >= arguments.seconds), default=0)
     print(f"largest N that holds for {arguments.seconds:.0f} s: {largest}")
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(results, file, indent=1)
+        Path(arguments.json).write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

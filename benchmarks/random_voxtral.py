@@ -14,6 +14,7 @@ from engine.models.voxtral_realtime import (
     VoxtralRealtime,
     tensor_shapes,
 )
+from engine.options import Keyword, keywords_text
 from engine.vocabulary import Vocabulary
 
 
@@ -45,3 +46,9 @@ def random_model(
 ) -> tuple[VoxtralRealtime, Vocabulary]:
     pieces = [b""] * FIRST_TEXT_TOKEN + [f" {index}".encode() for index in range(config.vocabulary - FIRST_TEXT_TOKEN)]
     return VoxtralRealtime(config, random_tensors(config, dtype, device, seed)), Vocabulary(pieces, STREAMING_WORD)
+
+
+def random_keywords(count: int) -> dict[str, str]:
+    """The option with so many words that the random model's vocabulary can spell; nothing for none."""
+    words = [Keyword(str(10_000 + 97 * number)) for number in range(count)]
+    return {"keywords": keywords_text(words)} if words else {}

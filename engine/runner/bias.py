@@ -152,8 +152,8 @@ class KeywordTrees:
     """The trees of a vocabulary's streams, by the option that lists their keywords."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        spelling = Spelling(vocabulary)
-        self._tree = lru_cache(KEPT_TREES)(lambda option: KeywordTree(read_keywords(option), spelling))
+        self.spelling = Spelling(vocabulary)
+        self._tree = lru_cache(KEPT_TREES)(lambda option: KeywordTree(read_keywords(option), self.spelling))
 
     def of(self, options: Mapping[str, str]) -> KeywordTree | None:
         """Raises ValueError if the keywords cannot be used."""

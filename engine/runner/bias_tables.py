@@ -17,7 +17,9 @@ from engine.runner.device import upload
 # Where edges come from that come from no state of their own: those that lead away from all states, and unused ones.
 _ANYWHERE, _NOWHERE = -1, -2
 _ROWS = 4
+# What a slot holds, and what a step needs of it at the same time: a copy, token numbers of 8 bytes, values and masks.
 BYTES_PER_SLOT = _ROWS * MAX_EDGES * 4
+BYTES_PER_ROW = BYTES_PER_SLOT + 16 * MAX_EDGES
 
 
 class BiasTables:
@@ -28,6 +30,11 @@ class BiasTables:
         self._rests = torch.tensor(spelling.rests, device=device)
         self._filled: set[int] = set()
 
+    @property
+    def in_use(self) -> bool:
+        """Whether any stream has keywords."""
+        return bool(self._filled)
+
     def set_tree(self, slot: int, tree: KeywordTree | None) -> None:
         """A slot belongs to another stream, which has said nothing yet."""
         if slot in self._filled:
@@ -37,7 +44,7 @@ class BiasTables:
             self._filled.add(slot)
             rows = _rows(tree)
             self._edges[slot, :, : rows.shape[1]] = upload(rows, self._edges.device)
-        self.set_state(slot, AT_WORD)
+            self.set_state(slot, AT_WORD)
 
     def set_state(self, slot: int, state: int) -> None:
         self._states[slot] = state

@@ -13,6 +13,8 @@ from engine.models.voxtral_realtime import (
     VoxtralConfig,
     weight_bytes,
 )
+from engine.options import MAX_KEYWORDS, Options
+from engine.runner.bias_tables import BYTES_PER_ROW, BYTES_PER_SLOT
 from engine.runner.device import GIB, NotEnoughMemory, gib
 from engine.runner.frames.kv import StackLayout, stack_layouts
 from engine.spec import FeatureShape, ModelSpec
@@ -57,6 +59,7 @@ def voxtral_spec(config: VoxtralConfig, layouts: tuple[StackLayout, StackLayout]
         max_delay_positions=MAX_DELAY_POSITIONS,
         kv_groups=tuple(layout.group for layout in layouts),
         features=FeatureShape(config.mel_bins, FRAMES_PER_POSITION, CONTEXT_FRAMES),
+        options=Options(keywords=MAX_KEYWORDS),
     )
 
 
@@ -77,7 +80,7 @@ def plan_memory(
     """Fit `max_streams` streams (or as many as there is room for) into `free_bytes`, weights included."""
     layouts = stack_layouts(config, decoder_window, kv_dtype)
     spec = voxtral_spec(config, layouts, "voxtral")
-    per_stream = stream_bytes(spec) + _activation_bytes(config, dtype, spec)
+    per_stream = stream_bytes(spec) + _activation_bytes(config, dtype, spec) + BYTES_PER_SLOT + BYTES_PER_ROW
     weights, shared = weight_bytes(config, dtype), FIXED_WORKSPACE_BYTES + _opening_bytes(spec)
     room = free_bytes - weights - shared
     fits = room // per_stream

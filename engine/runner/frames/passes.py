@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.models.voxtral_realtime import BOS, MAX_DELAY_POSITIONS, STREAMING_PAD, VoxtralRealtime
+from engine.runner.bias_tables import BiasTables
 from engine.runner.device import upload
 from engine.runner.frames.batch import NOT_FORCED, SlotState, StepBuffers
 from engine.runner.frames.kv import StackCache
@@ -26,8 +27,10 @@ class ModelPasses:
         slab: EncoderSlab,
         state: SlotState,
         buffers: StepBuffers,
+        bias: BiasTables,
         prefix_positions: int,
         blank_guard: bool,
+        recorded: bool,
     ) -> None:
         self._model = model
         self._encoder = encoder
@@ -35,6 +38,9 @@ class ModelPasses:
         self._slab = slab
         self._state = state
         self._buffers = buffers
+        self._bias = bias
+        # A recording is made once, for streams with keywords and without.
+        self._recorded = recorded
         self._prefix = prefix_positions
         self._guard = blank_guard
         self._kernels = model.device.type == "cuda"
@@ -46,8 +52,14 @@ class ModelPasses:
         self._slab.rows.index_copy_(0, targets, model.stem_rows(self._buffers.samples[:size]))
         delays = state.delays[slots]
         hidden = self._forward(slots, positions, 1, inputs, state.tokens[slots], delays, self._kernels)
-        choice = choose(model.logits(hidden), state.blank_runs[slots], self._guard)
-        tokens = torch.where(forced == NOT_FORCED, choice.tokens, forced)
+        logits = model.logits(hidden)
+        choice = choose(logits, state.blank_runs[slots], self._guard)
+        tokens, biased = choice.tokens, self._recorded or self._bias.in_use
+        if biased:
+            tokens = self._bias.choose(slots, logits, tokens, choice.values)
+        tokens = torch.where(forced == NOT_FORCED, tokens, forced)
+        if biased:
+            self._bias.advance(slots, tokens)
         chosen = positions >= self._prefix + delays
         state.blank_runs[slots] = next_blank_runs(state.blank_runs[slots], tokens, chosen)
         state.tokens[slots] = tokens

@@ -26,6 +26,8 @@ from engine.models.voxtral_realtime import (
     VoxtralRealtime,
     tensor_shapes,
 )
+from engine.runner.bias import KeywordTree, KeywordTrees
+from engine.runner.bias_tables import BiasTables
 from engine.runner.device import Download, free_memory, require_device, total_memory
 from engine.runner.frames.batch import NOT_FORCED, Payloads, SlotState, StepBuffers, StepRows, outcome_of
 from engine.runner.frames.graphs import StepGraphs
@@ -62,6 +64,7 @@ class _Slot:
 
     delay: int
     forced: list[int]
+    keywords: KeywordTree | None = None
     opened: bool = False
 
     def blank_run(self, known: int) -> int:
@@ -104,6 +107,8 @@ class VoxtralRunner:
             for layout, pages, openings in zip(layouts, memory.group_pages, (1, MAX_DELAY_POSITIONS), strict=True)
         ]
         self._state = SlotState(memory.streams, model.device)
+        self._keywords = KeywordTrees(vocabulary)
+        self._bias = BiasTables(memory.streams + 1, self._keywords.spelling, model.device)
         self._slab = EncoderSlab(model, self.spec, memory.cache_embeds)
         self._buffers = StepBuffers(
             capacity=min(memory.streams, LARGEST_BATCH),
@@ -112,11 +117,18 @@ class VoxtralRunner:
             spare_row=self._slab.spare_row,
             device=model.device,
         )
-        encoder, decoder = self._caches
-        self._passes = ModelPasses(
-            model, encoder, decoder, self._slab, self._state, self._buffers, prefix, settings.blank_guard
-        )
         use_graphs = model.device.type == "cuda" and settings.graphs
+        self._passes = ModelPasses(
+            model,
+            *self._caches,
+            self._slab,
+            self._state,
+            self._buffers,
+            self._bias,
+            prefix,
+            blank_guard=settings.blank_guard,
+            recorded=use_graphs,
+        )
         self._graphs = StepGraphs(self._passes.batch, self._buffers.capacity) if use_graphs else None
         self._slots: dict[int, _Slot] = {}
         self._warm = False
@@ -150,6 +162,7 @@ class VoxtralRunner:
                 f"in steps of {unit} ms"
             )
         self.spec.options.check(message.options)
+        self._keywords.of(message.options)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -168,7 +181,7 @@ class VoxtralRunner:
         if not self._caches:
             return
         self._graphs = None
-        del self._passes, self._slab, self._state, self._buffers
+        del self._passes, self._slab, self._state, self._buffers, self._bias
         self._caches.clear()
         self._slots.clear()
         if torch.cuda.is_available():
@@ -219,7 +232,9 @@ class VoxtralRunner:
         for task in opened:
             # Before the delay has passed the model has nothing to speak of: its output is blank whatever it hears.
             blanks = [STREAMING_PAD] * (task.delay_positions - len(task.forced_tokens))
-            self._slots[task.slot] = _Slot(task.delay_positions, [*task.forced_tokens, *blanks])
+            keywords = self._keywords.of(task.options)
+            self._slots[task.slot] = _Slot(task.delay_positions, [*task.forced_tokens, *blanks], keywords)
+            self._bias.set_tree(task.slot, keywords)
         slots, delays = [task.slot for task in opened], [task.delay_positions for task in opened]
         self._state.set(slots, tokens=[STREAMING_PAD] * len(opened), delays=delays, runs=[0] * len(opened))
 
@@ -258,6 +273,8 @@ class VoxtralRunner:
         fed = [forced[begin - 1] if begin else STREAMING_PAD, *forced[begin : end - 1]]
         self._passes.chunk(task.slot, task.start, task.rows[: end - begin], fed, slot.delay)
         self._state.set([task.slot], [forced[end - 1]], [slot.delay], [slot.blank_run(end)])
+        if slot.keywords is not None:
+            self._bias.set_state(task.slot, slot.keywords.behind(forced[:end]))
         share.tokens += forced[begin:end]
         share.done = end - begin
 

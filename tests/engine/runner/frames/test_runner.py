@@ -18,7 +18,9 @@ from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, OpenTask, Ste
 from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Failed, Finish, Item, Open, Output
 from engine.messages import Feed as FeedCommand
+from engine.options import Keyword, keywords_text
 from engine.runner.base import GuardedRunner
+from engine.runner.bias import KeywordTrees
 from engine.runner.device import NoDevice
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.server.loop import EngineLoop
@@ -216,6 +218,32 @@ def test_the_guard_breaks_a_rut_is_counted_and_is_rebuilt_by_a_replay() -> None:
     for _ in range(18):
         driver.step([(again, 1)])
     assert again.tokens == feed.tokens
+
+
+def test_keywords_are_favoured_on_the_device_as_their_tree_says_and_after_a_replay() -> None:
+    pieces = [b""] * 40 + [(" " * (token % 2) + "abcd"[token % 4] + "efg"[token % 3]).encode() for token in range(56)]
+    runner = small_runner(2, pieces=pieces)
+    option = {"keywords": keywords_text([Keyword("aegf", 0.5), Keyword("ceaf df", 0.3), Keyword("be", 0.2)])}
+    runner.check_open(Open("a", options=option))
+    tap, driver = LogitsTap(runner), Driver(runner)
+    feeds = [Feed(0, speech_like(60, seed=6)), Feed(1, speech_like(60, seed=7), options=option)]
+    for _ in range(60):
+        driver.step([(feed, 1) for feed in feeds])
+    tree, state, changed = KeywordTrees(runner.vocabulary).of(option), 0, 0
+    assert tree is not None
+    for position, (logits, token) in enumerate(zip(tap.rows, feeds[1].tokens, strict=True)):
+        best = int(logits[1].argmax())
+        expected = tree.choose(state, logits[1].numpy(), best) if position >= feeds[1].delay else PAD
+        assert token == expected
+        changed += expected not in (best, PAD)
+        state = tree.after(state, token)
+    assert changed > 2 and any(feeds[0].tokens)
+    assert all(int(rows[0].argmax()) == token for rows, token in list(zip(tap.rows, feeds[0].tokens, strict=True))[6:])
+    again = Feed(1, feeds[1].audio, forced=feeds[1].tokens[:40], options=option)
+    driver.step([(again, 40)], closed=[1])
+    for _ in range(20):
+        driver.step([(again, 1)])
+    assert again.tokens == feeds[1].tokens
 
 
 def test_without_the_guard_a_rut_goes_on() -> None:

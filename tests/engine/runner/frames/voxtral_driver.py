@@ -56,6 +56,7 @@ def small_runner(
     config: VoxtralConfig = SMALL,
     seed: int = 0,
     embeds: int | None = None,
+    pieces: list[bytes] | None = None,
 ) -> VoxtralRunner:
     settings = RunnerSettings("cpu", torch.float32, kv_dtype, window, streams, blank_guard=guard)
     memory = plan_memory(
@@ -63,7 +64,7 @@ def small_runner(
     )
     if embeds is not None:
         memory = replace(memory, cache_embeds=embeds)
-    vocabulary = Vocabulary([b""] * config.vocabulary, STREAMING_WORD)
+    vocabulary = Vocabulary(pieces or [b""] * config.vocabulary, STREAMING_WORD)
     return VoxtralRunner(VoxtralRealtime(config, random_tensors(config, seed)), vocabulary, memory, settings)
 
 
@@ -110,6 +111,7 @@ class Feed:
     delay: int = 6
     gaps: set[int] = field(default_factory=set)
     forced: list[int] = field(default_factory=list)
+    options: dict[str, str] = field(default_factory=dict)
     done: int = 0
     opened: bool = False
     tokens: list[int] = field(default_factory=list)
@@ -142,7 +144,7 @@ class Driver:
     def _add(self, plan: StepPlan, feed: Feed, count: int) -> None:
         spec, prefix = self.runner.spec, self.runner.spec.prefix_positions
         if not feed.opened:
-            plan.opened.append(OpenTask(feed.slot, feed.name, feed.delay, {}, feed.forced))
+            plan.opened.append(OpenTask(feed.slot, feed.name, feed.delay, feed.options, feed.forced))
             feed.opened = True
         share = (self.runner.memory.cache_embeds - 1) // self.runner.memory.streams
         rows, real, targets = [], [], []
