@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,9 @@ INCLUDE_LOGPROBS = "item.input_audio_transcription.logprobs"
 INCLUDE_WORDS = "item.input_audio_transcription.words"
 INCLUDE_ACKS = "input_audio_buffer.acks"
 INCLUDE_RESUME = "session.resume"
+
+# A term has at most so many words; what is longer between two commas is prose.
+MAX_LISTED_WORDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +93,14 @@ class Settings:
         goes on without it would get other words than it asked for. `param` is the option's name.
         """
         options = spec.options
-        words = _keywords(self.keywords or ())
+        words, prompt = _keywords(self.keywords or ()), _prompt(self.prompt or "") if options.prompt else None
+        if prompt is None and options.keywords and (listed := _listed(self.prompt or "")):
+            words, prompt = _keywords((*words, *listed)), ""
         return replace(
             self,
             language=_language(self.language, options),
             languages=_languages(self.languages or (), options),
-            prompt=_prompt(self.prompt or "") if options.prompt else None,
+            prompt=prompt,
             keywords=words if options.keywords or not words else None,
             task=_task(self.task, options),
             delay=self.delay if spec.max_delay_positions else None,
@@ -150,6 +156,17 @@ def _prompt(text: str) -> str:
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise _fault("prompt", "The prompt holds half a character.")
     return text
+
+
+def _listed(prompt: str) -> list[tuple[str, float]]:
+    """The words of a prompt that is a list and nothing else, with a heading or without; none of one that is prose."""
+    heading, colon, rest = prompt.partition(":")
+    headed = bool(colon) and heading.strip().replace(" ", "").isalpha() and len(heading.split()) <= MAX_LISTED_WORDS
+    words = [word.strip().removesuffix(".") for word in re.split("[,;\n]", rest if headed else prompt)]
+    words = [word for word in words if word]
+    if (len(words) < 2 and not headed) or any(len(word.split()) > MAX_LISTED_WORDS for word in words):
+        return []
+    return [(word, 1.0) for word in words]
 
 
 def _keywords(words: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:

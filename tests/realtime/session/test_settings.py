@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,3 +82,23 @@ def test_languages_that_may_be_spoken_are_those_the_model_has() -> None:
     assert some.languages == ("de", "en") and some.engine_options() == {"languages": "de,en"}
     assert Settings(language="auto", languages=("multi",)).in_force(spec(WITH_WORDS)).engine_options() == {}
     assert Settings(language="en", languages=("de",)).in_force(spec(WITH_WORDS)).engine_options() == {"language": "en"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("Keywords: Tickertape, Van der Berg.", ["Tickertape", "Van der Berg"]),
+        ("Tickertape, Kittila,\nTalvivaara", ["Tickertape", "Kittila", "Talvivaara"]),
+        ("names to expect: Kittila", ["Kittila"]),
+        ("Kittila", None),
+        ("We talk about mines in Finland, and about what becomes of their tailings.", None),
+        ("", None),
+    ],
+)
+def test_a_prompt_that_is_a_list_of_words(prompt: str, words: list[str] | None) -> None:
+    """A model that takes keywords and no prompt gets them as keywords; one that takes prompts gets it as it is."""
+    taken = Settings(prompt=prompt, keywords=(("Gyula", 2.0),)).in_force(spec(WITH_WORDS))
+    assert taken.keywords == (("Gyula", 2.0), *((word, 1.0) for word in words or ()))
+    assert taken.prompt == (None if words is None else "")
+    prompted = Settings(prompt=prompt).in_force(spec(replace(WITH_WORDS, prompt=True)))
+    assert (prompted.prompt, prompted.keywords) == (prompt, ())
