@@ -23,7 +23,7 @@ INCLUDE_ACKS = "input_audio_buffer.acks"
 INCLUDE_RESUME = "session.resume"
 
 # A term has at most so many words; what is longer between two commas is prose.
-MAX_LISTED_WORDS = 4
+TERM_WORDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +161,10 @@ def _prompt(text: str) -> str:
 def _listed(prompt: str) -> list[tuple[str, float]]:
     """The words of a prompt that is a list and nothing else, with a heading or without; none of one that is prose."""
     heading, colon, rest = prompt.partition(":")
-    headed = bool(colon) and heading.strip().replace(" ", "").isalpha() and len(heading.split()) <= MAX_LISTED_WORDS
+    headed = bool(colon) and heading.strip().replace(" ", "").isalpha() and len(heading.split()) <= TERM_WORDS
     words = [word.strip().removesuffix(".") for word in re.split("[,;\n]", rest if headed else prompt)]
     words = [word for word in words if word]
-    if (len(words) < 2 and not headed) or any(len(word.split()) > MAX_LISTED_WORDS for word in words):
+    if (len(words) < 2 and not headed) or any(len(word.split()) > TERM_WORDS for word in words):
         return []
     return [(word, 1.0) for word in words]
 

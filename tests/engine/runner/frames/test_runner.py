@@ -223,7 +223,7 @@ def test_the_guard_breaks_a_rut_is_counted_and_is_rebuilt_by_a_replay() -> None:
 def test_keywords_are_favoured_on_the_device_as_their_tree_says_and_after_a_replay() -> None:
     pieces = [b""] * 40 + [(" " * (token % 2) + "abcd"[token % 4] + "efg"[token % 3]).encode() for token in range(56)]
     runner = small_runner(2, pieces=pieces)
-    option = {"keywords": keywords_text([Keyword("aegf", 0.5), Keyword("ceaf df", 0.3), Keyword("be", 0.2)])}
+    option = {"keywords": keywords_text([Keyword("aegf", 8.0), Keyword("ceaf df", 6.0), Keyword("be", 7.0)])}
     runner.check_open(Open("a", options=option))
     tap, driver = LogitsTap(runner), Driver(runner)
     feeds = [Feed(0, speech_like(60, seed=6)), Feed(1, speech_like(60, seed=7), options=option)]
