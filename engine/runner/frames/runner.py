@@ -118,9 +118,11 @@ class VoxtralRunner:
             device=model.device,
         )
         use_graphs = model.device.type == "cuda" and settings.graphs
+        encoder, decoder = self._caches
         self._passes = ModelPasses(
             model,
-            *self._caches,
+            encoder,
+            decoder,
             self._slab,
             self._state,
             self._buffers,
