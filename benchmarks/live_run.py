@@ -10,7 +10,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -111,8 +111,9 @@ class SessionRun:
 class _Player:
     """One client: sends what its microphone has heard so far."""
 
-    def __init__(self, session: Session, spec: ModelSpec, starts_at: float) -> None:
+    def __init__(self, session: Session, spec: ModelSpec, starts_at: float, options: dict[str, str]) -> None:
         samples, parts = session.load()
+        self._options = options
         self.run = SessionRun(session, parts, len(samples) / SAMPLE_RATE)
         self.starts_at = starts_at
         self._samples: NDArray[np.float32] = samples
@@ -133,7 +134,7 @@ class _Player:
         name, spec, cutter = self.run.session.name, self._spec, self._cutter
         if not self._opened:
             self._opened = True
-            yield Open(name)
+            yield Open(name, options=self._options)
         while not self.finished and self.next_at <= now:
             packet = self._samples[self._sent : self._sent + PACKET_SAMPLES]
             self._sent += len(packet)
@@ -155,9 +156,12 @@ def resident_bytes() -> int:
 
 
 class LiveRun:
-    """Plays sessions, at most `streams` at a time, until all are through."""
+    """Plays sessions, at most `streams` at a time, until all are through. `options` are the model's, by session."""
 
-    def __init__(self, loop: EngineLoop, clock: Clock, streams: int) -> None:
+    def __init__(
+        self, loop: EngineLoop, clock: Clock, streams: int, options: Mapping[str, dict[str, str]] | None = None
+    ) -> None:
+        self._options = options or {}
         self._loop = loop
         self._clock = clock
         self._streams = streams
@@ -171,7 +175,8 @@ class LiveRun:
         while waiting or self._players:
             while waiting and len(self._players) < self._streams:
                 starts_at = clock.now + STAGGER_SECONDS * len(self._players)
-                player = _Player(waiting.popleft(), self._spec, starts_at)
+                session = waiting.popleft()
+                player = _Player(session, self._spec, starts_at, self._options.get(session.name, {}))
                 self._players[player.run.session.name] = player
             outputs = clock.run(self._tick)
             if not self.costs or clock.now >= self.costs[-1].at + COST_EVERY_SECONDS:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from engine.core.text import Detokenizer
-from engine.models.seq2seq import SpeechModel
+from engine.models.seq2seq import Encoded, SpeechModel
+from engine.options import Keyword
+from engine.runner.bias import KeywordTree, Spelling
 from engine.runner.speech import SpeechDetector
 from engine.runner.windowed.greedy import GreedyDecoder, Row
 from engine.vocabulary import Vocabulary
@@ -22,25 +27,48 @@ TOKENS_PER_SECOND = 6.5
 Samples = NDArray[np.float32]
 
 
+@dataclass(slots=True)
+class Piece:
+    """A part of a clip: what is heard in it, the most tokens it can have, and what was said of it last: a draft, which
+    saves time and changes nothing."""
+
+    encoded: Encoded
+    most: int
+    said: list[int] = field(default_factory=list)
+
+
 class OfflineTranscriber:
     def __init__(self, model: SpeechModel, pieces: list[bytes], detector: SpeechDetector) -> None:
         self._model = model
         self._decoder = GreedyDecoder(model)
         self._vocabulary = Vocabulary(pieces)
+        self._spelling = Spelling(self._vocabulary)
         self._detector = detector
 
     def transcribe(self, samples: Samples) -> str:
-        return " ".join(self._decode(piece) for piece in self._cut(samples)).strip()
+        return self.say(self.hear(samples))
 
     @torch.inference_mode()
-    def _decode(self, samples: Samples) -> str:
+    def hear(self, samples: Samples) -> list[Piece]:
+        """A clip, encoded, to be transcribed once or several times."""
+        return [self._hear(piece) for piece in self._cut(samples)]
+
+    @torch.inference_mode()
+    def say(self, pieces: Sequence[Piece], keywords: Sequence[Keyword] = ()) -> str:
+        tree = KeywordTree(keywords, self._spelling) if keywords else None
+        return " ".join(self._say(piece, tree) for piece in pieces).strip()
+
+    def _hear(self, samples: Samples) -> Piece:
         model = self._model
         samples = np.pad(samples, (0, max(0, model.min_samples - len(samples))))
         encoded = model.encode(torch.from_numpy(samples)[None], [len(samples)])
         room = model.max_tokens - len(model.start_tokens) - 1
-        most = min(room, int(len(samples) / 16_000 * TOKENS_PER_SECOND) + 8)
-        row = Row(committed=[], draft=[], most=most, stop_frame=None, frames=encoded.audio[0])
-        self._decoder.run([row], encoded)
+        return Piece(encoded, min(room, int(len(samples) / 16_000 * TOKENS_PER_SECOND) + 8))
+
+    def _say(self, piece: Piece, keywords: KeywordTree | None) -> str:
+        row = Row([], piece.said, piece.most, None, piece.encoded.audio[0], keywords=keywords)
+        self._decoder.run([row], piece.encoded)
+        piece.said = row.tokens
         detokenizer = Detokenizer(self._vocabulary)
         text = "".join(detokenizer.push(token) for token in row.tokens) + detokenizer.flush()
         return text.strip()

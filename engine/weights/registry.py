@@ -264,6 +264,11 @@ _SPELLINGS = Remote(
     "6607f948be9824d2e1b2fa2223cd94c06c45afa4e05ea0e3d5e1f2bdffde2465",
     (PackageFile("pip", "whisper-normalizer", "0.1.15", "whisper_normalizer/normalizers/english.json"),),
 )
+_FREQUENCIES = Remote(
+    "words.txt",
+    "68e9dc81c7e73bd7310b57e516ecaea0d8b6387ff71344a57c04174650a407a7",
+    (PackageFile("pip", "symspellpy", "6.7.8", "symspellpy/frequency_dictionary_en_82_765.txt"),),
+)
 
 REGISTRY: dict[str, Entry] = {
     "moonshine-tiny": Entry(
@@ -293,5 +298,10 @@ REGISTRY: dict[str, Entry] = {
         "table: British spellings and their American forms, to score transcripts by",
         (Recipe((_SPELLINGS,)),),
         single_file="english.json",
+    ),
+    "english-frequency": Entry(
+        "table: English words by how often they are written, to find rare ones",
+        (Recipe((_FREQUENCIES,)),),
+        single_file="words.txt",
     ),
 }
