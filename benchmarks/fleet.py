@@ -139,9 +139,10 @@ class Fleet:
         await self.balancer.start()
         plan = read_plan(self.folder / "fleet.toml")
         await asyncio.to_thread(start_head, plan)
-        for name in NODES:
+        # One after the other: nodes of one machine that start together take each other's ports.
+        for there, name in enumerate(NODES, 2):
             self.join(name)
-        await asyncio.to_thread(wait_for_nodes, plan, len(NODES) + 1)
+            await asyncio.to_thread(wait_for_nodes, plan, there)
         # The first look finds all nodes, so that engines and gateways are spread over them.
         await self.run("up", "--wait", str(PATIENCE_S))
         await self.until_whole()
