@@ -162,6 +162,7 @@ class Text:
 
     `tokens` are all tokens since the last Text, with blanks and `CUT`: what a replay must force. Every sample before
     `sample` has been heard. In a long silence a Text with an empty delta comes now and then, so that both stay fresh.
+    If the model tells: `language` is the code of what is spoken, `no_speech` how likely it found that nobody speaks.
     """
 
     stream: str
@@ -169,6 +170,8 @@ class Text:
     words: list[Word]
     tokens: list[int]
     sample: int = 0
+    language: str = ""
+    no_speech: float | None = None
 
 
 @dataclass(slots=True)

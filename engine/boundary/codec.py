@@ -42,6 +42,8 @@ class WireText(Wire, tag="text"):
     words: list[WireWord]
     tokens: list[int]
     sample: int
+    language: str
+    no_speech: float | None
 
 
 class WireSpeech(Wire, tag="speech"):
@@ -309,9 +311,9 @@ def wire_output(output: messages.Output) -> WireOutput:
     match output:
         case messages.StreamState():
             return wire_state(output)
-        case messages.Text(stream, delta, words, tokens, sample):
+        case messages.Text(stream, delta, words, tokens, sample, language, no_speech):
             spoken = [WireWord(word.text, word.start_sample, word.end_sample, word.chances) for word in words]
-            return WireText(stream, delta, spoken, tokens, sample)
+            return WireText(stream, delta, spoken, tokens, sample, language, no_speech)
         case messages.Speech(stream, sample, frame_samples, probabilities):
             return WireSpeech(stream, sample, frame_samples, probabilities)
         case messages.Opened(stream):
@@ -339,7 +341,8 @@ def plain_output(output: WireOutput) -> messages.Output:
             words = [
                 messages.Word(word.text, word.start_sample, word.end_sample, word.chances) for word in output.words
             ]
-            return messages.Text(output.stream, output.delta, words, output.tokens, output.sample)
+            told = output.language, output.no_speech
+            return messages.Text(output.stream, output.delta, words, output.tokens, output.sample, *told)
         case WireSpeech():
             return messages.Speech(output.stream, output.sample, output.frame_samples, output.probabilities)
         case WireOpened():

@@ -6,7 +6,7 @@ matrix, and that the cross-attention keys and values of all layers are made in o
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -251,6 +251,7 @@ class Moonshine(nn.Module):
     min_samples = 64 * (3 * (3 - 1) + 7 - 1) + 127
     suppressed: list[int] = []
     options = Options(languages=("en",))
+    judging = None
 
     def __init__(self, config: MoonshineConfig) -> None:
         super().__init__()
@@ -307,6 +308,9 @@ class Moonshine(nn.Module):
     def decoder_shape(self) -> DecoderShape:
         config = self.config
         return DecoderShape(config.decoder_layers, config.heads, config.width // config.heads)
+
+    def opening(self, language: str, task: str, before: Sequence[int]) -> list[int]:
+        return self.start_tokens
 
     def new_state(self, batch: int, capacity: int) -> DecoderState:
         return DecoderState.empty(self.decoder_shape, batch, capacity, self.decoder.embed_tokens.weight)

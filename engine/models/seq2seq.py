@@ -6,7 +6,7 @@ said so far), both batched over streams. Rows of a batch are ragged; masks make 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol, TypeVar
@@ -138,6 +138,16 @@ class DecoderPass:
         return join_heads(mixed), weights
 
 
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """Tokens by which a model says what it thinks of a window before it reads it: behind `start` stands the token of a
+    language, or that nobody speaks. Languages are in the order of the model's options."""
+
+    start: int
+    no_speech: int
+    languages: tuple[int, ...]
+
+
 class SpeechModel(Protocol):
     """An encoder-decoder over audio windows."""
 
@@ -151,6 +161,8 @@ class SpeechModel(Protocol):
     # Tokens that are never text (markers, time stamps); greedy decoding leaves them out.
     suppressed: list[int]
     options: Options
+    # None: it cannot say.
+    judging: Judging | None
 
     @property
     def decoder_shape(self) -> DecoderShape: ...
@@ -174,6 +186,10 @@ class SpeechModel(Protocol):
 
     def encode_slowly(self, audio: Tensor, lengths: list[int]) -> Generator[None, None, Encoded]:
         """The same, a layer at a time; the caller may do something else between them."""
+
+    def opening(self, language: str, task: str, before: Sequence[int]) -> list[int]:
+        """Tokens that a text begins with: the code of its language (empty: the model's first), what to do with it
+        (empty: write it down), and tokens of the text before it. `start_tokens` without any of that."""
 
     def new_state(self, batch: int, capacity: int) -> DecoderState: ...
 

@@ -7,8 +7,7 @@ to 30 seconds; `context_slack_seconds` trims that to the audio plus some silence
 
 from __future__ import annotations
 
-import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, pad, scaled_dot_product_attention
 
+from engine.languages import NAMES
 from engine.models.mel import FRAME_SAMPLES, HOP_SAMPLES, SAMPLE_RATE, slaney_filters
 from engine.models.seq2seq import (
     DecoderPass,
@@ -23,6 +23,7 @@ from engine.models.seq2seq import (
     DecoderState,
     Encoded,
     FrameConv,
+    Judging,
     at_once,
     counts_on,
     cross_keys_values,
@@ -30,7 +31,8 @@ from engine.models.seq2seq import (
     quantise_linears,
     split_heads,
 )
-from engine.options import Options
+from engine.models.whisper_names import fused
+from engine.options import TRANSLATE, Options
 
 LIVE_SLACK_SECONDS = 2.0
 # Text tokens of the two vocabularies; a multilingual one has one token more, so its size gives it away.
@@ -38,6 +40,10 @@ _ENGLISH_TEXT_TOKENS = 50_256
 _ENGLISH_VOCABULARY = 51_864
 # Tokens that are neither text nor a language: start, translate, transcribe, ..., 1501 time stamps.
 _SPECIALS_WITHOUT_LANGUAGES = 1_509
+
+# What OpenAI bars from transcripts, but for notes: they say that there is music, and its words are left out.
+_SYMBOLS = [*'"#()*+/:;<=>@[\\]^_`{|}~「」『』', "<<", ">>", "<<<", ">>>", "--", "---", "-(", "-[", "('", '("']
+_SYMBOLS += ["((", "))", "(((", ")))", "[[", "]]", "{{", "}}"]
 
 # (decoder layers, vocabulary) -> the heads that OpenAI found to follow the audio; [layer, head].
 _ALIGNMENT_HEADS: dict[tuple[int, int], list[tuple[int, int]]] = {
@@ -107,14 +113,35 @@ class WhisperConfig:
         """Languages it was trained on; each has a token right behind the start token, also in the English files."""
         return self.vocabulary - self.end_token - _SPECIALS_WITHOUT_LANGUAGES
 
-    def start_tokens(self, language: int) -> list[int]:
-        """Transcribe, without time stamps."""
-        start = self.end_token + 1
-        transcribe = start + self.languages + 2
-        no_timestamps = transcribe + 4
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """Of the languages that it can be told."""
+        return tuple(NAMES)[: self.languages] if self.multilingual else ("en",)
+
+    @property
+    def start(self) -> int:
+        """Begins a text. Behind it come the languages, then translate, transcribe, and so on."""
+        return self.end_token + 1
+
+    @property
+    def transcribe(self) -> int:
+        return self.start + self.languages + 2
+
+    @property
+    def previous(self) -> int:
+        """Begins the text before this one."""
+        return self.transcribe + 2
+
+    @property
+    def no_speech(self) -> int:
+        return self.transcribe + 3
+
+    def start_tokens(self, language: int, translate: bool = False) -> list[int]:
+        """Without time stamps."""
+        no_timestamps = self.transcribe + 4
         if not self.multilingual:
-            return [start, no_timestamps]
-        return [start, start + 1 + language, transcribe, no_timestamps]
+            return [self.start, no_timestamps]
+        return [self.start, self.start + 1 + language, self.transcribe - int(translate), no_timestamps]
 
 
 class _Mlp(nn.Sequential):
@@ -231,7 +258,10 @@ class Whisper(nn.Module):
         self._hann = torch.hann_window(FRAME_SAMPLES)
         self.start_tokens = config.start_tokens(language=0)
         self.end_token = config.end_token
-        self.options = Options(languages=("en",))
+        self.options = Options(config.codes, config.multilingual, config.multilingual, prompt=True)
+        first = config.start + 1
+        spoken = tuple(range(first, first + config.languages)) if config.multilingual else ()
+        self.judging = Judging(config.start, config.no_speech, spoken)
         self.max_tokens = config.text_tokens
         self.suppressed = list(range(config.end_token + 1, config.vocabulary))
         upper = [
@@ -292,6 +322,19 @@ class Whisper(nn.Module):
         config = self.config
         return DecoderShape(config.text_layers, config.text_heads, config.width // config.text_heads)
 
+    def opening(self, language: str, task: str, before: Sequence[int]) -> list[int]:
+        config = self.config
+        # Half of the text may be what came before, as in training.
+        kept = before[-(config.text_tokens // 2 - 1) :]
+        number = config.codes.index(language) if language else 0
+        start = config.start_tokens(number, task == TRANSLATE)
+        return [config.previous, *kept, *start] if kept else start
+
+    def bar_symbols(self, pieces: Sequence[bytes]) -> None:
+        """Never say what nobody speaks: brackets, and marks that only stand in written text."""
+        symbols = {symbol.encode() for symbol in _SYMBOLS}
+        self.suppressed += [token for token, piece in enumerate(pieces) if piece.removeprefix(b" ") in symbols]
+
     def new_state(self, batch: int, capacity: int) -> DecoderState:
         return DecoderState.empty(self.decoder_shape, batch, capacity, self.decoder.token_embedding.weight)
 
@@ -318,60 +361,5 @@ class Whisper(nn.Module):
     def load(cls, config: WhisperConfig, tensors: dict[str, Tensor]) -> Whisper:
         """From either kind of state dict; every tensor is used once, or it is an error."""
         model = cls(config)
-        model.load_state_dict(_fused(tensors, config), strict=True)
+        model.load_state_dict(fused(tensors, config.width, config.audio_layers, config.text_layers), strict=True)
         return model.eval()
-
-
-# transformers' names, part by part; the order matters where one contains another.
-_RENAMES = [
-    (r"^model\.", ""),
-    (r"\.layers\.", ".blocks."),
-    (r"\.self_attn_layer_norm\.", ".attn_ln."),
-    (r"\.encoder_attn_layer_norm\.", ".cross_attn_ln."),
-    (r"\.final_layer_norm\.", ".mlp_ln."),
-    (r"^encoder\.layer_norm\.", "encoder.ln_post."),
-    (r"^decoder\.layer_norm\.", "decoder.ln."),
-    (r"\.self_attn\.", ".attn."),
-    (r"\.encoder_attn\.", ".cross_attn."),
-    (r"\.q_proj\.", ".query."),
-    (r"\.k_proj\.", ".key."),
-    (r"\.v_proj\.", ".value."),
-    (r"\.out_proj\.", ".out."),
-    (r"\.fc1\.", ".mlp.0."),
-    (r"\.fc2\.", ".mlp.2."),
-    (r"\.embed_positions\.weight$", ".positional_embedding"),
-    (r"\.embed_tokens\.", ".token_embedding."),
-]
-
-
-def _openai_name(name: str) -> str:
-    for pattern, replacement in _RENAMES:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-def _fused(tensors: dict[str, Tensor], config: WhisperConfig) -> dict[str, Tensor]:
-    left = {_openai_name(name): value.float() for name, value in tensors.items() if name != "proj_out.weight"}
-
-    def take(prefix: str, parts: tuple[str, ...]) -> tuple[list[Tensor], list[Tensor]]:
-        weights = [left.pop(f"{prefix}{part}.weight") for part in parts]
-        # Keys have no bias in Whisper; a zero one lets the fused matrix have one.
-        biases = [left.pop(f"{prefix}{part}.bias", torch.zeros(config.width)) for part in parts]
-        return weights, biases
-
-    for convolution in ("encoder.conv1", "encoder.conv2"):
-        left[f"{convolution}.linear.weight"] = FrameConv.matrix(left.pop(f"{convolution}.weight"))
-        left[f"{convolution}.linear.bias"] = left.pop(f"{convolution}.bias")
-    for side, layers in (("encoder", config.audio_layers), ("decoder", config.text_layers)):
-        for layer in range(layers):
-            prefix = f"{side}.blocks.{layer}.attn."
-            weights, biases = take(prefix, ("query", "key", "value"))
-            left[prefix + "qkv.weight"], left[prefix + "qkv.bias"] = torch.cat(weights), torch.cat(biases)
-    cross_weights, cross_biases = [], []
-    for part in ("key", "value"):
-        for layer in range(config.text_layers):
-            weights, biases = take(f"decoder.blocks.{layer}.cross_attn.", (part,))
-            cross_weights += weights
-            cross_biases += biases
-    left["cross_kv.weight"], left["cross_kv.bias"] = torch.cat(cross_weights), torch.cat(cross_biases)
-    return left

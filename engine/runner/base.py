@@ -49,6 +49,15 @@ class SavingRunner(Protocol):
 
 
 @runtime_checkable
+class JudgingRunner(Protocol):
+    """A runner whose model may say what it thinks of what it hears."""
+
+    def judgement(self, slot: int) -> tuple[str, float | None]:
+        """The language of the window that was read last, and how likely nobody speaks in it; empty and None if the
+        model does not say."""
+
+
+@runtime_checkable
 class PausingRunner(Protocol):
     """A runner that can lay backlog aside in the middle of a task, because one such task takes long."""
 

@@ -44,8 +44,17 @@ from engine.messages import (
     Output,
     Refused,
     StepOutput,
+    Text,
 )
-from engine.runner.base import Detector, LaunchingDetector, LaunchingRunner, PausingRunner, Runner, SavingRunner
+from engine.runner.base import (
+    Detector,
+    JudgingRunner,
+    LaunchingDetector,
+    LaunchingRunner,
+    PausingRunner,
+    Runner,
+    SavingRunner,
+)
 from engine.server.backlog_budget import BacklogBudget
 from engine.server.gate import GateSettings
 from engine.server.listener import Listener, Target
@@ -99,6 +108,7 @@ class EngineLoop:
         self.meter = StepMeter(scheduler.spec, clock)
         self._pausing = runner if isinstance(runner, PausingRunner) else None
         self._launching = runner if isinstance(runner, LaunchingRunner) else None
+        self._judging = runner if isinstance(runner, JudgingRunner) else None
         self._flights: deque[Flight] = deque()
         self._backlog = BacklogBudget(scheduler, self.meter.position_cost, self._pausing is not None, clock)
         # Called with the streams and positions about to be computed: if the engine dies now, they are the suspects.
@@ -249,12 +259,21 @@ class EngineLoop:
             if self._listener is not None:
                 self._listener.collect(flight.launches)
                 outputs += self._take_outbox()
-            outputs += self.scheduler.commit(plan, results)
+            outputs += self._judged(plan, self.scheduler.commit(plan, results))
             self._blame_surprises()
             plan.decode = [task for task, result in zip(plan.decode, results, strict=True) if not result.unfinished]
             meter.times.commit_ns += meter.lap()
             meter.account(plan, flight.began)
         return plan
+
+    def _judged(self, plan: StepPlan, outputs: list[Output]) -> list[Output]:
+        """The same outputs; texts say what the model thinks of what it heard, if it does."""
+        if self._judging is not None:
+            slots = {task.stream: task.slot for task in plan.decode}
+            for output in outputs:
+                if isinstance(output, Text) and output.stream in slots:
+                    output.language, output.no_speech = self._judging.judgement(slots[output.stream])
+        return outputs
 
     def _announce(self, targets: Iterable[Target]) -> None:
         if self.announce is not None:

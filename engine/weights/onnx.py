@@ -267,6 +267,30 @@ def _convolutions(graph: Graph) -> dict[str, npt.NDArray[np.float32]]:
     return found
 
 
+# Whisper's names: weights of products have lost theirs, and are known by the node that multiplies with them.
+
+_PRODUCT = re.compile(r"/(layers\.\d+)/((?:(?:self_attn|encoder_attn)/)?\w+)/MatMul_output_0")
+
+
+def whisper_tensors(encoder: bytes, decoder: bytes) -> dict[str, npt.NDArray[np.float32]]:
+    """All of Whisper's weights in float32, under the names transformers gives them."""
+    tensors: dict[str, npt.NDArray[np.float32]] = {}
+    for side, data in (("encoder", encoder), ("decoder", decoder)):
+        graph, prefix = read_graph(data), f"model.{side}."
+        for name in graph.tensors:
+            plain = name.removesuffix("_quantized").split("_merged_")[0].removeprefix(prefix)
+            if plain.endswith((".weight", ".bias")):
+                tensors[prefix + plain] = _dequantised(graph, name)
+        for inputs, outputs in graph.nodes:
+            found = _PRODUCT.search(outputs[0]) if outputs else None
+            weight = next((name for name in inputs if name.endswith("_quantized") and name in graph.tensors), None)
+            if found and weight is not None:
+                # MatMul keeps (in, out), Linear keeps (out, in).
+                key = f"{prefix}{found[1]}.{found[2].replace('/', '.')}.weight"
+                tensors[key] = np.ascontiguousarray(_dequantised(graph, weight).T)
+    return tensors
+
+
 def _dequantised(graph: Graph, name: str) -> npt.NDArray[np.float32]:
     values = graph.tensors[name]
     if not name.endswith("_quantized"):

@@ -27,7 +27,10 @@ def load_speech_model(path: Path) -> tuple[Moonshine | Whisper, list[bytes]]:
         folder = path if path.is_dir() else path.parent
         openai_file = path / "model.pt" if path.is_dir() else path
         model = _load_openai(openai_file) if openai_file.is_file() else _load_transformers(folder)
-        return model, load_pieces(folder, model.config.vocabulary)
+        pieces = load_pieces(folder, model.config.vocabulary)
+        if isinstance(model, Whisper):
+            model.bar_symbols(pieces)
+        return model, pieces
     except BadCheckpoint:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, pickle.UnpicklingError, EOFError) as error:

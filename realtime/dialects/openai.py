@@ -38,7 +38,7 @@ from realtime.session.events import (
     TimedWord,
 )
 from realtime.session.settings import INCLUDE_LOGPROBS, INCLUDE_WORDS, Settings
-from realtime.session.words import token_logprobs, word_fields
+from realtime.session.words import languages_of, token_logprobs, word_fields
 
 # Sessions do not expire; clients that look at the expiry want a moment in the future.
 SHOWN_LIFETIME_S = 24 * 3600
@@ -208,6 +208,8 @@ class OpenAIDialect:
         extra = self._extensions(event.words, settings)
         if settings.wants(INCLUDE_WORDS):
             extra |= {"audio_start_ms": self._ms(event.start), "audio_end_ms": self._ms(event.end)}
+        if languages := languages_of(event.words):
+            extra["languages"] = [{"code": code} for code in languages]
         seconds = round((event.end - event.start) / self.facts.sample_rate, 3)
         return self._event(
             f"{TRANSCRIPTION}.completed",

@@ -25,7 +25,7 @@ from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.session.events import Samples, TimedWord
 from realtime.session.settings import Settings
 from realtime.session.subtitles import Subtitle, subtitles, to_srt, to_vtt
-from realtime.session.words import timed_word, token_logprobs, word_fields
+from realtime.session.words import timed_words, token_logprobs, word_fields
 
 FORMATS = ("json", "verbose_json", "text", "srt", "vtt")
 READ_BYTES = 256 * 1024
@@ -168,7 +168,8 @@ class Transcriber:
                 delta = output.delta if transcript.text else output.delta.lstrip()
                 transcript.text += delta
                 transcript.tokens += len(output.tokens)
-                transcript.words += [timed_word(word) for word in output.words]
+                transcript.words += timed_words(output)
+                transcript.language = transcript.language or output.language
                 if delta:
                     yield delta
             elif isinstance(output, messages.Closed):
@@ -247,6 +248,7 @@ def words_from(transcript: Transcript, first: int) -> list[dict[str, Any]]:
 
 def _segment(number: int, line: Subtitle) -> dict[str, Any]:
     logs = [log for word in line.words for _, log in word.chances]
+    unheard = [word.no_speech for word in line.words if word.no_speech is not None]
     spelled = line.text.encode()
     return {
         "id": number,
@@ -258,7 +260,7 @@ def _segment(number: int, line: Subtitle) -> dict[str, Any]:
         "temperature": 0.0,
         "avg_logprob": round(sum(logs) / len(logs), 4) if logs else 0.0,
         "compression_ratio": round(len(spelled) / len(zlib.compress(spelled)), 3),
-        "no_speech_prob": 0.0,
+        "no_speech_prob": round(sum(unheard) / len(unheard), 4) if unheard else 0.0,
     }
 
 

@@ -24,6 +24,7 @@ from realtime.http.gateway import check_once
 from realtime.http.uploads import UploadRoutes
 from realtime.session.events import TimedWord
 from realtime.session.settings import AudioFormat, Settings
+from realtime.session.words import languages_of
 
 # How WAV files number the raw formats, and how long their samples are.
 WAV_FORMATS = {"audio/pcm": (1, 2), "audio/pcmu": (7, 1), "audio/pcma": (6, 1)}
@@ -70,7 +71,10 @@ class ListenRoute:
 def write_answer(transcript: Transcript, query: FileQuery, model: str, request_id: str, sha256: str) -> Json:
     rate, words = transcript.sample_rate, transcript.words
     whole = alternative(transcript.text, words, rate, punctuate=query.punctuate)
-    results: Json = {"channels": [{"alternatives": [whole]}]}
+    channel: Json = {"alternatives": [whole]}
+    if not query.settings.language and (languages := languages_of(words)):
+        channel["detected_language"] = languages[0]
+    results: Json = {"channels": [channel]}
     if query.utterances:
         results["utterances"] = [
             _utterance(part, rate, query) for part in split_words(words, round(query.split_s * rate))

@@ -111,6 +111,9 @@ class TimedWord:
     end: int
     chances: tuple[messages.Chance, ...] = ()
     confidence: float | None = None
+    # The code of its language, and how likely the model found that nobody spoke there.
+    language: str = ""
+    no_speech: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

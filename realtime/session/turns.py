@@ -187,7 +187,7 @@ class Turns:
         if taker is not None:
             taker.tokens += len(text.tokens)
         out: list[ServerEvent] = []
-        for piece in self._cutter.cut_words(text.delta, text.words, base):
+        for piece in self._cutter.cut_words(text, base):
             place = self._loose_turn if piece.continues else self._place(piece.word)
             self._give(piece.fresh, piece.word, place)
             out += self._complete_passed(piece.word)

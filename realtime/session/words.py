@@ -7,8 +7,8 @@ cutter keeps both together, so that a turn can get the words that were spoken in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine import messages
@@ -41,17 +41,16 @@ class WordCutter:
     def load(self, loose: str, given: int) -> None:
         self._loose, self._given = loose, given
 
-    def cut_words(self, delta: str, words: Sequence[messages.Word], base: int) -> list[Piece]:
+    def cut_words(self, said: messages.Text, base: int) -> list[Piece]:
         """Take a delta and the words it completed (times counted from `base`); returns those words as pieces."""
-        self._loose += delta
+        self._loose += said.delta
         pieces = []
-        for word in words:
+        for word, timed in zip(said.words, timed_words(said, base), strict=True):
             found = self._loose.find(word.text)
             # A word that is not in the text (a model that normalises) takes what there is: no text is lost.
             cut = found + len(word.text) if found >= 0 else len(self._loose)
             text, self._loose = self._loose[:cut], self._loose[cut:]
             given, self._given = min(self._given, cut), max(0, self._given - cut)
-            timed = timed_word(word, base)
             pieces.append(Piece(text[given:], timed, continues=given > 0))
         return pieces
 
@@ -80,6 +79,19 @@ def timed_word(word: messages.Word, base: int = 0) -> TimedWord:
     spoken = [log for piece, log in chances if any(map(str.isalnum, piece.decode(errors="ignore")))]
     counted = spoken or [log for _, log in chances]
     return TimedWord(word.text, start, end, chances, math.exp(math.fsum(counted)) if counted else None)
+
+
+def timed_words(text: messages.Text, base: int = 0) -> list[TimedWord]:
+    """The words that a text completed, with what the model thinks of what it heard."""
+    if not text.language and text.no_speech is None:
+        return [timed_word(word, base) for word in text.words]
+    language, nobody = text.language, text.no_speech
+    return [replace(timed_word(word, base), language=language, no_speech=nobody) for word in text.words]
+
+
+def languages_of(words: Iterable[TimedWord]) -> list[str]:
+    """Codes of the languages that some words are in, in their order; none if the model does not say."""
+    return list(dict.fromkeys(word.language for word in words if word.language))
 
 
 def word_fields(word: TimedWord, sample_rate: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from engine.runner.device import NotEnoughMemory, gib
 from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION, AudioSlab
 from engine.runner.windowed.ears import Ear, Sound, WindowEar
 from engine.runner.windowed.greedy import GreedyDecoder, Row
+from engine.runner.windowed.judge import Judgement, judge
 from engine.runner.windowed.memory import WindowMemory
 from engine.runner.windowed.recordings import Shapes, Stage, StagedSpeaker
 from engine.runner.windowed.stability import Policy
@@ -70,6 +71,9 @@ class DeviceWindows:
         if live:
             return self._decoder.staged_passes(list(rows), heard)
         return self._decoder.passes(list(rows), Encoded.stack(heard))
+
+    def judge(self, sounds: Sequence[Sound]) -> list[Judgement]:
+        return judge(self._model, Encoded.stack(_heard(sounds)))
 
     def share_out(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
         in_order = sorted(tasks, key=lambda task: len(task.rows))

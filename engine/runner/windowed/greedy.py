@@ -46,6 +46,8 @@ class Row:
     # Words to favour, and where the text stands among them.
     keywords: KeywordTree | None = None
     state: int = AT_WORD
+    # What the text begins with; None: as the model's texts do.
+    opening: list[int] | None = None
     tokens: list[int] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)
@@ -170,7 +172,7 @@ class GreedyDecoder:
 
     def _passes(self, rows: list[Row], speaker_for: Callable[[int], Speaker]) -> Iterator[None]:
         """`speaker_for` gets the longest text that the rows can come to, in tokens."""
-        prefixes = [[*self._model.start_tokens, *row.committed] for row in rows]
+        prefixes = [[*(row.opening or self._model.start_tokens), *row.committed] for row in rows]
         texts = [len(prefix) + max(row.most, len(row.draft)) + 1 for prefix, row in zip(prefixes, rows, strict=True)]
         speaker = speaker_for(max(texts))
         last = self._check_drafts(speaker, rows, prefixes)

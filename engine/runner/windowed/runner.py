@@ -23,6 +23,8 @@ from engine.runner.bias import KeywordTree, KeywordTrees
 from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION
 from engine.runner.windowed.ears import Ear, Sound
 from engine.runner.windowed.greedy import Row
+from engine.runner.windowed.judge import Mind
+from engine.runner.windowed.prompts import Prompts
 from engine.runner.windowed.seams import Seams, before_marks, surely_ends
 from engine.runner.windowed.stability import (
     FAR_BACK,
@@ -67,6 +69,7 @@ class _Slot:
     """What a stream's window holds: text that was committed from it, and what the last pass said after that."""
 
     live: bool
+    mind: Mind
     committed: list[Heard] = field(default_factory=list)
     hypothesis: list[Heard] = field(default_factory=list)
     # Something of this utterance has been committed: somebody speaks.
@@ -128,6 +131,7 @@ class WindowedRunner:
         self._windows = windows
         self._seams = Seams(vocabulary.pieces)
         self._keywords = KeywordTrees(vocabulary)
+        self._prompts = Prompts(vocabulary.pieces)
         self._slots: dict[int, _Slot] = {}
         self._backlog: _Reading | None = None
 
@@ -170,7 +174,9 @@ class WindowedRunner:
                 if not self._backlog.open_slots:
                     self._backlog = None
         for opened in plan.opened:
-            self._slots[opened.slot] = _Slot(opened.live) if opened.saved is None else _resumed(opened)
+            prompt = self._prompts.tokens(opened.options.get("prompt", ""))
+            mind = Mind.of(self.spec.options, opened.options, prompt)
+            self._slots[opened.slot] = _Slot(opened.live, mind) if opened.saved is None else _resumed(opened, mind)
             self._slots[opened.slot].keywords = self._keywords.of(opened.options)
             if opened.saved is not None:
                 self._ear_of(opened.slot).resume(opened.slot, opened.saved["ear"], opened.saved_items)
@@ -183,7 +189,8 @@ class WindowedRunner:
         return reading
 
     def _pieces(self, tasks: Sequence[DecodeTask], reading: _Reading) -> Iterator[None]:
-        unread = [task for task in tasks if not self._is_understood(task)]
+        waiting = {task.slot for task in tasks if self._waits(task)}
+        unread = [task for task in tasks if task.slot not in waiting and not self._is_understood(task)]
         for task in unread:
             if self._windows.is_broken(task):
                 reading.refuse(task.slot, "its audio holds values that are not numbers")
@@ -193,6 +200,7 @@ class WindowedRunner:
             if due:
                 # A stream that has gone is not heard any more: its slot may belong to another by then.
                 sounds |= yield from self._windows.hear(due, live, reading.open_slots)
+        self._judge([task for task in unread if task.slot in sounds and task.slot in reading.open_slots], sounds)
         rows = {
             task.slot: self._row(task, sounds[task.slot])
             for task in unread
@@ -204,14 +212,32 @@ class WindowedRunner:
             yield from self._windows.passes(list(reading.rows.values()), heard, reading.live)
         for task in tasks:
             slot = task.slot
-            if slot in reading.open_slots:
+            if slot in waiting and slot in reading.open_slots:
+                reading.results[slot] = DecodeResult(keep_from=task.base)
+            elif slot in reading.open_slots:
                 understood = slot not in rows
                 done = self._finish(task) if understood else self._result(task, sounds[slot], rows[slot])
                 reading.results[slot] = done
 
+    def _waits(self, task: DecodeTask) -> bool:
+        """Whether a window is better read when it is longer."""
+        return not (task.final or task.pause) and self._slots[task.slot].mind.waits(task.end - task.base)
+
+    def _judge(self, tasks: list[DecodeTask], sounds: dict[int, Sound]) -> None:
+        """Of windows in which nothing has been said yet, find out whether somebody speaks, and in which language."""
+        new = [task for task in tasks if not self._slots[task.slot].spoken and sounds[task.slot].frames]
+        if self._model.judging is None or not new:
+            return
+        for task, judgement in zip(new, self._windows.judge([sounds[task.slot] for task in new]), strict=True):
+            self._slots[task.slot].mind.hear(judgement, self.spec.options, task.end - task.base)
+
+    def judgement(self, slot: int) -> tuple[str, float | None]:
+        mind = self._slots[slot].mind
+        return mind.language, mind.no_speech
+
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
         """The slot's state as plain data, and the first position whose audio that state needs."""
-        held = self._slots.get(slot) or _Slot(live=True)
+        held = self._slots.get(slot) or _Slot(True, Mind.of(self.spec.options, {}, []))
         ear, audio_from = self._ear_of(slot).save(slot, base, end)
         saved: Saved = {
             "committed": [(heard.token, heard.peak, heard.log_probability) for heard in held.committed],
@@ -220,6 +246,7 @@ class WindowedRunner:
             "heard_on": held.heard_on,
             "marks": [astuple(timed) for timed in held.marks],
             "understood": held.understood,
+            "mind": held.mind.save(),
             "ear": ear,
         }
         return saved, audio_from
@@ -240,7 +267,8 @@ class WindowedRunner:
         seconds = sound.frames * model.samples_per_frame / SAMPLE_RATE
         said_marks = [] if task.pending else slot.marks
         committed = self._seams.prefix(sound.said, said_marks, [heard.token for heard in slot.committed])
-        room = model.max_tokens - len(model.start_tokens) - len(committed) - 1
+        opening = model.opening(slot.mind.language, slot.mind.task, slot.mind.prompt)
+        room = model.max_tokens - len(opening) - len(committed) - 1
         most = max(1, min(room, round(seconds * policy.tokens_per_second) + 4 - len(committed)))
         frames_per_position = SAMPLES_PER_POSITION / model.samples_per_frame
         said_until = slot.committed[-1].peak if slot.committed else float(task.base)
@@ -256,6 +284,7 @@ class WindowedRunner:
                 FAR_BACK * frames_per_position if slot.live else inf,
             ),
             keywords=slot.keywords,
+            opening=opening,
         )
 
     def _result(self, task: DecodeTask, sound: Sound, row: Row) -> DecodeResult:
@@ -275,7 +304,7 @@ class WindowedRunner:
         text = b"".join(self.vocabulary.pieces[token] for token in row.tokens)
         # Behind open marks the first token is in doubt about them as well.
         chances = row.log_probabilities[1 if task.pending and sound.said else 0 :] or row.log_probabilities
-        if not slot.spoken and is_noise(text, chances, self._policy):
+        if not slot.spoken and is_noise(text, chances, slot.mind.doubt(self._policy)):
             new = []
         slot.heard_on = bool(sound.said)
         if task.final:
@@ -354,7 +383,7 @@ class WindowedRunner:
         return task.end - length // 2
 
 
-def _resumed(opened: OpenTask) -> _Slot:
+def _resumed(opened: OpenTask, mind: Mind) -> _Slot:
     """The slot that `save` saw."""
     saved = opened.saved
     assert saved is not None
@@ -362,4 +391,5 @@ def _resumed(opened: OpenTask) -> _Slot:
     hypothesis = [Heard(*heard) for heard in saved["hypothesis"]]
     understood = None if saved["understood"] is None else tuple(saved["understood"])
     marks = [TimedToken(*timed) for timed in saved["marks"]]
-    return _Slot(opened.live, committed, hypothesis, saved["spoken"], saved["heard_on"], marks, understood)
+    mind.resume(saved["mind"])
+    return _Slot(opened.live, mind, committed, hypothesis, saved["spoken"], saved["heard_on"], marks, understood)

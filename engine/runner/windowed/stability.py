@@ -228,11 +228,11 @@ def loop_start(tokens: list[int]) -> int | None:
     return None
 
 
-def is_noise(text: bytes, log_probabilities: list[float], policy: Policy) -> bool:
+def is_noise(text: bytes, log_probabilities: list[float], doubt: float) -> bool:
     """Whether an utterance is better left unsaid: the model notates music, or does not believe its own words."""
     if not log_probabilities:
         return False
-    return _MUSIC in text or sum(log_probabilities) / len(log_probabilities) < policy.doubt
+    return _MUSIC in text or sum(log_probabilities) / len(log_probabilities) < doubt
 
 
 def best_cut(

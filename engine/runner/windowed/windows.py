@@ -20,6 +20,7 @@ from engine.models.seq2seq import Encoded, SpeechModel
 from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION, AudioSlab
 from engine.runner.windowed.ears import Ear, Sound, WindowEar
 from engine.runner.windowed.greedy import GreedyDecoder, Row
+from engine.runner.windowed.judge import Judgement, judge
 
 Results = dict[int, DecodeResult]
 
@@ -48,6 +49,9 @@ class Windows(Protocol):
 
     def passes(self, rows: Sequence[Row], sounds: Sequence[Sound], live: bool) -> Iterator[None]:
         """Fill in what the rows say of these sounds, a pass at a time. Live ones are read without a break."""
+
+    def judge(self, sounds: Sequence[Sound]) -> list[Judgement]:
+        """What the model thinks of these sounds before it reads them."""
 
     def share_out(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
         """Have `read` read the windows of live streams, in parts as large as can be read at once."""
@@ -89,6 +93,9 @@ class HostWindows:
 
     def passes(self, rows: Sequence[Row], sounds: Sequence[Sound], live: bool) -> Iterator[None]:
         return self._decoder.passes(list(rows), Encoded.stack([sound.encoded for sound in sounds]))
+
+    def judge(self, sounds: Sequence[Sound]) -> list[Judgement]:
+        return judge(self._model, Encoded.stack([sound.encoded for sound in sounds]))
 
     def share_out(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
         own, *others = [tasks[first :: self._threads] for first in range(self._threads)]

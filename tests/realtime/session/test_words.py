@@ -8,22 +8,40 @@ import pytest
 
 from engine import messages
 from realtime.session.events import TimedWord
-from realtime.session.words import WordCutter, ends_sentence, timed_word, token_logprobs, word_fields
+from realtime.session.words import (
+    WordCutter,
+    ends_sentence,
+    languages_of,
+    timed_word,
+    timed_words,
+    token_logprobs,
+    word_fields,
+)
+
+
+def said(delta: str, *words: messages.Word, language: str = "", no_speech: float | None = None) -> messages.Text:
+    return messages.Text("s", delta, list(words), [], 0, language, no_speech)
+
+
+def test_words_say_their_language_and_how_likely_nobody_spoke() -> None:
+    words = timed_words(said(" Hallo du", messages.Word("Hallo", 0, 9), language="de", no_speech=0.25), 100)
+    assert [(word.text, word.start, word.language, word.no_speech) for word in words] == [("Hallo", 100, "de", 0.25)]
+    assert languages_of(words * 2) == ["de"] and languages_of(timed_words(said("x", messages.Word("x", 0, 1)))) == []
 
 
 def test_cutter_gives_each_letter_once_whatever_the_deltas() -> None:
     cutter = WordCutter()
-    assert cutter.cut_words(" He", [], 0) == []
+    assert cutter.cut_words(said(" He"), 0) == []
     assert cutter.take_loose() == " He"
     assert cutter.take_loose() == ""
-    (piece,) = cutter.cut_words("llo wor", [messages.Word("Hello", 0, 10)], 100)
+    (piece,) = cutter.cut_words(said("llo wor", messages.Word("Hello", 0, 10)), 100)
     assert (piece.fresh, piece.continues, piece.word) == ("llo", True, TimedWord("Hello", 100, 110))
     assert cutter.cut_loose() == " wor" and cutter.cut_loose() == ""
 
 
 def test_cutter_takes_what_there_is_for_a_word_that_is_not_in_the_text() -> None:
     cutter = WordCutter()
-    (piece,) = cutter.cut_words(" 5", [messages.Word("five", 0, 10)], 0)
+    (piece,) = cutter.cut_words(said(" 5", messages.Word("five", 0, 10)), 0)
     assert piece.fresh == " 5" and cutter.cut_loose() == ""
 
 

@@ -132,10 +132,10 @@ def test_loops_are_found_where_they_start() -> None:
 
 
 def test_noise_is_doubt_or_music() -> None:
-    assert not is_noise(b"", [], POLICY)
-    assert not is_noise(b" hello there", [-0.5, -0.6], POLICY)
-    assert is_noise(b" hello there", [-1.5, -0.6], POLICY)
-    assert is_noise(" \u266a la".encode(), [-0.1], POLICY)
+    assert not is_noise(b"", [], POLICY.doubt)
+    assert not is_noise(b" hello there", [-0.5, -0.6], POLICY.doubt)
+    assert is_noise(b" hello there", [-1.5, -0.6], POLICY.doubt)
+    assert is_noise(" \u266a la".encode(), [-0.1], POLICY.doubt)
 
 
 def test_cut_prefers_the_end_of_a_sentence() -> None:
