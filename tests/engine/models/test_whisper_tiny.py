@@ -38,7 +38,7 @@ pytestmark = [
 def whisper() -> tuple[Whisper, list[bytes]]:
     model, pieces = load_speech_model(cache_folder() / NAME)
     assert isinstance(model, Whisper)
-    model.go_live()
+    model.go_live(ample=False)
     return model, pieces
 
 
