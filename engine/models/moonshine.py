@@ -20,6 +20,7 @@ from engine.models.seq2seq import (
     DecoderState,
     Encoded,
     FrameConv,
+    Judging,
     at_once,
     counts_on,
     cross_keys_values,
@@ -251,7 +252,7 @@ class Moonshine(nn.Module):
     min_samples = 64 * (3 * (3 - 1) + 7 - 1) + 127
     suppressed: list[int] = []
     options = Options(languages=("en",))
-    judging = None
+    judging: Judging | None = None
 
     def __init__(self, config: MoonshineConfig) -> None:
         super().__init__()

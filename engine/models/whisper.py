@@ -261,7 +261,7 @@ class Whisper(nn.Module):
         self.options = Options(config.codes, config.multilingual, config.multilingual, prompt=True)
         first = config.start + 1
         spoken = tuple(range(first, first + config.languages)) if config.multilingual else ()
-        self.judging = Judging(config.start, config.no_speech, spoken)
+        self.judging: Judging | None = Judging(config.start, config.no_speech, spoken)
         self.max_tokens = config.text_tokens
         self.suppressed = list(range(config.end_token + 1, config.vocabulary))
         upper = [
