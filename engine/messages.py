@@ -66,8 +66,9 @@ class Feed:
 class Flush:
     """Text for everything fed so far must come out without waiting for more audio; answered by `Flushed`.
 
-    With `at_pause`, text is wanted only for what was said before the last pause, if the model hears the stream through
-    a speech gate. Audio after the pause waits for what follows it, so words do not depend on when the message comes.
+    With `at_pause`, text is wanted only for what was said before the last pause. Behind a speech gate, audio after the
+    pause waits for what follows it, so words do not depend on when the message comes. A frame-synchronous model answers
+    when the audio that goes on has brought the last word out.
     """
 
     stream: str

@@ -96,3 +96,10 @@ class ModelSpec:
     def flush_positions_for(self, delay_positions: int) -> int:
         """Silent positions that must be computed before the last word of a stream with this delay is out."""
         return self.flush_positions + delay_positions
+
+    def said_positions_for(self, delay_positions: int) -> int:
+        """Positions behind a word after which it is out, unless it is a very long one: what a pause is given.
+
+        The end of a stream is given more, for nothing follows it.
+        """
+        return self.flush_positions // 3 + delay_positions

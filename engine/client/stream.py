@@ -25,6 +25,9 @@ from engine.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
+# A live stream that gets no audio for so long may have come to its end.
+QUIET_LINE_SECONDS = 0.3
+
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
@@ -118,18 +121,21 @@ class EngineStream:
     async def flush(self, at_pause: bool = False) -> int:
         """Ask for the text of everything fed so far; the tag comes back in `Flushed`.
 
-        `at_pause`: of everything before the last pause, for a model that knows pauses. Where the audio is cut into
-        positions then does not depend on when this was called, and neither do the words that follow.
+        `at_pause`: of everything before the last pause. Where the audio is cut into positions then does not depend on
+        when this was called, and neither do the words that follow. A live stream of a model that says words some time
+        after they were spoken is not given silence for that: the audio that goes on brings them out.
         """
         self._check_open()
         await self._wait_for_room()
-        at_pause = at_pause and self._spec.rereads_window
+        at_pause = at_pause and (self._spec.rereads_window or self._opening.live)
         if not at_pause:
             self._send_items(self._cut_rest())
         self._tags += 1
         self._kept.mark_flush(self._tags, self._unanswered, at_pause)
         self._unanswered.add(self._tags)
         self._send(messages.Flush(self.id, self._tags, at_pause))
+        if at_pause:
+            self._watch_for_audio()
         return self._tags
 
     async def finish(self) -> None:
@@ -214,6 +220,7 @@ class EngineStream:
         self._memory.go_on(end, inherited.token + positions)
         self._tags = inherited.flushes
         self._unanswered = set(range(inherited.answered + 1, inherited.flushes + 1))
+        self._watch_for_audio()
         self._outputs.begin(inherited.consumed)
         self._was_opened = True
         self._delivery = Delivery.of_open_stream(link, self.id)
@@ -317,6 +324,20 @@ class EngineStream:
 
     def _take_samples(self, samples: NDArray[np.float32]) -> None:
         self._send_items(prepare(self._cutter, self._cutter.cut(samples), self._spec))
+
+    def _watch_for_audio(self) -> None:
+        """See that a flush at a pause does not wait for audio that nobody sends."""
+        if not self._spec.rereads_window:
+            asyncio.get_running_loop().call_later(QUIET_LINE_SECONDS, self._bring_out, self._kept.end)
+
+    def _bring_out(self, end: int) -> None:
+        """Put silence into the stream if a flush is unanswered and no audio came behind `end`."""
+        if not self._unanswered or self._finished or self._ended:
+            return
+        if self._kept.end == end:
+            self._send_items(self._cut_rest())
+        else:
+            self._watch_for_audio()
 
     def _cut_rest(self) -> list[Item]:
         delay = self._opening.delay_positions

@@ -132,7 +132,7 @@ class Planner:
         """How far the next step of a frame-synchronous model goes; no further than computed if nothing is left."""
         start, stop, step = stream.computed, stream.available, self._spec.step_positions
         if stream.flushes:
-            stop = stream.flushes[0].position
+            stop = min(stop, stream.flushes[0].position)
         if start < stream.forced:
             stop, step = min(stop, stream.forced), self._spec.replay_positions
         return min(start + min(step, self._positions), stop)

@@ -108,13 +108,11 @@ class Scheduler:
             self._queue(stream, now if caught_up else stream.timeline.arrival_at(stream.computed))
 
     def flush(self, name: str, tag: int | None, position: int | None = None) -> None:
-        """Everything before `position` (None: all that was fed) must become text; `Flushed` follows when it has."""
+        """All before `position` (None: all that was fed; it may lie ahead) must become text; `Flushed` follows then."""
         stream = self._open_stream(name)
-        position = stream.available if position is None else min(position, stream.available)
-        begun = [task.end for task in self._unfinished if task.slot == stream.slot]
-        position = max(position, stream.computed, *begun)  # what is computed stays computed
-        if stream.flushes:
-            position = max(position, stream.flushes[-1].position)
+        done = [stream.computed, *(task.end for task in self._unfinished if task.slot == stream.slot)]
+        before = [mark.position for mark in stream.flushes] + (done if self.spec.rereads_window else [])
+        position = max(stream.available if position is None else position, *before, 0)
         stream.flushes.append(FlushMark(position, tag))
         self._settle(stream, self._replies)
 
@@ -149,6 +147,8 @@ class Scheduler:
         """No more audio will come: run out, then close."""
         stream = self._open_stream(name)
         stream.finished = True
+        for mark in stream.flushes:
+            mark.position = min(mark.position, stream.available)
         stream.flushes.append(FlushMark(stream.available, None))
         self._settle(stream, self._replies)
 

@@ -93,13 +93,13 @@ class Stream:
 
     def is_due(self, spec: ModelSpec) -> bool:
         """Whether a step would have something to do for the stream."""
-        if self.flushes and self.flushes[0].position > (self.base if spec.rereads_window else self.computed):
+        reached = self.base if spec.rereads_window else self.computed
+        if self.flushes and min(self.flushes[0].position, self.available) > reached:
             return True
         if not self.live and spec.rereads_window:
             return self.available >= self.base + spec.backlog_positions
-        if self.available - self.computed >= self.stride and not self.holding:
-            return True
-        return bool(self.pauses) and self.next_pause() is not None
+        goes_on = self.available - self.computed >= self.stride and not self.holding
+        return goes_on or (bool(self.pauses) and self.next_pause() is not None)
 
     def next_pause(self) -> int | None:
         """The first pause that was not reached yet."""

@@ -18,6 +18,8 @@ from engine.runner.base import Detector, LaunchingDetector
 from engine.server.gate import Begin, Cut, Decision, End, GateSettings, Pause, Resume, Skip, SpeechGate
 from engine.server.unheard import Samples, Stretch, Unheard
 
+# A frame of at least this probability may be speech.
+SPOKEN = GateSettings().stop_threshold
 # A stream that is about to be computed, and the positions [start, end).
 Target = tuple[str, int, int]
 
@@ -54,6 +56,8 @@ class Listener:
         self._answers: deque[Callable[[], list[Speech]]] = deque()
         self.launches = 0
         self._unheard: dict[str, Unheard] = {}
+        # Of streams without a gate: where somebody was last heard speaking.
+        self._spoken: dict[str, int] = {}
 
     @property
     def has_work(self) -> bool:
@@ -74,6 +78,7 @@ class Listener:
             self._open.remove(name)
             self._detector.close(name)
             self._gates.pop(name, None)
+            self._spoken.pop(name, None)
             self._unheard.pop(name, None)
 
     def take(self, name: str, items: Sequence[Item]) -> None:
@@ -105,17 +110,20 @@ class Listener:
                 self._found(speech)
 
     def end_at_pause(self, name: str) -> int | None:
-        """Nobody is speaking: an open utterance ends. Returns the position up to which the stream is heard then (None,
-        without a gate: all of it). What the gate still holds may be the beginning of the next utterance."""
-        if name not in self._gates or name not in self._scheduler.streams:
-            return None
+        """Nobody is speaking: an open utterance ends. Returns the position up to which the stream must be heard then.
+        What a gate still holds may be the beginning of the next utterance. Without a gate the position lies as far
+        behind the last speech as the model says its words: audio that comes in any case, so no silence is inserted."""
         if name in self._unheard:
             self.listen()
-        gate = self._gates.get(name)
-        if gate is None:
+        self.collect(self.launches)
+        stream, gate = self._scheduler.streams.get(name), self._gates.get(name)
+        if stream is None:
             return None  # listening was the end of it
+        if gate is None:
+            said = self._scheduler.spec.said_positions_for(stream.delay)
+            return stream.clock.position_at(self._spoken.get(name, 0)) + said
         self._obey(name, gate.flush_at_pause())
-        return self._scheduler.streams[name].clock.position_at(gate.floor)
+        return min(stream.clock.position_at(gate.floor), stream.available)
 
     def end_now(self, name: str) -> None:
         """Text is wanted now: what the gate holds open ends here, and what is in doubt will not be heard."""
@@ -184,6 +192,8 @@ class Listener:
     def _found(self, speech: Speech) -> None:
         gate = self._gates.get(speech.stream)
         try:
+            if gate is None:
+                self._note_spoken(speech)
             if gate is not None and not self._scheduler.streams[speech.stream].finished:
                 self._obey(speech.stream, gate.judge(speech.probabilities, speech.frame_samples))
             self._heard(speech)
@@ -192,25 +202,37 @@ class Listener:
         else:
             self._say(speech)
 
+    def _note_spoken(self, speech: Speech) -> None:
+        for number in range(len(speech.probabilities), 0, -1):
+            if speech.probabilities[number - 1] >= SPOKEN:
+                self._spoken[speech.stream] = speech.sample + number * speech.frame_samples
+                return
+
     def _obey(self, name: str, decisions: list[Decision]) -> None:
         """Have the scheduler do what a gate decided."""
         scheduler = self._scheduler
-        clock, rate = scheduler.streams[name].clock, scheduler.spec.samples_per_position
+        stream, rate = scheduler.streams[name], scheduler.spec.samples_per_position
+        clock = stream.clock
+
+        def position_behind(sample: int) -> int:
+            """The first position that begins at or behind a sample, of what has come."""
+            return min(clock.position_at(sample + rate - 1), stream.available)
+
         for decision in decisions:
             match decision:
                 case Begin():
                     scheduler.skip(name, clock.position_at(decision.sample))
                     scheduler.hold(name, False)
                 case Pause():
-                    scheduler.pause(name, clock.position_at(decision.sample + rate - 1))
+                    scheduler.pause(name, position_behind(decision.sample))
                     scheduler.hold(name, True)
                 case Resume():
                     scheduler.hold(name, False)
                 case End():
                     # Audio of a burst may be here already from behind the utterance: that is not part of it.
-                    scheduler.flush(name, None, clock.position_at(decision.sample + rate - 1))
+                    scheduler.flush(name, None, position_behind(decision.sample))
                     scheduler.hold(name, True)
                 case Cut():
-                    scheduler.flush(name, None, clock.position_at(decision.sample + rate - 1))
+                    scheduler.flush(name, None, position_behind(decision.sample))
                 case Skip():
                     scheduler.skip(name, clock.position_at(decision.sample))

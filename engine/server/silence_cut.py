@@ -48,6 +48,7 @@ class Mark:
 
     command: Flush | Finish
     sample: int
+    position: int | None
 
 
 class CutStream:
@@ -55,6 +56,11 @@ class CutStream:
 
     def __init__(self, message: Open, gate: GateSettings | None, spec: ModelSpec) -> None:
         self._rate = spec.samples_per_position
+        if gate is not None:
+            # The words before a pause come so much later: audio that brings them out is not cut.
+            delay = spec.default_delay_positions if message.delay_positions is None else message.delay_positions
+            least = (spec.said_positions_for(delay) + 2) * self._rate
+            gate = replace(gate, hang_over_samples=max(gate.hang_over_samples, least))
         self._gate = None if gate is None else SpeechGate(gate, is_open=True)
         self.finished = False
         self.waiting: deque[Item | Mark] = deque()
@@ -81,8 +87,9 @@ class CutStream:
             self._end_sample = max(self._end_sample, item.sample + self._samples(item))
             self.waiting.append(item)
 
-    def add_mark(self, command: Flush | Finish) -> None:
-        self.waiting.append(Mark(command, self._end_sample))
+    def add_mark(self, command: Flush | Finish, position: int | None = None) -> None:
+        """`position`: up to where the text is wanted, on the engine's count; None: all."""
+        self.waiting.append(Mark(command, self._end_sample, position))
 
     def judge(self, speech: Speech, go_on: Callable[[], None]) -> None:
         """Frames that were listened to; one by one if something waits, because it may `go_on` between two of them."""
@@ -250,7 +257,7 @@ class SilenceCut:
             self._scheduler.flush(message.stream, message.tag, position)
             return
         self._check_open(message.stream, stream)
-        stream.add_mark(message)
+        stream.add_mark(message, position)
         self._go_on(message.stream, stream)
 
     def finish(self, message: Finish) -> None:
@@ -299,7 +306,7 @@ class SilenceCut:
             elif entry is None:
                 break
             elif isinstance(entry.command, Flush):
-                scheduler.flush(name, entry.command.tag)
+                scheduler.flush(name, entry.command.tag, entry.position)
             else:
                 scheduler.finish(name)
         if stream is None:

@@ -271,6 +271,20 @@ async def test_audio_and_flushes_given_while_the_engine_is_away_are_not_lost() -
     assert isinstance(transcript.last, Closed)
 
 
+async def test_flush_at_a_pause_behind_which_no_audio_comes_is_answered_all_the_same() -> None:
+    async with fakes.running(EngineThread(fakes.build)) as client:
+        stream = await client.open("a")
+        transcript = fakes.Transcript()
+        reader = asyncio.create_task(transcript.collect(stream))
+        await stream.feed(fakes.speech(2, 5))
+        await stream.flush(at_pause=True)
+        await fakes.until(lambda: transcript.tags == [1])
+        await stream.feed(fakes.speech(1, 6))
+        await stream.finish()
+        await reader
+    assert isinstance(transcript.last, Closed) and transcript.words
+
+
 async def test_an_open_that_dies_with_the_engine_leaves_no_ghost() -> None:
     engine = fakes.process(fakes.build)
     async with fakes.running(engine) as client:

@@ -305,6 +305,19 @@ class TestFrames:
         engine.flush("a", 8)
         assert engine.take_replies() == [Flushed("a", 8, 200)]
 
+    def test_flush_ahead_of_the_audio_is_answered_when_the_audio_has_come(self) -> None:
+        engine = scheduler()
+        engine.admit(Open("a"))
+        engine.feed("a", [frame(2)], 0)
+        engine.flush("a", 7, 4)
+        assert step(engine)[1] == []
+        assert not engine.has_work(), "nothing can be done for it yet"
+        engine.feed("a", [frame(3), frame(4)], 0)
+        assert step(engine)[1] == [Flushed("a", 7, 200)]
+        engine.flush("a", 8, 9)
+        engine.finish("a")
+        assert step(engine)[1] == [Flushed("a", 8, 300), Closed("a", 300)], "no more will come"
+
     def test_finish_runs_out_then_closes(self) -> None:
         engine = scheduler()
         engine.admit(Open("a"))

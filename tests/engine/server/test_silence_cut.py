@@ -171,6 +171,25 @@ def test_a_flush_in_the_silence_is_answered_for_all_that_came() -> None:
     assert run.loop.reached("a") == end
 
 
+@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_flush_at_a_pause_is_answered_with_the_audio_that_brings_the_words_out(cuts: bool, overlaps: bool) -> None:
+    audio = np.concatenate([fakes.speech(1, 1), 0.001 * fakes.speech(2, 2), fakes.speech(1, 3)])
+    calm = live(audio, build(cuts, overlaps))
+    run = Run(build(cuts, overlaps)).submit(Open("a")).drain()
+    spoken, answered_after = fakes.RATE // fakes.POSITION, None
+    for index, item in enumerate(items_of(SPEC, audio)):
+        run.submit(Feed("a", [item])).drain()
+        if index == spoken:
+            run.submit(Flush("a", 7, at_pause=True)).drain()
+        if answered_after is None and any(isinstance(output, Flushed) for output in run.outputs):
+            answered_after = index - spoken
+    run.submit(Finish("a")).drain()
+    behind = SPEC.said_positions_for(SPEC.default_delay_positions)
+    assert answered_after is not None and behind - 2 <= answered_after <= behind + 2
+    assert run.tokens == calm.tokens and run.said.text == calm.said.text != ""
+
+
 def test_a_long_silence_keeps_nothing_and_a_declared_one_costs_nothing() -> None:
     run = Run(build()).submit(Open("a"), Feed("a", items_of(SPEC, fakes.speech(1, 1))[:12])).drain()
     hour, position = 45_000, SPEC.prefix_positions + 12
