@@ -171,12 +171,12 @@ async def test_tokens_that_are_not_ours_and_sessions_that_nobody_has() -> None:
 
 async def test_a_session_moves_before_it_has_a_stream_and_with_its_settings(audio: bytes) -> None:
     async with places() as (first, second), greeted_client(first.url) as client:
-        wishes = {"format": FORMAT, "turn_detection": None, "transcription": {"prompt": "names"}}
+        wishes = {"format": FORMAT, "turn_detection": None, "transcription": {"language": "en"}}
         token = (await client.update(**wishes, include=INCLUDE))["resume"]["token"]
         async with raw_client(f"{second.url}?resume={token}&after=1") as again:
             greeting = await again.receive()
             shown = greeting["session"]["audio"]["input"]
-            assert shown["format"] == FORMAT and shown["transcription"]["prompt"] == "names"
+            assert shown["format"] == FORMAT and shown["transcription"]["language"] == "en"
             await again.append(audio[:32_000])
             await again.send("input_audio_buffer.commit")
             assert (await again.until(COMPLETED))[-1]["transcript"]
