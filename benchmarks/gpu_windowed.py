@@ -118,7 +118,7 @@ class Bench:
         watched = Watched(runner)
         loop = EngineLoop(scheduler, watched, detector, GateSettings())
         traffic = Traffic(streams, 0, seed, self._sound, runner.spec.samples_per_position, JOIN_EVERY_NS)
-        loop.submit([Open(name) for name in traffic.names], 0)
+        loop.submit([Open(name, options={"language": "en"}) for name in traffic.names], 0)
         gc.collect()
         point = _Run(loop, watched, traffic, self.rows_of_tokens).play(seconds, self._settle_ns)
         loop.submit([Abort(name) for name in traffic.names], 0)

@@ -323,6 +323,8 @@ class Whisper(nn.Module):
         return DecoderShape(config.text_layers, config.text_heads, config.width // config.text_heads)
 
     def opening(self, language: str, task: str, before: Sequence[int]) -> list[int]:
+        if not (language or task or before):
+            return self.start_tokens
         config = self.config
         # Half of the text may be what came before, as in training.
         kept = before[-(config.text_tokens // 2 - 1) :]
