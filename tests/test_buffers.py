@@ -39,6 +39,7 @@ NO_BOUNDING_CONSTANTS = {
     "realtime.http.files.READ_BYTES": "the size of a read",
     "realtime.serving.inbox.PIECE_BYTES": "how much is decoded at once",
     "realtime.serving.tokens.MAC_BYTES": "the length of a signature",
+    "realtime.serving.whole_frames._HEAD_BYTES": "the length of a frame's head",
     "realtime.session.settings.MAX_RATE": "a range of a setting",
     "realtime.session.subtitles.MAX_SUBTITLE_CHARACTERS": "the shape of a subtitle",
     "realtime.session.subtitles.MAX_SUBTITLE_SECONDS": "the shape of a subtitle",
