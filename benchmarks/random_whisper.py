@@ -52,8 +52,8 @@ class ScriptedSpeaker(Speaker):
         self._end_token = end_token
         self._begins = [max(0.0, row.progress._said_until) for row in rows]
 
-    def read(self, known: list[list[int]], places: list[tuple[int, int]]) -> list[Answer]:
-        self._speaker.read(known, places)
+    def read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> list[Answer]:
+        self._speaker.read(known, places, kept)
         starts = [len(text) - len(row.draft) for text, row in zip(known, self._rows, strict=True)]
         return [self._answer(row, column - starts[row] + 1) for row, column in places]
 
