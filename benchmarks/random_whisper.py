@@ -54,11 +54,13 @@ class ScriptedSpeaker(Speaker):
 
     def read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> list[Answer]:
         self._speaker.read(known, places, kept)
+        self.logits = self._speaker.logits
         starts = [len(text) - len(row.draft) for text, row in zip(known, self._rows, strict=True)]
         return [self._answer(row, column - starts[row] + 1) for row, column in places]
 
     def say(self, last: list[tuple[int, int]]) -> list[Answer]:
         self._speaker.say(last)
+        self.logits = self._speaker.logits
         return [self._answer(index, len(row.tokens)) for index, row in enumerate(self._rows)]
 
     def _answer(self, index: int, number: int) -> Answer:

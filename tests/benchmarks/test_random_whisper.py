@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import inf
 
+import torch
+
 from benchmarks.random_whisper import ScriptedSpeaker
 from engine.runner.windowed.greedy import Answer, GreedyDecoder, Row, Speaker
 from engine.runner.windowed.stability import Progress
@@ -18,11 +20,13 @@ class Quiet(Speaker):
     def __init__(self) -> None:
         self.said = 0
 
-    def read(self, known: list[list[int]], places: list[tuple[int, int]]) -> list[Answer]:
+    def read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> list[Answer]:
+        self.logits = torch.zeros(len(kept), 1)
         return []
 
     def say(self, last: list[tuple[int, int]]) -> list[Answer]:
         self.said += 1
+        self.logits = torch.zeros(len(last), 1)
         return []
 
 
