@@ -150,6 +150,8 @@ class Recovery:
 
     async def _reopen(self, stream: EngineStream, seat: Seat) -> None:
         mine = asyncio.current_task()
+        if self._reopening.get(stream) is not mine:
+            return  # it ended before this had its turn
         refusal: Exception | None = None
         try:
             await self._seats.open_on(seat, stream)

@@ -203,8 +203,13 @@ REFUSED_AND_THEN_LOST: list[Event] = [
 ]
 
 
+# It ends between the decision to open it anew and the turn of the task that does.
+ENDED_BEFORE_IT_WAS_REOPENED: list[Event] = [("kill", 0), ("turns", 8), ("abort", 0)]
+
+
 @given(st.lists(events, max_size=40), st.sampled_from(["go on", "close"]), st.integers(0, 1))
 @example(REFUSED_AND_THEN_LOST, "go on", 0)
+@example(ENDED_BEFORE_IT_WAS_REOPENED, "go on", 0)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_each_stream_goes_on_or_ends(happenings: list[Event], in_the_end: str, spares: int) -> None:
     asyncio.run(play(happenings, in_the_end, spares))
