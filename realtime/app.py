@@ -23,7 +23,7 @@ from realtime.metrics.gateway import Metrics
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.house import House
 from realtime.serving.surroundings import Surroundings
-from realtime.serving.tokens import Signer
+from realtime.serving.tokens import Signer, fleet_secret, signing_secret
 from realtime.serving.uvicorn_patch import RealtimeWebSocket, patient_http
 
 log = logging.getLogger("tickertape")
@@ -188,18 +188,17 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     there, and then refuses sessions: see `wait_until_ready`."""
     metrics = Metrics()
     freeze_modules()
-    model = config.model
-    engines: list[EngineHandle] = [RemoteEngine(address) for address in model.engines]
-    spares = 1 if model.spare else 0
-    client = EngineClient(
-        engines or [EngineProcess(_engine_config(model)) for _ in range(1 + spares)],
-        _client_settings(config),
-    )
+    engines: list[EngineHandle] = [RemoteEngine(address) for address in config.model.engines]
+    if not config.engines_elsewhere:
+        engines += _own_engines(config.model)
+    client = EngineClient(engines, _client_settings(config))
     metrics.add_collector(engine_collector(client.metrics, client.capacity))
     starting = asyncio.create_task(_start(client), name="start of the engine")
     stop_at_once = False
     try:
-        async with listening(client, config, Surroundings(metrics, Signer(config.auth.secret.encode()))) as server:
+        around = Surroundings(metrics, Signer(signing_secret(config)), client if config.in_fleet else None)
+        async with listening(client, config, around) as server:
+            server.server.gateway.sessions.hands_over = config.in_fleet
             log.info("listening on %s", server.url)
             try:
                 yield replace(server, starting=starting)
@@ -215,11 +214,10 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
 async def engine_for_workers(config: Config) -> AsyncIterator[tuple[list[str], asyncio.Task[None]]]:
     """The addresses of the engines that workers use, and a task that ends when an engine of our own is there: it is
     started, and started anew, by this process."""
-    if config.model.engines:
+    if config.engines_elsewhere:
         yield list(config.model.engines), asyncio.create_task(asyncio.sleep(0))
         return
-    spares = 1 if config.model.spare else 0
-    engines = [EngineProcess(_engine_config(config.model)) for _ in range(1 + spares)]
+    engines = _own_engines(config.model)
     client = EngineClient(engines, _client_settings(config))
     starting = asyncio.create_task(_start(client), name="start of the engine")
     try:
@@ -238,13 +236,14 @@ async def gateway_of_several(
     metrics = Metrics()
     freeze_modules()
     # One that the parent starts may take as long as a model takes to load.
-    wait_s = REMOTE_WAIT_S if config.model.engines else START_TIMEOUT_S
+    wait_s = REMOTE_WAIT_S if config.engines_elsewhere else START_TIMEOUT_S
     client = EngineClient([RemoteEngine(address, wait_s) for address in engines], _client_settings(config))
     metrics.add_collector(engine_collector(client.metrics, client.capacity))
     starting = asyncio.create_task(_start(client), name="start of the engine")
     share = replace(config, limits=_share(config.limits, config.server.workers))
     try:
         async with listening(client, share, Surroundings(metrics, Signer(secret), client, house), [listener]) as server:
+            server.server.gateway.sessions.hands_over = config.in_fleet
             yield replace(server, starting=starting)
     finally:
         starting.cancel()
@@ -269,6 +268,8 @@ def _client_settings(config: Config) -> ClientSettings:
         cache_bytes=config.model.input_cache_bytes,
         keep_seconds=config.limits.replay_s,
         max_load=config.limits.max_load,
+        table=config.fleet.table,
+        fleet_secret=fleet_secret(config),
     )
 
 
@@ -287,6 +288,10 @@ async def engine_in_thread(model: str, device: str = "auto", max_streams: int = 
         yield client
     finally:
         await client.close()
+
+
+def _own_engines(model: ModelConfig) -> list[EngineProcess]:
+    return [EngineProcess(_engine_config(model)) for _ in range(2 if model.spare else 1)]
 
 
 def _engine_config(model: ModelConfig) -> EngineConfig:

@@ -46,6 +46,9 @@ class ServerConfig:
     tls_key: str | None = None
     # Seconds running turns get to finish when the server stops.
     drain_s: float = 10.0
+    # Seconds over which the sockets of many sessions that go on at another gateway are closed, so that not all of them
+    # come back at once.
+    drain_spread_s: float = 5.0
     # Seconds between pings, and after how many seconds without any byte from the client its socket counts as dead.
     ping_interval_s: float = 20.0
     dead_after_s: float = 180.0
@@ -155,16 +158,42 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetConfig:
+    # A JSON file with the engines of the fleet, which its keeper replaces; in place of `model.engines`.
+    table: str | None = None
+    # A file with the fleet's secret: links over tcp are encrypted with keys made of it, and any gateway of the fleet
+    # takes what another one signed.
+    secret_file: str | None = None
+    # What this gateway is called in /capacity; empty: the name of the machine and the port.
+    gateway: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     session: SessionConfig = field(default_factory=SessionConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
 
     @property
     def auth_required(self) -> bool:
         return bool(self.auth.keys)
+
+    @property
+    def gateway_name(self) -> str:
+        return self.fleet.gateway or f"{socket.gethostname()}:{self.server.port}"
+
+    @property
+    def in_fleet(self) -> bool:
+        """Whether other gateways may go on with the sessions of this one."""
+        return bool(self.fleet.table or self.fleet.secret_file)
+
+    @property
+    def engines_elsewhere(self) -> bool:
+        """Whether engines are started by somebody else."""
+        return bool(self.model.engines or self.fleet.table)
 
 
 def load_config(
@@ -197,7 +226,7 @@ def check(config: Config) -> None:
         raise ConfigError(f"limits.max_load is a share and cannot be more than 1, but is {config.limits.max_load:g}")
     if config.session.turn_s < MIN_TURN_S:
         raise ConfigError(f"session.turn_s must be at least {MIN_TURN_S:g}, not {config.session.turn_s:g}")
-    _check_model(config.model)
+    _check_model(config)
     _check_workers(config)
     if any(len(key) < 8 for key in auth.keys):
         raise ConfigError("auth.keys: a key must have at least 8 characters")
@@ -207,6 +236,8 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"server.host {server.host!r} can be reached by others: set auth.keys, or auth.no_auth to mean it"
         )
+    if config.fleet.secret_file and auth.secret:
+        raise ConfigError("auth.secret and fleet.secret_file both say what tokens are signed with: set one of them")
     for section in fields(config):
         _check_not_negative(section.name, getattr(config, section.name))
 
@@ -221,8 +252,11 @@ def _check_workers(config: Config) -> None:
         raise ConfigError(f"server.workers can be at most {MOST_WORKERS}, not {workers}")
 
 
-def _check_model(model: ModelConfig) -> None:
-    if model.spare and model.engines:
+def _check_model(config: Config) -> None:
+    model = config.model
+    if config.fleet.table and model.engines:
+        raise ConfigError("fleet.table and model.engines both say which engines there are: set one of them")
+    if model.spare and config.engines_elsewhere:
         raise ConfigError("model.spare is for an engine of our own: engines elsewhere have theirs where they run")
     if 0 < model.cut_silence_s < MIN_CUT_SILENCE_S:
         raise ConfigError(

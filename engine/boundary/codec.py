@@ -162,6 +162,8 @@ class Status(Wire):
     counted: int = 0
     load_per_step: float = 0.0
     load_per_stream: float = 0.0
+    # It takes no new streams and wants to be rid of those it has.
+    draining: bool = False
 
 
 class Hello(msgspec.Struct, tag="hello"):

@@ -8,8 +8,11 @@ number is missing. What is kept is bounded: a side that is owed too many acknowl
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -19,15 +22,28 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from engine.boundary.codec import Frames
+from engine.boundary.curve import Doorman, LinkKeys, leaves_the_machine, uses_tcp
 
-# How often an idle side says that it is alive, and after how much silence the other side gives it up.
-# A death is noticed at once by the broken connection; silence is for machines that vanish, and may be a long step.
+logger = logging.getLogger(__name__)
+
+# A death is noticed at once by the broken connection. Machines that vanish and lines that are cut are noticed by
+# ZeroMQ's own beats: its threads answer them however long a step takes. They come so often, and are waited for so long.
+PULSE_MS = 1000
+PULSE_TIMEOUT_MS = 3500
+# How often an idle side says how it is, and after how much silence the other side gives it up: a process whose threads
+# still answer may be in a long step, or may hang.
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
 # Bytes that may be under way in one direction without being acknowledged.
 WINDOW_BYTES = 16 * 1024 * 1024
 # As a number: the library's flags are objects, which take longer to compare.
 _READABLE = int(zmq.POLLIN)
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+# Handshakes cut off in a row before it is no accident: that of an engine that just ended is one.
+REFUSALS_BELIEVED = 2
+WHY_REFUSED = "its fleet secret is another one, or one of the two sides has none"
+# An engine says so often at most that somebody was refused.
+REFUSAL_SAID_SECONDS = 10.0
 
 
 def package_version() -> str:
@@ -73,6 +89,10 @@ class Numbering:
         return self.unacknowledged_bytes < self._window_bytes
 
     @property
+    def acknowledged_until(self) -> int:
+        return self._kept[0][0] - 1 if self._kept else self.sent
+
+    @property
     def next_number(self) -> int:
         return self.sent + 1
 
@@ -108,8 +128,13 @@ class Numbering:
         self.taken = number
 
 
+def _feel_pulse(socket: zmq.Socket[bytes]) -> None:
+    socket.heartbeat_ivl, socket.heartbeat_timeout = PULSE_MS, PULSE_TIMEOUT_MS
+
+
 class GatewaySocket:
-    """A gateway's connection to one engine on the running event loop. `on_frames` is called for every message."""
+    """A gateway's connection to one engine on the running event loop. `on_frames` is called for every message,
+    `on_refused` when the two sides cannot agree on who they are."""
 
     def __init__(
         self,
@@ -117,23 +142,31 @@ class GatewaySocket:
         address: str,
         on_frames: Callable[[Frames], None],
         on_disconnect: Callable[[], None],
+        on_refused: Callable[[], None],
+        keys: LinkKeys | None = None,
     ) -> None:
         self._on_frames = on_frames
         self._on_disconnect = on_disconnect
+        self._on_refused = on_refused
+        self._refusals = 0
         self._loop = asyncio.get_running_loop()
         self._socket = context.socket(zmq.DEALER)
         # `Numbering` bounds what is queued. ZeroMQ's own bound would drop or block, and tell nobody.
         self._socket.set_hwm(0)
         self._socket.linger = 0
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        if keys is not None and uses_tcp(address):
+            keys.lock_gateway(self._socket)
+        _feel_pulse(self._socket)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSED)
         self._socket.connect(check_address(address))
         self._closed = False
         self._reading = False
         self._loop.add_reader(self._socket.fileno(), self._read)
         self._loop.add_reader(self._monitor.fileno(), self._watch)
-        # The descriptors signal a change, not a state: they stay quiet until what is there has been read.
-        self._read()
-        self._watch()
+        # The descriptors signal a change, not a state: they stay quiet until what is there has been read. Not now: who
+        # is told something has to have this socket first.
+        self._loop.call_soon(self._read)
+        self._loop.call_soon(self._watch)
 
     def send(self, frames: list[Any]) -> None:
         if self._closed:
@@ -157,17 +190,25 @@ class GatewaySocket:
     def _watch(self) -> None:
         while not self._closed:
             try:
-                recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             except zmq.Again:
                 return
-            self._on_disconnect()
+            if event & REFUSED:
+                # An answer is final, and ZeroMQ does not try again; a connection that was cut may be any accident.
+                self._refusals += 1 if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else REFUSALS_BELIEVED
+                if self._refusals >= REFUSALS_BELIEVED:
+                    self._on_refused()
+            else:
+                self._on_disconnect()
 
     def close(self, last: list[Any] | None = None) -> None:
         """Idempotent. `last` is given a moment to leave."""
         if self._closed:
             return
         if last is not None:
-            self._socket.send_multipart(last, flags=zmq.NOBLOCK)
+            # If there is nobody to hear it, it does not matter.
+            with suppress(zmq.Again):
+                self._socket.send_multipart(last, flags=zmq.NOBLOCK)
         self._closed = True
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_reader(self._monitor.fileno())
@@ -179,17 +220,36 @@ class GatewaySocket:
 class EngineSocket:
     """The engine's end: blocking, for a thread of its own; every message comes with the name of its gateway."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: LinkKeys | None = None) -> None:
+        self._doorman: Doorman | None = None
+        if keys is not None and uses_tcp(address):
+            # A context has one doorman.
+            context = self._own_context = zmq.Context()
+            self._doorman = Doorman(context, keys)
         self._socket = context.socket(zmq.ROUTER)
+        if self._doorman is not None and keys is not None:
+            keys.lock_engine(self._socket)
         self._socket.set_hwm(0)
         # A message to a gateway that is gone is an error, not nothing: it is the first sign that it is gone.
         self._socket.router_mandatory = True
         self._socket.linger = 500
+        _feel_pulse(self._socket)
+        self._monitor = self._socket.get_monitor_socket(REFUSED)
+        self._refusal_said_at = float("-inf")
+        self._poller = zmq.Poller()
+        for socket in (self._socket, self._monitor, *([] if self._doorman is None else [self._doorman.socket])):
+            self._poller.register(socket, zmq.POLLIN)
         try:
             self._socket.bind(check_address(address))
         except zmq.ZMQError as error:
-            self._socket.close()
+            self.close()
             raise ValueError(f"cannot listen on {address!r}: {error}; choose another address") from None
+        if keys is None and leaves_the_machine(address):
+            logger.warning(
+                "%s is neither encrypted nor authenticated: whoever reaches it can use the engine and read what is "
+                "said. Give engine and gateways the same --fleet-secret-file",
+                address,
+            )
 
     @property
     def bound_to(self) -> str:
@@ -198,7 +258,20 @@ class EngineSocket:
 
     def wait(self, seconds: float) -> bool:
         """Whether a message is there, after at most so long."""
-        return bool(self._socket.poll(int(seconds * 1000), zmq.POLLIN))
+        ready = dict(self._poller.poll(int(seconds * 1000)))
+        if self._doorman is not None and self._doorman.socket in ready:
+            self._doorman.answer_all()
+        if self._monitor in ready:
+            self._note_refusals()
+        return self._socket in ready
+
+    def _note_refusals(self) -> None:
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+        now = time.monotonic()
+        if now - self._refusal_said_at > REFUSAL_SAID_SECONDS:
+            self._refusal_said_at = now
+            logger.warning("a gateway was refused at %s: %s", self.bound_to, WHY_REFUSED)
 
     def receive(self) -> tuple[bytes, Frames] | None:
         """The next message, if one is there; payloads stay in the buffers they arrived in."""
@@ -219,4 +292,9 @@ class EngineSocket:
         return True
 
     def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close()
+        if self._doorman is not None:
+            self._doorman.socket.close()
+            self._own_context.term()

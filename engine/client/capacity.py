@@ -28,6 +28,30 @@ class EngineShare:
     speaking: int
     load: float
     lag_ms: float
+    free: int
+    name: str = ""
+    address: str = ""
+    draining: bool = False
+    version: str = ""
+    # How long ago it was last heard.
+    silent_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMissing:
+    """One engine that should be there and is not, and why, if that is known."""
+
+    name: str
+    address: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class TableReport:
+    """The table of engines in force, and what is wrong with its file."""
+
+    number: int
+    problem: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +72,11 @@ class Capacity:
     holds: int = 0
     free: int = 0
     load_per_stream: float = 0.0
-    # Those that are connected, of so many that should be.
+    # Those that are connected, of so many that should be, and those that are not.
     engines: tuple[EngineShare, ...] = ()
     engines_wanted: int = 0
+    missing: tuple[EngineMissing, ...] = ()
+    table: TableReport | None = None
     # Engines that wait for another one to be lost, and how many of them there should be.
     spares_ready: int = 0
     spares_wanted: int = 0
@@ -66,12 +92,28 @@ def streams_held(status: Status, max_load: float) -> int:
     return min(status.slots_total, max(1, int((max_load - status.load_per_step) / status.load_per_stream)))
 
 
-def capacity_of(states: Sequence[Status], max_load: float) -> Capacity:
-    held = [streams_held(state, max_load) for state in states]
-    free = sum(
-        min(max(0, holds - state.counted), state.slots_total - state.slots_used)
-        for state, holds in zip(states, held, strict=True)
+def streams_free(status: Status, max_load: float) -> int:
+    """How many more streams an engine takes that may all speak."""
+    if status.draining:
+        return 0
+    places = status.slots_total - status.slots_used
+    return max(0, min(streams_held(status, max_load) - status.counted, places))
+
+
+def share_of(status: Status, max_load: float) -> EngineShare:
+    return EngineShare(
+        status.slots_used,
+        status.slots_total,
+        status.speaking,
+        status.load,
+        status.lag_ms,
+        streams_free(status, max_load),
+        draining=status.draining,
     )
+
+
+def capacity_of(states: Sequence[Status], max_load: float) -> Capacity:
+    free = sum(streams_free(state, max_load) for state in states)
     return Capacity(
         used=sum(state.slots_used for state in states),
         total=sum(state.slots_total for state in states),
@@ -79,12 +121,7 @@ def capacity_of(states: Sequence[Status], max_load: float) -> Capacity:
         load=min((state.load for state in states), default=1.0),
         retry_after_s=RETRY_LATER_S if states and not free else RETRY_SOON_S,
         counted=sum(state.counted for state in states),
-        holds=sum(held),
+        holds=sum(streams_held(state, max_load) for state in states),
         free=free,
         load_per_stream=max((state.load_per_stream for state in states), default=0.0),
-        engines=tuple(
-            EngineShare(state.slots_used, state.slots_total, state.speaking, state.load, state.lag_ms)
-            for state in states
-        ),
-        engines_wanted=len(states),
     )

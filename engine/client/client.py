@@ -14,17 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import messages
+from engine.boundary.curve import LinkKeys
 from engine.boundary.input_cache import SenderCache
-from engine.client.capacity import Capacity, capacity_of
+from engine.client.capacity import Capacity, TableReport, capacity_of
 from engine.client.handles import EngineHandle
 from engine.client.injection import inject
 from engine.client.link import EngineLink
+from engine.client.placement import Keeper
 from engine.client.processor import Processor, processor_for, warm_up
 from engine.client.render import Rendered, render
-from engine.client.replay import positions_to_keep
-from engine.client.stream import EngineStream, StreamLimits
+from engine.client.replay import StreamLimits, positions_to_keep
+from engine.client.stream import EngineStream
 from engine.client.supervisor import EngineMetrics, Supervisor
-from engine.client.wills import Inheritance, WillDesk, link_for
+from engine.client.table import LOOK_SECONDS, TableFile
+from engine.client.wills import Inheritance, WillDesk, keeper_for
 from engine.errors import AtCapacity, DuplicateStream, EngineDead, EngineError
 from engine.messages import Item
 from engine.spec import ModelSpec
@@ -45,15 +48,21 @@ class ClientSettings:
     spares: int = 0
     # How busy live streams may keep an engine before it counts as full; 0 counts places only.
     max_load: float = 0.95
+    # A file that says which engines there are, beside those that are given.
+    table: str | None = None
+    # The fleet's secret, which links over tcp are encrypted with; None: they are not.
+    fleet_secret: bytes | None = None
 
 
 class EngineClient:
     """Made and used inside one event loop: `start` it, open streams, `close` it."""
 
     def __init__(self, engines: Sequence[EngineHandle], settings: ClientSettings | None = None) -> None:
-        if not engines:
-            raise ValueError("a client needs at least one engine")
         self._settings = settings or ClientSettings()
+        if not engines and not self._settings.table:
+            raise ValueError("a client needs at least one engine, or a table of them")
+        self._table = TableFile(self._settings.table) if self._settings.table else None
+        self._following: asyncio.Task[None] | None = None
         self._engines = engines
         self._supervisor: Supervisor | None = None
         self._read_only: Processor | None = None
@@ -75,9 +84,21 @@ class EngineClient:
             settings.max_load,
             settings.spares,
             self.wills.heard,
+            self._make_place,
+            None if settings.fleet_secret is None else LinkKeys.from_secret(settings.fleet_secret),
         )
         self._supervisor.spec.add_done_callback(self._meet)
+        if self._table is not None:
+            self._following = asyncio.create_task(self._follow(self._table), name="table of engines")
         await self._supervisor.start()
+
+    async def _follow(self, file: TableFile) -> None:
+        while True:
+            table = await asyncio.to_thread(file.look)
+            if table is not None:
+                self._running.follow(table)
+            await self._running.leave_dismissed()
+            await asyncio.sleep(LOOK_SECONDS)
 
     def _meet(self, spec: asyncio.Future[ModelSpec]) -> None:
         """The first engine has said what it runs."""
@@ -91,6 +112,9 @@ class EngineClient:
 
     async def close(self, at_once: bool = False) -> None:
         """`at_once`: engines of our own are ended in the middle of what they do."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         if self._supervisor is not None:
             await self._supervisor.close(at_once)
 
@@ -117,7 +141,7 @@ class EngineClient:
         delay_positions: int | None = None,
         options: dict[str, str] | None = None,
     ) -> EngineStream:
-        """A new stream on the engine with the least lag. Raises AtCapacity, ValueError (bad options) or EngineDead."""
+        """A new stream on an engine with room. Raises AtCapacity, ValueError (bad options) or EngineDead."""
         if stream in self._names:
             raise DuplicateStream(stream, "is open already; use another id")
         _check_texts(options or {})
@@ -125,7 +149,7 @@ class EngineClient:
         refusal: EngineError = EngineDead("no engine is running at the moment; try again in a few seconds")
         self._names.add(stream)
         try:
-            for seat in self._running.seats.by_lag():
+            for seat in self._running.seats.in_order():
                 opened = EngineStream(opening, self.spec, self._limits(), self._ended)
                 try:
                     await self._running.seats.open_on(seat, opened)
@@ -141,13 +165,17 @@ class EngineClient:
         self._names.discard(stream)
         raise refusal
 
-    def link_for(self, stream: EngineStream | None) -> EngineLink | None:
+    def keeper_for(self, stream: EngineStream | None) -> Keeper | None:
         """Where the value of a session with this stream is kept; None if there is no such place at the moment."""
-        return link_for(stream, self._running.seats)
+        return keeper_for(stream, self._running.seats)
 
     async def adopt(self, key: str) -> Inheritance | None:
         """A session of another gateway, with its stream; None if no engine knows of it."""
         return await self.wills.adopt(self._running.seats, key)
+
+    def _make_place(self, stream: EngineStream) -> EngineStream:
+        """A stream that holds a place for another one."""
+        return EngineStream(messages.Open(f"place for {stream.id}"), self.spec, self._limits(), self._ended)
 
     def _make_inherited(self, inherited: messages.Inherited) -> EngineStream:
         self._names.add(inherited.stream)
@@ -156,9 +184,18 @@ class EngineClient:
 
     def capacity(self) -> Capacity:
         connected = capacity_of([link.status for link in self._links()], self._settings.max_load)
-        spares = self._settings.spares
-        ready = 0 if self._supervisor is None else self._supervisor.seats.spares_ready
-        return replace(connected, engines_wanted=len(self._engines) - spares, spares_ready=ready, spares_wanted=spares)
+        if self._supervisor is None:
+            return connected
+        seats, spares, file = self._supervisor.seats, self._settings.spares, self._table
+        return replace(
+            connected,
+            engines=seats.shares(),
+            missing=seats.missing(),
+            engines_wanted=len(seats.all) - spares,
+            spares_ready=seats.spares_ready,
+            spares_wanted=spares,
+            table=None if file is None else TableReport(file.number, file.problem),
+        )
 
     async def inject(self, items: Sequence[Item | None]) -> int:
         """Put items prepared elsewhere into the engines' caches; returns how many were taken. Raises ItemRefused.

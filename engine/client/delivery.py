@@ -7,7 +7,7 @@ what was heard so far, and a replay leaves in pieces, when the link has time for
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from engine import messages
 from engine.client.link import EngineLink
@@ -20,13 +20,22 @@ REPLAY_ITEMS = 16
 
 
 class Delivery:
-    """Asks the engine for a place at once. A source of the link's outbox while something waits."""
+    """Asks the engine for a place at once. A source of the link's outbox while something waits. `on_done` is called
+    when the engine has been sent all of the replay."""
 
-    def __init__(self, link: EngineLink, opening: messages.Open, replay: Replay, finished: bool) -> None:
+    def __init__(
+        self,
+        link: EngineLink,
+        opening: messages.Open,
+        replay: Replay,
+        finished: bool,
+        on_done: Callable[[], None],
+    ) -> None:
         # The engine has said yes.
         self.is_open = False
         self._stream = opening.stream
         self._link = link
+        self._on_done = on_done
         self._opening: Queued | None = None
         self._waiting = deque(_commands(opening.stream, replay.entries, finished))
         if replay.known:
@@ -42,7 +51,14 @@ class Delivery:
         delivery = cls.__new__(cls)
         delivery.is_open, delivery._stream, delivery._link = True, stream, link
         delivery._opening, delivery._waiting = None, deque()
+        # Nothing is replayed, so nobody waits for the end of it.
+        delivery._on_done = lambda: None
         return delivery
+
+    @property
+    def is_done(self) -> bool:
+        """The engine has been sent all that came so far."""
+        return self.is_open and not self._waiting
 
     def send(self, command: messages.Command, items: list[Item] | None = None) -> None:
         if self.is_open and not self._waiting:
@@ -55,12 +71,19 @@ class Delivery:
         self.is_open = True
         if self._waiting:
             self._link.pace(self)
+        else:
+            self._on_done()
 
     def take(self) -> Queued | None:
         if self._opening is not None:
             opening, self._opening = self._opening, None
             return opening
-        return self._waiting.popleft() if self.is_open and self._waiting else None
+        if not self.is_open or not self._waiting:
+            return None
+        next_one = self._waiting.popleft()
+        if not self._waiting:
+            self._on_done()
+        return next_one
 
     def abort(self) -> bool:
         """Send nothing more and have the engine forget the stream; False if it never heard of it."""

@@ -19,8 +19,17 @@ from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import Frames, WireError
 from engine.boundary.commands import code_of
+from engine.boundary.curve import LinkKeys
 from engine.boundary.input_cache import SenderCache
-from engine.boundary.sockets import BEAT_SECONDS, SILENCE_SECONDS, Arrival, GatewaySocket, Numbering, package_version
+from engine.boundary.sockets import (
+    BEAT_SECONDS,
+    SILENCE_SECONDS,
+    WHY_REFUSED,
+    Arrival,
+    GatewaySocket,
+    Numbering,
+    package_version,
+)
 from engine.client.batch import OutgoingBatch, lay_out
 from engine.client.outbox import Outbox, Source
 from engine.client.processor import Processor, warm_up
@@ -52,9 +61,10 @@ class LinkEvents:
 class EngineLink:
     """Made by `connect`."""
 
-    def __init__(self, address: str, cache_bytes: int, events: LinkEvents) -> None:
+    def __init__(self, address: str, cache_bytes: int, events: LinkEvents, keys: LinkKeys | None = None) -> None:
         self.address = address
         self.engine = ""
+        self.version = ""
         self.status = codec.Status()
         self.cache = SenderCache(cache_bytes)
         self.lost: str | None = None
@@ -63,6 +73,7 @@ class EngineLink:
         # The engine itself said that its runner failed.
         self.engine_failed = False
         self._cache_bytes = cache_bytes
+        self._keys = keys
         self._events = events
         self._loop = asyncio.get_running_loop()
         self._welcome: asyncio.Future[codec.Welcome] = self._loop.create_future()
@@ -79,13 +90,17 @@ class EngineLink:
         # Called when the next batch is made, for what travels with it; done when it has left.
         self._collectors: list[Callable[[], None]] = []
         self._leaving: list[asyncio.Future[None]] = []
+        # Done when the engine has taken the batch of this number.
+        self._awaited: list[tuple[int, asyncio.Future[None]]] = []
         self._heard_at = self._loop.time()
 
     async def connect(
         self, context: zmq.Context[zmq.Socket[bytes]], gateway: str, model: str | None, timeout_s: float
     ) -> ModelSpec:
         """Say hello and wait for the engine to be warm. Raises EngineDead or EngineMismatch."""
-        self._socket = GatewaySocket(context, self.address, self._receive, self._disconnected)
+        self._socket = GatewaySocket(
+            context, self.address, self._receive, self._disconnected, self._refused, self._keys
+        )
         hello = codec.Hello(codec.WIRE_VERSION, package_version(), gateway, self._cache_bytes, model)
         self._socket.send(codec.encode(hello))
         try:
@@ -108,13 +123,18 @@ class EngineLink:
             )
         if self.lost is not None:
             raise EngineDead(self.lost)  # it broke while the welcome was on its way here
-        self.engine, self.status = welcome.engine, welcome.status
+        self.engine, self.version, self.status = welcome.engine, welcome.version, welcome.status
         self.processor = Processor("main", welcome.spec, self.cache)
         # Nothing has been sent yet: the mirror is empty before and after, as the engine's cache is.
         warm_up(self.processor)
         self._heard_at = self._loop.time()
         self._beat_timer = self._loop.call_later(BEAT_SECONDS, self._beat)
         return welcome.spec
+
+    @property
+    def silent_s(self) -> float:
+        """How long ago the engine was last heard."""
+        return self._loop.time() - self._heard_at
 
     @property
     def has_room(self) -> bool:
@@ -149,6 +169,14 @@ class EngineLink:
             leaving = self._loop.create_future()
             self._leaving.append(leaving)
             await leaving
+
+    async def taken(self) -> None:
+        """Until the engine has taken all that was sent so far, or there is nobody to take it."""
+        await self.flushed()
+        number, waiting = self._numbering.sent, self._loop.create_future()
+        if self.lost is None and self._numbering.acknowledged_until < number:
+            self._awaited.append((number, waiting))
+            await asyncio.wait({waiting, self.ended}, return_when=asyncio.FIRST_COMPLETED)
 
     def close(self) -> None:
         """Leave. Idempotent; tells nobody but the engine."""
@@ -193,6 +221,10 @@ class EngineLink:
         # Before the welcome nothing is lost: the socket goes on trying until the time is up.
         if self._welcome.done():
             self._lose(f"the connection to the engine at {self.address} broke")
+
+    def _refused(self) -> None:
+        if not self._welcome.done():
+            self._lose(WHY_REFUSED)
 
     # Sending.
 
@@ -326,6 +358,10 @@ class EngineLink:
         for batch in taken:
             self._under_way.pop(batch, None)
             self._outbox.acknowledged(batch)
+        while self._awaited and self._awaited[0][0] <= number:
+            _, waiting = self._awaited.pop(0)
+            if not waiting.done():
+                waiting.set_result(None)
         if taken and self._numbering.may_send:
             if self._outbox.has_more or self._collectors:
                 self._schedule_flush()

@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from engine import messages
+from engine.errors import AtCapacity, BadOption, EngineError, StreamFailed
 
 # Outputs that may wait for a reader before its stream takes no more audio.
 MAX_QUEUED_OUTPUTS = 1024
+SPEECH_THRESHOLD = 0.5
 _FINAL = (messages.Closed, messages.Failed, messages.Dead)
 
 
@@ -31,6 +33,8 @@ class Outputs:
         self._listener: Callable[[messages.Output], None] | None = None
         # Speech before this sample has been told.
         self._told_until = 0
+        # Whether somebody spoke in the last that was told.
+        self.speech_goes_on = False
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -62,6 +66,7 @@ class Outputs:
         self.read = self.told = told
 
     def put_speech(self, speech: messages.Speech) -> None:
+        self.speech_goes_on = speech.probabilities[-1:] >= [SPEECH_THRESHOLD]
         self.put(self._new_part(speech))
 
     async def __aiter__(self) -> AsyncIterator[messages.Output]:
@@ -93,3 +98,13 @@ class Outputs:
         sample = speech.sample + known * speech.frame_samples
         self._told_until = sample + len(probabilities) * speech.frame_samples
         return messages.Speech(speech.stream, sample, speech.frame_samples, probabilities)
+
+
+def error_of(failed: messages.Failed) -> EngineError | ValueError:
+    """The error that an engine ended a stream with."""
+    text = failed.message.removeprefix(f"stream {failed.stream!r}: ")
+    if failed.code == AtCapacity.__name__:
+        return AtCapacity(failed.stream, text)
+    if failed.code == BadOption.__name__:
+        return ValueError(failed.message)
+    return StreamFailed(failed.stream, text)

@@ -7,13 +7,23 @@ promises that everybody else sees one count: the stream's own, from its first sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from engine import messages
 from engine.client.link import EngineLink
 from engine.client.replay import Replay
 from engine.messages import Item
 from engine.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """An engine that could go on with a stream for another gateway: how many of its outputs were read here, and by how
+    many positions and samples it counts less."""
+
+    link: EngineLink
+    read: int = 0
+    before: tuple[int, int] = (0, 0)
 
 
 class Placement:

@@ -84,6 +84,11 @@ class Recovery:
                 self._waiting.append(stream)
         self._wake.set()
 
+    def carry(self, stream: EngineStream, seat: Seat) -> None:
+        """The stream has left its engine for this one, where it has a place."""
+        task = asyncio.create_task(self._reopen(stream, seat), name=f"reopen {stream.id}")
+        self._reopening[stream] = task
+
     def wake(self) -> None:
         """An engine is there that was not before."""
         self._wake.set()
@@ -122,8 +127,7 @@ class Recovery:
             seat = self._seats.place_for_lost()
             if seat is not None and self._may_try(stream, now):
                 self._waiting.remove(stream)
-                task = asyncio.create_task(self._reopen(stream, seat), name=f"reopen {stream.id}")
-                self._reopening[stream] = task
+                self.carry(stream, seat)
 
     def _is_too_late(self, stream: EngineStream, now: float) -> bool:
         lost_at = stream.place.lost_at

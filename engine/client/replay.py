@@ -38,6 +38,14 @@ class Replay:
     catch_up_until: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """How much audio of a stream a gateway holds: what a replay needs, and what the engine has not computed yet."""
+
+    keep_positions: int
+    ahead_positions: int
+
+
 def positions_to_keep(spec: ModelSpec, seconds: float) -> int:
     """How much computed audio a replay needs: what the model's caches look back on, within a limit in seconds."""
     limit = int(seconds * spec.sample_rate / spec.samples_per_position)
@@ -66,6 +74,9 @@ class Memory(Protocol):
     @property
     def can_replay(self) -> bool:
         """Whether enough is kept for another engine to go on."""
+
+    def is_whole(self, kept: KeptAudio) -> bool:
+        """Whether all is kept that decides what comes next: of a stream of another gateway, when it was heard anew."""
 
 
 class KeptAudio:
@@ -168,6 +179,8 @@ class TokenMemory:
         self._first = spec.prefix_positions
         self._words: deque[Word] = deque()
         self._replayed = False
+        # Audio before this was with another gateway.
+        self._kept_from = 0
 
     def trim(self, kept: KeptAudio) -> None:
         # Positions whose tokens have not been heard of must be computed again, so their audio stays.
@@ -200,11 +213,14 @@ class TokenMemory:
         raise AssertionError("a model with one token per position saves no states")
 
     def go_on(self, position: int, token: int) -> None:
-        self._first = token
+        self._first, self._kept_from = token, position
 
     @property
     def can_replay(self) -> bool:
         return True
+
+    def is_whole(self, kept: KeptAudio) -> bool:
+        return not self._kept_from or kept.end - self._kept_from >= self._keep_positions
 
 
 class WindowMemory:
@@ -241,6 +257,9 @@ class WindowMemory:
     @property
     def can_replay(self) -> bool:
         return not self._kept_from
+
+    def is_whole(self, kept: KeptAudio) -> bool:
+        return self.can_replay
 
 
 def memory_for(spec: ModelSpec, keep_positions: int) -> Memory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from engine import messages
 from engine.boundary.preparation import make_cutter, prepare
 from engine.client.delivery import Delivery
+from engine.client.handover import Handover
 from engine.client.link import EngineLink
-from engine.client.outputs import Outputs
-from engine.client.placement import Placement
+from engine.client.outputs import Outputs, error_of
+from engine.client.placement import Keeper, Placement
 from engine.client.processor import ItemRefused
-from engine.client.replay import KeptAudio, Replay, memory_for
+from engine.client.replay import KeptAudio, Replay, StreamLimits, memory_for
 from engine.client.suspicion import Suspicion
-from engine.errors import AtCapacity, BadOption, DuplicateStream, EngineDead, EngineError, StreamFailed, StreamFinished
+from engine.errors import DuplicateStream, EngineDead, EngineError, StreamFailed, StreamFinished
 from engine.messages import Item
 from engine.spec import ModelSpec
 
@@ -27,14 +28,6 @@ logger = logging.getLogger(__name__)
 
 # A live stream that gets no audio for so long may have come to its end.
 QUIET_LINE_SECONDS = 0.3
-
-
-@dataclass(frozen=True, slots=True)
-class StreamLimits:
-    """How much audio of a stream a gateway holds: what a replay needs, and what the engine has not computed yet."""
-
-    keep_positions: int
-    ahead_positions: int
 
 
 class EngineStream:
@@ -65,6 +58,7 @@ class EngineStream:
         self._opened: asyncio.Future[None] | None = None
         # The way to the engine that carries the stream now, or is asked to.
         self._delivery: Delivery | None = None
+        self.handover = Handover(self.id)
 
     # For the gateway.
 
@@ -161,21 +155,29 @@ class EngineStream:
         self._outputs.listen(listener)
 
     @property
+    def keeper(self) -> Keeper | None:
+        """The engine that could go on with the stream for another gateway; None while none has all of it."""
+        leaving = self.handover.leaving
+        if leaving is not None:
+            return leaving if leaving.link.lost is None else None
+        if self.place.link is None or self._delivery is None or not self._delivery.is_done:
+            return None
+        return Keeper(self.place.link, self._outputs.read, self.place.before)
+
+    @property
     def read(self) -> int:
         """How many outputs of the engine that carries the stream now have been read."""
         return self._outputs.read
 
-    @property
-    def before(self) -> tuple[int, int]:
-        """Positions and samples that this engine does not count."""
-        return self.place.before
-
     def rest(self) -> NDArray[np.float32]:
-        """Audio that was fed and has not left for the engine, with the context before it."""
-        return self._cutter.rest()
+        """Audio that was fed and has not left for the engine, with the context before it. What was fed to another one
+        than would go on is not told: its client has it."""
+        return self._cutter.rest() if self.handover.leaving is None else np.zeros(0, np.float32)
 
     def lay_down(self) -> None:
         """The stream goes on at another gateway: nothing more is sent, and nobody reads its outputs here."""
+        if self.handover.leaving is not None and self._delivery is not None:
+            self._delivery.abort()
         self._delivery = self.place.link = None
         if not self._ended:
             self._ended = True
@@ -191,6 +193,8 @@ class EngineStream:
             raise StreamFailed(
                 self.id, "came from another gateway, and too little of it was heard here to go on elsewhere"
             )
+        if self.handover.is_from(link):
+            self.handover.end()
         self._opened = opened = asyncio.get_running_loop().create_future()
         self._outputs.begin(0)
         replay = self._memory.replay(self._kept)
@@ -203,7 +207,7 @@ class EngineStream:
             catch_up_until=replay.catch_up_until,
             suspect=self.place.engine_count(suspicion.spot) if suspicion.alone else None,
         )
-        self._delivery = Delivery(link, opening, replay, self._finished)
+        self._delivery = Delivery(link, opening, replay, self._finished, self.handover.settle)
         try:
             await opened
         except (EngineError, ValueError):
@@ -227,6 +231,23 @@ class EngineStream:
         return self._cutter.go_on(end, sample, inherited.segment + samples)
 
     @property
+    def may_move(self) -> bool:
+        """Whether another engine could go on from here with the same words: all that was said has been read."""
+        at_rest = self.keeper is not None and self.handover.leaving is None and not len(self._outputs)
+        return at_rest and self.is_open and not self._aborted and self._memory.is_whole(self._kept)
+
+    @property
+    def at_pause(self) -> bool:
+        """Nobody speaks, and nobody waits for an answer."""
+        return not self._outputs.speech_goes_on and not self._unanswered
+
+    def part(self, now: float) -> None:
+        """Leave the engine for another one. It keeps the stream until that one has all of it."""
+        self.handover.begin(self.keeper)
+        self.place.lose(now, self._kept.end)
+        self._leave_engine()
+
+    @property
     def is_open(self) -> bool:
         """Whether its last output is still to come."""
         return not self._ended
@@ -241,6 +262,12 @@ class EngineStream:
         if self._delivery is not None:
             self._delivery.abort()
         self._ended = True
+
+    def drop(self) -> None:
+        """The stream is not wanted, here or anywhere: nobody reads its outputs."""
+        if self._delivery is not None:
+            self._delivery.abort()
+        self.lay_down()
 
     def detach(self, why: str, now: float) -> None:
         """The engine is lost. Until another takes over, audio is kept and nothing is sent."""
@@ -274,7 +301,7 @@ class EngineStream:
                 self._memory.take(output)
                 self._memory.trim(self._kept)
             case messages.Failed() if self._opened is not None and not self._opened.done():
-                self._answer_open(_as_error(output))
+                self._answer_open(error_of(output))
             case messages.Closed() | messages.Failed() | messages.Dead():
                 self.end(output)
             case messages.Refused() if output.code == DuplicateStream.__name__:
@@ -300,6 +327,7 @@ class EngineStream:
             return
         self._ended = True
         self._answer_open(EngineDead("the stream ended before it was open"))
+        self.handover.end()
         self._outputs.put(output)
         self._room.set()
         self._on_end(self)
@@ -332,12 +360,8 @@ class EngineStream:
 
     def _bring_out(self, end: int) -> None:
         """Put silence into the stream if a flush is unanswered and no audio came behind `end`."""
-        if not self._unanswered or self._finished or self._ended:
-            return
-        if self._kept.end == end:
-            self._send_items(self._cut_rest())
-        else:
-            self._watch_for_audio()
+        if self._unanswered and not self._finished and not self._ended:
+            self._watch_for_audio() if self._kept.end > end else self._send_items(self._cut_rest())
 
     def _cut_rest(self) -> list[Item]:
         delay = self._opening.delay_positions
@@ -373,12 +397,3 @@ class EngineStream:
             opened.set_exception(error)
             # The one who asked may have gone.
             opened.exception()
-
-
-def _as_error(failed: messages.Failed) -> EngineError | ValueError:
-    text = failed.message.removeprefix(f"stream {failed.stream!r}: ")
-    if failed.code == AtCapacity.__name__:
-        return AtCapacity(failed.stream, text)
-    if failed.code == BadOption.__name__:
-        return ValueError(failed.message)
-    return StreamFailed(failed.stream, text)

@@ -15,13 +15,16 @@ import zmq
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.crash_record import Flight
+from engine.boundary.curve import LinkKeys, leaves_the_machine
 from engine.boundary.input_cache import CacheStats
-from engine.client.handles import EngineHandle
+from engine.client.handles import EngineHandle, RemoteEngine
 from engine.client.link import EngineLink, EngineMismatch, LinkEvents
+from engine.client.moves import Moves
 from engine.client.recovery import RETRY_S, Recovery
 from engine.client.seats import Seat, Seats
 from engine.client.stream import EngineStream
 from engine.client.suspicion import Death, convict
+from engine.client.table import Table
 from engine.errors import EngineDead, StreamFailed
 from engine.spec import ModelSpec
 
@@ -70,8 +73,10 @@ class Supervisor:
         max_load: float,
         spares: int,
         on_session: Callable[[Seat, messages.SessionOutput], None],
+        make_place: Callable[[EngineStream], EngineStream],
+        keys: LinkKeys | None = None,
     ) -> None:
-        """`spares`: so many of the engines serve only when another one is lost."""
+        """`spares`: so many of the engines serve only when another one is lost. `keys`: of links over tcp."""
         # The model that all engines run: known when the first of them has answered.
         self.spec: asyncio.Future[ModelSpec] = asyncio.get_running_loop().create_future()
         self.seats = Seats(engines, max_load, spares)
@@ -79,9 +84,12 @@ class Supervisor:
         # Told what engines say about sessions rather than streams.
         self._on_session = on_session
         self._cache_bytes = cache_bytes
+        self._keys = keys
         self._gateway = uuid4().hex
         self._clock = asyncio.get_running_loop().time
         self._recovery = Recovery(self.seats, timeout_s, self._clock)
+        self._moves = Moves(self.seats, self._recovery, make_place, self._clock)
+        self._holding: dict[Seat, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._arrival = asyncio.Event()
         self._past = EngineMetrics()
@@ -92,8 +100,12 @@ class Supervisor:
         One of several is enough; none of ours, or one of ours with another model, is an error. Engines elsewhere are
         waited for, however long it takes.
         """
-        self._tasks = [asyncio.create_task(self._hold(seat), name=seat.engine.address) for seat in self.seats.all]
-        self._tasks.append(asyncio.create_task(self._recovery.run(), name="recovery of streams"))
+        for seat in self.seats.all:
+            self._begin_to_hold(seat)
+        self._tasks = [
+            asyncio.create_task(self._recovery.run(), name="recovery of streams"),
+            asyncio.create_task(self._moves.run(), name="moves of streams"),
+        ]
         serving = self.seats.all[: len(self.seats.all) - self.seats.spares]
         tries = [seat.first_try for seat in serving if seat.engine.is_ours]
         results = await asyncio.gather(*tries, return_exceptions=True)
@@ -105,9 +117,11 @@ class Supervisor:
 
     async def close(self, at_once: bool = False) -> None:
         """End all streams, leave the engines, and stop those that are ours."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._holding.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._moves.close()
         waiting = await self._recovery.close()
         for stream in [*waiting, *self.seats.streams()]:
             stream.end(messages.Dead("the server is shutting down"))
@@ -146,6 +160,41 @@ class Supervisor:
             total.add_life(seat.last_status if seat.link is None else seat.link.status)
         return total
 
+    # Engines that come and go.
+
+    def follow(self, table: Table) -> None:
+        """These are the engines from now on: new ones are connected to, those that went are left when empty."""
+        wanted = {(entry.name, entry.address): entry for entry in table.engines}
+        for seat in self.seats.all:
+            entry = wanted.pop((seat.name, seat.engine.address), None)
+            seat.dismissed, seat.emptied = entry is None, entry is not None and entry.state == "draining"
+        for entry in wanted.values():
+            logger.info("engine %s at %s is in the table", entry.name, entry.address)
+            seat = Seat(RemoteEngine(entry.address), entry.name)
+            seat.emptied = entry.state == "draining"
+            self.seats.all.append(seat)
+            self._begin_to_hold(seat)
+
+    async def leave_dismissed(self) -> None:
+        """Leave the engines that are in the table no more and have nothing of ours."""
+        for seat in [seat for seat in self.seats.all if seat.dismissed and not seat.streams and not seat.opening]:
+            logger.info("engine %s at %s is left", seat.name, seat.engine.address)
+            self.seats.all.remove(seat)
+            holding = self._holding.pop(seat)
+            holding.cancel()
+            await asyncio.gather(holding, return_exceptions=True)
+            if seat.link is not None:
+                self._past.input_cache.add(seat.link.cache.stats)
+                seat.last_status = seat.link.status
+                seat.link.close()
+                seat.link = None
+            self._past.add_life(seat.last_status)
+
+    def _begin_to_hold(self, seat: Seat) -> None:
+        if self._keys is None and leaves_the_machine(seat.engine.address):
+            logger.warning("the link to %s is neither encrypted nor authenticated", seat.engine.address)
+        self._holding[seat] = asyncio.create_task(self._hold(seat), name=f"engine {seat.name}")
+
     # The life of an engine.
 
     async def _hold(self, seat: Seat) -> None:
@@ -163,11 +212,13 @@ class Supervisor:
                     logger.error("there is no spare engine, those that serve go on without: %s", error)
                     await asyncio.sleep(SPARE_RETRY_S)
                     continue
-                logger.error("the engine at %s cannot be used: %s", seat.engine.address, error)
+                if seat.problem != str(error):
+                    logger.error("the engine at %s cannot be used: %s", seat.engine.address, error)
+                seat.problem = str(error)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, MAX_BACKOFF_S)
                 continue
-            backoff = RETRY_S
+            backoff, seat.problem = RETRY_S, ""
             if not seat.first_try.done():
                 seat.first_try.set_result(None)
             self._recovery.wake()
@@ -193,7 +244,7 @@ class Supervisor:
         """Start the engine if it is ours, and shake hands; gives up when its process does."""
         await seat.engine.start()
         seat.lost = asyncio.get_running_loop().create_future()
-        link = EngineLink(seat.engine.address, self._cache_bytes, self._events(seat))
+        link = EngineLink(seat.engine.address, self._cache_bytes, self._events(seat), self._keys)
         connecting = asyncio.create_task(
             link.connect(zmq.Context.instance(), self._gateway, self._model, seat.engine.start_timeout_s)
         )
@@ -266,6 +317,7 @@ class Supervisor:
         link.close()
         seat.last_status = link.status
         self._past.input_cache.add(link.cache.stats)
+        seat.problem = why
         logger.warning("%s; %d streams will be carried over", why, len(streams))
         if substitute is not None:
             logger.warning("the spare engine at %s serves from now on", substitute.engine.address)

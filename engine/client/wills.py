@@ -6,17 +6,24 @@ A session's value is with the engine that runs its stream; before it has one, wi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 from engine import messages
 from engine.client.link import EngineLink
+from engine.client.placement import Keeper
 from engine.client.seats import Seat, Seats
 from engine.client.stream import EngineStream
 from engine.errors import EngineDead
 
 # How long engines are waited for. One that asks the former owner first takes a second, and one that is busy its step.
 ANSWER_SECONDS = 20.0
+# When one engine has answered with the session, how long the others are waited for: one from which it has moved may
+# still have an older value of it, and its owner a second to give it up.
+OTHERS_SECONDS = 1.5
+# An engine that was lost, or listed, less than so long ago may still come and have the session.
+UNSURE_SECONDS = 10.0
 # How long a session that nobody waits for any more is left for the next who asks.
 LEFT_SECONDS = 60.0
 
@@ -46,7 +53,7 @@ class WillDesk:
         self.on_wanted: Callable[[str], None] | None = None
         self.on_fenced: Callable[[str], None] | None = None
         self._make_stream = make_stream
-        self._asked: dict[str, asyncio.Future[Inheritance | None]] = {}
+        self._asked: dict[tuple[Seat, str], asyncio.Future[Inheritance | None]] = {}
 
     def heard(self, seat: Seat, output: messages.SessionOutput) -> None:
         match output:
@@ -60,25 +67,41 @@ class WillDesk:
                 self._inherit(seat, output)
 
     async def adopt(self, seats: Seats, key: str) -> Inheritance | None:
-        """The session from whichever engine has it; None if none of them does. Raises EngineDead if one did not say."""
-        silent = False
+        """The session from the engine that has its newest value; None if none has any. Raises EngineDead if one that
+        may have it did not say."""
         # A spare too: what is one here may serve for the gateway that had the session.
-        for link in [seat.link for seat in seats.all if seat.link is not None]:
-            asked: asyncio.Future[Inheritance | None] = asyncio.get_running_loop().create_future()
-            self._asked[key] = asked
-            link.send(messages.Adopt("", key))
-            await asyncio.wait((asked, link.ended), timeout=ANSWER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            self._asked.pop(key, None)
-            if asked.done() and asked.result() is not None:
-                return asked.result()
-            silent = silent or not asked.done()
-        if silent or not seats.links():
-            raise EngineDead("no engine has answered; try again in a few seconds")
+        links = {seat: seat.link for seat in seats.all if seat.link is not None}
+        asking = {seat: asyncio.create_task(self._ask(seat, link, key)) for seat, link in links.items()}
+        answers = await _answers_of(asking.values())
+        found = [answer for answer in answers if answer is not None]
+        if found:
+            newest = max(found, key=lambda answer: answer.number)
+            for seat, task in asking.items():
+                task.add_done_callback(partial(_discard, links[seat], key, newest))
+            return newest
+        now = asyncio.get_running_loop().time()
+        unsure = [seat for seat in seats.all if seat.link is None and now - seat.since < UNSURE_SECONDS]
+        if len(answers) < len(links) or unsure or not links:
+            raise EngineDead("not all engines have answered; try again in a few seconds")
         return None
+
+    async def _ask(self, seat: Seat, link: EngineLink, key: str) -> Inheritance | None:
+        """Raises EngineDead if the engine does not say."""
+        asked: asyncio.Future[Inheritance | None] = asyncio.get_running_loop().create_future()
+        self._asked[seat, key] = asked
+        link.send(messages.Adopt("", key))
+        try:
+            await asyncio.wait((asked, link.ended), timeout=ANSWER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if self._asked.get((seat, key)) is asked:
+                del self._asked[seat, key]
+        if not asked.done():
+            raise EngineDead(f"the engine at {seat.engine.address} has not answered")
+        return asked.result()
 
     def _inherit(self, seat: Seat, inherited: messages.Inherited) -> None:
         """At once: the outputs of the stream follow in the same message."""
-        asked = self._asked.pop(inherited.key, None)
+        asked = self._asked.get((seat, inherited.key))
         found = None
         if inherited.number:
             found = self._take(seat, inherited)
@@ -101,11 +124,37 @@ class WillDesk:
         return Inheritance(*given, stream, goes_on_at, inherited.flushes - inherited.answered)
 
 
-def link_for(stream: EngineStream | None, seats: Seats) -> EngineLink | None:
+def keeper_for(stream: EngineStream | None, seats: Seats) -> Keeper | None:
     """Where the value of the session with this stream belongs; None if there is no such place at the moment."""
     if stream is not None:
-        return stream.place.link
-    return next(iter(seats.links()), None)
+        return stream.keeper
+    link = next(iter(seats.links()), None)
+    return None if link is None else Keeper(link)
+
+
+async def _answers_of(asking: Collection[asyncio.Task[Inheritance | None]]) -> list[Inheritance | None]:
+    """What those who answer say; when one of them has the session, the others are waited for a little while."""
+    waiting, answers = set(asking), []
+    timeout = None
+    while waiting:
+        done, waiting = await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        answers += [task.result() for task in done if task.exception() is None]
+        if not done:
+            break
+        if any(answer is not None for answer in answers):
+            timeout = OTHERS_SECONDS
+    return answers
+
+
+def _discard(link: EngineLink, key: str, newest: Inheritance, task: asyncio.Task[Inheritance | None]) -> None:
+    """Have an engine forget an older value of a session that goes on with a newer one."""
+    if task.cancelled() or task.exception() is not None:
+        return
+    older = task.result()
+    if older is not None and older is not newest:
+        link.send(messages.Disown("", key, older.number))
+        if older.stream is not None:
+            older.stream.drop()
 
 
 def _left_again(inherited: messages.Inherited) -> messages.Entrust:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from engine import messages
@@ -34,6 +35,14 @@ SPEECH_THRESHOLD = 0.5
 MOST_UNREADABLE = 5
 
 
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Whether an engine was asked to take nothing new and to end when it is empty, and how long that may take."""
+
+    asked: Callable[[], bool]
+    seconds: float
+
+
 class EngineHost:
     def __init__(
         self,
@@ -54,13 +63,27 @@ class EngineHost:
         self._wills = Wills(self._roster, clock, self._reaches, self._abort)
         self._intake = Intake(loop, self._roster, self._wills, clock)
         self._progress_at = 0.0
+        self._drains_until = 0.0
         self._load = LoadReport(loop, clock())
 
-    def serve(self, stop: Callable[[], bool]) -> None:
-        """Until `stop` says so. Raises EngineDead when the loop has failed for all streams."""
-        while not stop():
+    def serve(self, stop: Callable[[], bool], drain: Drain | None = None) -> None:
+        """Until `stop` says so, or all is gone that was there when the engine was asked to drain. Raises EngineDead
+        when the loop has failed for all streams."""
+        while not stop() and not (drain is not None and drain.asked() and self._is_drained(drain.seconds)):
             self._socket.wait(0 if self._loop.has_work() or self._runnable() else self._patience())
             self.tick()
+
+    def _is_drained(self, seconds: float) -> bool:
+        """Whether nothing is left, or no more time."""
+        now, status = self._clock(), self._load.status
+        if not status.draining:
+            logger.info("draining: %d streams and %d sessions are to move", len(self._roster.streams), len(self._wills))
+            self._drains_until = now + seconds
+            status.draining = self._intake.draining = True
+            for peer in self._peers.values():
+                peer.spoke_at = now - BEAT_SECONDS
+        nothing_left = not self._roster.streams and not len(self._wills)
+        return nothing_left or now >= self._drains_until
 
     def tick(self) -> None:
         """Take in all that has come, run one step, and say what there is to say."""
@@ -114,7 +137,8 @@ class EngineHost:
         if hello.model not in (None, spec.name):
             self._dismiss(name, f"the engine runs {spec.name!r}, the gateway wants {hello.model!r}")
             return
-        # A gateway that comes back, or a connection that was another's before.
+        # A gateway that comes back, or a connection that was another's before. It has all it needs to begin anew.
+        self._wills.forget_left_by(hello.gateway)
         for old in [peer for peer in self._peers.values() if peer.gateway == hello.gateway or peer.name == name]:
             self._drop(old, comes_back=True)
         cache: ReceiverCache[Payload] = ReceiverCache(max(0, hello.cache_bytes))
@@ -161,11 +185,7 @@ class EngineHost:
             return False
         beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self._load.status)
         if not self._socket.send(peer.name, codec.encode(beat)):
-            logger.warning("gateway %s is gone; its sessions wait for another", peer.gateway)
-            # What it said before may have come since.
-            self._receive_all()
-            if self._peers.get(peer.name) is peer:
-                self._drop(peer)
+            self._miss(peer)
             return False
         peer.outputs.append(wanted)
         return True
@@ -280,28 +300,38 @@ class EngineHost:
                 logger.warning("gateway %s has been silent for %.0f s; its streams end", peer.gateway, SILENCE_SECONDS)
                 self._drop(peer)
             elif peer.outputs or peer.name in progress:
-                self._send_update(peer, progress.get(peer.name, []), now)
+                self._say(peer, self._update(peer, progress.get(peer.name, [])), now)
             elif self._beat_is_due(peer, now):
                 beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self._load.status)
-                self._socket.send(peer.name, codec.encode(beat))
-                peer.acknowledged, peer.spoke_at = peer.numbering.taken, now
+                self._say(peer, codec.encode(beat), now)
 
     def _beat_is_due(self, peer: Peer, now: float) -> bool:
         owed = peer.numbering.taken > peer.acknowledged
         return now - peer.spoke_at >= (ACK_SECONDS if owed else BEAT_SECONDS)
 
-    def _send_update(self, peer: Peer, progress: list[codec.Progress], now: float) -> None:
-        numbering = peer.numbering
+    def _say(self, peer: Peer, frames: list[Any], now: float) -> None:
+        """That there is nobody any more is known when something is said."""
+        peer.acknowledged, peer.spoke_at = peer.numbering.taken, now
+        if not self._socket.send(peer.name, frames):
+            self._miss(peer)
+
+    def _miss(self, peer: Peer) -> None:
+        logger.warning("gateway %s is gone; its sessions wait for another", peer.gateway)
+        # What it said before may have come since.
+        self._receive_all()
+        if self._peers.get(peer.name) is peer:
+            self._drop(peer)
+
+    def _update(self, peer: Peer, progress: list[codec.Progress]) -> list[Any]:
         try:
             frames = self._encode_update(peer, progress)
         except Exception:
             logger.exception("an output cannot be encoded; its stream ends")
             self._end_unwritable(peer)
             frames = self._encode_update(peer, progress)
-        numbering.keep(frames)
+        peer.numbering.keep(frames)
         peer.outputs = []
-        peer.acknowledged, peer.spoke_at = numbering.taken, now
-        self._socket.send(peer.name, frames)
+        return frames
 
     def _encode_update(self, peer: Peer, progress: list[codec.Progress]) -> list[Any]:
         outputs = [codec.wire_output(output) for output in peer.outputs]

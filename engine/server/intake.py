@@ -29,7 +29,7 @@ from engine.boundary.commands import (
     plain_open,
 )
 from engine.boundary.item_rules import complaint_about
-from engine.errors import BadItem, DuplicateStream
+from engine.errors import AtCapacity, BadItem, DuplicateStream
 from engine.server.loop import EngineLoop
 from engine.server.peer import Peer, Roster
 from engine.server.wills import Wills
@@ -48,6 +48,8 @@ class Intake:
         self._roster = roster
         self._wills = wills
         self._clock = clock
+        # The engine takes nothing new.
+        self.draining = False
 
     def take(self, peer: Peer, batch: codec.Batch, frames: Frames, now: int) -> list[bytes]:
         """Everything in a batch. Returns the keys of data that must be sent again first; then nothing was taken."""
@@ -122,6 +124,10 @@ class Intake:
         if open_as is not None and open_as in self._loop.scheduler.streams:
             error = DuplicateStream(command.stream, "is open already; use another id")
             peer.outputs.append(messages.Refused(command.stream, type(error).__name__, str(error)))
+            return
+        if self.draining:
+            refusal = AtCapacity(command.stream, "this engine takes no new streams: it is about to end")
+            peer.outputs.append(messages.Failed(command.stream, type(refusal).__name__, str(refusal)))
             return
         spec = self._loop.scheduler.spec
         name = self._roster.open(peer, command, spec.prefix_positions, self._clock())

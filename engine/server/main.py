@@ -16,11 +16,12 @@ import zmq
 
 from engine import messages
 from engine.boundary.crash_record import FlightRecord
+from engine.boundary.curve import LinkKeys
 from engine.boundary.preparation import WARM_UP_SECONDS, make_cutter, prepare
 from engine.boundary.sockets import EngineSocket, check_address
 from engine.errors import EngineDead, EngineError
 from engine.server.collector import calm_collector
-from engine.server.host import EngineHost
+from engine.server.host import Drain, EngineHost
 from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
 
@@ -34,9 +35,16 @@ MEASURED_STREAMS = 8
 
 
 def run_engine(
-    address: str, build: Build, stop: Callable[[], bool], warm: bool = True, record: FlightRecord | None = None
+    address: str,
+    build: Build,
+    stop: Callable[[], bool],
+    warm: bool = True,
+    record: FlightRecord | None = None,
+    drain: Drain | None = None,
+    fleet_secret: bytes | None = None,
 ) -> None:
-    """Build, warm up, listen and serve until `stop`. Raises EngineDead when the runner fails for all streams."""
+    """Build, warm up, listen and serve until `stop`, or until the engine has drained. Raises EngineDead when the runner
+    fails for all streams. With the fleet's secret, links over tcp are encrypted."""
     check_address(address)
     began = time.perf_counter()
     loop = build()
@@ -46,10 +54,11 @@ def run_engine(
         warm_up(loop)
         logger.info("the model is warm after %.1f s", time.perf_counter() - began)
     calm_collector()
-    socket = EngineSocket(zmq.Context.instance(), address)
+    keys = None if fleet_secret is None else LinkKeys.from_secret(fleet_secret)
+    socket = EngineSocket(zmq.Context.instance(), address, keys)
     try:
         logger.info("%s listens on %s", loop.scheduler.spec.name, socket.bound_to)
-        EngineHost(loop, socket, uuid4().hex, time.monotonic, record).serve(stop)
+        EngineHost(loop, socket, uuid4().hex, time.monotonic, record).serve(stop, drain)
     finally:
         socket.close()
         loop.runner.close()

@@ -35,6 +35,8 @@ class Will:
     key: str
     number: int
     owner: Peer | None
+    # The gateway that was lost and may come back, with a newer value than this one; none if it gave the session up.
+    left_by: str = ""
     base: bytes = b""
     chunks: deque[bytes] = field(default_factory=deque)
     entries: list[bytes] = field(default_factory=list)
@@ -91,12 +93,18 @@ class Wills:
                 will.heirs.remove(peer)
                 will.left_at = self._clock()
             if will.owner is peer:
+                will.left_by = peer.gateway
                 self._orphan(will)
         self._settle()
 
     def forget_all(self, peer: Peer) -> None:
         """A gateway begins anew, and has all it needs for that."""
         for will in [will for will in self._wills.values() if will.owner is peer]:
+            self._forget(will)
+
+    def forget_left_by(self, gateway: str) -> None:
+        """It was thought lost and comes back: what waits here for another has gone on elsewhere since."""
+        for will in [will for will in self._wills.values() if will.owner is None and will.left_by == gateway]:
             self._forget(will)
 
     def tick(self, now: float) -> None:
@@ -143,7 +151,7 @@ class Wills:
         assert given.base is not None
         will = known or Will(given.key, given.number, peer)
         self._wills[given.key] = will
-        will.owner, will.number, will.base = peer, given.number, given.base
+        will.owner, will.left_by, will.number, will.base = peer, "", given.number, given.base
         will.entries, will.entry_bytes, will.keep_s = [], 0, given.keep_s
         will.positions_before, will.samples_before = given.positions_before, given.samples_before
         if given.chunk:
@@ -206,7 +214,7 @@ class Wills:
         # Of several who ask, the last has the client; the others may ask again.
         for other in will.heirs[:-1]:
             other.outputs.append(messages.Inherited(will.key))
-        will.heirs, will.owner = [], heir
+        will.heirs, will.owner, will.left_by = [], heir, ""
         will.number += 1
         inherited = messages.Inherited(
             will.key,

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from realtime.commands.pull import fetch, model_name
-from realtime.commands.serve import add_config_options, config_of, set_up_logging
+from realtime.commands.serve import add_config_options, check_fleet_secret, config_of, set_up_logging
 from realtime.commands.terminal import UsageError
 
 EPILOG = """\
@@ -19,7 +19,10 @@ Examples:
 then: tickertape serve --engine tcp://127.0.0.1:5555
 Its settings are those of the section [model] that concern an engine, from the same file, variables and flags that
 `tickertape serve` reads. Engines behind one gateway must run the same weights with the same settings.
-The connection is neither encrypted nor authenticated: listen only on networks where every machine is trusted.
+SIGTERM drains: the engine takes nothing new, its gateways move what it has to other engines, and it ends; a second one,
+or Ctrl-C, ends it at once.
+A link over tcp is encrypted and authenticated with --fleet-secret-file, the same on the gateways; without it, listen
+only on networks where every machine is trusted.
 """
 
 
@@ -32,7 +35,14 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--listen", required=True, metavar="ADDRESS", help="tcp://HOST:PORT or ipc://PATH")
-    keys = [f"model.{name}" for name in ("name", *EngineConfig.setting_names())]
+    parser.add_argument(
+        "--drain-s",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long streams may take to move to other engines after SIGTERM (default 60)",
+    )
+    keys = ["fleet.secret_file", *(f"model.{name}" for name in ("name", *EngineConfig.setting_names()))]
     add_config_options(parser, keys, "as the key of this name; docs/tickertape.toml explains it")
     parser.set_defaults(run=run)
 
@@ -44,19 +54,26 @@ def run(options: argparse.Namespace) -> int:
 
     from engine.boundary.sockets import check_address
     from engine.server.build import build_loop
+    from engine.server.host import Drain
     from engine.server.main import run_engine
 
     try:
         check_address(options.listen)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    settings = config_of(options).model
+    whole = config_of(options)
+    settings, secret = whole.model, check_fleet_secret(whole)
     name = model_name(settings.name)
     fetch(name)
     set_up_logging()
-    asked_to_stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: asked_to_stop.set())
+    asked_to_stop, asked_to_drain = threading.Event(), threading.Event()
+
+    def terminate(*_: Any) -> None:
+        (asked_to_stop if asked_to_drain.is_set() else asked_to_drain).set()
+
+    signal.signal(signal.SIGINT, lambda *_: asked_to_stop.set())
+    signal.signal(signal.SIGTERM, terminate)
     config = EngineConfig.from_settings(name, settings)
-    run_engine(options.listen, partial(build_loop, config), asked_to_stop.is_set)
+    drain = Drain(asked_to_drain.is_set, options.drain_s)
+    run_engine(options.listen, partial(build_loop, config), asked_to_stop.is_set, drain=drain, fleet_secret=secret)
     return 0

@@ -12,7 +12,8 @@ from typing import Any
 from realtime.commands.pull import fetch, model_name
 from realtime.commands.readiness import Readiness
 from realtime.commands.terminal import CommandFailed, is_debugging, note, out, read_config
-from realtime.config import Config, known_keys
+from realtime.config import Config, ConfigError, known_keys
+from realtime.serving.tokens import fleet_secret
 from realtime.workers.count import workers_for
 
 EPILOG = """\
@@ -39,6 +40,11 @@ SHORT = {
     "--max-streams": ("model.max_streams", "sessions at once; what the machine can do if not given"),
     "--threads": ("model.threads", "CPU threads of the model; if not given, the model decides"),
     "--engine": ("model.engines", "addresses of engines that run elsewhere, separated by commas"),
+    "--engine-table": (
+        "fleet.table",
+        "a JSON file that says which engines there are, and is looked at again and again",
+    ),
+    "--fleet-secret-file": ("fleet.secret_file", "a file with the secret that engines and gateways of a fleet share"),
 }
 
 
@@ -87,8 +93,9 @@ def config_of(options: argparse.Namespace) -> Config:
 def run(options: argparse.Namespace) -> int:
     config = config_of(options)
     readiness = Readiness(options.ready_fd)
+    check_fleet_secret(config)
     check_port(config.server.host, config.server.port)
-    if not config.model.engines:
+    if not config.engines_elsewhere:
         fetch(model_name(config.model.name))
     import asyncio
 
@@ -106,6 +113,14 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         note("stopped")
     return 0
+
+
+def check_fleet_secret(config: Config) -> bytes | None:
+    """The fleet's secret, if there is one. Raises CommandFailed if it cannot be used."""
+    try:
+        return fleet_secret(config)
+    except ConfigError as error:
+        raise CommandFailed(str(error)) from error
 
 
 def check_port(host: str, port: int) -> None:
@@ -132,7 +147,7 @@ def set_up_logging() -> None:
 async def _serve(config: Config, readiness: Readiness) -> None:
     from realtime.app import running_server
 
-    elsewhere = ", ".join(config.model.engines)
+    elsewhere = ", ".join(config.model.engines) or config.fleet.table and f"those in {config.fleet.table}"
     async with running_server(config) as server:
         note(f"waiting for an engine at {elsewhere}" if elsewhere else "starting the engine")
         if not await server.wait_until_ready():
@@ -159,7 +174,7 @@ async def _serve_workers(config: Config, workers: int, readiness: Readiness) -> 
     server = config.server
     async with reserved_port(server.host, server.port) as port, engine_for_workers(config) as (engines, starting):
         parent = Parent(config, workers, engines, port)
-        note(f"starting {workers} workers" + ("" if config.model.engines else " and the engine"))
+        note(f"starting {workers} workers" + ("" if config.engines_elsewhere else " and the engine"))
         ready = asyncio.create_task(parent.start())
         try:
             await asyncio.wait({ready, starting, stop.task}, return_when=asyncio.FIRST_COMPLETED)

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from engine.client.capacity import EngineShare
 from realtime.dialects.json_frames import decode_json
 from realtime.dialects.openai_session import beta_session, ga_session, merge_beta, merge_ga
 from realtime.errors import Refusal
@@ -89,6 +90,7 @@ class Answers:
         capacity, figures = self._context.engine.capacity(), self._sessions.all_figures()
         return JSONResponse(
             {
+                "gateway": self._context.config.gateway_name,
                 "sessions": figures.sessions,
                 "connected": figures.connected,
                 "speaking": figures.speaking,
@@ -105,18 +107,34 @@ class Answers:
                 "engines_wanted": capacity.engines_wanted,
                 "spares_ready": capacity.spares_ready,
                 "spares_wanted": capacity.spares_wanted,
-                "engines": [
-                    {
-                        "streams_used": engine.used,
-                        "streams_total": engine.total,
-                        "speaking": engine.speaking,
-                        "load": round(engine.load, 3),
-                        "lag_ms": round(engine.lag_ms),
-                    }
-                    for engine in capacity.engines
+                "engines": [self._engine(engine) for engine in capacity.engines],
+                "engines_missing": [
+                    {"name": engine.name, "address": engine.address, "problem": engine.problem}
+                    for engine in capacity.missing
                 ],
+                "table_number": None if capacity.table is None else capacity.table.number,
+                "table_problem": "" if capacity.table is None else capacity.table.problem,
             }
         )
+
+    def _engine(self, engine: EngineShare) -> dict[str, Any]:
+        spec = self._context.engine.spec
+        return {
+            "name": engine.name,
+            "address": engine.address,
+            "state": "draining" if engine.draining else "serving",
+            "streams": engine.used,
+            "streams_used": engine.used,
+            "streams_total": engine.total,
+            "streams_free": engine.free,
+            "speaking": engine.speaking,
+            "load": round(engine.load, 3),
+            "lag_ms": round(engine.lag_ms),
+            "model": spec.name,
+            "digest": spec.weights,
+            "version": engine.version,
+            "beat_age_s": round(engine.silent_s, 3),
+        }
 
     async def prometheus(self, request: Request) -> Response:
         # Counting them takes a moment, so it is done when somebody looks.

@@ -76,6 +76,8 @@ class Gatekeeper:
 
     def __init__(self, keys: Iterable[str], signer: Signer, clock: Callable[[], float] = time.time) -> None:
         self._digests = [_digest(key) for key in keys]
+        # What callers are called does not depend on the order of the keys: another gateway may list them otherwise.
+        self._names = [f"key {signer.alias(digest)}" for digest in self._digests]
         self._signer = signer
         self._clock = clock
 
@@ -96,7 +98,7 @@ class Gatekeeper:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if not any(matches):
             raise _unauthorized("Incorrect API key provided.")
-        return Caller(f"key {matches.index(True)}")
+        return Caller(self._names[matches.index(True)])
 
     def issue(self, caller: Caller, settings: Settings, seconds: int) -> ClientSecret:
         """A secret that opens sessions with these settings until it expires."""

@@ -50,5 +50,27 @@ def engine_collector(
             ("engine_load_per_stream", "What one more speaking stream would add to the load", room.load_per_stream),
         ):
             yield GaugeMetricFamily(f"tickertape_{name}", text, value=value)
+        yield from _by_engine(room)
 
     return collect
+
+
+def _by_engine(room: Capacity) -> Iterable[Metric]:
+    """What is known of each engine, under its name."""
+    for name, text, values in (
+        ("streams", "Streams open on an engine", [engine.used for engine in room.engines]),
+        ("streams_free", "Streams an engine would still take", [engine.free for engine in room.engines]),
+        ("load", "Share of its time an engine spends on live streams", [engine.load for engine in room.engines]),
+        ("draining", "Whether an engine takes nothing new", [engine.draining for engine in room.engines]),
+        ("beat_age_seconds", "How long ago an engine was last heard", [engine.silent_s for engine in room.engines]),
+    ):
+        gauge = GaugeMetricFamily(f"tickertape_each_engine_{name}", text, labels=["engine"])
+        for engine, value in zip(room.engines, values, strict=True):
+            gauge.add_metric([engine.name], value)
+        yield gauge
+    up = GaugeMetricFamily("tickertape_each_engine_up", "Whether an engine is connected", labels=["engine"])
+    for engine in room.engines:
+        up.add_metric([engine.name], 1)
+    for missing in room.missing:
+        up.add_metric([missing.name], 0)
+    yield up

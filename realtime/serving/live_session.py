@@ -144,6 +144,8 @@ class LiveSession:
     def tick(self) -> None:
         if self.session.appended or self.session.phase is Phase.FINISHING:
             self.submit(Tick())
+        if self.will is not None and self.resumable:
+            self.will.review()
 
     def drain(self, deadline: float) -> None:
         self.submit(Drain(deadline))

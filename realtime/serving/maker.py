@@ -174,7 +174,7 @@ class SessionMaker:
                 self._heirs,
                 keep,
                 lambda: live.runner.engine_stream,
-                lambda last: self._value(entry, last),
+                lambda last, whole: self._value(entry, last, whole),
             )
         return entry
 
@@ -191,8 +191,8 @@ class SessionMaker:
 
     # Sessions as values
 
-    def _value(self, entry: Entry, last: bool) -> tuple[bytes, bytes]:
-        """The session's value, and the frames that were sent since the last one was made."""
+    def _value(self, entry: Entry, last: bool, whole: bool) -> tuple[bytes, bytes]:
+        """The session's value, and the frames that were sent since the last one was made, or all that are kept."""
         live, engine_side = entry.live, entry.live.runner.save(last)
         state = {name: value for name, value in vars(live.dialect).items() if name != "facts"}
         saved = SavedLive(
@@ -212,7 +212,7 @@ class SessionMaker:
             now=self._clock(),
             **engine_side,
         )
-        frames = live.sent.newest(live.sent.sequence - entry.willed)
+        frames = live.sent.newest(live.sent.sequence - (0 if whole else entry.willed))
         entry.willed = live.sent.sequence
         return encode_live(saved), encode_frames(live.sent.sequence - len(frames) + 1, frames)
 

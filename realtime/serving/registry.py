@@ -26,6 +26,9 @@ from realtime.session.settings import Settings
 log = logging.getLogger("tickertape.sessions")
 
 TICK_S = 0.25
+# A server with few sessions gives them up so fast.
+FEW_SPREAD_S = 0.02
+RESTARTING = Hangup(CloseCode.RESTART, "the server is restarting", "drain")
 
 
 class Sessions:
@@ -175,7 +178,8 @@ class Sessions:
             return
         entry.connection = None
         may_return = entry.live.resumable and not connection.said_goodbye
-        if may_return and self._config.session.resume_s and not self.draining:
+        # One that drains hands it over in a moment, if it hands over at all.
+        if may_return and self._config.session.resume_s and (not self.draining or self.hands_over):
             entry.left_at = self._clock()
             return
         await self.end(entry)
@@ -320,13 +324,13 @@ class Sessions:
         """Take no new sessions, let running turns finish for so many seconds, then end what is left."""
         self.draining = True
         deadline = self._clock() + seconds
-        for entry in list(self._entries.values()):
-            if self.hands_over and entry.live.resumable and entry.live.will is not None:
-                self._give_up(entry, Hangup(CloseCode.RESTART, "the server is restarting", "drain"))
-            elif entry.connection is None:
+        movable = [entry for entry in self._entries.values() if self.hands_over and _can_move(entry)]
+        for entry in [entry for entry in self._entries.values() if entry not in movable]:
+            if entry.connection is None:
                 await self.end(entry)
             else:
                 entry.live.drain(deadline)
+        await self._hand_over(movable, deadline)
         await asyncio.gather(*self._leaving, return_exceptions=True)
         # Turns that are cut off at the deadline still need a moment to come out.
         while self._entries and self._clock() < deadline + 2.0:
@@ -335,5 +339,24 @@ class Sessions:
                 await self._tick_live(entry)
         for entry in list(self._entries.values()):
             if entry.connection is not None:
-                entry.connection.hang_up(Hangup(CloseCode.RESTART, "the server is restarting", "drain"))
+                entry.connection.hang_up(RESTARTING)
             await self.end(entry)
+
+    async def _hand_over(self, entries: list[Entry], deadline: float) -> None:
+        """Leave sessions to whoever adopts them, one after the other: their clients do not all come back at once. One
+        that is just moving from engine to engine is waited for."""
+        pause_s = min(self._config.server.drain_spread_s / max(1, len(entries)), FEW_SPREAD_S)
+        for entry in entries:
+            while _can_move(entry) and not _has_place(entry) and self._clock() < deadline:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            if entry.live.id in self._entries and _can_move(entry):
+                self._give_up(entry, RESTARTING)
+            await asyncio.sleep(pause_s)
+
+
+def _can_move(entry: Entry) -> bool:
+    return entry.live.resumable and entry.live.will is not None
+
+
+def _has_place(entry: Entry) -> bool:
+    return entry.live.will is not None and entry.live.will.has_place

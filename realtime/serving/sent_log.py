@@ -27,9 +27,11 @@ class SentLog:
         return text
 
     def load(self, first: int, frames: list[str]) -> None:
-        """Frames that another process sent, from the one with this number on."""
-        for self.sequence, text in enumerate(frames, start=first):
-            self._keep(text)
+        """Frames that another process sent, from the one with this number on; some of them may be known."""
+        for number, text in enumerate(frames, start=first):
+            if number > self.sequence:
+                self.sequence = number
+                self._keep(text)
 
     def newest(self, count: int) -> list[str]:
         """The last frames, at most so many; fewer if some of them are gone."""

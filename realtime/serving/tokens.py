@@ -10,6 +10,9 @@ import hashlib
 import hmac
 import secrets
 
+from engine.fleet_secret import derive, read_secret
+from realtime.config import Config, ConfigError
+
 MAC_BYTES = 18
 RESUME_PREFIX = "rt_"
 
@@ -36,6 +39,10 @@ class Signer:
             return None
         return value
 
+    def alias(self, value: bytes) -> str:
+        """A name for a value that must not be told: the same wherever the secret is the same."""
+        return _text(self._mac("alias", value, ""))
+
     def resume_token(self, session_id: str, caller: str) -> str:
         return RESUME_PREFIX + self.sign("resume", session_id.encode(), caller)
 
@@ -49,6 +56,22 @@ class Signer:
     def _mac(self, purpose: str, value: bytes, bearer: str) -> bytes:
         message = b"\0".join((purpose.encode(), bearer.encode("utf-8", "surrogateescape"), value))
         return hmac.digest(self._secret, message, hashlib.sha256)[:MAC_BYTES]
+
+
+def fleet_secret(config: Config) -> bytes | None:
+    """Raises ConfigError if the file that was named cannot be used."""
+    if config.fleet.secret_file is None:
+        return None
+    try:
+        return read_secret(config.fleet.secret_file)
+    except ValueError as error:
+        raise ConfigError(f"fleet.secret_file: {error}") from None
+
+
+def signing_secret(config: Config) -> bytes:
+    """What this server signs with; empty if it is to make one up."""
+    secret = fleet_secret(config)
+    return config.auth.secret.encode() if secret is None else derive(secret, "tokens")
 
 
 def _text(value: bytes) -> str:

@@ -7,12 +7,14 @@ left for the engine first, so nobody knows more of a session than its will does.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine import messages
 from engine.client.link import EngineLink
+from engine.client.placement import Keeper
 from engine.client.stream import EngineStream
 from engine.client.wills import Inheritance, WillDesk
 from realtime.serving.saved_live import NOTED, WROTE, encode_entry
@@ -27,7 +29,7 @@ class WillApi(Protocol):
 
     wills: WillDesk
 
-    def link_for(self, stream: EngineStream | None) -> EngineLink | None: ...
+    def keeper_for(self, stream: EngineStream | None) -> Keeper | None: ...
     async def adopt(self, key: str) -> Inheritance | None: ...
 
 
@@ -40,7 +42,8 @@ class WillSettings:
 
 
 class Will:
-    """Of one session. `base` makes its value, with the frames that were sent since the last one."""
+    """Of one session. `base` makes its value, with the frames that were sent: all that are kept, or those since the
+    last value; the `last` value holds the audio that has not left too."""
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class Will:
         engine: WillApi,
         settings: WillSettings,
         stream: Callable[[], EngineStream | None],
-        base: Callable[[bool], tuple[bytes, bytes]],
+        base: Callable[[bool, bool], tuple[bytes, bytes]],
     ) -> None:
         self._key = key
         self._number = number
@@ -62,6 +65,9 @@ class Will:
         # Something happened that is no entry: the next word is a base.
         self._stale = True
         self._link: EngineLink | None = None
+        # Whether any engine was ever given it, and those who are to forget it.
+        self._was_placed = False
+        self._moving: set[asyncio.Task[None]] = set()
         # The link that asks for the next word when it makes its next batch.
         self._due: EngineLink | None = None
 
@@ -97,6 +103,19 @@ class Will:
         link = self._due or self._link
         if link is not None:
             await link.flushed()
+        if self._link is not None and self._link is not link:
+            # It has moved meanwhile.
+            await self._link.flushed()
+
+    @property
+    def has_place(self) -> bool:
+        return self._engine.keeper_for(self._stream()) is not None
+
+    def review(self) -> None:
+        """Called now and then: a session that has moved, or lost its engine, leaves its value with the new one."""
+        keeper = self._engine.keeper_for(self._stream())
+        if keeper is not None and keeper.link is not self._link and self._was_placed:
+            self.begin_anew()
 
     def give_up(self) -> None:
         """The last word: the session waits for whoever adopts it."""
@@ -115,7 +134,8 @@ class Will:
         """With the next batch: what happens until then is one word."""
         if self._due is not None and self._due.lost is None:
             return
-        link = self._engine.link_for(self._stream())
+        keeper = self._engine.keeper_for(self._stream())
+        link = None if keeper is None else keeper.link
         if link is not self._due:
             self._due = link
             if link is not None:
@@ -134,27 +154,46 @@ class Will:
     def _send(self, last: bool = False) -> None:
         self._due = None
         stream = self._stream()
-        link = self._engine.link_for(stream)
-        if link is None:
+        keeper = self._engine.keeper_for(stream)
+        if keeper is None:
             self._lose_engine()
             return
         entries, self._entries = self._entries, []
         if not (self._stale or entries):
             return
-        if self._link is not None and link is not self._link:
-            self._link.send(messages.Disown("", self._key, self._number))
-        word = messages.Entrust(
-            "" if stream is None else stream.id, self._key, self._number, 0 if stream is None else stream.read, entries
-        )
-        if self._stale or link is not self._link or self._since_base > ENTRIES_TO_A_BASE:
-            self._make_base(word, stream, last)
-        self._link = link
-        link.send(word)
+        former, self._link = (self._link, self._number), keeper.link
+        moves = keeper.link is not former[0]
+        if moves and self._was_placed:
+            # Of two engines that have the session, the one with the higher number has it right.
+            self._number += 1
+        self._was_placed = True
+        name = "" if stream is None else stream.id
+        word = messages.Entrust(name, self._key, self._number, keeper.read, entries)
+        if self._stale or moves or self._since_base > ENTRIES_TO_A_BASE:
+            self._make_base(word, keeper, last, moves)
+        if stream is not None:
+            stream.handover.is_entrusted = True
+        keeper.link.send(word)
+        if moves:
+            self._move(*former, keeper.link, stream)
 
-    def _make_base(self, word: messages.Entrust, stream: EngineStream | None, last: bool) -> None:
-        word.base, word.chunk = self._base(last)
+    def _move(self, former: EngineLink | None, number: int, link: EngineLink, stream: EngineStream | None) -> None:
+        """Have the former engine forget the session that it has under this number, when the new one has it."""
+
+        async def move() -> None:
+            await link.taken()
+            if former is not None:
+                former.send(messages.Disown("", self._key, number))
+            if stream is not None:
+                stream.handover.release()
+
+        moving = asyncio.create_task(move(), name=f"move session {self._key}")
+        self._moving.add(moving)
+        moving.add_done_callback(self._moving.discard)
+
+    def _make_base(self, word: messages.Entrust, keeper: Keeper, last: bool, moves: bool) -> None:
+        word.base, word.chunk = self._base(last, moves)
         word.entries, word.last = [], last
         word.keep_s, word.keep_bytes = self._settings.keep_s, self._settings.keep_bytes
-        if stream is not None:
-            word.positions_before, word.samples_before = stream.before
+        word.positions_before, word.samples_before = keeper.before
         self._stale, self._since_base = False, 0

@@ -22,8 +22,7 @@ def workers_for(config: Config, cores: int | None = None, has_gpu: bool | None =
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     has_gpu = Path("/dev/nvidiactl").exists() if has_gpu is None else has_gpu
     model = config.model
-    engines = len(model.engines)
-    if not engines and (model.name == "default" or model.device == "cpu" or not has_gpu):
+    if not config.engines_elsewhere and (model.name == "default" or model.device == "cpu" or not has_gpu):
         return 1  # an engine on these cores fills them before one worker is full
-    expected = config.limits.max_sessions or model.max_streams or STREAMS_OF_AN_ENGINE * max(1, engines)
+    expected = config.limits.max_sessions or model.max_streams or STREAMS_OF_AN_ENGINE * max(1, len(model.engines))
     return max(1, min(-(-expected // STREAMS_PER_WORKER), cores - CORES_FOR_OTHERS))

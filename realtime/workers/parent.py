@@ -20,6 +20,7 @@ import msgspec
 from prometheus_client import multiprocess
 
 from realtime.config import Config
+from realtime.serving.tokens import signing_secret
 from realtime.workers.line import Enter, Leave, Line, Own, Ready, Retire, Start
 from realtime.workers.shared_house import HouseKeeper
 
@@ -73,7 +74,7 @@ class Parent:
         self.stopping = asyncio.Event()
         self._wanted = workers
         self._engines = list(engines)
-        self._secret = config.auth.secret.encode() or secrets.token_bytes(32)
+        self._secret = signing_secret(config) or secrets.token_bytes(32)
         self._house = HouseKeeper(config.limits, asyncio.get_running_loop().time)
         self._numbers = 0
         self._keepers: set[asyncio.Task[None]] = set()

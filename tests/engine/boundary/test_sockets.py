@@ -179,6 +179,7 @@ async def test_messages_cross_both_ways_over_every_kind_of_address(kind: str, tm
         engine.bound_to,
         lambda frames: arrived.put_nowait([bytes(frame) for frame in frames]),
         lambda: None,
+        lambda: None,
     )
     try:
         gateway.send([b"header", np.ones(3, np.float32).data])
@@ -199,7 +200,7 @@ async def test_messages_cross_both_ways_over_every_kind_of_address(kind: str, tm
 async def test_a_broken_connection_is_noticed_at_once(tmp_path: Path) -> None:
     engine = EngineSocket(zmq.Context.instance(), f"ipc://{tmp_path}/e")
     broken = asyncio.Event()
-    gateway = GatewaySocket(zmq.Context.instance(), f"ipc://{tmp_path}/e", lambda frames: None, broken.set)
+    gateway = GatewaySocket(zmq.Context.instance(), f"ipc://{tmp_path}/e", lambda frames: None, broken.set, broken.set)
     try:
         gateway.send([b"hello"])
         assert await asyncio.to_thread(engine.wait, 5)

@@ -92,8 +92,10 @@ class LoopLink:
 
     has_room = True
     engine_failed = False
+    version = "test"
+    silent_s = 0.0
 
-    def __init__(self, address: str, cache_bytes: int, events: LinkEvents) -> None:
+    def __init__(self, address: str, cache_bytes: int, events: LinkEvents, keys: Any = None) -> None:
         self.lost: str | None = None
         self.engine = ""
         self.status = LoopEngine.known[address].status
@@ -123,6 +125,9 @@ class LoopLink:
     def pace(self, source: Any) -> None:
         if self.lost is None and source not in self._sources:
             self._sources.append(source)
+
+    async def taken(self) -> None:
+        await asyncio.sleep(0)
 
     def close(self) -> None:
         self.lost = self.lost or "closed"

@@ -8,10 +8,12 @@ from functools import partial
 import pytest
 
 from engine import messages
+from engine.client import wills
 from engine.client.client import EngineClient
 from engine.client.handles import EngineThread, RemoteEngine
 from engine.client.stream import EngineStream
 from engine.client.wills import Inheritance
+from engine.errors import EngineDead
 from tests.engine import fakes
 
 AUDIO = fakes.speech(20, 3)
@@ -19,10 +21,10 @@ PIECE = 137
 
 
 def entrust(client: EngineClient, stream: EngineStream, consumed: int, *, last: bool = False) -> None:
-    link = client.link_for(stream)
-    assert link is not None
-    positions, samples = stream.before
-    link.send(
+    keeper = client.keeper_for(stream)
+    assert keeper is not None
+    positions, samples = keeper.before
+    keeper.link.send(
         messages.Entrust(
             stream.id,
             "key",
@@ -164,3 +166,34 @@ async def test_an_adopted_stream_outlives_its_engine_once_enough_was_heard(windo
         await inheritance.stream.finish()
         await reader
         assert said.last == messages.Closed("moving", len(AUDIO))
+
+
+@pytest.mark.parametrize("numbers", [(1, 2), (2, 1)])
+async def test_of_two_engines_that_have_a_session_the_one_with_the_higher_number_has_it_right(
+    numbers: tuple[int, int],
+) -> None:
+    one, two = EngineThread(fakes.build, warm=False), EngineThread(fakes.build, warm=False)
+    addresses = [RemoteEngine(engine.address) for engine in (one, two)]
+    async with fakes.running(one, two) as owner, fakes.running(*addresses) as heir, asyncio.timeout(30):
+        await fakes.until(lambda: len(heir.capacity().engines) == 2)
+        for seat, number in zip(owner._running.seats.all, numbers, strict=True):
+            assert seat.link is not None
+            value = f"value {number}".encode()
+            seat.link.send(messages.Entrust("", "key", number, 0, [], base=value, keep_s=60, last=True))
+            await seat.link.taken()
+        inheritance = await heir.adopt("key")
+        assert inheritance is not None and (inheritance.base, inheritance.number) == (b"value 2", 3)
+        # The other one has forgotten it.
+        older = addresses[numbers.index(1)]
+        async with fakes.running(RemoteEngine(older.address)) as stranger:
+            assert await stranger.adopt("key") is None
+
+
+async def test_an_engine_that_was_lost_a_moment_ago_may_still_have_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EngineThread(fakes.build, warm=False)
+    absent = RemoteEngine("ipc:///nowhere/at/all", start_timeout_s=0.1)
+    async with fakes.running(engine, absent) as client:
+        with pytest.raises(EngineDead):
+            await client.adopt("key")
+        monkeypatch.setattr(wills, "UNSURE_SECONDS", 0.0)
+        assert await client.adopt("key") is None

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from engine.boundary import codec
 from engine.boundary.crash_record import Flight
 from engine.boundary.preparation import make_cutter, prepare
-from engine.client import recovery, supervisor
+from engine.client import moves, recovery, supervisor
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.recovery import Recovery
+from engine.client.replay import StreamLimits
 from engine.client.seats import Seats
-from engine.client.stream import EngineStream, StreamLimits
+from engine.client.stream import EngineStream
 from engine.client.suspicion import STRIKES_IF_CRASHED
 from engine.messages import Abort, Closed, Dead, Feed, Finish, Flush, Open, Opened
 from tests.engine import fakes
@@ -26,7 +27,7 @@ STREAMS, ENGINES = 3, 2
 PIECE_SECONDS = 0.3
 # What may happen to a stream, to an engine, and to nobody in particular.
 TO_A_STREAM = ("feed", "flush", "finish", "abort")
-TO_AN_ENGINE = ("kill", "revive", "break_link", "fill", "empty", "take_in", "step", "run")
+TO_AN_ENGINE = ("kill", "revive", "break_link", "fill", "empty", "take_in", "step", "run", "drain", "stay")
 Event = tuple[str, int]
 
 events = st.one_of(
@@ -42,6 +43,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(supervisor, "RETRY_S", 0.001)
     monkeypatch.setattr(supervisor, "MAX_BACKOFF_S", 0.001)
     monkeypatch.setattr(recovery, "RETRY_S", 0.001)
+    monkeypatch.setattr(moves, "LOOK_SECONDS", 0.0)
     yield
     LoopEngine.known.clear()
 
@@ -94,6 +96,8 @@ class Play:
         match what:
             case "fill" | "empty":
                 engine.full = what == "fill"
+            case "drain" | "stay":
+                engine.status.draining = what == "drain"
             case "take_in":
                 engine.take_in()
             case "step" | "run":
@@ -122,7 +126,7 @@ class Play:
     async def go_on(self) -> None:
         """From now on all is well."""
         for engine in self.engines:
-            engine.full = False
+            engine.full = engine.status.draining = False
             engine.revive()
         for number in range(STREAMS):
             await self._to_stream("finish", number)
@@ -206,10 +210,22 @@ REFUSED_AND_THEN_LOST: list[Event] = [
 # It ends between the decision to open it anew and the turn of the task that does.
 ENDED_BEFORE_IT_WAS_REOPENED: list[Event] = [("kill", 0), ("turns", 8), ("abort", 0)]
 
+MOVES_AND_MOVES_BACK: list[Event] = [
+    *[("feed", number) for number in range(STREAMS)],
+    ("run", 0),
+    ("run", 1),
+    ("drain", 0),
+    *[("turns", 6), ("run", 1), ("turns", 6), ("feed", 0), ("run", 1), ("feed", 1), ("turns", 6)] * 2,
+    ("stay", 0),
+    ("drain", 1),
+    *[("turns", 6), ("run", 0), ("feed", 0), ("turns", 6), ("run", 0), ("flush", 1), ("turns", 6)] * 2,
+]
+
 
 @given(st.lists(events, max_size=40), st.sampled_from(["go on", "close"]), st.integers(0, 1))
 @example(REFUSED_AND_THEN_LOST, "go on", 0)
 @example(ENDED_BEFORE_IT_WAS_REOPENED, "go on", 0)
+@example(MOVES_AND_MOVES_BACK, "go on", 0)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_each_stream_goes_on_or_ends(happenings: list[Event], in_the_end: str, spares: int) -> None:
     asyncio.run(play(happenings, in_the_end, spares))
@@ -285,3 +301,24 @@ async def test_the_end_is_not_missed_when_something_else_happens_at_the_same_tim
     running.cancel()
     done, _ = await asyncio.wait((running,), timeout=5)
     assert done and running.cancelled()
+
+
+async def test_streams_leave_an_engine_that_drains_and_it_forgets_them() -> None:
+    play = Play()
+    await play.start()
+    for number, stream in enumerate(play.streams):
+        await stream.feed(fakes.speech(PIECE_SECONDS, number))
+    play.run_all()
+    await play.turns(6)
+    leaving, staying = play.engines
+    leaving.status.draining = True
+
+    def is_empty() -> bool:
+        play.run_all()
+        assert leaving.loop is not None
+        return not leaving.loop.scheduler.streams
+
+    async with asyncio.timeout(20):
+        await fakes.until(is_empty)
+    assert staying.loop is not None and len(staying.loop.scheduler.streams) == STREAMS
+    await play.client.close()

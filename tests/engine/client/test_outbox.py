@@ -44,6 +44,10 @@ def items(stream: str, count: int, start: int = 0) -> list[Item]:
     ]
 
 
+def _nothing() -> None:
+    """Nobody waits for the end of a replay here."""
+
+
 def commands_of(batch: codec.Batch) -> list[WireCommand]:
     return [decode_command(raw) for raw in batch.commands]
 
@@ -54,7 +58,9 @@ class FakeSocket:
     made: list[FakeSocket] = []
     waits = False
 
-    def __init__(self, context: Any, address: str, on_frames: Any, on_disconnect: Any) -> None:
+    def __init__(
+        self, context: Any, address: str, on_frames: Any, on_disconnect: Any, on_refused: Any, keys: Any
+    ) -> None:
         self.receive = lambda message: on_frames(codec.encode(message))
         self.disconnect = on_disconnect
         self.batches: list[codec.Batch] = []
@@ -106,7 +112,7 @@ async def turns() -> None:
 
 
 def replayed(link: EngineLink, name: str, positions: int) -> Delivery:
-    return Delivery(link, Open(name), Replay(0, 0, list(items(name, positions))), finished=False)
+    return Delivery(link, Open(name), Replay(0, 0, list(items(name, positions))), finished=False, on_done=_nothing)
 
 
 async def test_live_audio_leaves_with_the_next_batch_however_much_is_replayed() -> None:
@@ -170,8 +176,8 @@ async def test_a_replay_with_a_saved_state_asks_in_its_turn_and_an_abort_stops_i
     link, socket = await connected()
     known = items("w", 8)
     replay = Replay(0, 0, [AskedFlush(1), *items("w", 4, 8)], known=known)
-    asked = Delivery(link, Open("w"), replay, finished=True)
-    never_asked = Delivery(link, Open("v"), replay, finished=True)
+    asked = Delivery(link, Open("w"), replay, finished=True, on_done=_nothing)
+    never_asked = Delivery(link, Open("v"), replay, finished=True, on_done=_nothing)
     assert not never_asked.abort(), "the engine has not heard of it"
     await turns()
     (batch,) = socket.batches

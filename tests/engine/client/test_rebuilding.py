@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from audio.containers import read_file
 from engine.boundary import codec
 from engine.client.outbox import Source
-from engine.client.stream import EngineStream, StreamLimits
+from engine.client.replay import StreamLimits
+from engine.client.stream import EngineStream
 from engine.core.limits import Limits
 from engine.core.scheduler import Scheduler
 from engine.messages import Closed, Command, Feed, Item, Open, Output

@@ -18,7 +18,7 @@ from engine.boundary.codec import Batch, WireData
 from engine.boundary.commands import WireItem, encode_command
 from engine.boundary.preparation import hash_payload
 from engine.messages import Item
-from engine.server.host import MOST_UNREADABLE, EngineHost
+from engine.server.host import MOST_UNREADABLE, Drain, EngineHost
 from engine.server.loop import EngineLoop
 from engine.server.main import run_engine
 from tests.engine import fakes
@@ -366,3 +366,27 @@ def test_an_item_is_made_of_what_came() -> None:
     assert replace(item, arrival=0, payload=None) == Item(
         SPEC.prefix_positions, 1, 0, hash_payload(audio(3)), None, None, None, 0, 1
     )
+
+
+def test_an_engine_that_drains_takes_nothing_new_says_so_and_ends_when_it_is_empty() -> None:
+    host, drain = Host(), Drain(lambda: True, 60.0)
+    host.greet(b"g")
+    host.send(b"g", command(messages.Open("a")))
+    assert not host.host._is_drained(drain.seconds)
+    host.line.left.clear()
+    host.send(b"g", command(messages.Open("b")))
+    updates = [message for _, message in host.line.left if isinstance(message, codec.Update)]
+    assert updates[-1].status.draining
+    (refused,) = [output for update in updates for output in update.outputs if isinstance(output, codec.WireFailed)]
+    assert (refused.stream, refused.code) == ("b", "AtCapacity")
+    host.send(b"g", command(messages.Abort("a")))
+    host.host.serve(lambda: False, drain)
+
+
+def test_an_engine_that_is_not_emptied_in_time_ends_all_the_same() -> None:
+    host = Host()
+    host.greet(b"g")
+    host.send(b"g", command(messages.Open("a")))
+    assert not host.host._is_drained(60.0)
+    host.now += 60.0
+    assert host.host._is_drained(60.0)

@@ -71,3 +71,10 @@ def test_without_keys_anybody_may_come_and_is_counted_by_address() -> None:
     keeper = Gatekeeper((), Signer())
     assert keeper.check("whatever", "10.0.0.1").name == "address 10.0.0.1"
     assert keeper.check("ek_unknown", "10.0.0.1").settings is None
+
+
+def test_a_key_is_the_same_caller_at_any_server_with_the_same_secret_however_its_keys_are_ordered() -> None:
+    here = Gatekeeper(("the-old-key", "the-new-key"), Signer(b"shared")).check("the-new-key", "").name
+    assert Gatekeeper(("the-new-key",), Signer(b"shared")).check("the-new-key", "").name == here
+    assert Gatekeeper(("the-new-key",), Signer(b"another")).check("the-new-key", "").name != here
+    assert Gatekeeper(("the-old-key", "the-new-key"), Signer(b"shared")).check("the-old-key", "").name != here

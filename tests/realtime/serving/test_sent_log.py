@@ -22,3 +22,10 @@ def test_frames_are_bounded_by_their_bytes_too() -> None:
     assert log.after(17) == frames[17:] and log.after(10) is None
     log.add({"type": "large", "text": "x" * 2000})
     assert log.bytes == 0 and log.after(21) == [] and log.after(20) is None
+
+
+def test_frames_of_another_process_are_taken_once_however_often_they_come() -> None:
+    log = SentLog(10, 1000)
+    log.load(1, ["a", "b", "c"])
+    log.load(2, ["b", "c", "d"])
+    assert log.after(0) == ["a", "b", "c", "d"] and log.sequence == 4

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from engine import messages
+from engine.client.placement import Keeper
 from realtime.serving.saved_live import decode_entry
 from realtime.serving.will import Will, WillSettings
 from realtime.session.events import Acknowledged, Append, Gap, Measured, Send, Tick
@@ -42,13 +43,13 @@ class Desk:
     def __init__(self) -> None:
         self.link: FakeLink | None = FakeLink()
 
-    def link_for(self, stream: object) -> FakeLink | None:
-        return self.link
+    def keeper_for(self, stream: object) -> Keeper | None:
+        return None if self.link is None else Keeper(cast(Any, self.link))
 
 
 def new_will(desk: Desk) -> Will:
     settings = WillSettings(60.0, 1000)
-    return Will("sess", 1, cast(Any, desk), settings, lambda: None, lambda last: (b"base", b""))
+    return Will("sess", 1, cast(Any, desk), settings, lambda: None, lambda last, moves: (b"base", b""))
 
 
 def append(will: Will) -> None:
@@ -59,7 +60,7 @@ def names(word: Any) -> list[str]:
     return [type(decode_entry(entry)[1]).__name__ for entry in word.entries]
 
 
-def test_all_that_happened_since_the_last_batch_is_one_word() -> None:
+async def test_all_that_happened_since_the_last_batch_is_one_word() -> None:
     desk = Desk()
     will, link = new_will(desk), desk.link
     assert link is not None
@@ -75,7 +76,7 @@ def test_all_that_happened_since_the_last_batch_is_one_word() -> None:
     assert not link.flush()
 
 
-def test_an_output_that_nobody_has_heard_of_waits_for_the_next_word() -> None:
+async def test_an_output_that_nobody_has_heard_of_waits_for_the_next_word() -> None:
     desk = Desk()
     will, link = new_will(desk), desk.link
     assert link is not None
@@ -89,7 +90,7 @@ def test_an_output_that_nobody_has_heard_of_waits_for_the_next_word() -> None:
     assert names(word) == ["Speech", "Gap"], "in the order in which it happened"
 
 
-def test_what_was_due_at_an_engine_that_is_lost_begins_anew_at_the_next() -> None:
+async def test_what_was_due_at_an_engine_that_is_lost_begins_anew_at_the_next() -> None:
     desk = Desk()
     will, old = new_will(desk), desk.link
     assert old is not None
@@ -105,7 +106,7 @@ def test_what_was_due_at_an_engine_that_is_lost_begins_anew_at_the_next() -> Non
     assert not old.flush()
 
 
-def test_a_will_that_is_over_says_nothing_more() -> None:
+async def test_a_will_that_is_over_says_nothing_more() -> None:
     desk = Desk()
     will, link = new_will(desk), desk.link
     assert link is not None

@@ -188,8 +188,9 @@ async def test_a_day_of_events_leaves_a_will_of_a_bounded_size(audio: bytes) -> 
     async with places(number=1) as (only,), greeted_client(only.url) as client:
         await client.update(format=FORMAT, turn_detection=None, include=INCLUDE)
         sizes: list[int] = []
-        entrusted = only.client.link_for(None)
-        assert entrusted is not None
+        keeper = only.client.keeper_for(None)
+        assert keeper is not None
+        entrusted = keeper.link
         send = entrusted.send
 
         def weigh(command: Any, items: Any = None) -> None:

@@ -1,0 +1,33 @@
+"""The one secret of a fleet, and the keys that are derived from it: whoever has the secret has all of them."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from pathlib import Path
+
+MIN_SECRET_BYTES = 16
+# Longer files are not secrets, but mistakes.
+MOST_SECRET_BYTES = 4096
+KEY_BYTES = 32
+
+
+def read_secret(path: str | Path) -> bytes:
+    """What the file holds, without white space around it. Raises ValueError with what to do about it."""
+    try:
+        with Path(path).open("rb") as file:
+            secret = file.read(MOST_SECRET_BYTES + 1).strip()
+    except OSError as error:
+        raise ValueError(f"the fleet's secret cannot be read from {str(path)!r}: {error.strerror}") from None
+    if not MIN_SECRET_BYTES <= len(secret) <= MOST_SECRET_BYTES:
+        raise ValueError(
+            f"the fleet's secret in {str(path)!r} has {len(secret)} bytes; use {MIN_SECRET_BYTES} to "
+            f"{MOST_SECRET_BYTES} random ones, for instance `openssl rand -hex 32`"
+        )
+    return secret
+
+
+def derive(secret: bytes, purpose: str) -> bytes:
+    """A key for one purpose (HKDF of RFC 5869 with SHA-256): none tells anything about another."""
+    pseudorandom = hmac.digest(b"tickertape fleet", secret, hashlib.sha256)
+    return hmac.digest(pseudorandom, purpose.encode() + b"\x01", hashlib.sha256)[:KEY_BYTES]

@@ -1,0 +1,57 @@
+"""A line between a gateway and an engine that is cut without a word: streams go on elsewhere, owned once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from engine.boundary import sockets
+from engine.client.client import EngineClient
+from engine.client.handles import RemoteEngine
+from engine.messages import Closed
+from tests.engine import fakes
+from tests.engine.client.cuttable_line import cuttable_line
+from tests.engine.client.test_adoption import entrust
+from tests.engine.client.test_fleet_secret import engine_over_tcp
+
+
+def used(client: EngineClient) -> list[int]:
+    return [share.used for share in client.capacity().engines]
+
+
+@pytest.mark.parametrize("has_will", [False, True])
+async def test_a_stream_goes_on_elsewhere_and_the_engine_forgets_it_when_the_line_is_back(
+    has_will: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "PULSE_MS", 100)
+    monkeypatch.setattr(sockets, "PULSE_TIMEOUT_MS", 1000)
+    audio = fakes.speech(4, 5)
+    with engine_over_tcp(None) as near, engine_over_tcp(None) as far:
+        async with (
+            cuttable_line(far) as line,
+            fakes.running(RemoteEngine(f"tcp://127.0.0.1:{far}")) as watcher,
+            fakes.running(RemoteEngine(line.address), RemoteEngine(f"tcp://127.0.0.1:{near}")) as client,
+            asyncio.timeout(60),
+        ):
+            calm = await fakes.transcribe(watcher, "calm", audio, flush_every=10_000)
+            await fakes.until(lambda: len(client.capacity().engines) == 2)
+            beyond, here = client._running.seats.all
+            here.emptied = True
+            stream = await client.open("moving")
+            here.emptied = False
+            said = fakes.Transcript()
+            reading = asyncio.create_task(said.collect(stream))
+            await stream.feed(audio[:3000])
+            await fakes.until(lambda: used(watcher) == [1])
+            if has_will:
+                entrust(client, stream, stream.read)
+            line.cut()
+            await fakes.until(lambda: "moving" in here.streams)
+            await stream.feed(audio[3000:])
+            await stream.finish()
+            await reading
+            assert said.last == Closed("moving", len(audio))
+            assert (said.text, said.words) == (calm.text, calm.words)
+            line.mend()
+            await fakes.until(lambda: beyond.link is not None and used(watcher) == [0])
