@@ -20,8 +20,9 @@ class Child:
         self.name = name
         self.log = log
         self._file = log.open("w")
-        # A group of its own: workers and forked engines end with it.
-        self.process = subprocess.Popen(command, stderr=self._file, start_new_session=True, **options)
+        # A group of its own: workers and forked engines end with it. Whoever reads our output does not wait for them.
+        outputs = {"stdout": self._file, "stderr": self._file, **options}
+        self.process = subprocess.Popen(command, start_new_session=True, **outputs)
 
     def cpu_seconds(self) -> float:
         """Of the process and of its descendants that live."""
