@@ -10,7 +10,7 @@ help:
 	@echo "make demo    set up, fetch and verify the embedded model, show live captions from real speech"
 	@echo "make serve   start the server; the page is at http://127.0.0.1:8000"
 	@echo "make test    set up, then run the whole test suite"
-	@echo "make test-fleet   set up Ray too, then run the tests that need a cluster"
+	@echo "make test-fleet   set up Ray too, then run the tests that need a cluster or several processes"
 	@echo "make check   lint and type-check"
 	@echo "make bench   run the benchmarks that need no GPU"
 	@echo "make soak    hours of sessions in compressed time, a million fuzzed messages"
@@ -71,7 +71,7 @@ test: setup-dev weights system
 
 # One cluster for the whole run, and no second process beside it: two cores are few.
 test-fleet: setup-fleet
-	$(BIN)/python -m pytest -m ray tests/fleet
+	$(BIN)/python -m pytest -m "ray or fleet" tests/fleet tests/e2e/test_fleet_processes.py
 
 check: setup-dev
 	$(BIN)/ruff check .
