@@ -45,6 +45,11 @@ async def test_sessions_leave_no_objects_behind() -> None:
         await batch(running, 40)
         before = object_count()
         await batch(running, 40)
+        # On a busy machine the last sockets close a little later.
+        for _ in range(100):
+            if object_count() - before <= 40:
+                break
+            await asyncio.sleep(0.05)
         assert object_count() - before <= 40, "less than one object for each session"
 
 

@@ -101,12 +101,15 @@ async def test_streams_of_a_dead_engine_move_to_the_others() -> None:
             for i, samples in enumerate(audio)
         ]
         await asyncio.sleep(0.5)
-        fakes.kill(engines[0].pid)
+        # Where streams go is drawn: one of the engines has some.
+        seats = client._running.seats.all
+        lost = max(range(2), key=lambda number: len(seats[number].streams))
+        fakes.kill(engines[lost].pid)
         transcripts = await asyncio.gather(*streams)
         await fakes.until(lambda: client.metrics().restarts == 1)
         metrics = client.metrics()
     assert [transcript.words for transcript in transcripts] == [wanted.words for wanted in expected]
-    assert 0 < metrics.streams_recovered < 4
+    assert 0 < metrics.streams_recovered <= 4
 
 
 @pytest.mark.parametrize("die_with", [signal.SIGSEGV, signal.SIGKILL])

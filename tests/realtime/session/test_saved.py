@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine import messages
 from realtime.errors import UnreadableValue
 from realtime.session.core import Session
-from realtime.session.events import Feed, Reanchor, Send
+from realtime.session.events import Drain, Feed, Reanchor, Send
 from realtime.session.limits import SessionLimits
 from realtime.session.saved import VALUE_VERSION, decode_session, encode_session
 from realtime.session.settings import Settings
@@ -82,6 +82,8 @@ class MovingWorld(World):
             super().do(event)
         finally:
             del self.core.handle
+        if isinstance(event, Drain):
+            event = replace(event, deadline=event.deadline + self.clock)
         copied = self.copy.handle(event, self.now + self.clock)
         assert [unshifted(plain(effect), self.clock) for effect in copied] == [plain(effect) for effect in handled]
         self.copy.check_integrity()
