@@ -84,7 +84,6 @@ class EngineStream:
 
     async def gap(self, samples: int) -> None:
         """So many samples of silence that nobody has to send."""
-        self._check_open()
         await self._wait_for_room()
         self._send_items(prepare(self._cutter, self._cutter.cut_gap(samples), self._spec))
 
@@ -119,7 +118,6 @@ class EngineStream:
         when this was called, and neither do the words that follow. A live stream of a model that says words some time
         after they were spoken is not given silence for that: the audio that goes on brings them out.
         """
-        self._check_open()
         await self._wait_for_room()
         at_pause = at_pause and (self._spec.rereads_window or self._opening.live)
         if not at_pause:
@@ -162,7 +160,7 @@ class EngineStream:
             return leaving if leaving.link.lost is None else None
         if self.place.link is None or self._delivery is None or not self._delivery.is_done:
             return None
-        return Keeper(self.place.link, self._outputs.read, self.place.before)
+        return Keeper(self.place.link, self.read, self.place.before)
 
     @property
     def read(self) -> int:
@@ -339,6 +337,7 @@ class EngineStream:
             raise StreamFinished(self.id, "was finished; open a new stream for more audio")
 
     async def _wait_for_room(self) -> None:
+        self._check_open()
         while not self._has_room():
             self._room.clear()
             await self._room.wait()
@@ -361,7 +360,10 @@ class EngineStream:
     def _bring_out(self, end: int) -> None:
         """Put silence into the stream if a flush is unanswered and no audio came behind `end`."""
         if self._unanswered and not self._finished and not self._ended:
-            self._watch_for_audio() if self._kept.end > end else self._send_items(self._cut_rest())
+            if self._kept.end > end:
+                self._watch_for_audio()
+            else:
+                self._send_items(self._cut_rest())
 
     def _cut_rest(self) -> list[Item]:
         delay = self._opening.delay_positions
@@ -388,12 +390,11 @@ class EngineStream:
             self.end(messages.Closed(self.id, self._kept.end_sample))
 
     def _answer_open(self, error: EngineError | ValueError | None) -> None:
-        opened = self._opened
-        if opened is None or opened.done():
+        if self._opened is None or self._opened.done():
             return
         if error is None:
-            opened.set_result(None)
+            self._opened.set_result(None)
         else:
-            opened.set_exception(error)
+            self._opened.set_exception(error)
             # The one who asked may have gone.
-            opened.exception()
+            self._opened.exception()

@@ -166,18 +166,18 @@ async def large_messages_without_audio(target: Target) -> None:
                 assert closed.rcvd is not None and closed.rcvd.code in (1008, 1009)
 
 
+# As many and as long as they may be: the largest settings that every answer repeats.
+KEYWORDS = [f"{number:064}" for number in range(500)]
+
+
 @attack(gateway_mib=32)
 async def echoes_that_nobody_reads(target: Target) -> None:
-    """Settings of 50 kB, repeated in ten thousand answers to a client that reads none of them."""
-    note = {"type": "near_field", "x": "n" * 25_000}
-    keywords = ["k" * 100] * 250
-    audio_input = {"noise_reduction": note, "transcription": {"keywords": keywords}}
+    """Settings of 33 kB, repeated in ten thousand answers to a client that reads none of them."""
+    settings = {"audio": {"input": {"transcription": {"keywords": KEYWORDS}}}}
     ask = frame(TEXT, json.dumps({"type": "session.update", "session": {}}).encode())
     async with target.upgraded() as socket:
         socket.writer.transport.pause_reading()
-        for key, value in audio_input.items():
-            # One of them may be refused, and the other is taken.
-            await socket.send_event(type="session.update", session={"audio": {"input": {key: value}}})
+        await socket.send_event(type="session.update", session=settings)
         for _ in range(500):
             if not await socket.try_send(ask * 20, 1):
                 break
@@ -188,26 +188,26 @@ async def echoes_that_nobody_reads(target: Target) -> None:
 @attack(gateway_mib=32)
 async def a_resume_log_full_of_echoes(target: Target) -> None:
     """The frames kept for a client that may come back are bounded by their bytes, not by their number."""
-    note = {"type": "near_field", "x": "n" * 60_000}
     async with target.client() as client:
-        await client.update(include=["session.resume"], noise_reduction=note)
+        await client.update(include=["session.resume"], transcription={"keywords": KEYWORDS})
         for _ in range(40):
             for _ in range(25):
                 await client.send("session.update", session={})
             for _ in range(25):
-                await client.until("session.updated")
+                event = await client.until("session.updated")
+                assert len(json.dumps(event)) > 30_000, "the answer does not repeat the keywords"
 
 
 @attack()
 async def a_storm_of_updates(target: Target) -> None:
-    """A thousand changes of language while audio comes: each asks for a new engine stream."""
+    """Hundreds of changes of the keywords, as many as may be, while audio comes: each asks for a new engine stream."""
     async with target.client() as client:
         await client.update(turn_detection=None)
         reading = asyncio.create_task(_drain(client))
         for number in range(300):
-            language = ("en", "de", "fr")[number % 3]
+            keywords = KEYWORDS[number % 3 :]
             await client.append(b"\x01\x00" * 480)
-            await client.send("session.update", session={"audio": {"input": {"transcription": {"language": language}}}})
+            await client.send("session.update", session={"audio": {"input": {"transcription": {"keywords": keywords}}}})
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
 
