@@ -100,7 +100,7 @@ class Scheduler:
 
     def feed(self, name: str, items: Iterable[Item], now: int) -> None:
         """Append items to a stream; `now` is their arrival."""
-        stream = self._open_stream(name)
+        stream = self.open_stream(name)
         caught_up = stream.computed == stream.available
         for item in items:
             self._append(stream, item, now)
@@ -109,7 +109,7 @@ class Scheduler:
 
     def flush(self, name: str, tag: int | None, position: int | None = None) -> None:
         """All before `position` (None: all that was fed; it may lie ahead) must become text; `Flushed` follows then."""
-        stream = self._open_stream(name)
+        stream = self.open_stream(name)
         done = [stream.computed, *(task.end for task in self._unfinished if task.slot == stream.slot)]
         before = [mark.position for mark in stream.flushes] + (done if self.spec.rereads_window else [])
         position = max(stream.available if position is None else position, *before, 0)
@@ -121,7 +121,7 @@ class Scheduler:
 
         Audio before a flush that is not reached yet is still heard first.
         """
-        stream = self._open_stream(name)
+        stream = self.open_stream(name)
         assert self.spec.rereads_window, "a frame-synchronous model hears every position"
         position = min(position, stream.available)
         if stream.flushes:
@@ -132,20 +132,20 @@ class Scheduler:
     def pause(self, name: str, position: int) -> None:
         """The speaker paused at `position`: a live stream is heard up to there, also while it is held. If a flush there
         follows, its text is known already. Backlog goes on in large steps."""
-        stream = self._open_stream(name)
+        stream = self.open_stream(name)
         if stream.live:
             stream.pauses.append(min(position, stream.available))
             self._queue_if_due(stream)
 
     def hold(self, name: str, holding: bool) -> None:
         """While a stream is held, its audio waits unheard; only a flush makes it run."""
-        stream = self._open_stream(name)
+        stream = self.open_stream(name)
         stream.holding = holding
         self._queue_if_due(stream)
 
     def finish(self, name: str) -> None:
         """No more audio will come: run out, then close."""
-        stream = self._open_stream(name)
+        stream = self.open_stream(name)
         stream.finished = True
         for mark in stream.flushes:
             mark.position = min(mark.position, stream.available)
@@ -277,7 +277,7 @@ class Scheduler:
         if self._reserved_embeds + self.spec.embeds_for(live) > self.limits.cache_embeds:
             raise AtCapacity(name, "the encoder cache is set aside for other streams; try again later")
 
-    def _open_stream(self, name: str) -> Stream:
+    def open_stream(self, name: str) -> Stream:
         stream = self.streams.get(name)
         if stream is None:
             raise UnknownStream(name, "is not open; open it first")

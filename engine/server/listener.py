@@ -16,10 +16,9 @@ from engine.core.scheduler import Scheduler
 from engine.messages import Item, Output, Saved, Speech
 from engine.runner.base import Detector, LaunchingDetector
 from engine.server.gate import Begin, Cut, Decision, End, GateSettings, Pause, Resume, Skip, SpeechGate
+from engine.server.last_spoken import LastSpoken
 from engine.server.unheard import Samples, Stretch, Unheard
 
-# A frame of at least this probability may be speech.
-SPOKEN = GateSettings().stop_threshold
 # A stream that is about to be computed, and the positions [start, end).
 Target = tuple[str, int, int]
 
@@ -56,8 +55,9 @@ class Listener:
         self._answers: deque[Callable[[], list[Speech]]] = deque()
         self.launches = 0
         self._unheard: dict[str, Unheard] = {}
-        # Of streams without a gate: where somebody was last heard speaking.
-        self._spoken: dict[str, int] = {}
+        # Of streams of a frame-synchronous model, and up to where their audio has come.
+        self._spoken: dict[str, LastSpoken] = {}
+        self._came: dict[str, int] = {}
 
     @property
     def has_work(self) -> bool:
@@ -71,6 +71,8 @@ class Listener:
             live = self._scheduler.streams[name].live
             self._gates[name] = SpeechGate(self._gate_settings if live else self._file_settings)
             self._scheduler.hold(name, True)
+        elif not self._scheduler.spec.rereads_window:
+            self._spoken[name], self._came[name] = LastSpoken(), 0
 
     def close(self, name: str) -> None:
         """Forget a stream. Harmless for one that was never listened to, such as one whose opening was refused."""
@@ -79,13 +81,14 @@ class Listener:
             self._detector.close(name)
             self._gates.pop(name, None)
             self._spoken.pop(name, None)
+            self._came.pop(name, None)
             self._unheard.pop(name, None)
 
     def take(self, name: str, items: Sequence[Item]) -> None:
         """Audio that has come; it waits for the next `listen`."""
         if name not in self._unheard:
             self._unheard[name] = Unheard(self._scheduler.spec)
-        self._unheard[name].add(items)
+        self._came[name] = self._unheard[name].add(items)
 
     def listen(self) -> None:
         """Find speech in what has come since the last call, and let the models skip what nobody says."""
@@ -109,30 +112,42 @@ class Listener:
             for speech in self._answers.popleft()():
                 self._found(speech)
 
-    def end_at_pause(self, name: str) -> int | None:
-        """Nobody is speaking: an open utterance ends. Returns the position up to which the stream must be heard then.
-        What a gate still holds may be the beginning of the next utterance. Without a gate the position lies as far
-        behind the last speech as the model says its words: audio that comes in any case, so no silence is inserted."""
-        if name in self._unheard:
-            self.listen()
-        self.collect(self.launches)
-        stream, gate = self._scheduler.streams.get(name), self._gates.get(name)
-        if stream is None:
-            return None  # listening was the end of it
-        if gate is None:
-            said = self._scheduler.spec.said_positions_for(stream.delay)
-            return stream.clock.position_at(self._spoken.get(name, 0)) + said
-        self._obey(name, gate.flush_at_pause())
-        return min(stream.clock.position_at(gate.floor), stream.available)
+    def end_at_pause(self, name: str, then: Callable[[int | None], None]) -> None:
+        """Nobody is speaking: an open utterance ends. `then` is told the position up to which the stream must be heard;
+        what a gate still holds may be the beginning of the next utterance.
 
-    def end_now(self, name: str) -> None:
-        """Text is wanted now: what the gate holds open ends here, and what is in doubt will not be heard."""
-        gate, stream = self._gates.get(name), self._scheduler.streams.get(name)
-        if gate is None or stream is None or stream.finished:
+        A frame-synchronous model must be heard as far behind the last speech as it says its words: audio that comes in
+        any case, so no silence is inserted. Where that is, `then` is told when the audio so far was listened to.
+        """
+        stream, gate, spoken = self._scheduler.streams[name], self._gates.get(name), self._spoken.get(name)
+        if spoken is not None:
+            said, clock, asked = self._scheduler.spec.said_positions_for(stream.delay), stream.clock, spoken.asked_until
+            # Never before what was asked for already, whether that is answered by now or not.
+            spoken.ask(self._came[name], lambda at: then(max(clock.position_at(at) + said, clock.position_at(asked))))
             return
         if name in self._unheard:
             self.listen()
-        if name in self._gates:
+        if gate is None:
+            then(None)
+        elif name in self._gates:  # else listening was the end of it
+            self._obey(name, gate.flush_at_pause())
+            then(min(stream.clock.position_at(gate.floor), stream.available))
+
+    def end_now(self, name: str) -> None:
+        """Text is wanted now: what the gate holds open ends here, and what is in doubt will not be heard."""
+        gate, stream, spoken = self._gates.get(name), self._scheduler.streams.get(name), self._spoken.get(name)
+        if stream is None or stream.finished:
+            return
+        waits = spoken is not None and spoken.is_asked
+        if (gate is not None or waits) and name in self._unheard:
+            self.listen()
+        if spoken is not None:
+            spoken.asked_until = self._came[name]
+            if waits:
+                self.collect(self.launches)
+            if name in self._spoken:
+                spoken.answer_all()
+        if gate is not None and name in self._gates:
             self._obey(name, gate.flush(stream.clock.end_sample))
 
     def save(self, name: str) -> dict[str, Saved]:
@@ -190,10 +205,10 @@ class Listener:
             self._found(speech)
 
     def _found(self, speech: Speech) -> None:
-        gate = self._gates.get(speech.stream)
+        gate, spoken = self._gates.get(speech.stream), self._spoken.get(speech.stream)
         try:
-            if gate is None:
-                self._note_spoken(speech)
+            if spoken is not None:
+                spoken.note(speech)
             if gate is not None and not self._scheduler.streams[speech.stream].finished:
                 self._obey(speech.stream, gate.judge(speech.probabilities, speech.frame_samples))
             self._heard(speech)
@@ -201,12 +216,6 @@ class Listener:
             self._blame(speech.stream, error)
         else:
             self._say(speech)
-
-    def _note_spoken(self, speech: Speech) -> None:
-        for number in range(len(speech.probabilities), 0, -1):
-            if speech.probabilities[number - 1] >= SPOKEN:
-                self._spoken[speech.stream] = speech.sample + number * speech.frame_samples
-                return
 
     def _obey(self, name: str, decisions: list[Decision]) -> None:
         """Have the scheduler do what a gate decided."""

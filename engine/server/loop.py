@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from engine.core.plan import DecodeResult, StepPlan
@@ -308,11 +309,15 @@ class EngineLoop:
             self._listener.take(message.stream, message.items)
 
     def _flush(self, message: Flush, now: int) -> None:
-        position = None
+        self._cut.check_open(message.stream)
         if self._listener is not None and message.at_pause:
-            position = self._listener.end_at_pause(message.stream)
-        elif self._listener is not None:
+            self._listener.end_at_pause(message.stream, partial(self._flush_to, message))
+            return
+        if self._listener is not None:
             self._listener.end_now(message.stream)
+        self._flush_to(message, None)
+
+    def _flush_to(self, message: Flush, position: int | None) -> None:
         self._cut.flush(message, position)
         if self._states is not None:
             self._states.note_flush(message)

@@ -237,6 +237,13 @@ class SilenceCut:
         kept = [token for token in message.forced_tokens if token != CUT]
         return replace(message, forced_tokens=kept, suspect=suspect)
 
+    def check_open(self, name: str) -> None:
+        """Raise if nothing more may be asked of a stream."""
+        self._scheduler.open_stream(name)
+        stream = self._streams.get(name)
+        if stream is not None and stream.finished:
+            raise StreamFinished(name, "was finished; open a new stream for more audio")
+
     def close(self, name: str) -> None:
         """Harmless for a stream that was never there."""
         self._streams.pop(name, None)
@@ -246,7 +253,7 @@ class SilenceCut:
         if stream is None:
             self._scheduler.feed(name, items, now)
             return
-        self._check_open(name, stream)
+        self.check_open(name)
         self._now = now
         stream.add(items)
         self._go_on(name, stream)
@@ -256,7 +263,7 @@ class SilenceCut:
         if stream is None:
             self._scheduler.flush(message.stream, message.tag, position)
             return
-        self._check_open(message.stream, stream)
+        self.check_open(message.stream)
         stream.add_mark(message, position)
         self._go_on(message.stream, stream)
 
@@ -265,7 +272,7 @@ class SilenceCut:
         if stream is None:
             self._scheduler.finish(message.stream)
             return
-        self._check_open(message.stream, stream)
+        self.check_open(message.stream)
         stream.finished = True
         stream.add_mark(message)
         self._go_on(message.stream, stream)
@@ -291,10 +298,6 @@ class SilenceCut:
     def gateway_count(self, name: str, position: int) -> int:
         stream = self._streams.get(name)
         return position if stream is None else stream.gateway_count(position)
-
-    def _check_open(self, name: str, stream: CutStream) -> None:
-        if stream.finished:
-            raise StreamFinished(name, "was finished; open a new stream for more audio")
 
     def _go_on(self, name: str, cut: CutStream) -> None:
         """Hand on what may go on, in order."""

@@ -41,8 +41,9 @@ class Unheard:
         self._spec = spec
         self._settling = SETTLING_SECONDS * spec.sample_rate
 
-    def add(self, items: Sequence[Item]) -> None:
-        spec = self._spec
+    def add(self, items: Sequence[Item]) -> int:
+        """Returns where the audio ends that has come."""
+        spec, end = self._spec, 0
         for item in items:
             count = item.length * spec.samples_per_position if item.samples is None else item.samples
             if item.payload is None or item.payload.ndim > 1:
@@ -50,6 +51,8 @@ class Unheard:
             else:
                 # Without look-around and padding.
                 self._add_samples(item.payload[spec.look_back_samples : spec.look_back_samples + count])
+            end = item.sample + count
+        return end
 
     def _add_samples(self, samples: Samples) -> None:
         if self.stretches[-1].silence:

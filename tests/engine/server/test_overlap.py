@@ -12,7 +12,21 @@ from hypothesis import strategies as st
 from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
-from engine.messages import Abort, Closed, Command, Dead, Failed, Feed, Finish, Flushed, Open, Opened, Output, Speech
+from engine.messages import (
+    Abort,
+    Closed,
+    Command,
+    Dead,
+    Failed,
+    Feed,
+    Finish,
+    Flush,
+    Flushed,
+    Open,
+    Opened,
+    Output,
+    Speech,
+)
 from engine.server.loop import EngineLoop
 from tests.engine import fakes
 from tests.engine.server.test_blame import commands_of, items_of, text
@@ -119,6 +133,32 @@ def test_what_was_listened_to_comes_with_the_step_and_not_after_the_stream_has_e
         outputs += [] if step is None else step.outputs
     heard = sum(len(output.probabilities) for output in outputs if isinstance(output, Speech))
     assert heard == fakes.RATE // fakes.FRAME and isinstance(outputs[-1], Closed)
+
+
+def test_a_flush_at_a_pause_does_not_wait_for_the_device() -> None:
+    loop, runner = overlapping()
+    items = items_of(SPEC, fakes.speech(2, 1))
+    loop.submit([Open("a"), Feed("a", items[:6])], 0)
+    loop.step()
+    assert loop.is_flying and loop._listener is not None
+    unasked, launches = runner.unasked, loop._listener.launches
+    flushes = [Feed("a", items[6:7]), Flush("a", 1, at_pause=True), Feed("a", items[7:8]), Flush("a", 2, at_pause=True)]
+    loop.submit(flushes, 1)
+    assert (runner.unasked, loop._listener.launches) == (unasked, launches), "neither asked nor told to listen"
+    outputs: list[Output] = []
+    for item in items[8:]:
+        loop.submit([Feed("a", [item])], 2)
+        step = loop.step()
+        outputs += [] if step is None else step.outputs
+    answers = [output for output in outputs if isinstance(output, Flushed)]
+    assert [answer.tag for answer in answers] == [1, 2] and answers[0].sample < answers[1].sample
+    # Speech goes on, and the one who asked is answered all the same.
+    loop.submit([Flush("a", 3, at_pause=True), Finish("a")], 3)
+    outputs = []
+    while loop.has_work():
+        step = loop.step()
+        outputs += [] if step is None else step.outputs
+    assert [output.tag for output in outputs if isinstance(output, Flushed)] == [3] and isinstance(outputs[-1], Closed)
 
 
 def test_a_stream_that_ended_under_way_leaves_nothing_to_the_next_of_its_name() -> None:
