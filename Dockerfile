@@ -6,6 +6,7 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY audio audio
 COPY engine engine
+COPY fleet fleet
 COPY realtime realtime
 RUN python -m venv /opt/tickertape \
     && /opt/tickertape/bin/pip install --no-cache-dir .

@@ -18,9 +18,10 @@ import pytest
 from realtime.client.http_client import HttpServer
 from tests.deploy.services import ROOT, compose
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
 PATH = {"PATH": "/usr/bin:/bin"}
-PACKAGES = ("audio", "engine", "realtime")
+PACKAGES = [name.rstrip("*") for name in SETTINGS["tool"]["setuptools"]["packages"]["find"]["include"]]
 
 
 def sources() -> list[Path]:
@@ -118,6 +119,12 @@ def test_installed_server_serves_its_page(environment: Path, engine: dict[str, s
         process.terminate()
         _, said = process.communicate(timeout=30)
     assert process.returncode == 0 and "Traceback" not in said, said
+
+
+def test_the_image_is_built_from_every_package() -> None:
+    """One that is not copied would be missing from the image alone, and nothing would say so."""
+    copied = re.findall(r"^COPY (\w+) \1$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert sorted(copied) == sorted(PACKAGES)
 
 
 def test_one_version_everywhere() -> None:
