@@ -115,6 +115,7 @@ class Manager:
         self._avoided: dict[str, float] = {}
         self._notes: list[str] = []
         self._waits: list[str] = []
+        self._looks = 0
 
     # What the operator wants
 
@@ -156,6 +157,7 @@ class Manager:
     # What is done
 
     def step(self) -> None:
+        self._looks += 1
         self._look()
         decision = self._scaling()
         if decision.why:
@@ -191,6 +193,7 @@ class Manager:
             "drained": sorted(memory.drained),
             "is_going_down": memory.is_going_down,
             "table_number": memory.table["number"],
+            "looks": self._looks,
             "capacity": fleet_capacity(capacities),
             "nodes": [asdict(node) for node in self._nodes.values()],
             "units": [self._shown(unit) for unit in sorted(self._units.values(), key=lambda unit: unit.number)],
