@@ -1,12 +1,14 @@
-"""Parts of a fleet killed under live sessions: does a word change, and how long until each session goes on?
+"""Parts of a fleet lost under live sessions: does a word change, and how long until every session goes on?
 
-    python -m benchmarks.fleet [--kinds engine,gateway,keeper,node,head,network,upgrade,scale] [--times 10]
+    python -m benchmarks.fleet [--null] [--kinds engine:10,gateway:10,...,upgrade:2,scale:1] [--json FILE]
 
 A Ray cluster of a head and four nodes on this machine, made by `tickertape fleet up` and `tickertape fleet join`, with
-real `tickertape engine` and `tickertape serve` processes, encrypted links, and a load balancer in this process. Each
-session hears the same recording at the pace of speech and resumes through any gateway. A calm run comes first; then,
-for each kind and as often as asked, the part is lost in the middle. Words are compared with those of the calm run.
-Needs the extra tickertape[fleet]. `--head-away` says for how long the head is gone, `--json FILE` keeps the figures.
+real `tickertape engine` and `tickertape serve` processes, encrypted links, and a load balancer in this process. People
+speak one session after the other, the same recording at the pace of speech, and resume through any gateway. For each
+kind a part is lost as often as asked, each time when all is whole again; `calm` loses nothing and is what the others
+are compared with. `head-long` is a head that is away for `--head-away` seconds; `scale` is a load that asks for three
+engines and then for one. With --null the engines are `benchmarks.null_engine`: for numbers, not for words.
+Needs the extra tickertape[fleet].
 """
 
 from __future__ import annotations
@@ -16,14 +18,11 @@ import asyncio
 import contextlib
 import json
 import os
-import random
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,331 +30,269 @@ from typing import Any
 import numpy as np
 
 from audio.containers import read_file
-from benchmarks.fleet_network import Balancer
+from benchmarks.fleet_cluster import Fleet, Shape
+from benchmarks.fleet_sessions import Crowd, Session
+from benchmarks.scoring import plain_words
 from benchmarks.survival import differences
-from benchmarks.workers import RATE, Speaker
+from benchmarks.workers import RATE
 from engine.weights.store import cache_folder
-from fleet.cluster.connect import start_head
-from fleet.keepers.process import Records, kill_family
-from fleet.plan import FleetPlan, read_plan
 from realtime.client import lasting_session
 from realtime.commands.pull import SAMPLE
 
-KINDS = ("engine", "gateway", "keeper", "node", "head", "network", "upgrade", "scale")
-# Engines on some, gateways on the others: a machine with both would take both holders of a session with it.
-ENGINE_NODES, EDGES = ("n1", "n2"), ("n3", "n4")
-NODES = (*ENGINE_NODES, *EDGES)
-PATIENCE_S = 300.0
-# A status that is older is that of a manager that is away.
-FRESH_S = 10.0
-Told = dict[str, Any]
+KINDS = "calm:3,engine:10,gateway:10,keeper:10,node:10,head:10,network:10,head-long:1,upgrade:2,scale:1"
+# Until an engine has forgotten a gateway that it does not hear, and then some.
+SETTLE_S = 60.0
+HEAD_SHORT_S = 5.0
+# A load that three engines carry, and that one of them does not.
+LOAD = 0.75
+ARRIVE_S = 1.0
+STAY_S = 10.0
+# Ray looks after a node this often, and gives it up after so many misses: its own 15 s would be most of the run.
+HEALTH = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """One kind of loss, over all its times."""
+class Fates:
+    """What became of the sessions of one kind."""
 
-    kind: str
-    times: int
     sessions: int
     # Sessions that did not come to their end, and those that had to begin anew (410).
     lost: int
-    # Connections that were lost, and seconds from each loss until the session went on.
-    losses: int
-    resumed_p50_s: float
-    resumed_max_s: float
-    # Longest time in which a session got no event, over that of the calm run.
-    longest_silence_s: float
+    # Connections that were lost, and seconds from each loss until the client had its session again.
+    connections_lost: int
+    reconnected_p50_s: float
+    reconnected_max_s: float
+    # Longest time in which nothing new of a session was heard.
+    longest_wait_s: float
     words: int
     words_that_differ: int
+    sessions_that_differ: int
     wrong_numbers: int
     wrong_items: int
-    # Runs at whose end the engines had more streams than there were sessions.
-    owned_twice: int
-    actor_calls_per_s: float
+    # Samples that a client had to drop because nobody took them.
+    samples_lost: int
 
 
-class Session(Speaker):
-    """A speaker that notes how long it heard nothing."""
+def fates(crowd: Iterable[Session], failures: int, alone: str) -> Fates:
+    sessions = list(crowd)
+    waits = [wait for session in sessions for wait in session.resumed_s]
+    said = [session.text for session in sessions]
+    differ, words = differences(said, [alone] * len(said))
+    return Fates(
+        len(sessions),
+        failures + sum(session.begun > 1 for session in sessions),
+        len(waits),
+        round(statistics.median(waits), 2) if waits else 0.0,
+        round(max(waits, default=0.0), 2),
+        round(max((session.longest_wait_s for session in sessions), default=0.0), 2),
+        words,
+        differ,
+        sum(plain_words(text) != plain_words(alone) for text in said),
+        sum(session.wrong_numbers for session in sessions),
+        sum(session.wrong_items for session in sessions),
+        sum(session.kept.lost for session in sessions),
+    )
 
-    def __init__(self, url: str, audio: bytes) -> None:
-        super().__init__(url, audio)
-        self.begun = 0
-        self.longest_silence_s = 0.0
-        self._heard_at = time.perf_counter()
 
-    def _note(self, event: Told) -> None:
-        super()._note(event)
-        now = time.perf_counter()
-        self.longest_silence_s = max(self.longest_silence_s, now - self._heard_at)
-        self._heard_at = now
-        self.begun += event["type"] == "session.updated"
+class Matrix:
+    """One fleet, and everything that is done to it."""
 
+    def __init__(self, fleet: Fleet, audio: bytes, people: int, streams: int, head_away_s: float) -> None:
+        self._fleet, self._audio = fleet, audio
+        self._people, self._streams, self._head_away_s = people, streams, head_away_s
+        self.alone = ""
 
-class Fleet:
-    """The cluster, its nodes, and the command line that an operator has."""
+    def crowd(self, people: int, apart_s: float) -> Crowd:
+        return Crowd(lambda: self._fleet.url, self._audio, people, apart_s)
 
-    def __init__(self, folder: Path, model: str, through: bool) -> None:
-        self.folder = folder
-        self.balancer = Balancer()
-        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
-        base = 21_000 + os.getpid() % 400 * 20
-        (folder / "server.toml").write_text(
-            f'[model]\nname = "{model}"\nthreads = 1\nmax_streams = 8\n[limits]\nmax_load = 0.0\n'
-        )
-        program = [sys.executable, "-m", "benchmarks.fleet_network"] if through else []
-        (folder / "fleet.toml").write_text(
-            f'name = "bench"\ncluster = "127.0.0.1:{6400 + os.getpid() % 500}"\nstate_folder = "{folder}/state"\n'
-            f'config = "server.toml"\nhead_works = false\n'
-            f"[engine]\nleast = 2\nmost = 3\ncpus = 0.2\nport = {base}\ndrain_s = 20\n"
-            f"[gateway]\ncount = 2\ncpus = 0.2\nport = {base + 10}\ndrain_s = 2\nprogram = {json.dumps(program)}\n"
-        )
+    async def listen_alone(self) -> None:
+        crowd = self.crowd(1, 0.0)
+        await asyncio.sleep(1.0)
+        await crowd.go()
+        if crowd.failures or len(crowd.sessions) != 1:
+            raise RuntimeError(f"the calm run failed, and what follows would mean nothing: {crowd.failures}")
+        self.alone = crowd.sessions[0].text
+        print(f"alone: {self.alone}", flush=True)
 
-    @property
-    def state(self) -> Path:
-        return self.folder / "state" / "bench"
+    async def series(self, kind: str, times: int) -> dict[str, Any]:
+        """The same loss again and again."""
+        lose = getattr(self._fleet, f"lose_{kind.removesuffix('-long')}")
+        away_s = self._head_away_s if kind.endswith("-long") else HEAD_SHORT_S
+        crowd = self.crowd(self._people, len(self._audio) / (2 * RATE) / self._people)
+        watching = asyncio.create_task(self._keep_balancer())
+        begun, went_on_s, owned_twice = time.monotonic(), list[float](), 0
+        calls = list[float]()
+        try:
+            await crowd.until_all_speak()
+            for _ in range(times):
+                owned_twice += not await self._settled(crowd)
+                before = self._fleet.status()
+                hearing = asyncio.create_task(crowd.until_heard())
+                is_mended = await lose(before, away_s)
+                went_on_s.append(await hearing)
+                calls += self._calls_per_look(before, await self._fleet.until_whole(is_mended))
+            owned_twice += not await self._settled(crowd)
+            await crowd.go()
+            owned_twice += not await self._emptied()
+        finally:
+            watching.cancel()
+        crowd.tell_troubles(self.alone)
+        return {
+            "kind": kind,
+            "times": times,
+            "at_once": self._people,
+            "went_on_p50_s": round(statistics.median(went_on_s), 2),
+            "went_on_max_s": round(max(went_on_s), 2),
+            **asdict(fates(crowd.sessions, len(crowd.failures), self.alone)),
+            "owned_twice": owned_twice,
+            "calls_per_look": sorted(set(calls)),
+            "took_s": round(time.monotonic() - begun),
+        }
 
-    async def run(self, *arguments: str) -> str:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "realtime.cli", "fleet", *arguments),
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        out, err = await process.communicate()
-        if process.returncode:
-            raise RuntimeError(f"tickertape fleet {' '.join(arguments)}: {err.decode().strip()}")
-        return out.decode()
+    async def scale(self) -> dict[str, Any]:
+        """More people than one engine has room for, then few: engines follow by the rules of the file."""
+        self._fleet.write_plan(least=1, most=3)
+        await self._fleet.run("up", "--wait", "0")
+        await self._until_engines(1)
+        seen = Seen(self._fleet)
+        watching = asyncio.create_task(seen.watch())
+        few = self.crowd(2, ARRIVE_S)
+        many = self.crowd(round(3 * LOAD * self._streams) - 2, ARRIVE_S)
+        try:
+            await self._until_engines(3)
+            await asyncio.sleep(STAY_S)
+            await many.go()
+            await self._until_engines(1)
+            await few.go()
+        finally:
+            watching.cancel()
+        refused = [*few.refused_s, *many.refused_s]
+        failures = len(few.failures) + len(many.failures)
+        return {
+            "kind": "scale",
+            "engines": seen.engines,
+            "engine_start_max_s": round(max(seen.start_s, default=0.0), 1),
+            "not_let_in_at_first": len(refused),
+            "let_in_after_max_s": round(max(refused, default=0.0), 1),
+            **asdict(fates([*few.sessions, *many.sessions], failures, self.alone)),
+        }
 
-    def status(self) -> Told:
-        """As the manager wrote it down last: a command of its own would take processor time from the speech."""
-        found: Told = json.loads((self.state / "status.json").read_text())
-        self.balancer.gateways = [
-            ("127.0.0.1", unit["port"]) for unit in found["units"] if unit["kind"] == "gateway" and unit["pid"]
-        ]
-        return found
+    async def _until_engines(self, engines: int) -> None:
+        async with asyncio.timeout(300):
+            while True:
+                units = (await self._fleet.until_whole())["units"]
+                if sum(unit["kind"] == "engine" for unit in units) == engines:
+                    return
+                await asyncio.sleep(0.2)
 
-    async def start(self) -> None:
-        await self.balancer.start()
-        plan = read_plan(self.folder / "fleet.toml")
-        await asyncio.to_thread(start_head, plan)
-        # One after the other: nodes of one machine that start together take each other's ports.
-        for there, name in enumerate(NODES, 2):
-            self.join(name)
-            await asyncio.to_thread(wait_for_nodes, plan, there)
-        # The first look finds all nodes, so that engines and gateways are spread over them.
-        await self.run("up", "--wait", str(PATIENCE_S))
-        await self.until_whole()
+    async def _settled(self, crowd: Crowd) -> bool:
+        """Until all is whole and everybody is heard; false if engines have more streams than there are people."""
+        await self._fleet.until_whole()
+        await crowd.until_heard()
+        return await self._have_at_most(self._people)
 
-    def join(self, name: str) -> None:
-        edge = ("--edge",) if name in EDGES else ()
-        command = (sys.executable, "-m", "realtime.cli", "fleet", "join", "--name", name, *edge)
-        with (self.folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, start_new_session=True)
-        self._nodes[name] = process
+    async def _emptied(self) -> bool:
+        return await self._have_at_most(0)
 
-    async def until_whole(self) -> Told:
-        deadline = time.monotonic() + PATIENCE_S
+    async def _have_at_most(self, streams: int) -> bool:
+        deadline = time.monotonic() + SETTLE_S
+        while (await self._fleet.until_whole())["capacity"]["streams"] > streams:
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.2)
+        return True
+
+    async def _keep_balancer(self) -> None:
         while True:
             with contextlib.suppress(OSError):
-                status = self.status()
-                serving = [unit for unit in status["units"] if unit["state"] == "serving"]
-                wanted = status["engines_wanted"] + status["gateways_wanted"]
-                is_new = time.time() - (self.state / "status.json").stat().st_mtime < FRESH_S
-                if is_new and len(serving) == wanted == len(status["units"]) and len(status["nodes"]) > len(NODES):
-                    return status
-            if time.monotonic() > deadline:
-                raise RuntimeError("the fleet did not become whole")
-            await asyncio.sleep(1.0)
+                self._fleet.status()
+            await asyncio.sleep(0.2)
 
-    async def stop(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            await self.run("down", "--wait", "90")
-        for process in self._nodes.values():
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-        for folder in (self.state / "cluster", *(self.state / "nodes").glob("*")):
-            for record in Records(folder).running():
-                kill_family(record)
-
-    # What is lost
-
-    def one(self, status: Told, kind: str) -> Told:
-        """One that carries something, if there is one."""
-        units = [unit for unit in status["units"] if unit["kind"] == kind and unit["state"] == "serving"]
-        chosen: Told = random.choice([unit for unit in units if unit["busy"]] or units)
-        return chosen
-
-    async def lose_engine(self, status: Told, away_s: float) -> None:
-        os.killpg(self.one(status, "engine")["pid"], signal.SIGKILL)
-
-    async def lose_gateway(self, status: Told, away_s: float) -> None:
-        os.killpg(self.one(status, "gateway")["pid"], signal.SIGKILL)
-
-    async def lose_keeper(self, status: Told, away_s: float) -> None:
-        for pid in keepers_below(self._nodes[self.one(status, "engine")["node"]].pid):
-            os.kill(pid, signal.SIGKILL)
-
-    async def lose_node(self, status: Told, away_s: float) -> None:
-        """The machine is gone: Ray's part and ours. It comes back empty."""
-        name = self.one(status, "engine")["node"]
-        for record in Records(self.state / "nodes" / name).running():
-            kill_family(record)
-        os.killpg(self._nodes[name].pid, signal.SIGKILL)
-        await asyncio.to_thread(self._nodes[name].wait)
-        self.join(name)
-
-    async def lose_head(self, status: Told, away_s: float) -> None:
-        record = Records(self.state / "cluster").read("head")
-        assert record is not None
-        kill_family(record)
-        await asyncio.sleep(away_s)
-        await self.run("up", "--wait", "0")
-
-    async def lose_network(self, status: Told, away_s: float) -> None:
-        engine, gateway = self.one(status, "engine"), self.one(status, "gateway")
-        cut = self.state / "nodes" / gateway["node"] / f"cut-{engine['name']}"
-        cut.touch()
-        await asyncio.sleep(15.0)
-        cut.unlink()
-
-    async def lose_upgrade(self, status: Told, away_s: float) -> None:
-        await self.run("upgrade", "--wait", str(PATIENCE_S))
-
-    async def lose_scale(self, status: Told, away_s: float) -> None:
-        await self.run("scale", "3")
-        await self.until_whole()
-        await self.run("scale", "2")
-        await self.until_whole()
+    @staticmethod
+    def _calls_per_look(before: dict[str, Any], after: dict[str, Any]) -> list[float]:
+        """Nothing if the manager was lost: it counts from nothing then."""
+        looks = after["looks"] - before["looks"]
+        return [round((after["actor_calls"] - before["actor_calls"]) / looks, 2)] if looks > 0 else []
 
 
-def wait_for_nodes(plan: FleetPlan, count: int) -> None:
-    """In a process of its own: whoever has once spoken to Ray ends with it."""
-    script = (
-        "import sys, time, ray; from fleet.cluster.connect import connect; from fleet.plan import read_plan\n"
-        "connect(read_plan(sys.argv[1]), 200.0)\n"
-        "while sum(node['Alive'] for node in ray.nodes()) < int(sys.argv[2]): time.sleep(0.5)"
-    )
-    file = plan.folder.parent.parent / "fleet.toml"
-    subprocess.run([sys.executable, "-c", script, str(file), str(count)], check=True, timeout=PATIENCE_S)
+class Seen:
+    """How many engines served, one number after the other, and how long each took from its keeper to serving."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.engines: list[int] = []
+        self.start_s: list[float] = []
+
+    async def watch(self) -> None:
+        first: dict[str, float] = {}
+        while True:
+            with contextlib.suppress(OSError):
+                units = [unit for unit in self._fleet.status()["units"] if unit["kind"] == "engine"]
+                serving = [unit["name"] for unit in units if unit["state"] == "serving"]
+                for unit in units:
+                    first.setdefault(unit["name"], time.monotonic())
+                for name in serving:
+                    if (since := first[name]) > 0:
+                        self.start_s.append(time.monotonic() - since)
+                        first[name] = 0.0
+                if self.engines[-1:] != [len(serving)]:
+                    self.engines.append(len(serving))
+            await asyncio.sleep(0.1)
 
 
-def keepers_below(node: int) -> list[int]:
-    """Ray's workers of a node that are keepers."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            session = int((path / "stat").read_text().rpartition(")")[2].split()[3])
-            if session == node and (path / "cmdline").read_text().startswith("ray::KeeperActor"):
-                found.append(int(path.name))
-    return found
-
-
-async def watch(fleet: Fleet, sessions: int, over: asyncio.Event, twice: list[int]) -> None:
-    """Look now and then: the balancer learns of new gateways, and no stream may be there twice for long."""
-    while not over.is_set():
-        with contextlib.suppress(OSError):
-            status = fleet.status()
-            twice.append(max(0, status["capacity"]["streams"] - sessions))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(over.wait(), 2.0)
-
-
-async def once(
-    fleet: Fleet, audio: bytes, sessions: int, lose: Callable[[Told, float], Awaitable[None]] | None, away_s: float
-) -> tuple[list[Session], int, int]:
-    """All sessions at once, the loss in the middle: the sessions, how many failed, whether a stream was there twice."""
-    await fleet.until_whole()
-    speakers = [Session(f"ws://127.0.0.1:{fleet.balancer.port}/v1/realtime", audio) for _ in range(sessions)]
-    over, twice = asyncio.Event(), list[int]()
-    watching = asyncio.create_task(watch(fleet, sessions, over, twice))
-    speaking = asyncio.gather(*(speaker.speak() for speaker in speakers), return_exceptions=True)
-    if lose is not None:
-        await asyncio.sleep(random.uniform(0.3, 0.6) * len(audio) / (2 * RATE))
-        await lose(fleet.status(), away_s)
-    ends = await asyncio.wait_for(speaking, PATIENCE_S)
-    over.set()
-    await watching
-    for end in ends:
-        if end is not None:
-            print(f"a session failed: {end!r}", flush=True)
-    return speakers, sum(end is not None for end in ends), sum(count > 0 for count in twice[-1:])
-
-
-async def measure(arguments: argparse.Namespace) -> list[Result]:
+def recording(seconds: float) -> bytes:
     sound = next(file for file in (cache_folder() / SAMPLE).iterdir() if file.suffix == ".wav")
-    samples = np.concatenate(list(read_file(sound)))[: int(arguments.seconds * RATE)]
-    audio = (np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes()
+    samples = np.concatenate(list(read_file(sound)))[: int(seconds * RATE)]
+    return (np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes()
+
+
+async def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     lasting_session.FIRST_WAIT_S = 0.1
-    kinds = arguments.kinds.split(",")
-    results: list[Result] = []
+    os.environ |= HEALTH
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
-        fleet = Fleet(Path(folder), arguments.model, "network" in kinds)
+        shape = Shape(arguments.model, arguments.streams, arguments.null)
+        fleet = Fleet(Path(folder), shape)
+        matrix = Matrix(fleet, recording(arguments.seconds), arguments.sessions, shape.streams, arguments.head_away)
         try:
             await fleet.start()
-            (alone,), failed, _ = await once(fleet, audio, 1, None, 0.0)
-            if failed:
-                raise RuntimeError("the calm run failed: what follows would mean nothing")
-            print(f"calm: {len(' '.join(alone.transcripts).split())} words", flush=True)
-            for kind in kinds:
-                results.append(await series(fleet, kind, audio, alone, arguments))
-                print(asdict(results[-1]), flush=True)
+            await matrix.listen_alone()
+            for kind, times in arguments.kinds:
+                results.append(await (matrix.scale() if kind == "scale" else matrix.series(kind, times)))
+                print(json.dumps(results[-1]), flush=True)
         finally:
             await fleet.stop()
     return results
 
 
-async def series(fleet: Fleet, kind: str, audio: bytes, alone: Session, arguments: argparse.Namespace) -> Result:
-    """The same loss again and again."""
-    begun, before = time.monotonic(), fleet.status()["actor_calls"]
-    all_sessions: list[Session] = []
-    lost = owned_twice = 0
-    lose = None if kind == "calm" else getattr(fleet, f"lose_{kind}")
-    for _ in range(arguments.times):
-        speakers, failed, twice = await once(fleet, audio, arguments.sessions, lose, arguments.head_away)
-        all_sessions += speakers
-        lost += failed + sum(speaker.begun > 1 for speaker in speakers)
-        owned_twice += twice
-    calls = (await fleet.until_whole())["actor_calls"] - before
-    waits = [wait for speaker in all_sessions for wait in speaker.resumed_s]
-    said = [" ".join(speaker.transcripts) for speaker in all_sessions]
-    differ, words = differences(said, [" ".join(alone.transcripts)] * len(said))
-    silence = max(speaker.longest_silence_s for speaker in all_sessions) - alone.longest_silence_s
-    return Result(
-        kind,
-        arguments.times,
-        arguments.sessions,
-        lost,
-        len(waits),
-        statistics.median(waits) if waits else 0.0,
-        max(waits, default=0.0),
-        round(silence, 2),
-        words,
-        differ,
-        sum(speaker.wrong_numbers for speaker in all_sessions),
-        sum(speaker.wrong_items for speaker in all_sessions),
-        owned_twice,
-        # A manager that was lost counts from nothing again: a figure below 0 says so.
-        round(calls / (time.monotonic() - begun), 2),
-    )
+def kinds(text: str) -> list[tuple[str, int]]:
+    known = {part.partition(":")[0] for part in KINDS.split(",")}
+    found = [(name, int(times or 1)) for name, _, times in (part.partition(":") for part in text.split(","))]
+    if unknown := {name for name, _ in found} - known:
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", default=",".join(KINDS), help="which, separated by commas; calm is one too")
-    parser.add_argument("--times", type=int, default=10)
-    parser.add_argument("--sessions", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=30.0, help="how much of the recording each session hears")
+    parser.add_argument("--kinds", type=kinds, default=KINDS, help=f"which, and how often; {KINDS} unless given")
+    parser.add_argument("--sessions", type=int, default=4, help="people who speak at the same time")
+    parser.add_argument("--seconds", type=float, default=20.0, help="how much of the recording a session hears")
+    parser.add_argument("--streams", type=int, default=8, help="how many an engine has room for")
     parser.add_argument("--model", default="moonshine-tiny")
+    parser.add_argument("--null", action="store_true", help="engines without a model")
     parser.add_argument("--head-away", type=float, default=120.0, metavar="SECONDS")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    unknown = set(arguments.kinds.split(",")) - {*KINDS, "calm"}
-    if unknown:
-        parser.error(f"unknown kinds: {', '.join(sorted(unknown))}")
     results = asyncio.run(measure(arguments))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+        told = {"command": " ".join(sys.argv[1:]), "cores": os.cpu_count(), "results": results}
+        arguments.json.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

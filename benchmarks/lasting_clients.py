@@ -40,13 +40,16 @@ class Speaker(LastingSession):
 
     async def speak(self) -> None:
         telling = asyncio.create_task(self.run(self.events.append, self._line))
+        await self._say()
+        await telling
+
+    async def _say(self) -> None:
         size, due = int(PACKET_S * SAMPLE_RATE) * 2, time.perf_counter()
         for start in range(0, len(self._audio), size):
             due += PACKET_S
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             self.append(self._audio[start : start + size])
         self.finish()
-        await telling
 
     def _line(self, text: str) -> None:
         """The line is lost, or is back."""

@@ -2,6 +2,8 @@
 
 python -m benchmarks.null_engine --listen ipc:///tmp/engine
 
+With `engine` and the flags of `tickertape engine` behind, it stands in for it in a fleet.
+
 It says a word every 400 ms, as people do, and hears them pause for a second in every five. What gateways spend under
 load can so be measured where there is no GPU.
 """
@@ -12,6 +14,7 @@ import argparse
 import signal
 import threading
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +22,9 @@ from numpy.typing import NDArray
 from benchmarks.step_cost import NullRunner, voxtral_like
 from engine.core.limits import Limits
 from engine.core.scheduler import Scheduler
+from engine.fleet_secret import read_secret
 from engine.messages import Saved, Speech
+from engine.server.host import Drain
 from engine.server.loop import EngineLoop
 from engine.server.main import run_engine
 
@@ -65,11 +70,11 @@ class NullDetector:
         return found
 
 
-def build() -> EngineLoop:
+def build(streams: int = STREAMS) -> EngineLoop:
     spec = replace(voxtral_like(), look_back_samples=680, look_ahead_samples=40)
-    pages = tuple(group.ring_pages * STREAMS for group in spec.kv_groups)
+    pages = tuple(group.ring_pages * streams for group in spec.kv_groups)
     limits = Limits(
-        STREAMS, spec.embeds_per_stream * STREAMS + 4096, pages, step_positions=STREAMS, step_embeds=STREAMS
+        streams, spec.embeds_per_stream * streams + 4096, pages, step_positions=streams, step_embeds=streams
     )
     runner = NullRunner(spec)
     return EngineLoop(Scheduler(spec, limits, runner.vocabulary), runner, NullDetector(spec.sample_rate))
@@ -77,12 +82,21 @@ def build() -> EngineLoop:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["engine"], help="as `tickertape engine` is called")
     parser.add_argument("--listen", required=True, help="address to listen on")
-    address = parser.parse_args().listen
-    asked_to_stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: asked_to_stop.set())
-    run_engine(address, build, asked_to_stop.is_set)
+    parser.add_argument("--streams", type=int, default=STREAMS, help="how many it has room for")
+    parser.add_argument("--fleet-secret-file")
+    parser.add_argument("--drain-s", type=float, default=60.0)
+    parser.add_argument("--config", help="not read: there is nothing to set")
+    options = parser.parse_args()
+    asked_to_stop, asked_to_drain = threading.Event(), threading.Event()
+    # Alone it has nobody to give its streams to.
+    on_term = asked_to_drain if options.what else asked_to_stop
+    signal.signal(signal.SIGINT, lambda *_: asked_to_stop.set())
+    signal.signal(signal.SIGTERM, lambda *_: on_term.set())
+    secret = read_secret(options.fleet_secret_file) if options.fleet_secret_file else None
+    drain = Drain(asked_to_drain.is_set, options.drain_s)
+    run_engine(options.listen, partial(build, options.streams), asked_to_stop.is_set, drain=drain, fleet_secret=secret)
 
 
 if __name__ == "__main__":
