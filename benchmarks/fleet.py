@@ -6,8 +6,9 @@ A Ray cluster of a head and four nodes on this machine, made by `tickertape flee
 real `tickertape engine` and `tickertape serve` processes, encrypted links, and a load balancer in this process. People
 speak one session after the other, the same recording at the pace of speech, and resume through any gateway. For each
 kind a part is lost as often as asked, each time when all is whole again; `calm` loses nothing and is what the others
-are compared with. `head-long` is a head that is away for `--head-away` seconds; `scale` is a load that asks for three
-engines and then for one. With --null the engines are `benchmarks.null_engine`: for numbers, not for words.
+are compared with. Times to go on are those of the last of all who speak: from the loss until sound spoken after it has
+been heard. `head-long` is a head that is away for `--head-away` seconds; `scale` is a load that asks for three engines
+and then for one. With --null the engines are `benchmarks.null_engine`: for numbers, not for words.
 Needs the extra tickertape[fleet].
 """
 

@@ -73,8 +73,9 @@ class NullDetector:
 def build(streams: int = STREAMS) -> EngineLoop:
     spec = replace(voxtral_like(), look_back_samples=680, look_ahead_samples=40)
     pages = tuple(group.ring_pages * streams for group in spec.kv_groups)
+    # A stream that is rebuilt hears many positions in a step, however few streams there is room for.
     limits = Limits(
-        streams, spec.embeds_per_stream * streams + 4096, pages, step_positions=streams, step_embeds=streams
+        streams, spec.embeds_per_stream * streams + 4096, pages, step_positions=STREAMS, step_embeds=STREAMS
     )
     runner = NullRunner(spec)
     return EngineLoop(Scheduler(spec, limits, runner.vocabulary), runner, NullDetector(spec.sample_rate))

@@ -39,8 +39,8 @@ class Crew(Protocol):
     def hire(self, unit: Unit, plan: FleetPlan) -> None:
         """A keeper for this unit, on its node."""
 
-    def reports(self, table: Table) -> Mapping[str, Report]:
-        """Of all keepers that answer now; gateways get the table on the way."""
+    def reports(self, table: Table, figures: Mapping[str, Any]) -> Mapping[str, Report]:
+        """Of all keepers that answer now; gateways get the table and the fleet's figures on the way."""
 
     def drain(self, name: str) -> None: ...
 
@@ -210,7 +210,9 @@ class Manager:
         # A machine that went has been emptied; should it come back, it is there to work.
         self._memory.drained -= self._nodes.keys() - nodes.keys()
         self._nodes = nodes
-        self._reports = self._crew.reports(self._memory.table)
+        # Those of the look before: a call carries both ways what there is.
+        figures = {"name": self._memory.plan.name, **fleet_capacity(self._capacities())}
+        self._reports = self._crew.reports(self._memory.table, figures)
         self._seen = engines_seen(self._capacities().values())
         self._refused = self._newly_refused()
         for name, unit in list(self._units.items()):

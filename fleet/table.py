@@ -36,10 +36,14 @@ def next_table(last: Table, units: Iterable[Unit], hosts: Mapping[str, str]) -> 
 
 
 def write_table(path: Path, table: Table) -> None:
-    """Whoever reads it sees the old one or the new one, whole."""
+    """Only one that is another: gateways read what has changed."""
     text = json.dumps(table, indent=1)
-    if path.is_file() and path.read_text() == text:
-        return
+    if not (path.is_file() and path.read_text() == text):
+        write_whole(path, text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Whoever reads it sees the old one or the new one, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".new")
     beside.write_text(text)

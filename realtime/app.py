@@ -19,7 +19,7 @@ from realtime.config import Config, LimitsConfig, ModelConfig
 from realtime.http.gateway import Gateway
 from realtime.http.routes import build_app
 from realtime.metrics.engine import engine_collector
-from realtime.metrics.gateway import Metrics
+from realtime.metrics.gateway import Metrics, name_collector
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.house import House
 from realtime.serving.surroundings import Surroundings
@@ -193,6 +193,7 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
         engines += _own_engines(config.model)
     client = EngineClient(engines, _client_settings(config))
     metrics.add_collector(engine_collector(client.metrics, client.capacity))
+    metrics.add_collector(name_collector(config.gateway_name))
     starting = asyncio.create_task(_start(client), name="start of the engine")
     stop_at_once = False
     try:
@@ -239,6 +240,7 @@ async def gateway_of_several(
     wait_s = REMOTE_WAIT_S if config.engines_elsewhere else START_TIMEOUT_S
     client = EngineClient([RemoteEngine(address, wait_s) for address in engines], _client_settings(config))
     metrics.add_collector(engine_collector(client.metrics, client.capacity))
+    metrics.add_collector(name_collector(config.gateway_name))
     starting = asyncio.create_task(_start(client), name="start of the engine")
     share = replace(config, limits=_share(config.limits, config.server.workers))
     try:

@@ -164,7 +164,9 @@ class FleetConfig:
     # A file with the fleet's secret: links over tcp are encrypted with keys made of it, and any gateway of the fleet
     # takes what another one signed.
     secret_file: str | None = None
-    # What this gateway is called in /capacity; empty: the name of the machine and the port.
+    # A JSON file with the figures of the whole fleet, which its keeper replaces; /capacity shows them.
+    figures: str | None = None
+    # What this gateway is called in /capacity and /metrics; empty: the name of the machine and the port.
     gateway: str = ""
 
 

@@ -20,7 +20,7 @@ from fleet.keepers.process import Records
 from fleet.manager import Manager, Memory
 from fleet.plan import plan_from
 from fleet.state import Kind, Unit
-from fleet.table import Table
+from fleet.table import Table, write_whole
 
 logger = logging.getLogger(__name__)
 STEP_S = 0.5
@@ -39,9 +39,10 @@ class KeeperActor:
         self._keeper: Keeper = made(unit, plan_from(plan), place)
         threading.Thread(target=self._work, name="keep", daemon=True).start()
 
-    def report(self, table: Table) -> dict[str, Any]:
+    def report(self, table: Table, figures: dict[str, Any]) -> dict[str, Any]:
         if isinstance(self._keeper, GatewayKeeper):
             self._keeper.take_table(table)
+            self._keeper.take_figures(figures)
         return self._keeper.report()
 
     def drain(self) -> None:
@@ -112,7 +113,7 @@ class FleetActor:
                 with self._lock:
                     self._manager.step()
                     # For programs on the head that look often: asking Ray takes a second and more.
-                    _replace(self._file.with_name("status.json"), self._status())
+                    write_whole(self._file.with_name("status.json"), json.dumps(self._status()))
             except Exception:
                 logger.exception("a look at the fleet failed")
 
@@ -127,12 +128,4 @@ class FleetActor:
         return {**self._manager.status(), "is_down": is_down, "actor_calls": self._crew.calls, "pid": os.getpid()}
 
     def _store(self, memory: dict[str, Any]) -> None:
-        _replace(self._file, memory)
-
-
-def _replace(path: Path, value: dict[str, Any]) -> None:
-    """Whoever reads it sees the old one or the new one, whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps(value))
-    os.replace(beside, path)
+        write_whole(self._file, json.dumps(memory))

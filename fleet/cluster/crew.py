@@ -71,8 +71,8 @@ class RayCrew:
         ).remote(unit, asdict(plan), place)
         self._hired[unit.name] = (unit, plan, actor)
 
-    def reports(self, table: Table) -> Mapping[str, Mapping[str, Any]]:
-        asked = {name: actor.report.remote(table) for name, (_, _, actor) in self._hired.items()}
+    def reports(self, table: Table, figures: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+        asked = {name: actor.report.remote(table, figures) for name, (_, _, actor) in self._hired.items()}
         self.calls += len(asked)
         if not asked:
             return {}

@@ -6,11 +6,12 @@ import http.client
 import json
 import re
 import ssl
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fleet.keepers.keeper import Keeper, program
-from fleet.table import Table, write_table
+from fleet.table import Table, write_table, write_whole
 
 LOOK_S = 2.0
 # Beside the goodbyes, a gateway waits for turns of clients that do not resume.
@@ -35,6 +36,10 @@ class GatewayKeeper(Keeper):
     def table_path(self) -> Path:
         return self.plan.node_folder(self.place.node) / f"{self.unit.name}.table.json"
 
+    @property
+    def figures_path(self) -> Path:
+        return self.plan.node_folder(self.place.node) / f"{self.unit.name}.fleet.json"
+
     def command(self) -> list[str]:
         settings = ["--config", self.plan.config] if self.plan.config else []
         return [
@@ -43,6 +48,7 @@ class GatewayKeeper(Keeper):
             *("--host", self.plan.gateway.host),
             *("--port", str(self.unit.port)),
             *("--engine-table", str(self.table_path)),
+            *("--fleet.figures", str(self.figures_path)),
             *("--fleet.gateway", self.unit.name),
             *("--fleet-secret-file", str(self.plan.secret_path)),
             *("--server.drain-spread-s", f"{self.plan.gateway.drain_s:g}"),
@@ -51,6 +57,10 @@ class GatewayKeeper(Keeper):
 
     def take_table(self, table: Table) -> None:
         write_table(self.table_path, table)
+
+    def take_figures(self, figures: Mapping[str, Any]) -> None:
+        """Written each time: how old the file is says how old the figures are."""
+        write_whole(self.figures_path, json.dumps(figures))
 
     def observe(self) -> None:
         status, body = self._get("/capacity")

@@ -15,6 +15,7 @@ from realtime.dialects.openai_session import beta_session, ga_session, merge_bet
 from realtime.errors import Refusal
 from realtime.http.bodies import read_body
 from realtime.http.context import Context
+from realtime.http.fleet_figures import fleet_figures
 from realtime.session.settings import Settings
 
 MIN_SECRET_S, DEFAULT_SECRET_S, MAX_SECRET_S = 10, 600, 7200
@@ -114,6 +115,7 @@ class Answers:
                 ],
                 "table_number": None if capacity.table is None else capacity.table.number,
                 "table_problem": "" if capacity.table is None else capacity.table.problem,
+                "fleet": await asyncio.to_thread(fleet_figures, self._context.config.fleet.figures),
             }
         )
 

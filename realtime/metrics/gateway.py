@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
@@ -81,6 +81,17 @@ class Metrics:
         for borrowed in self._borrowed:
             registry.register(borrowed)
         return generate_latest(registry)
+
+
+def name_collector(gateway: str) -> Callable[[], Iterable[Metric]]:
+    """What `Metrics.add_collector` takes: the gateway's name, to join with whatever it says of itself."""
+
+    def collect() -> Iterable[Metric]:
+        info = GaugeMetricFamily("tickertape_gateway_info", "What this gateway is called", labels=["gateway"])
+        info.add_metric([gateway], 1)
+        yield info
+
+    return collect
 
 
 class _Borrowed(Collector):

@@ -11,7 +11,7 @@ import yaml
 from fleet.cluster.environment import TESTED
 from realtime.config import ENVIRONMENT_PREFIX, known_keys
 from realtime.metrics.engine import engine_collector
-from realtime.metrics.gateway import Metrics
+from realtime.metrics.gateway import Metrics, name_collector
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -20,6 +20,7 @@ def test_every_metric_on_the_dashboard_exists(engine_figures: tuple[object, obje
     metrics = Metrics()
     figures, capacity = engine_figures
     metrics.add_collector(engine_collector(lambda: figures, lambda: capacity))  # type: ignore[arg-type,return-value]
+    metrics.add_collector(name_collector("g1"))
     exposed = set(re.findall(r"^# TYPE (\S+)", metrics.exposition().decode(), re.MULTILINE))
     names = exposed | {f"{name}_bucket" for name in exposed}
     dashboard = json.loads((ROOT / "deploy/grafana/dashboards/tickertape.json").read_text())

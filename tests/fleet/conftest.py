@@ -3,7 +3,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +90,11 @@ class LocalCrew:
         made = EngineKeeper if unit.kind is Kind.ENGINE else GatewayKeeper
         self.keepers[unit.name] = made(unit, plan, Place(unit.node, host, self.print))
 
-    def reports(self, table: Table) -> dict[str, Any]:
+    def reports(self, table: Table, figures: Mapping[str, Any]) -> dict[str, Any]:
         for keeper in self.keepers.values():
             if isinstance(keeper, GatewayKeeper):
                 keeper.take_table(table)
+                keeper.take_figures(figures)
             keeper.step()
         self.calls += len(self.keepers)
         return {name: keeper.report() for name, keeper in self.keepers.items()}

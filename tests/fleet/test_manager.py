@@ -66,6 +66,16 @@ def test_a_fleet_comes_up_and_goes_down(plan: FleetPlan, crew: LocalCrew) -> Non
     assert not crew.found_on(crew.there[0]) and not crew.found_on(crew.there[1])
 
 
+def test_gateways_are_told_the_figures_of_the_whole_fleet(plan: FleetPlan, crew: LocalCrew) -> None:
+    manager = manager_of(replace(plan, gateway=replace(plan.gateway, count=2)), crew)
+    status = run(manager, lambda status: len(serving(status)) == 3)
+    manager.step()
+    for keeper in crew.keepers.values():
+        if isinstance(keeper, GatewayKeeper):
+            assert json.loads(keeper.figures_path.read_text()) == {"name": "test", **status["capacity"]}
+    assert status["capacity"]["gateways"] == 2 and status["capacity"]["streams_possible"] == 10
+
+
 def test_a_manager_without_memory_finds_what_runs(plan: FleetPlan, crew: LocalCrew) -> None:
     first = run(manager_of(plan, crew), lambda status: len(serving(status)) == 2)
     pids = {unit["name"]: unit["pid"] for unit in first["units"]}

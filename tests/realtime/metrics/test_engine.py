@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.client.capacity import Capacity
 from engine.client.supervisor import EngineMetrics
 from realtime.metrics.engine import engine_collector
-from realtime.metrics.gateway import Metrics
+from realtime.metrics.gateway import Metrics, name_collector
 
 
 def test_engine_counters_are_shown_with_the_gateways_own() -> None:
@@ -13,6 +13,7 @@ def test_engine_counters_are_shown_with_the_gateways_own() -> None:
     seen.input_cache.queries, seen.input_cache.hits, seen.input_cache.bytes_saved = 10, 4, 4096
     metrics = Metrics()
     metrics.add_collector(engine_collector(lambda: seen, lambda: Capacity(2, 8, 1, 0.25, 1.0, holds=5)))
+    metrics.add_collector(name_collector("g1"))
     shown = metrics.exposition().decode().splitlines()
     for line in (
         "tickertape_mm_cache_queries_total 10.0",
@@ -24,5 +25,6 @@ def test_engine_counters_are_shown_with_the_gateways_own() -> None:
         "tickertape_engine_load 0.25",
         "tickertape_engine_streams_that_hold 5.0",
         "tickertape_stalls_total 0.0",
+        'tickertape_gateway_info{gateway="g1"} 1.0',
     ):
         assert line in shown

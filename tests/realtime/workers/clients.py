@@ -56,7 +56,7 @@ class Speaker(LastingSession):
     def check(self) -> None:
         """Numbers without gap or repeat, one end for each item, and all of it was told in pieces before."""
         numbers = [event["seq"] for event in self.events if "seq" in event]
-        assert numbers == list(range(1, len(numbers) + 1))
+        assert numbers == list(range(1, len(numbers) + 1)), (numbers, self.lines)
         done = [event["item_id"] for event in self.events if event["type"] == COMPLETED]
         assert len(done) == len(set(done))
         committed = [event["item_id"] for event in self.events if event["type"] == "input_audio_buffer.committed"]
