@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ async def shown(figures: str | None) -> dict[str, Any]:
 
 async def test_capacity_has_the_sums_of_the_fleet_and_their_age(tmp_path: Path) -> None:
     path = tmp_path / "fleet.json"
-    path.write_text('{"name": "captions", "sessions": 41, "streams_free": 7}')
+    await asyncio.to_thread(path.write_text, '{"name": "captions", "sessions": 41, "streams_free": 7}')
     fleet = (await shown(str(path)))["fleet"]
     assert fleet.pop("age_s") >= 0.0
     assert fleet == {"name": "captions", "sessions": 41, "streams_free": 7}
@@ -32,6 +33,6 @@ async def test_capacity_has_the_sums_of_the_fleet_and_their_age(tmp_path: Path) 
 async def test_figures_that_are_not_there_or_not_whole_are_not_shown(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "fleet.json"
     if text is not None:
-        path.write_text(text)
+        await asyncio.to_thread(path.write_text, text)
     assert (await shown(str(path)))["fleet"] is None
     assert (await shown(None))["fleet"] is None
