@@ -9,7 +9,7 @@ from typing import Any
 
 
 def fleet_figures(path: str | None) -> dict[str, Any] | None:
-    """With their age, by this machine's clock alone; None if nobody writes any. Reads a file, so not for an event loop."""
+    """With their age by this machine's clock; None if nobody writes any. Reads a file, so not for an event loop."""
     if path is None:
         return None
     try:

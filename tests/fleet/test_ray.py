@@ -27,8 +27,8 @@ Told = dict[str, Any]
 
 
 class Operator:
-    """Runs `tickertape fleet` as people do, in a process of its own; looks often, and for that reads what it wrote down:
-    a command takes seconds to reach the cluster."""
+    """Runs `tickertape fleet` as people do, in a process of its own. It looks often, and for that reads what the
+    manager wrote down: a command takes seconds to reach the cluster."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
