@@ -19,6 +19,7 @@ from fleet.reconcile import reconcile
 from fleet.scale import Decision, ScaleMemory, decide
 from fleet.state import Action, Actual, Drain, Forget, Kind, Node, Start, Unit, UnitState, Wait, Wanted
 from fleet.table import Table, next_table
+from fleet.troubles import clock_trouble, link_troubles
 
 logger = logging.getLogger(__name__)
 Report = Mapping[str, Any]
@@ -97,16 +98,19 @@ class Manager:
         memory: Memory,
         store: Callable[[dict[str, Any]], None],
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._crew = crew
         self._memory = memory
         self._store = store
         self._clock = clock
+        self._wall_clock = wall_clock
         self._stored: dict[str, Any] = {}
         self._nodes: dict[str, Node] = {}
         self._units: dict[str, Unit] = {}
         self._reports: Mapping[str, Report] = {}
         self._seen: dict[str, dict[str, Any]] = {}
+        self._troubles: dict[str, str] = {}
         # The process as which an engine was last seen to serve.
         self._served_as: dict[str, Any] = {}
         self._refused = 0
@@ -215,6 +219,9 @@ class Manager:
         self._reports = self._crew.reports(self._memory.table, figures)
         self._seen = engines_seen(self._capacities().values())
         self._refused = self._newly_refused()
+        now = self._wall_clock()
+        clocks = {name: clock_trouble(report["node"], report["time"], now) for name, report in self._reports.items()}
+        self._troubles = clocks | link_troubles(self._capacities().values())
         for name, unit in list(self._units.items()):
             self._units[name] = self._as_reported(unit, self._reports.get(name))
 
@@ -345,7 +352,7 @@ class Manager:
             "table_number": capacity.get("table_number"),
             "pid": report.get("pid"),
             "restarts": report.get("restarts", 0),
-            "error": report.get("error", ""),
+            "error": report.get("error") or self._troubles.get(unit.name, ""),
         }
 
     def _note(self, text: str) -> None:

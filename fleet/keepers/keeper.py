@@ -132,6 +132,7 @@ class Keeper:
                 "name": self.unit.name,
                 "kind": str(self.unit.kind),
                 "node": self.place.node,
+                "time": time.time(),
                 "port": self.unit.port,
                 "generation": self.unit.generation,
                 "state": str(self._state()),

@@ -32,7 +32,16 @@ def accept(listening: socket.socket) -> None:
         listening.accept()[0].close()
 
 
+def unwanted(table: Path) -> list[dict[str, Any]]:
+    """Engines that the gateway will not have, as a file beside its table says."""
+    problem = table.with_name("problem")
+    engines = json.loads(table.read_text())["engines"] if problem.exists() else []
+    return [{"name": engine["name"], "problem": problem.read_text()} for engine in engines]
+
+
 def seen(table: Path) -> list[dict[str, Any]]:
+    if unwanted(table):
+        return []
     try:
         engines = json.loads(table.read_text())["engines"]
     except (OSError, ValueError):
@@ -53,7 +62,9 @@ def serve(options: argparse.Namespace) -> None:
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             engines = seen(Path(options.engine_table))
-            body = {"/capacity": {"sessions": 0, "engines": engines}, "/ready": {}}.get(self.path, {})
+            missing = unwanted(Path(options.engine_table))
+            capacity = {"sessions": 0, "engines": engines, "engines_missing": missing}
+            body = {"/capacity": capacity, "/ready": {}}.get(self.path, {})
             ready = any(shown["beat_age_s"] is not None for shown in engines)
             self.send_response(503 if self.path == "/ready" and not ready else 200)
             self.end_headers()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -159,6 +160,34 @@ def test_a_node_with_another_secret_gets_nothing_and_says_why(plan: FleetPlan, c
     for _ in range(5):
         manager.step()
     assert len(manager.status()["notes"]) == steps
+
+
+def test_an_engine_that_gateways_will_not_have_serves_nobody_and_the_reason_is_shown(
+    plan: FleetPlan, crew: LocalCrew
+) -> None:
+    problem = "the engine at tcp://127.0.0.1:5600 runs other weights than the others"
+    folder = plan.node_folder("n1")
+    folder.mkdir(parents=True)
+    (folder / "problem").write_text(problem)
+    crew.there = crew.there[:1]
+    status = run(manager_of(plan, crew), lambda status: any(unit["error"] == problem for unit in status["units"]))
+    (engine,) = [unit for unit in status["units"] if unit["kind"] == "engine"]
+    assert (engine["error"], engine["state"]) == (problem, "starting")
+    assert status["capacity"]["streams_possible"] == 0
+
+
+@pytest.mark.parametrize(("off_s", "said"), [(-90.0, "90 s ahead of"), (90.0, "90 s behind"), (1.0, "")])
+def test_a_clock_that_is_off_is_shown_and_hinders_nothing(
+    plan: FleetPlan, crew: LocalCrew, off_s: float, said: str
+) -> None:
+    """The head's is off by so much here: to it, all others are off by the same the other way."""
+    manager = Manager(crew, Memory.of(plan), Stored(), wall_clock=lambda: time.time() + off_s)
+    status = run(manager, lambda status: len(serving(status)) == 2)
+    errors = [unit["error"] for unit in status["units"]]
+    if said:
+        assert all(error.startswith("the clock of node n") and said in error for error in errors), errors
+    else:
+        assert errors == ["", ""]
 
 
 def test_a_killed_engine_comes_back_under_its_name(plan: FleetPlan, crew: LocalCrew) -> None:

@@ -170,6 +170,20 @@ def test_another_secret_is_not_let_in(fleet: Operator, tmp_path: Path) -> None:
     assert done.returncode == 1 and "has another secret" in done.stderr, done.stderr
 
 
+def test_another_fleet_on_the_same_cluster_is_another(fleet: Operator, tmp_path: Path) -> None:
+    """It has its own name, and knows nothing of ours; asking changes nothing."""
+    before = pids(fleet.status())
+    secret = fleet.folder / "state" / "test" / "secret"
+    text = (
+        (fleet.folder / "fleet.toml").read_text().replace('name = "test"', f'name = "other"\nsecret_file = "{secret}"')
+    )
+    other = tmp_path / "fleet.toml"
+    other.write_text(text)
+    done = fleet("drain", "e1", "--file", str(other))
+    assert done.returncode == 1 and "has no fleet 'other'" in done.stderr, done.stderr
+    assert pids(fleet.status()) == before
+
+
 def test_a_fleet_goes_down_and_leaves_nothing(fleet: Operator) -> None:
     running = pids(fleet.status())
     head = fleet.head
