@@ -1,4 +1,5 @@
-"""Fleet-wide figures, added up from what each gateway says of itself and of the engines it sees."""
+"""Fleet-wide figures, added up from what each gateway says of itself and of the engines it sees; and what is wrong with
+units that run all the same, in words for the operator."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from fleet.scale import Load
 
 # An engine that no gateway has heard for so long does not serve; beats come every second or so.
 SILENT_S = 5.0
+# A report may be on its way for seconds.
+CLOCK_S = 5.0
 Capacity = Mapping[str, Any]
 
 
@@ -46,4 +49,23 @@ def fleet_capacity(capacities: Mapping[str, Capacity]) -> dict[str, Any]:
         "streams_free": max(0, load.possible - load.counted),
         "share": round(load.share, 3),
         "load": round(max((engine["load"] for engine in engines.values()), default=0.0), 3),
+    }
+
+
+def clock_trouble(node: str, told: float, now: float) -> str:
+    """Nothing is decided by comparing clocks, but a client secret holds until a moment that its gateway has named."""
+    off = told - now
+    if abs(off) <= CLOCK_S:
+        return ""
+    where = "ahead of" if off > 0 else "behind"
+    return f"the clock of node {node} is {abs(off):.0f} s {where} the head's: client secrets hold too long or too short"
+
+
+def link_troubles(capacities: Iterable[Capacity]) -> dict[str, str]:
+    """Engines that a gateway cannot use, and why: another model, other weights, another secret, no answer."""
+    return {
+        engine["name"]: engine["problem"]
+        for capacity in capacities
+        for engine in capacity.get("engines_missing", ())
+        if engine.get("problem")
     }

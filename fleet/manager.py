@@ -13,13 +13,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from fleet.errors import FleetError
-from fleet.figures import engines_seen, fleet_capacity, load_of
+from fleet.figures import clock_trouble, engines_seen, fleet_capacity, link_troubles, load_of
 from fleet.plan import FleetPlan, plan_from
 from fleet.reconcile import reconcile
 from fleet.scale import Decision, ScaleMemory, decide
 from fleet.state import Action, Actual, Drain, Forget, Kind, Node, Start, Unit, UnitState, Wait, Wanted
 from fleet.table import Table, next_table
-from fleet.troubles import clock_trouble, link_troubles
 
 logger = logging.getLogger(__name__)
 Report = Mapping[str, Any]
