@@ -1,24 +1,44 @@
-"""What the documentation names exists: files, modules, links; and the page on the architecture agrees with its test."""
+"""What the documentation names exists: files, modules, links, commands and their options, settings, variables; and the
+page on the architecture agrees with its test.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from realtime.cli import build_parser
+from realtime.config import ENVIRONMENT_PREFIX, known_keys
 from tests.test_layering import FLOORS, OPENINGS
 
 ROOT = Path(__file__).parent.parent
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = "engine|realtime|fleet|tests|benchmarks|examples|docs|deploy"
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+FOLDERS = "engine|realtime|fleet|tests|training|benchmarks|examples|docs|deploy"
 FILE = re.compile(rf"(?<![\w./-])((?:audio|{FOLDERS})/[\w./-]*\.(?:py|md|toml|js|json|svg|png|html))\b")
 # `audio/...` without a file's ending is a media type.
 FOLDER = re.compile(rf"`((?:{FOLDERS})/[\w/-]*)`")
 MODULE = re.compile(r"(?:`|-m )((?:audio|engine|realtime|benchmarks)(?:\.[a-z]\w*)+)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`]+)`")
+# Where one command ends: at the next one, at a comment, or at the end of a line that does not go on in the next.
+END = re.compile(r"&&|\||#|;|\n")
+ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
+OPTION = re.compile(r"--[a-z][\w.-]*")
+# Sections whose keys no event of the wire is called like.
+SETTING = re.compile(r"`((?:server|auth|limits|model)\.[a-z]\w*)\b")
+VARIABLE = re.compile(rf"\b{ENVIRONMENT_PREFIX}[A-Z0-9_]+")
+# Variables that are no settings: those of the commands, that of docker-compose.yml, and the pattern of all others.
+OTHER_VARIABLES = {ENVIRONMENT_PREFIX + name for name in ("CACHE", "API_KEY", "DEBUG", "MODEL_FOLDER", "SECTION_KEY")}
 
 
 def defined_in(path: Path) -> set[str]:
@@ -55,6 +75,70 @@ def test_what_a_page_names_exists(page: Path) -> None:
     missing += [name for name in FOLDER.findall(text) if not (ROOT / name).exists()]
     missing += [name for name in MODULE.findall(text) if not exists(name)]
     assert not missing, f"{page.name} names what is not there: {missing}"
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The command lines of a page as words: in spans of code, in indented lines and in fenced blocks."""
+    text = page.read_text()
+    blocks = "\n".join([*FENCE.findall(text), *re.findall(r"^    .*$", text, re.MULTILINE)]).replace("\\\n", " ")
+    spans = [span.replace("\n", " ") for span in SPAN.findall(FENCE.sub("", text))]
+    for line in [part for code in (blocks, *spans) for part in END.split(code)]:
+        words = line.split()
+        while words and ASSIGNMENT.fullmatch(words[0]):
+            del words[0]
+        if len(words) > 1:
+            yield words
+
+
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    """The options of a command and of all commands below it."""
+    found = set()
+    for action in parser._actions:
+        found |= set(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            found |= {option for below in action.choices.values() for option in options_of(below)}
+    return found
+
+
+def missing_of(words: list[str], known: dict[str, set[str]], targets: set[str]) -> list[str]:
+    """What a command line names and does not exist."""
+    program, name, *rest = words
+    options = set(OPTION.findall(" ".join(rest)))
+    if program == "make":
+        return [] if name in targets else [f"make {name}"]
+    if program == "tickertape" and not name.isupper() and not name.startswith("-"):
+        return sorted(options - known[name]) if name in known else [f"tickertape {name}"]
+    if (program, name) == ("python", "-m") and rest[0].split(".")[0] in ("benchmarks", "training", "tests"):
+        path = ROOT / rest[0].replace(".", "/")
+        source = (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+        return [f"{rest[0]} {option}" for option in sorted(options) if f'"{option}"' not in source]
+    return []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_their_options_exist(page: Path) -> None:
+    (below,) = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    known = {name: options_of(parser) for name, parser in below.choices.items()}
+    targets = set(re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    missing = [name for words in commands(page) for name in missing_of(words, known, targets)]
+    assert not missing, f"{page.name} names what is not there: {missing}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_and_variables_exist(page: Path) -> None:
+    text, keys = page.read_text(), set(known_keys())
+    variables = {ENVIRONMENT_PREFIX + key.replace(".", "_").upper() for key in keys} | OTHER_VARIABLES
+    missing = (set(SETTING.findall(text)) - keys) | (set(VARIABLE.findall(text)) - variables)
+    assert not missing, f"{page.name} names what is not there: {missing}"
+
+
+def test_a_command_that_is_not_there_is_found() -> None:
+    known, targets = {"serve": {"--port"}}, {"test"}
+    line = ["--port", "1", "--gone"]
+    assert missing_of(["tickertape", "serve", *line], known, targets) == ["--gone"]
+    assert missing_of(["tickertape", "gone"], known, targets) == ["tickertape gone"]
+    assert missing_of(["make", "gone"], known, targets) == ["make gone"]
+    assert missing_of(["python", "-m", "benchmarks.gateway", "--gone"], known, targets) == ["benchmarks.gateway --gone"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
