@@ -50,12 +50,12 @@ class GateSettings:
     conversation_evidence: float = 0.2
     conversation_samples: int = 10_000 * _SAMPLES_PER_MS
     # Audio kept from before the first evidence: soft beginnings of words are noticed late.
-    pre_roll_samples: int = 320 * _SAMPLES_PER_MS
+    pre_roll_samples: int = 512 * _SAMPLES_PER_MS
     # Below this probability nobody speaks. Quiet of `pause_samples` is a pause of the utterance, and quiet of
     # `hang_over_samples` is its end.
     stop_threshold: float = 0.35
     pause_samples: int = 96 * _SAMPLES_PER_MS
-    hang_over_samples: int = 416 * _SAMPLES_PER_MS
+    hang_over_samples: int = 608 * _SAMPLES_PER_MS
     # Audio is held back for doubt no longer than this.
     hold_samples: int = 5_000 * _SAMPLES_PER_MS
     # An utterance longer than this is cut where it was quietest since it was half as long (None: it is never cut).

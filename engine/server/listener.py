@@ -39,6 +39,9 @@ class Listener:
     ) -> None:
         self._heard = heard
         self._detector = detector
+        # Which kind it is, asked once: to ask a protocol is slow, and packets come often.
+        self._launching = detector if isinstance(detector, LaunchingDetector) else None
+        self._answering = None if isinstance(detector, LaunchingDetector) else detector
         self._gates: dict[str, SpeechGate] = {}
         # What part of the audio that was listened to last belongs to live streams.
         self.live_share = 0.0
@@ -152,16 +155,16 @@ class Listener:
 
     def save(self, name: str) -> dict[str, Saved]:
         """All that decides what is heard of a stream from here on, as plain data."""
-        assert not isinstance(self._detector, LaunchingDetector), "models whose state is saved have the other detector"
-        parts = {"detector": self._detector.save(name)}
+        assert self._answering is not None, "models whose state is saved have the other detector"
+        parts = {"detector": self._answering.save(name)}
         if name in self._gates:
             parts["gate"] = self._gates[name].save()
         return parts
 
     def resume(self, name: str, parts: dict[str, Saved]) -> None:
         """Listen on from a saved state."""
-        assert not isinstance(self._detector, LaunchingDetector), "models whose state is saved have the other detector"
-        self._detector.resume(name, parts["detector"])
+        assert self._answering is not None, "models whose state is saved have the other detector"
+        self._answering.resume(name, parts["detector"])
         if name in self._gates:
             self._gates[name].resume(parts["gate"])
 
@@ -185,9 +188,10 @@ class Listener:
     def _detect(self, batch: list[tuple[str, Samples]]) -> list[Speech]:
         """All streams at once. If that fails nothing was heard, and each is listened to alone: one of them is why."""
         try:
-            if not isinstance(self._detector, LaunchingDetector):
-                return self._detector.detect(batch)
-            self._answers.append(self._detector.launch(batch))
+            if self._answering is not None:
+                return self._answering.detect(batch)
+            assert self._launching is not None
+            self._answers.append(self._launching.launch(batch))
             self.launches += 1
             return []
         except Exception as error:

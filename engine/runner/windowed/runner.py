@@ -35,10 +35,10 @@ from engine.runner.windowed.stability import (
     committable,
     is_noise,
     loop_start,
-    rereads_from,
     rising,
     spans,
     steady,
+    without_repeat,
     without_second_mark,
 )
 from engine.runner.windowed.windows import Results, Windows
@@ -295,11 +295,13 @@ class WindowedRunner:
         whole = task.final and not slot.live
         steps = steady(places, floor) if whole else rising(places, floor)
         new = [Heard(*each) for each in zip(row.tokens, steps, row.log_probabilities, strict=True)]
-        loop = loop_start([heard.token for heard in slot.committed] + row.tokens)
+        said = [heard.token for heard in slot.committed]
+        loop = loop_start(said + row.tokens)
         if loop is not None:
-            new = new[: max(0, loop - len(slot.committed))]
+            new = new[: max(0, loop - len(said))]
         if not whole:
-            new = new[: rereads_from(places, floor)]
+            bounds = (floor, sound.edge - self._policy.agreed_margin)
+            new = without_repeat(said, new, places, bounds, self.vocabulary.pieces)
         new = without_second_mark(row.committed, new, self.vocabulary.pieces)
         text = b"".join(self.vocabulary.pieces[token] for token in row.tokens)
         # Behind open marks the first token is in doubt about them as well.
@@ -317,10 +319,11 @@ class WindowedRunner:
             count = len(new)
         count = before_marks(new, count, self.vocabulary.pieces)
         upcoming = new[count].peak if count < len(new) else sound.edge
-        timed, said = self._joined(task, new[:count], floor, upcoming)
-        slot.committed += said
+        timed, joined = self._joined(task, new[:count], floor, upcoming)
+        slot.committed += joined
         slot.hypothesis = new[count:]
-        keep_from = self._cut(task, slot, upcoming)
+        stuck = bool(row.tokens) and not new and sound.edge - floor > FAR_BACK
+        keep_from = self._cut(task, slot, upcoming, stuck)
         slot.understood = (keep_from, task.end) if task.pause else None
         return DecodeResult(timed=timed, keep_from=keep_from, stride=sound.stride)
 
@@ -364,22 +367,23 @@ class WindowedRunner:
             for heard, (start, end) in zip(tokens, spans(tokens, before, after), strict=True)
         ]
 
-    def _cut(self, task: DecodeTask, slot: _Slot, upcoming: float) -> int:
-        """First position the next window still needs; the slot forgets the text before it."""
+    def _cut(self, task: DecodeTask, slot: _Slot, upcoming: float, stuck: bool) -> int:
+        """First position the next window still needs; the slot forgets the text before it. That is all of it if a pass
+        is stuck, which said again what was said instead of what is new."""
         length = task.end - task.base
-        if length < min(self._policy.cut_beyond, self.spec.window_positions):
+        if length < min(self._policy.cut_beyond, self.spec.window_positions) and not stuck:
             return task.base
-        found = best_cut(slot.committed, upcoming, task.end, self.vocabulary.pieces, self._policy)
+        first = max(0, len(slot.committed) - 1) if stuck else 0
+        found = best_cut(slot.committed[first:], upcoming, task.end, self.vocabulary.pieces, self._policy)
         if found is not None:
             behind, place = found
             cut = min(max(task.base, int(place)), task.end)
             if cut > task.base:
-                del slot.committed[:behind]
+                del slot.committed[: first + behind]
                 return cut
         if length < self.spec.window_positions:
             return task.base
-        # Nothing could be committed in a whole window: nobody speaks there.
-        slot.restart()
+        slot.restart()  # nothing could be committed in a whole window: nobody speaks there
         return task.end - length // 2
 
 

@@ -22,7 +22,7 @@ from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION, AudioSlab
 from engine.runner.windowed.ears import Sound, WindowEar
 from engine.runner.windowed.greedy import Answer, GreedyDecoder, Row
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
-from engine.runner.windowed.stability import Policy, Progress
+from engine.runner.windowed.stability import Heard, Policy, Progress
 from engine.runner.windowed.windows import HostWindows
 from engine.vocabulary import Vocabulary
 
@@ -482,6 +482,26 @@ def test_words_go_out_at_a_pause_that_surely_ends_a_sentence_and_its_mark_stays_
     assert [timed.token for timed in result.timed] == [4, 5] and not result.pending
     final = runner._finish(DecodeTask(0, "s", 0, 20, 20, [0] * 20, [], True))
     assert not final.timed and [timed.token for timed in final.pending] == [6]
+
+
+@pytest.mark.parametrize(("heard_at", "kept_from"), [((10, 14), 19), ((90, 95), 0)], ids=["old words", "new words"])
+def test_a_pass_that_says_old_words_again_is_followed_by_one_that_does_not_know_them(
+    model: Moonshine, heard_at: tuple[int, int], kept_from: int
+) -> None:
+    """Somebody said a phrase for the second time, and the model went on as it had gone on the first time."""
+    runner = make_runner(model)
+    runner.execute(StepPlan(0, opened=[OpenTask(0, "s", 0, {}, [])]))
+    audio = torch.from_numpy(speech(9, 30))[None]
+    with torch.inference_mode():
+        sound = Sound(model.encode(audio, [audio.shape[1]]), 0.0, 30.0)
+    runner._slots[0].spoken = True
+    runner._slots[0].committed = [Heard(4, 5.0), Heard(5, 10.0), Heard(7, 12.0), Heard(4, 15.0)]
+    said = Row([4, 5, 7, 4], [], 9, None, sound.frames)
+    for token, peak in zip((5, 7), heard_at, strict=True):
+        said.take(Answer(token, -0.5, peak), end_token=2)
+    result = runner._result(DecodeTask(0, "s", 0, 25, 29, [], [], False), sound, said)
+    assert result.keep_from == kept_from and [timed.token for timed in result.timed] == []
+    assert bool(runner._slots[0].committed) == (kept_from == 0)
 
 
 def test_a_reused_slot_starts_afresh(model: Moonshine) -> None:

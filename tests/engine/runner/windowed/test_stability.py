@@ -16,6 +16,7 @@ from engine.runner.windowed.stability import (
     rising,
     spans,
     steady,
+    without_repeat,
     without_second_mark,
 )
 
@@ -53,6 +54,13 @@ def test_tokens_the_model_doubts_need_more_distance() -> None:
     new = [Heard(0, 10.0), Heard(1, 43.0, -1.2), Heard(2, 49.0)]
     assert count(new, [0, 1, 2]) == 1
     assert count([Heard(0, 10.0), Heard(1, 39.0, -1.2), Heard(2, 49.0)], [0, 1, 2]) == 2
+
+
+def test_a_word_goes_on_as_long_as_its_end_is_a_mere_guess() -> None:
+    policy = Policy(agreed_margin=4.0, lone_margin=10.0, word_end=-1.0)
+    for chance, expected in ((-0.9, 2), (-1.1, 1)):
+        new = [Heard(0, 10.0), Heard(1, 20.0), Heard(2, 49.0, chance)]
+        assert committable(new, False, [], (0.0, 50.0), PIECES, policy) == expected
 
 
 def test_what_the_model_is_certain_of_waits_for_no_second_pass_however_young_the_window() -> None:
@@ -115,6 +123,26 @@ def test_a_stray_first_token_does_not_make_old_words_of_those_behind_it() -> Non
     assert rereads_from([25.0, 3.0, 5.0, 9.0], 0.0) is None
     assert rereads_from([25.0, 26.0, 3.0, 5.0], 0.0) == 2
     assert rereads_from([25.0, 3.0, 5.0, 9.0, 14.0, 20.0, 3.0, 4.0], 0.0) == 6
+
+
+def test_a_repetition_begins_with_its_first_word_wherever_that_one_looks() -> None:
+    """As here: " If it had been stormy, if it had", whose second " if" looks at the edge of the audio."""
+    pieces = [b" If", b" it", b" had", b" stormy", b",", b" if"]
+    new = [Heard(3, 31.0), Heard(4, 39.0), Heard(5, 39.0), Heard(1, 39.0), Heard(2, 39.0)]
+    places = [31.0, 39.0, 39.0, 5.0, 8.0]
+    assert without_repeat([0, 1, 2], new, places, (30.0, 38.0), pieces) == new[:2]
+    # What was not said before it, or not in this order, is no part of it.
+    assert without_repeat([2, 1, 2], new, places, (30.0, 38.0), pieces) == new[:3]
+    assert without_repeat([0, 2, 1], new, places, (30.0, 38.0), pieces) == new[:3]
+    assert without_repeat([0, 1, 2], new, [31.0, 33.0, 35.0, 37.0, 39.0], (30.0, 38.0), pieces) == new
+    assert without_repeat([0, 1, 2], new[:2], places, (30.0, 38.0), pieces) == new[:2]
+
+
+def test_words_that_are_heard_before_the_edge_are_no_repetition_although_they_were_said_before() -> None:
+    """As here: "have an effect on others, and the others have an effect [on others]"."""
+    pieces = [b" have", b" an", b" effect", b" on", b" others"]
+    new = [Heard(0, 31.0), Heard(1, 33.0), Heard(2, 35.0), Heard(3, 35.0), Heard(4, 35.0)]
+    assert without_repeat([0, 1, 2, 3, 4], new, [31.0, 33.0, 35.0, 5.0, 8.0], (30.0, 38.0), pieces) == new[:3]
 
 
 def test_spans_meet_halfway_and_leave_pauses_out() -> None:
