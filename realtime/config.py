@@ -180,10 +180,6 @@ class Config:
     fleet: FleetConfig = field(default_factory=FleetConfig)
 
     @property
-    def auth_required(self) -> bool:
-        return bool(self.auth.keys)
-
-    @property
     def gateway_name(self) -> str:
         return self.fleet.gateway or f"{socket.gethostname()}:{self.server.port}"
 

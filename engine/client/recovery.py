@@ -100,11 +100,6 @@ class Recovery:
         if stream in self._waiting:
             self._waiting.remove(stream)
 
-    def places_of(self, stream: EngineStream) -> list[str]:
-        """Where the stream is here; at most one place."""
-        places = {"held": self._held, "waiting": self._waiting, "being reopened": self._reopening}
-        return [name for name, streams in places.items() if stream in streams]
-
     def note_progress(self, stream: EngineStream) -> None:
         """The stream may have passed the point where its last engine stopped."""
         lost_at = stream.place.lost_at

@@ -136,18 +136,6 @@ class Supervisor:
         self.seats.leave(stream)
         self._recovery.forget(stream)
 
-    def place_of(self, stream: EngineStream) -> str:
-        """The one place where the stream is; for tests."""
-        places = self._recovery.places_of(stream)
-        seats = [seat for seat in self.seats.all if seat.streams.get(stream.id) is stream]
-        if not stream.is_open:
-            assert not places and not seats, f"stream {stream.id} has ended and is {places}, on {len(seats)} engines"
-            return "ended"
-        if places != ["being reopened"]:
-            places += ["on an engine"] * len(seats)
-        assert len(places) == 1 and len(seats) <= 1, f"stream {stream.id} is {places}, on {len(seats)} engines"
-        return places[0]
-
     def metrics(self) -> EngineMetrics:
         past, counts = self._past, self._recovery.counts
         total = replace(past, input_cache=replace(past.input_cache), step_ns=Counter(past.step_ns))

@@ -9,17 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-
 from engine import messages
-from realtime.errors import UnreadableValue
 from realtime.session.boundaries import SavedBoundaries
 from realtime.session.phases import Phase
 from realtime.session.settings import Settings
 from realtime.session.stall import SavedStall
-
-# Goes up whenever an older process could misread a value.
-VALUE_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +50,3 @@ class SavedSession:
     acked_at: float
     drain_deadline: float | None
     engine_failures: int
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(tuple[int, SavedSession])
-
-
-def encode_session(saved: SavedSession) -> bytes:
-    return _encoder.encode((VALUE_VERSION, saved))
-
-
-def decode_session(value: bytes) -> SavedSession:
-    """Raises UnreadableValue."""
-    try:
-        version, saved = _decoder.decode(value)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise UnreadableValue(f"not a session's value: {error}") from None
-    if version != VALUE_VERSION:
-        raise UnreadableValue(f"a session's value of version {version}; this server reads version {VALUE_VERSION}")
-    return saved
