@@ -42,13 +42,14 @@ def text(outputs: list[messages.Output]) -> str:
     return "".join(output.delta for output in outputs if isinstance(output, messages.Text))
 
 
-def speaking(positions: int = 10) -> Host:
-    """An engine with two gateways, and a stream of the first that has heard so much."""
+@pytest.fixture
+def host() -> Host:
+    """An engine with two gateways, and a stream of the first that has heard ten positions."""
     host = Host()
     host.greet(b"a")
     host.greet(b"b")
     host.send(b"a", command(messages.Open("good")))
-    say_all(host, b"a", "good", range(positions))
+    say_all(host, b"a", "good", range(10))
     return host
 
 
@@ -58,8 +59,7 @@ def finish_at(host: Host, name: bytes, first: int) -> None:
 
 
 @pytest.mark.parametrize("unread", [0, 1, 5])
-def test_a_stream_moves_to_another_gateway_without_a_change_in_its_words(calm: str, unread: int) -> None:
-    host = speaking()
+def test_a_stream_moves_to_another_gateway_without_a_change_in_its_words(host: Host, calm: str, unread: int) -> None:
     known = heard(host, b"a")
     known = known[: len(known) - unread]
     entrust(host, b"a", len(known), last=True)
@@ -73,8 +73,7 @@ def test_a_stream_moves_to_another_gateway_without_a_change_in_its_words(calm: s
     assert len(heard(host, b"b")) >= unread
 
 
-def test_the_owner_is_asked_first_and_its_last_word_counts(calm: str) -> None:
-    host = speaking()
+def test_the_owner_is_asked_first_and_its_last_word_counts(host: Host, calm: str) -> None:
     entrust(host, b"a", 0)
     adopt(host, b"b")
     assert messages.Wanted("s") in host.said(b"a")
@@ -85,8 +84,7 @@ def test_the_owner_is_asked_first_and_its_last_word_counts(calm: str) -> None:
     assert messages.Fenced("s") in host.said(b"a")
 
 
-def test_an_owner_that_does_not_answer_is_fenced_and_changes_nothing_any_more(calm: str) -> None:
-    host = speaking()
+def test_an_owner_that_does_not_answer_is_fenced_and_changes_nothing_any_more(host: Host, calm: str) -> None:
     known = heard(host, b"a")
     entrust(host, b"a", len(known))
     adopt(host, b"b")
@@ -107,8 +105,7 @@ def test_an_owner_that_does_not_answer_is_fenced_and_changes_nothing_any_more(ca
     assert (inherited(host, b"c")[0].base, inherited(host, b"c")[0].number) == (b"fresh", 3)
 
 
-def test_an_owner_that_is_gone_is_noticed_at_once(calm: str) -> None:
-    host = speaking()
+def test_an_owner_that_is_gone_is_noticed_at_once(host: Host, calm: str) -> None:
     known = heard(host, b"a")
     entrust(host, b"a", len(known))
     host.line.gone.add(b"a")
@@ -137,8 +134,7 @@ def test_the_last_words_of_an_owner_that_is_gone_count(leaves: str, monkeypatch:
     assert inherited(host, b"b")[0].entries == [b"last"]
 
 
-def test_a_stream_waits_for_its_next_gateway_and_is_forgotten_in_time() -> None:
-    host = speaking()
+def test_a_stream_waits_for_its_next_gateway_and_is_forgotten_in_time(host: Host) -> None:
     entrust(host, b"a", 0)
     host.now += SILENCE_SECONDS + 1
     host.greet(b"c")
@@ -154,24 +150,21 @@ def test_a_stream_waits_for_its_next_gateway_and_is_forgotten_in_time() -> None:
     assert inherited(host, b"d") == [messages.Inherited("s")]
 
 
-def test_a_stream_without_a_will_ends_with_its_gateway() -> None:
-    host = speaking()
+def test_a_stream_without_a_will_ends_with_its_gateway(host: Host) -> None:
     host.now += SILENCE_SECONDS + 1
     host.greet(b"c")
     host.tick()
     assert not host.loop.scheduler.streams
 
 
-def test_a_gateway_that_comes_back_begins_anew() -> None:
-    host = speaking()
+def test_a_gateway_that_comes_back_begins_anew(host: Host) -> None:
     entrust(host, b"a", 0)
     host.greet(b"a")
     host.tick()
     assert not host.loop.scheduler.streams and not len(host.host._wills)
 
 
-def test_of_two_who_ask_the_last_has_the_session() -> None:
-    host = speaking()
+def test_of_two_who_ask_the_last_has_the_session(host: Host) -> None:
     entrust(host, b"a", 0)
     host.greet(b"c")
     adopt(host, b"b")
@@ -180,8 +173,7 @@ def test_of_two_who_ask_the_last_has_the_session() -> None:
     assert inherited(host, b"b") == [messages.Inherited("s")] and inherited(host, b"c")[0].number == 2
 
 
-def test_what_is_kept_is_bounded() -> None:
-    host = speaking()
+def test_what_is_kept_is_bounded(host: Host) -> None:
     for chunk in range(50):
         entrust(host, b"a", 0, chunk=bytes([chunk]) * 30)
     entrust(host, b"a", 0, last=True)
@@ -203,15 +195,13 @@ def test_a_session_without_a_stream_is_a_value_too() -> None:
     assert (value.stream, value.base, value.entries) == ("", b"base", [b"1", b"2"])
 
 
-def test_a_session_that_is_over_is_forgotten() -> None:
-    host = speaking()
+def test_a_session_that_is_over_is_forgotten(host: Host) -> None:
     entrust(host, b"a", 0)
     host.send(b"a", command(messages.Disown("good", "s", 1)), command(messages.Abort("good")))
     assert not len(host.host._wills) and not host.loop.scheduler.streams
 
 
-def test_flushes_and_tokens_are_counted_as_the_entries_account_for_them() -> None:
-    host = speaking()
+def test_flushes_and_tokens_are_counted_as_the_entries_account_for_them(host: Host) -> None:
     host.send(b"a", command(messages.Flush("good", 1)))
     known = heard(host, b"a")
     position = next(place for place, output in enumerate(known) if isinstance(output, messages.Flushed))

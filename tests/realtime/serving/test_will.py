@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from engine import messages
 from engine.client.placement import Keeper
@@ -46,10 +47,9 @@ class Desk:
     def keeper_for(self, stream: object) -> Keeper | None:
         return None if self.link is None else Keeper(cast(Any, self.link))
 
-
-def new_will(desk: Desk) -> Will:
-    settings = WillSettings(60.0, 1000)
-    return Will("sess", 1, cast(Any, desk), settings, lambda: None, lambda last, moves: (b"base", b""))
+    def flush(self) -> list[Any]:
+        assert self.link is not None
+        return self.link.flush()
 
 
 def append(will: Will) -> None:
@@ -60,59 +60,57 @@ def names(word: Any) -> list[str]:
     return [type(decode_entry(entry)[1]).__name__ for entry in word.entries]
 
 
-async def test_all_that_happened_since_the_last_batch_is_one_word() -> None:
-    desk = Desk()
-    will, link = new_will(desk), desk.link
-    assert link is not None
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+@pytest.fixture
+async def will(desk: Desk) -> Will:
+    """Its first word, the whole value, has been said."""
+    settings = WillSettings(60.0, 1000)
+    will = Will("sess", 1, cast(Any, desk), settings, lambda: None, lambda last, moves: (b"base", b""))
     append(will)
-    (first,) = link.flush()
-    assert first.base == b"base", "the first word is the whole value"
+    (first,) = desk.flush()
+    assert first.base == b"base"
+    return will
+
+
+async def test_all_that_happened_since_the_last_batch_is_one_word(desk: Desk, will: Will) -> None:
     append(will)
     will.note(SPEECH, 2.0, [Send(Acknowledged(7))])
     will.wrote(2.0)
-    assert len(link.collectors) == 1
-    (word,) = link.flush()
+    assert desk.link is not None and len(desk.link.collectors) == 1
+    (word,) = desk.flush()
     assert word.base is None and names(word) == ["Gap", "Speech", "NoneType"]
-    assert not link.flush()
+    assert not desk.flush()
 
 
-async def test_an_output_that_nobody_has_heard_of_waits_for_the_next_word() -> None:
-    desk = Desk()
-    will, link = new_will(desk), desk.link
-    assert link is not None
-    append(will)
-    link.flush()
+async def test_an_output_that_nobody_has_heard_of_waits_for_the_next_word(desk: Desk, will: Will) -> None:
     will.note(SPEECH, 1.0, [Measured("lag_seconds", 0.1)])
     will.note(Tick(), 1.0, [])
-    assert not link.collectors
+    assert desk.link is not None and not desk.link.collectors
     append(will)
-    (word,) = link.flush()
+    (word,) = desk.flush()
     assert names(word) == ["Speech", "Gap"], "in the order in which it happened"
 
 
-async def test_what_was_due_at_an_engine_that_is_lost_begins_anew_at_the_next() -> None:
-    desk = Desk()
-    will, old = new_will(desk), desk.link
+async def test_what_was_due_at_an_engine_that_is_lost_begins_anew_at_the_next(desk: Desk, will: Will) -> None:
+    append(will)
+    old = desk.link
     assert old is not None
-    append(will)
-    old.flush()
-    append(will)
     old.lost, desk.link = "gone", None
     append(will)
-    desk.link = new = FakeLink()
+    desk.link = FakeLink()
     will.note(Gap(10, 10, 1.0), 2.0, [])
-    (word,) = new.flush()
+    (word,) = desk.flush()
     assert word.base == b"base" and not word.entries
     assert not old.flush()
 
 
-async def test_a_will_that_is_over_says_nothing_more() -> None:
-    desk = Desk()
-    will, link = new_will(desk), desk.link
-    assert link is not None
-    append(will)
-    link.flush()
+async def test_a_will_that_is_over_says_nothing_more(desk: Desk, will: Will) -> None:
     append(will)
     will.close()
-    assert [type(word) for word in link.words[-1:]] == [messages.Disown]
-    assert not link.flush()
+    assert desk.link is not None
+    assert [type(word) for word in desk.link.words[-1:]] == [messages.Disown]
+    assert not desk.flush()
