@@ -18,14 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.errors import AtCapacity, BadItem, DuplicateStream, UnknownStream
 from engine.messages import Speech
 from engine.models.silero import CONTEXT_SAMPLES, FRAME_SAMPLES, STATE_SIZE, SileroVad
+from engine.runner.detector_slots import DetectorSlots, Samples
 from engine.runner.device import Download, staging, upload
 from engine.runner.frames.graphs import StepGraphs
 from engine.runner.speech import SETTLED_FRAMES
-
-Samples = NDArray[np.float32]
 
 # What a live stream hears at once. Longer pieces, which only backlog has, take several rounds.
 ROUND_SAMPLES = 1280
@@ -79,8 +77,8 @@ class DeviceSpeechDetector:
         self._samples = torch.zeros(self._capacity, ROUND_SAMPLES, device=device)
         self._answers = torch.zeros(self._capacity, _MOST_FRAMES, device=device)
         self._columns = torch.arange(_ROW_SAMPLES, device=device)
-        self._free = list(range(max_streams - 1, -1, -1))
-        self._ears: dict[str, _Ear] = {}
+        self._slots: DetectorSlots[_Ear] = DetectorSlots(max_streams)
+        self._ears = self._slots.ears
         self._fresh: list[int] = []
         self._padding_slot = max_streams
         self._graphs: StepGraphs | None = None
@@ -94,25 +92,16 @@ class DeviceSpeechDetector:
 
     def open(self, stream: str, sample: int = 0) -> None:
         """Begin to listen to a stream whose next sample is number `sample`."""
-        if stream in self._ears:
-            raise DuplicateStream(stream, "is open in the speech detector already")
-        if not self._free:
-            raise AtCapacity(stream, f"the speech detector listens to {len(self._ears)} streams, its maximum")
-        slot = self._free.pop()
-        self._ears[stream] = _Ear(slot, sample)
-        self._fresh.append(slot)
+        self._fresh.append(self._slots.open(stream, lambda slot: _Ear(slot, sample)))
 
     def close(self, stream: str) -> None:
-        ear = self._ears.pop(stream, None)
-        if ear is None:
-            raise UnknownStream(stream, "is not open in the speech detector")
-        self._free.append(ear.slot)
+        self._slots.close(stream)
 
     @torch.inference_mode()
     def launch(self, batch: list[tuple[str, Samples]]) -> Callable[[], list[Speech]]:
         """New samples of some streams, each stream once. Returns at once; the call that it returns waits for what was
         found, and leaves out streams that were closed meanwhile. If it raises, nothing was heard of any stream."""
-        self._check(batch)
+        self._slots.check(batch)
         self._begin_fresh()
         rounds: list[_Round] = []
         while batch:
@@ -132,18 +121,6 @@ class DeviceSpeechDetector:
         sample, ear.sample = ear.sample, ear.sample + frames * FRAME_SAMPLES
         probabilities = [self._probability[ear.slot].item()] if frames else []
         return Speech(stream, sample, frames * FRAME_SAMPLES, probabilities)
-
-    def _check(self, batch: list[tuple[str, Samples]]) -> None:
-        ears = self._ears
-        if len({stream for stream, _ in batch}) < len(batch):
-            seen: set[str] = set()
-            twice = next(stream for stream, _ in batch if stream in seen or seen.add(stream))  # type: ignore[func-returns-value]
-            raise BadItem(twice, "comes twice in one batch of the speech detector")
-        for stream, samples in batch:
-            if stream not in ears:
-                raise UnknownStream(stream, "is not open in the speech detector")
-            if samples.dtype != np.float32 or samples.ndim != 1:
-                raise BadItem(stream, f"speech detection takes one row of float32 samples, not {samples.dtype}")
 
     def _begin_fresh(self) -> None:
         """Streams that were opened since the last round have heard nothing."""

@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.errors import AtCapacity, BadItem, DuplicateStream, UnknownStream
 from engine.messages import Saved, Speech
 from engine.models.silero import CONTEXT_SAMPLES, FRAME_SAMPLES, STATE_SIZE, SileroVad
+from engine.runner.detector_slots import DetectorSlots, Samples
 
 # After this many frames of digital silence (one second) the detector's opinion no longer changes; it is kept, and
 # nothing is computed until a sample differs from zero. A muted microphone is free.
@@ -31,8 +31,6 @@ SETTLED_FRAMES = 32
 _FRAMES_PER_PASS = 256
 
 _SPAN_SAMPLES = CONTEXT_SAMPLES + FRAME_SAMPLES
-
-Samples = NDArray[np.float32]
 
 
 @dataclass(slots=True)
@@ -69,19 +67,14 @@ class SpeechDetector:
         self._device = model.window.device
         self._hidden = torch.zeros(max_streams, STATE_SIZE)
         self._cell = torch.zeros(max_streams, STATE_SIZE)
-        self._free = list(range(max_streams - 1, -1, -1))
-        self._ears: dict[str, _Ear] = {}
+        self._slots: DetectorSlots[_Ear] = DetectorSlots(max_streams)
+        self._ears = self._slots.ears
 
     def open(self, stream: str, sample: int = 0) -> None:
         """Begin to listen to a stream whose next sample is number `sample`."""
-        if stream in self._ears:
-            raise DuplicateStream(stream, "is open in the speech detector already")
-        if not self._free:
-            raise AtCapacity(stream, f"the speech detector listens to {len(self._ears)} streams, its maximum")
-        slot = self._free.pop()
+        slot = self._slots.open(stream, lambda slot: _Ear(slot, sample, np.zeros(CONTEXT_SAMPLES, np.float32)))
         self._hidden[slot].zero_()
         self._cell[slot].zero_()
-        self._ears[stream] = _Ear(slot, sample, np.zeros(CONTEXT_SAMPLES, np.float32))
 
     def save(self, stream: str) -> Saved:
         """All that decides what is heard next."""
@@ -104,10 +97,7 @@ class SpeechDetector:
             state[ear.slot] = torch.from_numpy(np.frombuffer(saved[name], np.float32).copy())
 
     def close(self, stream: str) -> None:
-        ear = self._ears.pop(stream, None)
-        if ear is None:
-            raise UnknownStream(stream, "is not open in the speech detector")
-        self._free.append(ear.slot)
+        self._slots.close(stream)
 
     @torch.inference_mode()
     def detect(self, batch: list[tuple[str, Samples]]) -> list[Speech]:
@@ -115,7 +105,7 @@ class SpeechDetector:
 
         If it raises, nothing was heard of any of them: they can be sent again, without the one that is to blame.
         """
-        self._check(batch)
+        self._slots.check(batch)
         pieces = [self._take(stream, samples) for stream, samples in batch]
         with _one_thread():
             computed = self._compute(pieces)
@@ -138,17 +128,6 @@ class SpeechDetector:
         ear.silent_frames += frames
         sample, ear.sample = ear.sample, ear.sample + frames * FRAME_SAMPLES
         return Speech(stream, sample, frames * FRAME_SAMPLES, [ear.probability] if frames else [])
-
-    def _check(self, batch: list[tuple[str, Samples]]) -> None:
-        seen = set()
-        for stream, samples in batch:
-            if stream not in self._ears:
-                raise UnknownStream(stream, "is not open in the speech detector")
-            if stream in seen:
-                raise BadItem(stream, "comes twice in one batch of the speech detector")
-            if samples.ndim != 1 or samples.dtype != np.float32:
-                raise BadItem(stream, f"speech detection takes one row of float32 samples, not {samples.dtype}")
-            seen.add(stream)
 
     def _take(self, stream: str, samples: Samples) -> _Piece:
         """Cut the frames that are complete now; the rest is for the next call. Changes nothing."""
