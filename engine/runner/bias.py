@@ -17,14 +17,14 @@ before their time. Its state is the complement of the number while it waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.options import Keyword, read_keywords
+from engine.options import MAX_KEYWORD_CHARACTERS, MAX_KEYWORDS, Keyword, read_keywords
 from engine.vocabulary import Vocabulary
 
 # Worth of a whole keyword, as a log-probability, and the letters after which a beginning has all of it.
@@ -33,6 +33,8 @@ FULL_LETTERS = 5
 
 # Most tokens that may lead on from all places of a stream's keywords together.
 MAX_EDGES = 16_384
+# Most bytes of a stream's keywords: as many as keywords can have that are as long and as many as they may be, in ASCII.
+MAX_BYTES = MAX_KEYWORDS * MAX_KEYWORD_CHARACTERS
 # Lists of keywords that are kept ready for the next stream with the same list.
 KEPT_TREES = 8
 
@@ -56,7 +58,7 @@ class Spelling:
     def __init__(self, vocabulary: Vocabulary) -> None:
         # Of two tokens with the same letters the first one is a lone byte, which models do not say.
         self._tokens = {piece: token for token, piece in enumerate(vocabulary.pieces) if piece}
-        self._longest = max(map(len, self._tokens), default=0)
+        self.longest = max(map(len, self._tokens), default=0)
         # The state behind each token if it is part of no keyword, or what it does instead.
         self.rests = [_rest(piece) if piece else STAY for piece in vocabulary.pieces]
         if vocabulary.word_marker is not None:
@@ -65,7 +67,7 @@ class Spelling:
 
     def beginnings(self, text: bytes) -> Iterator[tuple[int, int]]:
         """Every token that `text` begins with, and how many bytes it has."""
-        for length in range(1, min(len(text), self._longest) + 1):
+        for length in range(1, min(len(text), self.longest) + 1):
             token = self._tokens.get(text[:length])
             if token is not None:
                 yield token, length
@@ -80,40 +82,46 @@ def _rest(piece: bytes) -> int:
 class KeywordTree:
     """The keywords of one stream. It never changes."""
 
-    def __init__(self, keywords: Iterable[Keyword], spelling: Spelling) -> None:
+    def __init__(self, keywords: Sequence[Keyword], spelling: Spelling) -> None:
+        if sum(len(word.text.encode()) for word in keywords) > MAX_BYTES:
+            raise ValueError(f"these keywords are too long together: they have more than {MAX_BYTES} bytes")
         self._rests = spelling.rests
         tree = _Letters(keywords)
         # Edges that lead away from every state, because their tokens begin with a space.
         self.entries: Edges = {}
         # Edges that lead away from each state; the first of two that a token has.
         self.edges: list[Edges] = [{} for _ in range(len(tree.numbers) + 1)]
-        done: set[tuple[bytes, bytes]] = set()
+        self.edge_count = 0
+        done: set[tuple[int, bytes]] = set()
         for variant in tree.variants:
             small = variant.lower()
             for token, length in spelling.beginnings(b" " + variant):
                 if length > 1:
-                    self.entries[token] = tree.edge(b"", small[: length - 1])
+                    self._add(self.entries, {token: tree.edge(b"", small[: length - 1])})
             for start in range(len(variant)):
-                # What differs in case at its beginning may go on the same way.
-                if (small[:start], variant[start:]) in done:
-                    break
-                done.add((small[:start], variant[start:]))
-                here = self.edges[tree.numbers[small[:start]]]
-                for token, length in spelling.beginnings(variant[start:]):
-                    here[token] = tree.edge(small[:start], small[: start + length])
+                # Keywords may begin alike, and what differs in case at its beginning may go on the same way.
+                number, following = tree.numbers[small[:start]], variant[start : start + spelling.longest]
+                if (number, following) in done:
+                    continue
+                done.add((number, following))
+                here = self.edges[number]
+                for token, length in spelling.beginnings(following):
+                    self._add(here, {token: tree.edge(small[:start], small[: start + length])})
         # Within a term of several words another keyword may begin.
         for prefix, number in tree.numbers.items():
             for at in (index for index, byte in enumerate(prefix) if byte == ord(" ")):
                 other = tree.numbers.get(prefix[at + 1 :])
                 if other is not None:
-                    self.edges[number] = self.edges[other] | self.edges[number]
-        self.edge_count = len(self.entries) + sum(map(len, self.edges))
-        if self.edge_count > MAX_EDGES:
-            raise ValueError(
-                f"these keywords are too long together: {self.edge_count} pieces, {MAX_EDGES} are the most"
-            )
+                    self._add(self.edges[number], self.edges[other] | self.edges[number])
         self._entry_tokens = np.array(list(self.entries), np.int64)
         self._entry_bonuses = np.array([edge.bonus for edge in self.entries.values()], np.float32)
+
+    def _add(self, edges: Edges, more: Edges) -> None:
+        """Raises ValueError at the first edge that is too many: what a list costs is bounded before it is built."""
+        self.edge_count -= len(edges)
+        edges |= more
+        self.edge_count += len(edges)
+        _check_size(self.edge_count)
 
     def after(self, state: int, token: int) -> int:
         """The state behind one more token."""
@@ -176,6 +184,8 @@ class _Letters:
                 whole.add(variant.lower())
                 for length in range(1, len(variant) + 1):
                     self._add(variant[:length].lower(), keyword.boost)
+                # Each of them costs as much as an edge.
+                _check_size(len(self.numbers))
         # What a whole keyword got is not given back.
         self._kept: dict[bytes, float] = {}
         for prefix in sorted(self.numbers, key=len):
@@ -185,9 +195,15 @@ class _Letters:
     def _add(self, prefix: bytes, boost: float) -> None:
         # The number after AT_WORD is taken.
         self.numbers.setdefault(prefix, len(self.numbers) + 1)
-        letters = len(prefix.decode(errors="ignore"))
+        # More letters than have all of the worth are not counted; one has at most four bytes.
+        letters = len(prefix[: 4 * FULL_LETTERS].decode(errors="ignore"))
         worth = boost * FULL_WORTH * min(1.0, letters / FULL_LETTERS)
         self._worths[prefix] = max(worth, self._worths.get(prefix, 0.0))
 
     def edge(self, start: bytes, end: bytes) -> Edge:
         return Edge(self.numbers[end], max(0.0, self._worths[end] - self._kept[start]))
+
+
+def _check_size(pieces: int) -> None:
+    if pieces > MAX_EDGES:
+        raise ValueError(f"these keywords are too long together: they take more than {MAX_EDGES} pieces")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 # Most characters of a prompt that are looked at, from its end: a model keeps a few hundred tokens of it.
 LAST_CHARACTERS = 2_000
@@ -23,12 +24,30 @@ class Prompts:
         return [token for word in _WORDS.findall(f" {text}") for token in self._word(word.encode())] if text else []
 
     def _word(self, word: bytes) -> list[int]:
+        """Pairs wait in order, the lowest rank first and of the same the leftmost. Nobody looks through the whole word
+        for the next one: a prompt may be a single word, and everybody's step waits for this."""
         parts = [word[at : at + 1] for at in range(len(word))]
-        while len(parts) > 1:
-            ranks = [self._ranks.get(left + right) for left, right in zip(parts, parts[1:], strict=False)]
-            best = min((rank for rank in ranks if rank is not None), default=None)
-            if best is None:
-                break
-            at = ranks.index(best)
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        before, after = list(range(-1, len(word) - 1)), list(range(1, len(word) + 1))
+        pairs: list[tuple[int, int, bytes]] = []
+
+        def offer(left: int) -> None:
+            if left >= 0 and after[left] < len(word):
+                joined = parts[left] + parts[after[left]]
+                rank = self._ranks.get(joined)
+                if rank is not None:
+                    heappush(pairs, (rank, left, joined))
+
+        for left in range(len(word)):
+            offer(left)
+        while pairs:
+            _, left, joined = heappop(pairs)
+            right = after[left]
+            # One of the two may have been joined with another since.
+            if not parts[left] or right == len(word) or parts[left] + parts[right] != joined:
+                continue
+            parts[left], parts[right], after[left] = joined, b"", after[right]
+            if after[left] < len(word):
+                before[after[left]] = left
+            offer(before[left])
+            offer(left)
         return [self._ranks[part] for part in parts if part in self._ranks]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
 from engine.options import Keyword, keywords_text
+from engine.runner import bias
 from engine.runner.bias import AT_WORD, FULL_WORTH, IN_WORD, KeywordTree, KeywordTrees, Spelling
 from engine.vocabulary import Vocabulary
 
@@ -139,3 +142,43 @@ def test_the_same_list_is_one_tree_and_a_longer_one_is_refused() -> None:
     repeated = [Keyword(f"{number:03d}" + "it" * 30) for number in range(400)]
     with pytest.raises(ValueError, match="too long together"):
         trees.of({"keywords": keywords_text(repeated)})
+
+
+BYTES = Vocabulary([bytes([byte]) for byte in range(256)])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [f"{number:03d}" + " x" * 30 for number in range(500)],
+        [f"{number:03d}" + "it" * 30 for number in range(500)],
+        [f"{number:03d}" + "\U00010428" * 61 for number in range(500)],
+    ],
+    ids=["terms of many words", "long words", "letters of four bytes"],
+)
+def test_a_list_that_is_too_long_is_not_built_first(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    """All streams wait for the engine to do that."""
+    sizes = [0]
+    check = bias._check_size
+
+    def note(pieces: int) -> None:
+        sizes.append(pieces)
+        check(pieces)
+
+    monkeypatch.setattr(bias, "_check_size", note)
+    with pytest.raises(ValueError, match="too long together"):
+        tree(*words, vocabulary=BYTES)
+    assert max(sizes) <= bias.MAX_EDGES + 1_000
+
+
+def test_what_keywords_begin_with_in_common_is_spelled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    spelled, beginnings = [], Spelling.beginnings
+
+    def note(self: Spelling, text: bytes) -> Iterator[tuple[int, int]]:
+        spelled.append(text)
+        return beginnings(self, text)
+
+    monkeypatch.setattr(Spelling, "beginnings", note)
+    tree(*(f"{'a' * 50}{number:03d}" for number in range(300)), vocabulary=BYTES)
+    # With and without a capital, once behind a space and once for each of the four letters that differ.
+    assert len(spelled) <= 2 * 300 * 5 + 60

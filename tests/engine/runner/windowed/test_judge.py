@@ -58,6 +58,24 @@ def test_prompts_of_nothing_and_of_what_the_vocabulary_lacks() -> None:
     assert prompts.tokens("ab xyz") == [3, 2, 1] and len(prompts.tokens("a" * 100_000)) <= 2_000
 
 
+def test_a_prompt_that_is_one_long_word_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All streams wait for the step in which a prompt is cut into tokens."""
+
+    class Counted(dict[bytes, int]):
+        looked_up = 0
+
+        def get(self, piece: bytes, default: int | None = None) -> int | None:  # type: ignore[override]
+            self.looked_up += 1
+            return super().get(piece, default)
+
+    pieces = [*(bytes([byte]) for byte in range(256)), b"\xf0\x90", b"\x90\x80", b"\xf0\x90\x90\x80"]
+    prompts, counted = Prompts(pieces), Counted({piece: token for token, piece in enumerate(pieces)})
+    monkeypatch.setattr(prompts, "_ranks", counted)
+    letters = 2_000
+    assert prompts.tokens("\U00010400" * letters) == [ord(" "), *[258] * letters]
+    assert counted.looked_up <= 3 * 4 * letters
+
+
 def test_a_doubtful_utterance_is_noise_where_nobody_speaks_and_a_translation_is_not() -> None:
     policy = Policy()
     heard = mind({"language": "de"})
