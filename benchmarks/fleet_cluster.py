@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.fleet_network import Balancer
 from fleet.cluster.connect import start_head
 from fleet.keepers.process import Records, kill_family
-from fleet.plan import FleetPlan, read_plan
+from fleet.plan import read_plan
 
 # Engines on some, gateways on the others: a machine with both would take both holders of a session with it.
 ENGINE_NODES, EDGES = ("n1", "n2"), ("n3", "n4")
@@ -112,12 +112,14 @@ class Fleet:
 
     async def start(self) -> None:
         await self.balancer.start()
-        plan = read_plan(self.folder / "fleet.toml")
-        await asyncio.to_thread(start_head, plan)
+        file = self.folder / "fleet.toml"
+        await asyncio.to_thread(start_head, read_plan(file))
+        nodes = NodeCount(file)
         # One after the other: nodes of one machine that start together take each other's ports.
         for there, name in enumerate(NODES, 2):
             self.join(name)
-            await asyncio.to_thread(wait_for_nodes, plan, there)
+            await asyncio.to_thread(nodes.wait_for, there)
+        nodes.close()
         # The first look finds all nodes, so that engines and gateways are spread over them.
         await self.run("up", "--wait", str(PATIENCE_S))
         await self.until_whole()
@@ -215,15 +217,29 @@ def kill_unit(unit: Told) -> Mended:
     return lambda now: unit["pid"] not in {other["pid"] for other in now["units"]}
 
 
-def wait_for_nodes(plan: FleetPlan, count: int) -> None:
-    """In a process of its own: whoever has once spoken to Ray ends with it."""
-    script = (
+class NodeCount:
+    """Counts the nodes of the cluster, in a process of its own: whoever has once spoken to Ray ends with it."""
+
+    SCRIPT = (
         "import sys, time, ray; from fleet.cluster.connect import connect; from fleet.plan import read_plan\n"
         "connect(read_plan(sys.argv[1]), 200.0)\n"
-        "while sum(node['Alive'] for node in ray.nodes()) < int(sys.argv[2]): time.sleep(0.5)"
+        "while True: print(sum(node['Alive'] for node in ray.nodes()), flush=True); time.sleep(0.5)"
     )
-    file = plan.folder.parent.parent / "fleet.toml"
-    subprocess.run([sys.executable, "-c", script, str(file), str(count)], check=True, timeout=PATIENCE_S)
+
+    def __init__(self, file: Path) -> None:
+        command = [sys.executable, "-c", self.SCRIPT, str(file)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def wait_for(self, count: int) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if int(line) >= count:
+                return
+        raise RuntimeError("the cluster cannot be asked for its nodes")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
 
 def keepers_below(node: int) -> list[int]:
