@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 
 from fleet.cluster.environment import TESTED
@@ -16,13 +17,18 @@ from realtime.metrics.gateway import Metrics, name_collector
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_every_metric_on_the_dashboard_exists(engine_figures: tuple[object, object]) -> None:
-    metrics = Metrics()
+@pytest.fixture
+def metrics(engine_figures: tuple[object, object]) -> set[str]:
+    """The names of all that `/metrics` shows."""
+    shown = Metrics()
     figures, capacity = engine_figures
-    metrics.add_collector(engine_collector(lambda: figures, lambda: capacity))  # type: ignore[arg-type,return-value]
-    metrics.add_collector(name_collector("g1"))
-    exposed = set(re.findall(r"^# TYPE (\S+)", metrics.exposition().decode(), re.MULTILINE))
-    names = exposed | {f"{name}_bucket" for name in exposed}
+    shown.add_collector(engine_collector(lambda: figures, lambda: capacity))  # type: ignore[arg-type,return-value]
+    shown.add_collector(name_collector("g1"))
+    exposed = set(re.findall(r"^# TYPE (\S+)", shown.exposition().decode(), re.MULTILINE))
+    return exposed | {f"{name}_bucket" for name in exposed}
+
+
+def test_every_metric_on_the_dashboard_exists(metrics: set[str]) -> None:
     dashboard = json.loads((ROOT / "deploy/grafana/dashboards/tickertape.json").read_text())
     used = {
         name
@@ -30,7 +36,13 @@ def test_every_metric_on_the_dashboard_exists(engine_figures: tuple[object, obje
         for target in panel["targets"]
         for name in re.findall(r"tickertape_\w+", target["expr"])
     }
-    assert used and used <= names, used - names
+    assert used and used <= metrics, used - metrics
+
+
+def test_every_metric_that_the_documentation_names_exists(metrics: set[str]) -> None:
+    text = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    named = set(re.findall(r"`(tickertape_\w+)", text))
+    assert len(named) > 10 and named <= metrics, named - metrics
 
 
 def test_compose_services_are_pinned_and_configured_with_real_keys() -> None:
