@@ -249,7 +249,7 @@ def print_point(point: Point) -> None:
     shares = ("speech", "plan", "execute", "commit", "idle")
     parts = " ".join(f"{name} {getattr(point, name + '_share'):.2f}" for name in shares)
     print(
-        f"N={point.streams:4d} {'holds' if point.holds else 'FAILS'}  lag p50 {point.lag_p50:5.0f} p95 "
+        f"engine alone, N={point.streams:4d} {'holds' if point.holds else 'FAILS'}  lag p50 {point.lag_p50:5.0f} p95 "
         f"{point.lag_p95:5.0f} (late {point.lag_p95_late:5.0f}) max {point.lag_max:5.0f} ms  step p50 "
         f"{point.step_p50:5.1f} p95 {point.step_p95:5.1f} ms  passes {point.passes_per_second:5.0f}/s  windows "
         f"{point.windows_p50:3.0f}  one by one {point.tokens_one_by_one:4.1f}  {parts}  words "

@@ -27,7 +27,7 @@ from realtime.workers.shared_house import HouseKeeper
 log = logging.getLogger("tickertape.workers")
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.25, 10.0
-# A worker that lived so long was well: the next one is started at once.
+# A worker that lived so long was well: the wait before the next one is the first again.
 WELL_AFTER_S = 10.0
 STOP_POLL_S = 0.05
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from fleet.errors import FleetError, FleetFileError
 from fleet.figures import fleet_capacity, load_of
-from fleet.plan import read_plan
+from fleet.plan import FleetPlan, read_plan
 from fleet.secret import cluster_token, fingerprint, make_secret, read_secret
 from fleet.state import Kind, Unit, UnitState
 from fleet.table import next_table, write_table
@@ -25,6 +28,12 @@ def test_an_empty_file_is_a_fleet_of_one_engine_and_one_gateway(tmp_path: Path) 
     plan = read_plan(written(tmp_path, ""))
     assert (plan.engine.least, plan.engine.most, plan.gateway.count) == (1, 1, 1)
     assert plan.secret_path == plan.folder / "secret"
+
+
+def test_the_page_shows_every_key_with_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "fleet.md").read_text()
+    (shown,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert tomllib.loads(shown) == json.loads(json.dumps(asdict(FleetPlan())))
 
 
 def test_paths_are_meant_from_where_the_file_is(tmp_path: Path) -> None:
