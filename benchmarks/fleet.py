@@ -158,7 +158,7 @@ class Matrix:
     async def scale(self) -> dict[str, Any]:
         """More people than one engine has room for, then few: engines follow by the rules of the file."""
         self._fleet.write_plan(least=1, most=3)
-        await self._fleet.run("up", "--wait", "0")
+        await self._fleet.run("up")
         await self._until_engines(1)
         seen = Seen(self._fleet)
         watching = asyncio.create_task(seen.watch())

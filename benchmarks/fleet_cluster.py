@@ -183,20 +183,21 @@ class Fleet:
     async def lose_node(self, status: Told, away_s: float) -> Mended:
         """The machine is gone: Ray's part and ours. It comes back empty."""
         name = self.one(status, random.choice(("engine", "gateway")))["node"]
-        gone = {unit["name"] for unit in status["units"] if unit["node"] == name}
+        gone = [unit for unit in status["units"] if unit["node"] == name]
         for record in Records(self.state / "nodes" / name).running():
             kill_family(record)
         os.killpg(self._nodes[name].pid, signal.SIGKILL)
         await asyncio.to_thread(self._nodes[name].wait)
         self.join(name)
-        return lambda now: not gone & {unit["name"] for unit in now["units"]}
+        # It may be back before the cluster has missed it; then the same units are started there anew.
+        return are_gone(gone)
 
     async def lose_head(self, status: Told, away_s: float) -> Mended:
         record = Records(self.state / "cluster").read("head")
         assert record is not None
         kill_family(record)
         await asyncio.sleep(away_s)
-        await self.run("up", "--wait", "0")
+        await self.run("up", "--wait", str(PATIENCE_S))
         return lambda now: bool(now["pid"] != status["pid"])
 
     async def lose_network(self, status: Told, away_s: float) -> Mended:
@@ -214,7 +215,12 @@ class Fleet:
 
 def kill_unit(unit: Told) -> Mended:
     os.killpg(unit["pid"], signal.SIGKILL)
-    return lambda now: unit["pid"] not in {other["pid"] for other in now["units"]}
+    return are_gone([unit])
+
+
+def are_gone(units: list[Told]) -> Mended:
+    pids = {unit["pid"] for unit in units}
+    return lambda now: not pids & {unit["pid"] for unit in now["units"]}
 
 
 class NodeCount:
