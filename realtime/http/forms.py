@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from tempfile import SpooledTemporaryFile
 
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -18,6 +19,9 @@ from realtime.http.context import Context
 
 MAX_FIELDS = 200
 MAX_FIELD_BYTES = 64 * 1024
+# How the texts of a form may be written: of the codecs that a client could name, some take time by the square of a
+# text's length.
+CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1"})
 RETRY_AFTER_S = 30
 # A file that is no larger than this is not written to disk, as with forms.
 IN_MEMORY_BYTES = 1024 * 1024
@@ -95,6 +99,9 @@ class FormReader:
         self._check(request)
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
             raise Refusal(400, "invalid_form", "Send the file as multipart/form-data, in the field 'file'.")
+        _, parameters = parse_options_header(request.headers["content-type"])
+        if parameters.get(b"charset", b"utf-8").decode("latin-1").lower() not in CHARSETS:
+            raise Refusal(400, "invalid_form", "Send the texts of the form as UTF-8.")
         async with self._arriving(request) as (upload, counted):
             upload.form = await counted.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
         return upload

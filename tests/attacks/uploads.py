@@ -72,6 +72,14 @@ async def ten_thousand_fields(target: Target) -> None:
 
 
 @attack()
+async def a_codec_that_takes_long(target: Target) -> None:
+    """A form whose texts are to be read by a codec that takes time by the square of their length."""
+    body = b"".join((*(form_field(f"f{n}", "-" + "b" * 60_000) for n in range(20)), form_file(b"x")))
+    answer = await target.post(PATH, body + f"--{BOUNDARY}--\r\n".encode(), f"{FORM}; charset=punycode")
+    assert answer.status == 400 and answer.code == "invalid_form"
+
+
+@attack()
 async def two_files(target: Target) -> None:
     """A form with two files."""
     answer = await target.upload(form_file(flac(0.2)), form_file(flac(0.2)))

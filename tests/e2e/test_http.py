@@ -58,6 +58,18 @@ async def test_upload_that_is_no_form_or_too_large_is_refused(serve: Serve) -> N
         assert (response.status_code, error_code(response)) == (413, "file_too_large")
 
 
+@pytest.mark.parametrize(("charset", "status"), [("utf-8", 200), ('"UTF-8"', 200), ("punycode", 400), ("idna", 400)])
+async def test_nobody_chooses_the_codec_that_reads_a_form(serve: Serve, charset: str, status: int) -> None:
+    """Some take minutes for a text of a few hundred kilobytes, and everybody waits."""
+    form = httpx.Request("POST", "http://x", files={"file": ("a.wav", wav(0.2), "audio/wav")}, data={"model": "m"})
+    content_type = f"{form.headers['content-type']}; charset={charset}"
+    async with serve() as running, httpx.AsyncClient() as http:
+        url = f"{running.base_url}/audio/transcriptions"
+        response = await http.post(url, content=form.read(), headers={"content-type": content_type})
+        assert response.status_code == status
+        assert status == 200 or error_code(response) == "invalid_form"
+
+
 async def test_upload_that_finds_no_place_is_told_when_to_come_back(serve: Serve) -> None:
     async with serve(FakeEngine(slots=0)) as running, httpx.AsyncClient() as http:
         response = await http.post(
