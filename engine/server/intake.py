@@ -114,6 +114,7 @@ class Intake:
                 self._roster.streams[name].flushed(command.tag, command.at_pause)
                 self._submit(messages.Flush(name, command.tag, command.at_pause), now)
             case WireFinish():
+                self._roster.streams[name].finished()
                 self._submit(messages.Finish(name), now)
             case WireAbort():
                 self._roster.release(peer, command.stream, name)

@@ -60,6 +60,9 @@ class HostedStream:
         if not at_pause:
             self.segment = self.end_sample
 
+    def finished(self) -> None:
+        self.segment = self.end_sample
+
     def tell(self, output: messages.Output) -> None:
         """Say something, to the gateway if there is one; kept until it is accounted for."""
         self.told += 1

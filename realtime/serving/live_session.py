@@ -253,7 +253,7 @@ class LiveSession:
                 queue.put(command)
             core.rewind(min(fed + len(rest), core.appended))
         if saved.reopen:
-            queue.put(Reopen(saved.engine_settings))
+            queue.put(Reopen(core.settings))
         if core.phase is Phase.FINISHING:
             queue.put(FinishEngine())
         if core.appended:

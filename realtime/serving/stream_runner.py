@@ -51,6 +51,8 @@ class StreamRunner:
         self._submit = submit
         # Done with the stream's last output, or when nobody wants to hear more of it.
         self._said_all: asyncio.Future[None] | None = None
+        # Another stream with other options comes when this one has said all.
+        self._runs_out = False
         # All commands so far were carried out, and the next one is waited for.
         self._rests = False
         # Outputs of a stream that was left behind must not reach the core; each stream has its number.
@@ -86,7 +88,7 @@ class StreamRunner:
             "streams_opened": self._opened,
             "fed": self._fed,
             "reanchor": None if reanchor is None else (reanchor.base, self.session.appended - reanchor.base),
-            "reopen": self.queue.reopen is not None,
+            "reopen": self._runs_out or self.queue.reopen is not None,
             "rest": stream.rest().tobytes() if last and stream is not None else b"",
         }
 
@@ -141,9 +143,11 @@ class StreamRunner:
             case Reopen(settings):
                 self.settings = settings
                 if self.stream is not None and self._said_all is not None:
+                    self._runs_out = True
                     await self.stream.finish()
                     await self._said_all
                     self.stream = self._said_all = None
+                    self._runs_out = False
             case Feed(samples):
                 try:
                     await self._hear(samples, group)
@@ -211,6 +215,9 @@ class StreamRunner:
         generation = self._generation
 
         def hear(output: messages.Output) -> None:
+            if isinstance(output, messages.Closed) and self.stream is stream:
+                # At once: whoever goes on with the session from here on must not wait for this stream to say anything.
+                self.stream = None
             try:
                 if generation == self._generation:
                     self._hand_on(output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from websockets.exceptions import InvalidStatus
 
+from engine import messages
 from engine.client import wills
 from engine.client.client import EngineClient
 from engine.client.handles import EngineThread, RemoteEngine
@@ -21,6 +22,7 @@ from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
 from realtime.http.gateway import Gateway
 from realtime.serving.surroundings import Surroundings
 from realtime.serving.tokens import Signer
+from realtime.session.events import Configure
 from tests.e2e.raw_client import COMPLETED, RawClient, greeted_client, raw_client
 from tests.engine import fakes
 from tests.realtime.workers import engines
@@ -218,3 +220,43 @@ async def test_an_engine_that_does_not_answer_is_no_reason_to_give_a_session_up(
         # What came all the same was left for the next who asks.
         async with raw_client(f"{second.url}?resume={token}&after=1") as again:
             assert (await again.receive())["type"] == "session.resumed"
+
+
+@pytest.mark.parametrize("moment", ["before the stream is told to end", "while it runs out", "when it has said all"])
+async def test_options_that_change_while_a_session_moves_are_in_force_behind_it(
+    audio: bytes, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with places() as (first, second), greeted_client(first.url) as client:
+        token = await begin(client, audio[:64_000])
+        last = (await client.until("input_audio_buffer.acknowledged"))[-1]["seq"]
+        (entry,) = first.entries
+        live, runner, stream = entry.live, entry.live.runner, entry.live.runner.engine_stream
+        finish, submit = stream.finish, runner._submit
+
+        def give_up() -> None:
+            first.gateway.sessions._wanted(live.id)
+
+        async def finish_and_give_up() -> None:
+            await finish()
+            give_up()
+
+        def submit_and_give_up(event: Any) -> None:
+            submit(event)
+            if isinstance(event, messages.Closed):
+                give_up()
+
+        if moment == "while it runs out":
+            monkeypatch.setattr(stream, "finish", finish_and_give_up)
+        elif moment == "when it has said all":
+            monkeypatch.setattr(runner, "_submit", submit_and_give_up)
+        live.submit(Configure(replace(live.session.settings, language="en")))
+        if moment == "before the stream is told to end":
+            give_up()
+        await fakes.until(lambda: not first.entries)
+        async with raw_client(f"{second.url}?resume={token}&after={last}") as again:
+            greeting = await again.receive()
+            await again.append(audio[greeting["received_samples"] * 2 : 96_000])
+            await again.send("input_audio_buffer.commit")
+            assert (await again.until(COMPLETED))[-1]["transcript"]
+            (moved,) = second.entries
+            assert moved.live.runner.engine_stream._opening.options == {"language": "en"}
