@@ -83,7 +83,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
     def favoured() -> None:
         values, tokens = logits.max(dim=-1)
-        said.copy_(tables.choose(slots, logits, tokens, values))
+        said.copy_(tables.choose(slots, logits, tokens))
         tables.advance(slots, said)
 
     choose = recorded(favoured, device)

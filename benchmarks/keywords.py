@@ -6,8 +6,8 @@ Rare words are those of the references that are not among the 10,000 most freque
 them that the whole table of 82,765 words does not have. Every recording is transcribed three times: without keywords,
 with its own rare words as keywords, and with so many that are not said in it (rare words of other recordings, drawn
 with a fixed seed). Offline: the weights on whole clips, greedy. With --live: the real engine, fed as by a microphone.
-Printed: how many rare words are found, the word error rate of all other words, and how many words became a keyword
-that nobody said.
+Printed, for all recordings and for either half of them: how many rare words are found, how many of those that are
+missed without keywords, the word error rate of all other words, and how many words became a keyword that nobody said.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -92,13 +92,18 @@ class Counts:
     rare_found: int = 0
     names: int = 0
     names_found: int = 0
+    # Rare words that are missed without keywords and found with them, and the other way about.
+    won: int = 0
+    lost: int = 0
     others: int = 0
     other_errors: int = 0
     # Words that were written, and those of them that are keywords nobody said.
     written: int = 0
     made_up: int = 0
 
-    def add(self, said: Reference, heard: Words, wrong: set[str], table: Table) -> None:
+    def add(self, said: Reference, heard: Words, wrong: set[str], table: Table) -> set[int]:
+        """Returns which words of the reference are rare and were found."""
+        found = set()
         for i, j in align(said.words, heard):
             right = i is not None and j is not None and said.words[i] == heard[j]
             if i is None or said.words[i] not in said.rare:
@@ -108,31 +113,44 @@ class Counts:
             name = said.words[i] not in table.known
             self.rare, self.rare_found = self.rare + 1, self.rare_found + right
             self.names, self.names_found = self.names + name, self.names_found + (name and right)
+            if right:
+                found.add(i)
         self.written += len(heard)
         self.made_up += sum(word in wrong and word not in said.words for word in heard)
+        return found
+
+
+def total(parts: Sequence[Counts]) -> Counts:
+    return Counts(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
 Transcribe = Callable[[Sequence[Words]], list[str]]
+# By what was expected, and then for each clip.
+Figures = dict[str, list[Counts]]
 
 
 def measure(
     references: Sequence[Reference], transcribe: Transcribe, wrong: Sequence[Words], table: Table, normalise: Normaliser
-) -> dict[str, Counts]:
+) -> Figures:
     lists: dict[str, Sequence[Words]] = {
         "without": [[] for _ in references],
         "own": [list(said.rare.values()) for said in references],
         "wrong": wrong,
     }
-    figures = {}
+    figures: Figures = {name: [Counts() for _ in references] for name in lists}
+    before: list[set[int]] = []
     for name, keywords in lists.items():
-        counts = figures[name] = Counts()
-        for said, text, others in zip(references, transcribe(keywords), wrong, strict=True):
-            counts.add(said, normalise(text), {word for other in others for word in normalise(other)}, table)
+        texts = transcribe(keywords)
+        for clip, (said, text, others) in enumerate(zip(references, texts, wrong, strict=True)):
+            counts = figures[name][clip]
+            found = counts.add(said, normalise(text), {word for other in others for word in normalise(other)}, table)
+            before += [found] if name == "without" else []
+            counts.won, counts.lost = len(found - before[clip]), len(before[clip] - found)
     return figures
 
 
-def report(title: str, figures: dict[str, Counts]) -> None:
-    without, own, wrong = (figures[name] for name in ("without", "own", "wrong"))
+def report(title: str, figures: Figures) -> None:
+    without, own, wrong = (total(figures[name]) for name in ("without", "own", "wrong"))
     print(f"\n{title}")
     for what, before, after, of in (
         ("rare words found", without.rare_found, own.rare_found, own.rare),
@@ -140,6 +158,9 @@ def report(title: str, figures: dict[str, Counts]) -> None:
     ):
         rise = f"{100 * (after - before) / before:+.1f} %" if before else "-"
         print(f"  {what}: {before} -> {after} of {of} ({rise} relative)")
+    missed = without.rare - without.rare_found
+    share = 100 * own.won / max(1, missed)
+    print(f"  rare words missed without keywords: {own.won} of {missed} are found ({share:.1f} %); {own.lost} are lost")
     rates = [100 * counts.other_errors / max(1, counts.others) for counts in (without, own, wrong)]
     print(f"  errors in all other words: {rates[0]:.2f} % -> {rates[1]:.2f} % of {own.others}", end="")
     print(f"; with wrong keywords {rates[2]:.2f} %")
@@ -197,11 +218,17 @@ def main(given: Sequence[str] | None = None) -> int:
     wrong = wrong_keywords(references, options.wrong)
     transcribe = (live if options.live else offline)(clips, options.model, options.boost)
     figures = measure(references, transcribe, wrong, table, normalise)
-    report(
-        f"{len(clips)} recordings with rare words, {'live' if options.live else 'offline'}, {options.model}", figures
-    )
+    half = len(clips) // 2
+    parts = {"all": slice(None), "the first half": slice(half), "the second half": slice(half, None)}
+    print(f"{len(clips)} recordings with rare words, {'live' if options.live else 'offline'}, {options.model}")
+    for title, part in parts.items():
+        report(title, {name: counts[part] for name, counts in figures.items()})
     if options.json is not None:
-        options.json.write_text(json.dumps({name: asdict(counts) for name, counts in figures.items()}, indent=1) + "\n")
+        sums = {
+            title: {name: asdict(total(counts[part])) for name, counts in figures.items()}
+            for title, part in parts.items()
+        }
+        options.json.write_text(json.dumps(sums, indent=1) + "\n")
     return 0
 
 

@@ -4,9 +4,14 @@ The keywords of a stream are a tree of their letters. Where a token leads is a m
 keyword is cut into tokens: a model that began to spell a word in its own way still finds the rest of it. A keyword is
 favoured as it was given, in small letters and with capital initials, and all three lead to the same node.
 
-A node's *worth* rises with the letters that lead to it. A token that goes on in a keyword gets the worth of the node it
-leads to, and one that leaves the keyword nothing: so what its beginning got is given back, unless the whole of a
-keyword has been said by then. A short beginning is worth little, because many other words begin like it.
+A node's *worth* rises with the letters that lead to it. The token with which the tokeniser would go on in a keyword
+gets the worth of the node it leads to, and one that leaves the keyword nothing: so what its beginning got is given
+back, unless the whole of a keyword has been said by then. A short beginning is worth little, because many other words
+begin like it. Other cuts of a keyword get nothing either: a model says words as its tokeniser cuts them, so a token
+that a keyword has in an unusual cut only is a sign of another word.
+
+With its bonus, a token must be likelier than all others are together without one. Where a model has no idea, a hundred
+things are nearly as likely as its best guess, and it must not be talked into a keyword then.
 
 Where a stream stands in the tree is a number that the row of its tokens alone decides. Its text depends neither on load
 nor on how the audio came in, and a draft is checked as it would be decoded.
@@ -19,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -28,8 +34,11 @@ from engine.options import MAX_KEYWORD_CHARACTERS, MAX_KEYWORDS, Keyword, read_k
 from engine.vocabulary import Vocabulary
 
 # Worth of a whole keyword, as a log-probability, and the letters after which a beginning has all of it.
-FULL_WORTH = 4.0
+FULL_WORTH = 5.0
 FULL_LETTERS = 5
+
+# No token has this number, which is behind all others.
+_NO_TOKEN = 1 << 30
 
 # Most tokens that may lead on from all places of a stream's keywords together.
 MAX_EDGES = 16_384
@@ -72,6 +81,35 @@ class Spelling:
             if token is not None:
                 yield token, length
 
+    def has(self, text: bytes) -> bool:
+        """Whether it is one token."""
+        return text in self._tokens
+
+    def cut(self, text: bytes) -> list[bytes]:
+        """`text` as the tokeniser cuts it. It joins those neighbours first whose token was learned first, and tokens
+        are numbered as they were learned."""
+        parts = self._letters(text)
+        joined = [self._tokens.get(left + right, _NO_TOKEN) for left, right in pairwise(parts)]
+        while joined and (first := min(joined)) != _NO_TOKEN:
+            at = joined.index(first)
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+            del joined[at]
+            for left in (at - 1, at):
+                if 0 <= left < len(joined):
+                    joined[left] = self._tokens.get(parts[left] + parts[left + 1], _NO_TOKEN)
+        return parts
+
+    def _letters(self, text: bytes) -> list[bytes]:
+        """Letters; those that the vocabulary does not have, byte by byte."""
+        if text.isascii():
+            return _bytes(text)
+        letters = [letter.encode(errors="surrogateescape") for letter in text.decode(errors="surrogateescape")]
+        return [part for whole in letters for part in ([whole] if whole in self._tokens else _bytes(whole))]
+
+
+def _bytes(text: bytes) -> list[bytes]:
+    return [text[at : at + 1] for at in range(len(text))]
+
 
 def _rest(piece: bytes) -> int:
     last = piece[-1:]
@@ -86,7 +124,7 @@ class KeywordTree:
         if sum(len(word.text.encode()) for word in keywords) > MAX_BYTES:
             raise ValueError(f"these keywords are too long together: they have more than {MAX_BYTES} bytes")
         self._rests = spelling.rests
-        tree = _Letters(keywords)
+        tree, cuts = _Letters(keywords), _Cuts(spelling)
         # Edges that lead away from every state, because their tokens begin with a space.
         self.entries: Edges = {}
         # Edges that lead away from each state; the first of two that a token has.
@@ -95,18 +133,19 @@ class KeywordTree:
         done: set[tuple[int, bytes]] = set()
         for variant in tree.variants:
             small = variant.lower()
+            usual = cuts.first_of(b" " + variant)
             for token, length in spelling.beginnings(b" " + variant):
                 if length > 1:
-                    self._add(self.entries, {token: tree.edge(b"", small[: length - 1])})
+                    self._add(self.entries, {token: tree.edge(b"", small[: length - 1], length == usual)})
             for start in range(len(variant)):
                 # Keywords may begin alike, and what differs in case at its beginning may go on the same way.
                 number, following = tree.numbers[small[:start]], variant[start : start + spelling.longest]
                 if (number, following) in done:
                     continue
                 done.add((number, following))
-                here = self.edges[number]
+                here, usual = self.edges[number], cuts.first_of(following)
                 for token, length in spelling.beginnings(following):
-                    self._add(here, {token: tree.edge(small[:start], small[: start + length])})
+                    self._add(here, {token: tree.edge(small[:start], small[: start + length], length == usual)})
         # Within a term of several words another keyword may begin.
         for prefix, number in tree.numbers.items():
             for at in (index for index, byte in enumerate(prefix) if byte == ord(" ")):
@@ -119,7 +158,8 @@ class KeywordTree:
     def _add(self, edges: Edges, more: Edges) -> None:
         """Raises ValueError at the first edge that is too many: what a list costs is bounded before it is built."""
         self.edge_count -= len(edges)
-        edges |= more
+        # A token of two keywords may be usual in one of them only.
+        edges |= {token: edge for token, edge in more.items() if token not in edges or edges[token].bonus < edge.bonus}
         self.edge_count += len(edges)
         _check_size(self.edge_count)
 
@@ -143,7 +183,8 @@ class KeywordTree:
         """The token to say, if `best` is the model's own choice."""
         if state < 0:
             return best
-        found = best, float(logits[best])
+        highest = float(logits[best])
+        found = best, highest
         if len(self._entry_tokens):
             values = logits[self._entry_tokens] + self._entry_bonuses
             first = int(values.argmax())
@@ -153,7 +194,10 @@ class KeywordTree:
             value = float(logits[token]) + edge.bonus
             if value > found[1]:
                 found = token, value
-        return found[0]
+        if found[0] == best:
+            return best
+        everything = highest + float(np.log(np.exp(logits - highest).sum()))
+        return found[0] if found[1] > everything else best
 
 
 class KeywordTrees:
@@ -166,6 +210,33 @@ class KeywordTrees:
     def of(self, options: Mapping[str, str]) -> KeywordTree | None:
         """Raises ValueError if the keywords cannot be used."""
         return self._tree(options["keywords"]) if "keywords" in options else None
+
+
+class _Cuts:
+    """How the tokeniser cuts what remains of keywords."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        self._spelling = spelling
+        self._lengths: dict[bytes, int] = {}
+
+    def first_of(self, rest: bytes) -> int:
+        """Bytes of the first token."""
+        # No token reaches into the next word.
+        end = rest.find(b" ", 1)
+        rest = rest if end < 0 else rest[:end]
+        if rest not in self._lengths:
+            # What remains behind a cut is cut as it is within the whole.
+            at = 0
+            for part in self._spelling.cut(rest):
+                self._lengths[rest[at:]] = self._usual(rest[at:], part)
+                at += len(part)
+        return self._lengths[rest]
+
+    def _usual(self, rest: bytes, part: bytes) -> int:
+        if self._spelling.has(part):
+            return len(part)
+        # A vocabulary without single letters cannot join them: there the longest token counts.
+        return max((length for _, length in self._spelling.beginnings(rest)), default=0)
 
 
 class _Letters:
@@ -200,8 +271,8 @@ class _Letters:
         worth = boost * FULL_WORTH * min(1.0, letters / FULL_LETTERS)
         self._worths[prefix] = max(worth, self._worths.get(prefix, 0.0))
 
-    def edge(self, start: bytes, end: bytes) -> Edge:
-        return Edge(self.numbers[end], max(0.0, self._worths[end] - self._kept[start]))
+    def edge(self, start: bytes, end: bytes, usual: bool) -> Edge:
+        return Edge(self.numbers[end], max(0.0, self._worths[end] - self._kept[start]) if usual else 0.0)
 
 
 def _check_size(pieces: int) -> None:

@@ -49,14 +49,14 @@ class BiasTables:
     def set_state(self, slot: int, state: int) -> None:
         self._states[slot] = state
 
-    def choose(self, slots: Tensor, logits: Tensor, tokens: Tensor, values: Tensor) -> Tensor:
-        """What to say in place of the best `tokens` [rows], which have these `values`; logits [rows, vocabulary]."""
+    def choose(self, slots: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
+        """What to say in place of the best `tokens` [rows]; logits [rows, vocabulary]."""
         states = self._states[slots][:, None]
         origins, choices, _, bonuses = self._edges[slots].unbind(dim=1)
         open_edges = (states >= 0) & ((origins == states) | (origins == _ANYWHERE))
         favoured = logits.gather(1, choices.clamp(min=0).long()) + bonuses.view(torch.float32)
         best, edges = favoured.masked_fill(~open_edges, float("-inf")).max(dim=1, keepdim=True)
-        return torch.where(best[:, 0] > values, choices.gather(1, edges)[:, 0].long(), tokens)
+        return torch.where(best[:, 0] > logits.logsumexp(dim=1), choices.gather(1, edges)[:, 0].long(), tokens)
 
     def advance(self, slots: Tensor, tokens: Tensor) -> None:
         """Each row has said its token."""

@@ -56,7 +56,7 @@ class ModelPasses:
         choice = choose(logits, state.blank_runs[slots], self._guard)
         tokens, biased = choice.tokens, self._recorded or self._bias.in_use
         if biased:
-            tokens = self._bias.choose(slots, logits, tokens, choice.values)
+            tokens = self._bias.choose(slots, logits, tokens)
         tokens = torch.where(forced == NOT_FORCED, tokens, forced)
         if biased:
             self._bias.advance(slots, tokens)

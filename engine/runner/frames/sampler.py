@@ -21,10 +21,9 @@ GUARD_MOST = 7.0
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Per stream: the token, its logit, whether the logits were broken, and whether the guard changed the outcome."""
+    """Per stream: the token, whether the logits were broken, and whether the guard changed the outcome."""
 
     tokens: Tensor
-    values: Tensor
     failed: Tensor
     guarded: Tensor
 
@@ -38,7 +37,7 @@ def choose(logits: Tensor, blank_runs: Tensor, guard: bool) -> Choice:
     best, tokens = logits.max(dim=-1)
     guarded = (tokens != STREAMING_PAD) & (blank > best)
     # max() returns NaN when any logit is NaN; -inf means that no logit was finite.
-    return Choice(tokens, best, ~best.isfinite(), guarded)
+    return Choice(tokens, ~best.isfinite(), guarded)
 
 
 def next_blank_runs(blank_runs: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:

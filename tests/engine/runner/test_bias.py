@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import exp, log1p
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ PIECES = [
     *("", " K", " Kit", " k", "it", "t", "il", "ila", "a", "K", "Kit", " the", ".", "-", "n", "s"),
     *(" An", "na", " Van", " van", " der", " Der", " Ber", "by", "ber", "g", "Ber", " ", "'", "i", "l"),
     *(" L", "ó", "d", "ź", "ł", " l", "L"),
+    # What the longer ones are joined from.
+    *(" A", " V", " v", "an", " d", " D", "er", " B", "b", "y"),
 ]
 TOKENS = {piece: token for token, piece in enumerate(PIECES)}
 PLAIN = Vocabulary([piece.encode() for piece in PIECES])
@@ -36,7 +39,7 @@ def favours(keywords: KeywordTree, *said: str) -> dict[str, float]:
 
 
 def favours_in(keywords: KeywordTree, state: int) -> dict[str, float]:
-    """By trying: a piece gets so much that it is said although another one leads by just less."""
+    """By trying: a piece gets so much that it is said although another one leads, and both together weigh just less."""
     found = {}
     for token, piece in enumerate(PIECES):
         low, high = 0.0, 100.0
@@ -47,7 +50,7 @@ def favours_in(keywords: KeywordTree, state: int) -> dict[str, float]:
             logits[token] = 0.0
             low, high = (middle, high) if keywords.choose(state, logits, len(PIECES) + 1) == token else (low, middle)
         if high > 1e-2:
-            found[piece] = round(low, 2)
+            found[piece] = round(log1p(exp(low)), 2)
     return found
 
 
@@ -55,19 +58,30 @@ def letters(count: int) -> float:
     return FULL_WORTH * min(1.0, count / 5)
 
 
-def test_a_keyword_is_favoured_however_it_is_cut_into_tokens() -> None:
+def test_a_tokeniser_joins_first_what_was_learned_first() -> None:
+    spelling = Spelling(
+        Vocabulary([piece.encode() for piece in ("", "a", "b", "c", "bc", "ab", "abab", "ó", " ", " b")])
+    )
+    assert spelling.cut(b"abc") == [b"a", b"bc"]
+    assert spelling.cut(b"ababc") == [b"ab", b"a", b"bc"]
+    assert spelling.cut("bóx bc".encode()) == [b"b", "ó".encode(), b"x", b" ", b"bc"]
+    # A letter without a token is cut into its bytes, and so is one that was torn.
+    assert spelling.cut("łó".encode()[:-1]) == [b"\xc5", b"\x82", b"\xc3"]
+
+
+def test_only_the_usual_cut_of_a_keyword_is_favoured_and_every_cut_leads_on_in_it() -> None:
     keywords = tree("Kittila")
-    assert favours(keywords) == {
-        " K": letters(1),
-        " Kit": letters(3),
-        " k": letters(1),
-        "K": letters(1),
-        "Kit": letters(3),
-    }
+    assert favours(keywords) == {" Kit": letters(3), " k": letters(1), "Kit": letters(3)}
     expected = {"t": letters(4)}
     for said in ([" Kit"], [" K", "it"], [" k", "it"], [" ", "Kit"], [" the", " K", "i", "t"], ["-", "Kit"]):
         inside = {piece: bonus for piece, bonus in favours(keywords, *said).items() if not piece.startswith(" ")}
         assert inside == expected, said
+    # Without single letters nothing can be joined: the longest token is the usual one.
+    words = Vocabulary([b"", b" Ki", b" Kitt", b"ila"])
+    entries = KeywordTree([Keyword("Kittila")], Spelling(words)).entries
+    assert {token: edge.bonus for token, edge in entries.items()} == {1: 0.0, 2: letters(4)}
+    # What is usual in one keyword is favoured, whether or not another one has it too.
+    assert favours(tree("Kittila", "K"))[" K"] == letters(1)
 
 
 def test_what_the_beginning_got_is_given_back_when_the_word_breaks_off() -> None:
@@ -76,7 +90,7 @@ def test_what_the_beginning_got_is_given_back_when_the_word_breaks_off() -> None
     assert favours(keywords, " Kit", "t")["ila"] == letters(7)
     assert favours(keywords, " Kit", "t", "il")["a"] == letters(7)
     behind = favours(keywords, " Kit", "t", "ila")
-    assert behind == favours(keywords, " the") == {" K": letters(1), " Kit": letters(3), " k": letters(1)}
+    assert behind == favours(keywords, " the") == {" Kit": letters(3), " k": letters(1)}
     assert favours(keywords, " Kit", "n") == behind
 
 
@@ -113,6 +127,16 @@ def test_a_boost_scales_the_worth() -> None:
     assert favours(tree(Keyword("Kittila", 0.5)), " Kit")["t"] == letters(4) / 2
     # A keyword that shares its beginning with a louder one is not held back by what that one got.
     assert favours(tree(Keyword("An", 10.0), "Anna"), " An").get("na", 0.0) == 0.0
+
+
+def test_a_model_that_has_no_idea_is_not_talked_into_a_keyword() -> None:
+    """The keyword lacks as much to the best guess in both cases; in one of them the rest is as likely together."""
+    keywords, first = tree("Kittila"), TOKENS[" Kit"]
+    sure, unsure = np.full((2, 200), -30.0, np.float32)
+    unsure[len(PIECES) :] = -0.1
+    for logits, said in ((sure, first), (unsure, 199)):
+        logits[199], logits[first] = 0.0, 0.5 - letters(3)
+        assert keywords.choose(AT_WORD, logits, 199) == said
 
 
 def test_tokens_without_letters_change_nothing() -> None:

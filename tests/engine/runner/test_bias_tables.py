@@ -45,8 +45,8 @@ def test_random_trees_choose_and_advance_as_on_the_host() -> None:
         slots, states = torch.tensor([3, 0, 2, 1]), dict.fromkeys(range(4), 0)
         for step in range(25):
             logits = torch.from_numpy(np.random.default_rng(step).normal(0.0, 2.0, (4, count)).astype(np.float32))
-            values, best = logits.max(dim=1)
-            chosen = tables.choose(slots, logits, best, values)
+            best = logits.argmax(dim=1)
+            chosen = tables.choose(slots, logits, best)
             for row, slot in enumerate(slots.tolist()):
                 tree, own = trees[slot], int(best[row])
                 expected = own if tree is None else tree.choose(states[slot], logits[row].numpy(), own)
@@ -72,6 +72,6 @@ def test_a_state_can_be_set_for_a_stream_that_goes_on() -> None:
     tables.set_tree(1, tree)
     tables.set_state(1, tree.behind([1]))
     logits = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
-    assert tables.choose(torch.tensor([1]), logits, torch.tensor([3]), torch.tensor([1.0])).tolist() == [2]
+    assert tables.choose(torch.tensor([1]), logits, torch.tensor([3])).tolist() == [2]
     tables.set_tree(1, None)
-    assert tables.choose(torch.tensor([1]), logits, torch.tensor([3]), torch.tensor([1.0])).tolist() == [3]
+    assert tables.choose(torch.tensor([1]), logits, torch.tensor([3])).tolist() == [3]
