@@ -11,6 +11,8 @@ export class Preferences {
     this.choices = { ...DEFAULTS, ...stored };
     // What the server's model can be told: some of language, keywords, prompt.
     this.options = [];
+    // Codes of the languages that it has.
+    this.languages = [];
     this.apply();
   }
 
@@ -25,11 +27,16 @@ export class Preferences {
     this.apply();
   }
 
+  // Of a model that has one language.
+  get onlyLanguage() {
+    return this.languages.length === 1 ? this.languages[0] : "";
+  }
+
   // Language and words to expect, as far as the server's model takes them. A model without keywords may take a prompt.
   get wishes() {
     const words = this.choices.keywords.split(/[,\n]/).map((word) => word.trim()).filter(Boolean);
     const takes = (name) => this.options.includes(name);
-    const language = takes("language") ? this.choices.language.trim() : "";
+    const language = takes("language") && !this.onlyLanguage ? this.choices.language.trim() : "";
     if (!words.length) return { language, keywords: {} };
     if (takes("keywords")) return { language, keywords: { keywords: words } };
     return { language, keywords: takes("prompt") ? { prompt: words.join(", ") } : {} };

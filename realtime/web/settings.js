@@ -67,11 +67,15 @@ async function showWishes(preferences) {
   try {
     const headers = preferences.key ? { Authorization: `Bearer ${preferences.key}` } : {};
     const models = await (await fetch("v1/models", { headers })).json();
-    preferences.options = models.data[0].options;
+    ({ options: preferences.options, languages: preferences.languages } = models.data[0]);
   } catch {
-    preferences.options = [];
+    preferences.options = preferences.languages = [];
   }
   const takes = (name) => preferences.options.includes(name);
   $("language-box").hidden = !takes("language");
+  // Where there is nothing to choose, the box says which language it is.
+  const only = preferences.onlyLanguage;
+  $("language").readOnly = Boolean(only);
+  $("language").value = only ? new Intl.DisplayNames(["en"], { type: "language" }).of(only) : preferences.choices.language;
   $("keywords-box").hidden = !takes("keywords") && !takes("prompt");
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.options import Options
-from tests.realtime.gateway_doubles import MULTILINGUAL, FakeEngine
+from tests.realtime.gateway_doubles import ENGLISH, MULTILINGUAL, FakeEngine
 from tests.web.conftest import PageServer, page_server
 from tests.web.devtools import Page
 from tests.web.line import line_to
@@ -47,6 +47,8 @@ SHARED_TAB = """
     return window.shared;
   };
 """
+LANGUAGE = "document.querySelector('#language')"
+SHOWN_LANGUAGE = "!document.querySelector('#language-box').hidden"
 PROGRESS = "document.querySelector('#progress:not([hidden])')"
 
 
@@ -170,6 +172,25 @@ async def test_language_and_words_to_expect(page: Page, takes: Options, told: di
         await page.until(f"{STATE} === 'Listening'")
         await stop(page)
         assert engine.opened[-1]["options"] == told
+
+
+async def test_the_one_language_of_a_model_is_shown_and_is_no_choice(page: Page) -> None:
+    """What was chosen for another server is neither sent nor forgotten."""
+    engine = FakeEngine(words=WORDS)
+    async with page_server(engine) as server:
+        await page.open(server.url)
+        await page.until(f"{SHOWN_LANGUAGE} && !{LANGUAGE}.readOnly")
+        await choose(page, "#language", "fr")
+        engine.takes(ENGLISH)
+        await page.open(server.url)
+        await page.until(f"{LANGUAGE}.readOnly && {LANGUAGE}.value === 'English'")
+        await page.click("#listen")
+        await page.until(f"{STATE} === 'Listening'")
+        await stop(page)
+        assert "language" not in engine.opened[-1]["options"]
+        engine.takes(MULTILINGUAL)
+        await page.open(server.url)
+        await page.until(f"{SHOWN_LANGUAGE} && !{LANGUAGE}.readOnly && {LANGUAGE}.value === 'fr'")
 
 
 async def test_words_to_expect_go_with_a_file_too(page: Page, server: PageServer, talk: Path) -> None:
