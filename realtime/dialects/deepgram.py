@@ -9,7 +9,7 @@ have in common is their `Listening`.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
 from realtime.dialects.base import Answer, Json, Nothing, Request, SessionFacts
@@ -21,12 +21,14 @@ from realtime.session.events import (
     Commit,
     Committed,
     Completed,
+    Configure,
     Delta,
     End,
     Ended,
     ItemFailed,
     Problem,
     ServerEvent,
+    SessionUpdated,
     SpeechStarted,
     TimedWord,
     UtteranceEnded,
@@ -35,6 +37,7 @@ from realtime.session.settings import Settings
 from realtime.session.words import languages_of
 
 FINALIZE = "finalize"
+CONFIGURE = "configure"
 # So much of an open turn may be repeated in interim results before it becomes final.
 SEGMENT_CHARACTERS = 2000
 SEGMENT_SECONDS = 5
@@ -71,6 +74,8 @@ class DeepgramDialect:
         self._listening = listening
         self._query = listening.query
         self._channel = [channel, listening.query.channels]
+        # What concerns the whole socket is answered once.
+        self._answers_for_all = channel == 0
         self._text = ""
         self._words: list[TimedWord] = []
         self._starts: dict[str, int] = {}
@@ -96,8 +101,7 @@ class DeepgramDialect:
             case "CloseStream":
                 return End()
             case "Configure":
-                # One answer for all channels.
-                return Answer(self._configured(message)) if self._channel[0] == 0 else Nothing()
+                return self._configure(message, settings)
         raise ClientFault("UNPARSABLE_CLIENT_MESSAGE", "Send KeepAlive, Finalize, CloseStream or Configure.")
 
     def write(self, event: ServerEvent, settings: Settings) -> list[Json]:
@@ -116,14 +120,13 @@ class DeepgramDialect:
                 return self._completed(event)
             case UtteranceEnded():
                 return self._utterance_ended(event)
-            case Problem() if event.event_id == FINALIZE:
-                # A flush of nothing is answered too: clients wait for it.
-                return [self._result("", [], self._final_until, self._final_until, final=True, finalize=True)]
+            case SessionUpdated():
+                return [self._configured(event.settings)] if self._answers_for_all else []
             case ItemFailed():
                 self._forget(event.item_id)
                 return [_error(event.code, event.message)]
             case Problem():
-                return [_error(event.code, event.message)]
+                return self._problem(event)
             case Answered():
                 return [event.body]
             case Ended():
@@ -209,13 +212,42 @@ class DeepgramDialect:
             },
         }
 
-    def _configured(self, message: Json) -> Json:
-        """Nothing can be changed in the middle, and a client must not believe that it was."""
-        body: Json = {"request_id": self._listening.request_id}
-        if not message.get("keyterms") and not message.get("features"):
-            return {"type": "ConfigureSuccess", **body}
-        code = "CONFIGURE_KEYTERMS_NOT_SUPPORTED" if message.get("keyterms") else "CONFIGURE_INTERNAL_ERROR"
-        return {"type": "ConfigureFailure", **body, "code": code, "description": "This is not supported here."}
+    def _problem(self, event: Problem) -> list[Json]:
+        if event.event_id == FINALIZE:
+            # A flush of nothing is answered too: clients wait for it.
+            return [self._result("", [], self._final_until, self._final_until, final=True, finalize=True)]
+        if event.event_id == CONFIGURE:
+            # Of the codes that clients know, this one is nearest to any fault of a term.
+            failed = self._failed("CONFIGURE_KEYTERM_LIMIT_EXCEEDED", event.message)
+            return [failed] if self._answers_for_all else []
+        return [_error(event.code, event.message)]
+
+    def _configure(self, message: Json, settings: Settings) -> Request:
+        """Words to expect are all that can be changed in the middle, and a client must not believe that more was."""
+        terms = message.get("keyterms")
+        if message.get("features") or not isinstance(terms, list | None):
+            return self._answer(
+                self._failed("CONFIGURE_INTERNAL_ERROR", "Only a list of keyterms can be changed here.")
+            )
+        if terms is None:
+            return self._answer({"type": "ConfigureSuccess", "request_id": self._listening.request_id})
+        if not all(isinstance(term, str) for term in terms):
+            return self._answer(self._failed("CONFIGURE_INTERNAL_ERROR", "Each keyterm must be a text."))
+        return Configure(replace(settings, keywords=tuple((term, 1.0) for term in terms)), CONFIGURE)
+
+    def _configured(self, settings: Settings) -> Json:
+        """What is in force now."""
+        if settings.keywords is None:
+            return self._failed("CONFIGURE_KEYTERMS_NOT_SUPPORTED", "This model takes no keyterms.")
+        terms = [term for term, _ in settings.keywords]
+        return {"type": "ConfigureSuccess", "request_id": self._listening.request_id, "keyterms": terms}
+
+    def _failed(self, code: str, description: str) -> Json:
+        body = {"request_id": self._listening.request_id, "code": code, "description": description}
+        return {"type": "ConfigureFailure", **body}
+
+    def _answer(self, body: Json) -> Request:
+        return Answer(body) if self._answers_for_all else Nothing()
 
     def _metadata(self) -> Json:
         return {

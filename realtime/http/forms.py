@@ -17,7 +17,8 @@ from realtime.config import LimitsConfig
 from realtime.errors import Refusal
 from realtime.http.context import Context
 
-MAX_FIELDS = 200
+# All keywords that a stream may have, and everything else.
+MAX_FIELDS = 600
 MAX_FIELD_BYTES = 64 * 1024
 # How the texts of a form may be written: of the codecs that a client could name, some take time by the square of a
 # text's length.

@@ -25,7 +25,6 @@ from realtime.errors import ClientFault
 from realtime.serving.intake import Intake
 from realtime.serving.live_session import LiveSession
 from realtime.session.events import Answered, Clear, Commit, Configure, End, Injected, Problem
-from realtime.session.settings import Settings
 
 # Messages longer than this are parsed off the event loop; audio is decoded in pieces of at most this size.
 LARGE_MESSAGE = 256 * 1024
@@ -183,19 +182,20 @@ class Inbox:
                 self._live.submit(request)
 
     def _configure(self, request: Configure) -> None:
-        request = Configure(self._in_force(request.settings), request.event_id)
+        request = self._in_force(request)
         if request.settings.format != self._intake.format:
             old, self._intake = self._intake, Intake(request.settings.format)
             self._live.submit(old.flush())
             old.close()
         self._live.submit(request)
 
-    def _in_force(self, asked: Settings) -> Settings:
+    def _in_force(self, asked: Configure) -> Configure:
         """What the model takes of it. A client that asks for something else keeps what it had, and is told."""
         try:
-            return self._live.in_force(asked)
+            return Configure(self._live.in_force(asked.settings), asked.event_id)
         except ClientFault as fault:
             fault.param = f"{self._live.dialect.option_path}{fault.param}"
+            fault.event_id = asked.event_id
             raise
 
     async def _audio(self, data: bytes, gone: Callable[[], bool]) -> None:

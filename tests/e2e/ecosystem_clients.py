@@ -63,23 +63,23 @@ async def _livekit(stt: Any, pcm: bytes, rate: int, pace_s: float, turns: int) -
     return finals
 
 
-async def livekit_openai(base_url: str, pcm: bytes, pace_s: float, turns: int) -> list[str]:
+async def livekit_openai(base_url: str, pcm: bytes, pace_s: float, turns: int, **options: Any) -> list[str]:
     """24 kHz. The stream never ends by itself, so the number of turns must be known."""
     from livekit.agents.utils import http_context
     from livekit.plugins import openai
 
     async with http_context.open():
-        stt = openai.STT(base_url=base_url, api_key="any", use_realtime=True)
+        stt = openai.STT(base_url=base_url, api_key="any", use_realtime=True, **options)
         return await _livekit(stt, pcm, 24_000, pace_s, turns)
 
 
-async def livekit_deepgram(base_url: str, pcm: bytes, pace_s: float, turns: int) -> list[str]:
+async def livekit_deepgram(base_url: str, pcm: bytes, pace_s: float, turns: int, **options: Any) -> list[str]:
     """16 kHz."""
     from livekit.agents.utils import http_context
     from livekit.plugins import deepgram
 
     async with http_context.open():
-        stt = deepgram.STT(base_url=f"{base_url}/listen", api_key="any", sample_rate=16_000)
+        stt = deepgram.STT(base_url=f"{base_url}/listen", api_key="any", sample_rate=16_000, **options)
         return await _livekit(stt, pcm, 16_000, pace_s, turns)
 
 
@@ -126,20 +126,24 @@ async def _pipecat(service: Any, pcm: bytes, rate: int, pace_s: float, turns: in
     return finals
 
 
-async def pipecat_openai(base_url: str, pcm: bytes, pace_s: float, turns: int) -> list[str]:
+async def pipecat_openai(base_url: str, pcm: bytes, pace_s: float, turns: int, **options: Any) -> list[str]:
     """16 kHz, resampled by the client; the server ends turns."""
     from pipecat.services.openai.stt import OpenAIRealtimeSTTService
 
     url = base_url.replace("http", "ws", 1) + "/realtime"
-    service = OpenAIRealtimeSTTService(api_key="any", base_url=url, turn_detection={"type": "server_vad"})
+    settings = OpenAIRealtimeSTTService.Settings(**options) if options else None
+    service = OpenAIRealtimeSTTService(
+        api_key="any", base_url=url, turn_detection={"type": "server_vad"}, settings=settings
+    )
     return await _pipecat(service, pcm, 16_000, pace_s, turns)
 
 
-async def pipecat_deepgram(base_url: str, pcm: bytes, pace_s: float, turns: int) -> list[str]:
+async def pipecat_deepgram(base_url: str, pcm: bytes, pace_s: float, turns: int, **options: Any) -> list[str]:
     """16 kHz."""
     from pipecat.services.deepgram.stt import DeepgramSTTService
 
-    service = DeepgramSTTService(api_key="any", base_url=base_url.removesuffix("/v1"))
+    settings = DeepgramSTTService.Settings(**options) if options else None
+    service = DeepgramSTTService(api_key="any", base_url=base_url.removesuffix("/v1"), settings=settings)
     return await _pipecat(service, pcm, 16_000, pace_s, turns)
 
 
@@ -174,6 +178,26 @@ async def deepgram_channels(base_url: str, pcm: bytes) -> list[Any]:
             await connection.send_media(piece)
         await connection.send_close_stream()
         return [message async for message in connection]
+
+
+async def deepgram_keyterms(base_url: str, pcm: bytes, first: list[str], then: list[str]) -> list[Any]:
+    """The audio with some words to expect, and again with others; all that comes, as the package reads it."""
+    from deepgram.listen.v1.types import ListenV1Configure
+
+    async with _deepgram_client(base_url).listen.v1.connect(
+        model="nova-3", encoding="linear16", sample_rate=16_000, language="de", keyterm=first
+    ) as connection:
+        messages = []
+        for piece in pieces(pcm, 16_000):
+            await connection.send_media(piece)
+        await connection.send_configure(ListenV1Configure(keyterms=then))
+        async for message in connection:
+            messages.append(message)
+            if message.type == "ConfigureSuccess":
+                for piece in pieces(pcm, 16_000):
+                    await connection.send_media(piece)
+                await connection.send_close_stream()
+        return messages
 
 
 async def deepgram_sdk(base_url: str, pcm: bytes, pace_s: float) -> list[str]:

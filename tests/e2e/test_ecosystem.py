@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from engine.options import read_keywords
 from tests.e2e import ecosystem_clients as clients
 from tests.e2e.conftest import Serve
 from tests.e2e.test_deepgram_channels import stereo
 from tests.e2e.test_deepgram_files import wav
-from tests.realtime.gateway_doubles import silence, tone
+from tests.realtime.gateway_doubles import MULTILINGUAL, FakeEngine, FakeStream, silence, tone
 
 # Other projects' packages warn about each other; that says nothing about this one.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -28,6 +31,18 @@ Client = Callable[..., Awaitable[list[str]]]
 @pytest.fixture
 def blockbuster() -> None:
     """These clients read files and resolve names on the event loop they share with the server here."""
+
+
+class Obedient(FakeEngine):
+    """An engine that hears nothing but the words it was told to expect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.takes(replace(MULTILINGUAL, keywords=500, prompt=False))
+
+    async def open(self, stream: str, *, options: dict[str, str] | None = None, **named: Any) -> FakeStream:
+        self.words = [word.text for word in read_keywords((options or {})["keywords"])]
+        return await super().open(stream, options=options, **named)
 
 
 def needs(module: str) -> pytest.MarkDecorator:
@@ -91,3 +106,58 @@ async def test_client_that_hears_turns(serve: Serve, client: Client, rate: int) 
     async with serve() as running, asyncio.timeout(30):
         finals = await client(running.base_url, two_turns(rate), PACE_S, 2)
     assert " ".join(finals) in ("w1 w2 w3 w4", "w1 w2 w3 w4 w5")
+
+
+EXPECTED = ["Ticker", "Tape"]
+
+
+@pytest.mark.parametrize(
+    ("client", "rate", "options"),
+    [
+        pytest.param(
+            clients.livekit_openai,
+            24_000,
+            {"model": "gpt-transcribe", "language": "de", "keywords": EXPECTED},
+            marks=needs("livekit.plugins.openai"),
+        ),
+        pytest.param(
+            clients.livekit_deepgram,
+            16_000,
+            {"language": "de", "keyterm": EXPECTED},
+            marks=needs("livekit.plugins.deepgram"),
+        ),
+        # It knows no keywords for a live session; a list of words as the prompt stands for them.
+        pytest.param(
+            clients.pipecat_openai, 16_000, {"language": "de", "prompt": "Ticker, Tape"}, marks=needs("pipecat")
+        ),
+        pytest.param(clients.pipecat_deepgram, 16_000, {"language": "de", "keyterm": EXPECTED}, marks=needs("pipecat")),
+    ],
+)
+async def test_language_and_keywords_of_a_client_reach_the_engine(
+    serve: Serve, client: Client, rate: int, options: dict[str, Any]
+) -> None:
+    engine = Obedient()
+    async with serve(engine) as running, asyncio.timeout(30):
+        finals = await client(running.base_url, two_turns(rate), PACE_S, 2, **options)
+    assert set(" ".join(finals).split()) == set(EXPECTED)
+    told = engine.opened[-1]["options"]
+    assert told in (
+        {"language": "de", "keywords": "Ticker\t1\nTape\t1"},
+        {"languages": "de", "keywords": "Ticker\t1\nTape\t1"},
+    )
+
+
+@needs("deepgram")
+async def test_deepgrams_package_changes_its_keyterms_in_the_middle(serve: Serve) -> None:
+    engine = Obedient()
+    async with serve(engine) as running, asyncio.timeout(30):
+        messages = await clients.deepgram_keyterms(running.base_url, two_turns(16_000), ["Ticker"], ["Tape", "Worm"])
+    (changed,) = [at for at, message in enumerate(messages) if message.type == "ConfigureSuccess"]
+    assert messages[changed].keyterms == ["Tape", "Worm"]
+    keywords = ["Ticker\t1", "Tape\t1\nWorm\t1"]
+    assert [opened["options"] for opened in engine.opened] == [
+        {"language": "de", "keywords": words} for words in keywords
+    ]
+    finals = [message for message in messages if message.type == "Results" and message.is_final]
+    heard = " ".join(message.channel.alternatives[0].transcript for message in finals).lower().split()
+    assert heard[0] == "ticker" and set(heard[-2:]) == {"tape", "worm"}

@@ -12,10 +12,12 @@ from websockets.exceptions import InvalidStatus
 
 from engine.options import Options
 from tests.e2e.conftest import Serve
-from tests.e2e.raw_client import COMPLETED, greeted_client
+from tests.e2e.raw_client import COMPLETED, greeted_client, raw_client
+from tests.e2e.test_deepgram_client import listen
 from tests.e2e.test_openai_client import wav
 from tests.realtime.gateway_doubles import ENGLISH, MULTILINGUAL, FakeEngine, silence, tone
 
+EXPECTING = "encoding=linear16&sample_rate=16000&keyterm=Ticker"
 WITH_WORDS = replace(MULTILINGUAL, keywords=500)
 
 
@@ -44,6 +46,7 @@ async def in_force(client: Any, **transcription: Any) -> dict[str, Any]:
         ({"keywords": [""]}, "keywords", "empty"),
         ({"keywords": ["x" * 10_000]}, "keywords", "at most 64"),
         ({"keywords": ["a\u0007"]}, "keywords", "control"),
+        ({"keywords": [["a", 99]]}, "keywords", "list of strings"),
     ],
 )
 async def test_a_mistake_is_told_and_the_session_goes_on_with_what_it_had(
@@ -69,12 +72,15 @@ async def test_a_mistake_is_told_and_the_session_goes_on_with_what_it_had(
         ("transcriptions", ENGLISH, {"language": "xx"}, "language", "not a language"),
         ("transcriptions", ENGLISH, {"prompt": "Names."}, "prompt", "takes no prompt"),
         ("transcriptions", ENGLISH, {"keywords[]": "tape"}, "keywords", "takes no keywords"),
-        ("transcriptions", WITH_WORDS, {"keywords[]": "x" * 65}, "keywords", "at most 64"),
+        ("transcriptions", WITH_WORDS, {"keywords[]": ["w"] * 501}, "keywords", "At most 500"),
+        ("transcriptions", WITH_WORDS, {"keywords[]": ""}, "keywords", "empty"),
+        ("transcriptions", WITH_WORDS, {"keywords[]": "x" * 10_000}, "keywords", "at most 64"),
+        ("transcriptions", WITH_WORDS, {"keywords[]": "a\u0007"}, "keywords", "control"),
         ("translations", ENGLISH, {}, "task", "does not translate"),
     ],
 )
 async def test_an_upload_is_refused_with_the_reason(
-    serve: Serve, path: str, options: Options, fields: dict[str, str], param: str, text: str
+    serve: Serve, path: str, options: Options, fields: dict[str, Any], param: str, text: str
 ) -> None:
     async with serve(engine_with(options)) as running, httpx.AsyncClient() as http:
         files = {"file": ("a.wav", wav(0.9), "audio/wav")}
@@ -90,8 +96,13 @@ async def test_an_upload_is_refused_with_the_reason(
         ("language=klingon", "not a language"),
         ("language=de", "There is en."),
         ("keyterm=", "empty"),
+        ("&".join(["keyterm=w"] * 501), "At most 500"),
+        ("keyterm=" + "x" * 5_000, "at most 64"),
+        ("keyterm=a%07", "control"),
         ("keywords=tape:loud", "word with a boost"),
         ("keywords=tape:-3", "between 0.1 and 10"),
+        ("keywords=tape:11", "between 0.1 and 10"),
+        ("keywords=tape:nan", "between 0.1 and 10"),
     ],
 )
 async def test_a_query_is_refused_in_the_dialects_own_shape(serve: Serve, query: str, text: str) -> None:
@@ -104,7 +115,62 @@ async def test_a_query_is_refused_in_the_dialects_own_shape(serve: Serve, query:
         assert answer.status_code == 400 and text in answer.json()["err_msg"]
 
 
+async def test_a_task_that_the_model_cannot_do_is_told_and_the_session_goes_on(serve: Serve) -> None:
+    engine = engine_with(ENGLISH)
+    async with serve(engine) as running, greeted_client(running.ws) as client:
+        update = {"audio": {"input": {"transcription": {"task": "translate"}}}}
+        await client.send("session.update", session=update)
+        error = (await client.until("error"))[-1]["error"]
+        assert error["param"] == "session.audio.input.transcription.task" and "translate" in error["message"]
+        await client.append(tone(1.0) + silence(0.8))
+        assert (await client.until(COMPLETED))[-1]["transcript"] == "w1 w2"
+        assert "task" not in engine.opened[-1]["options"]
+
+
+@pytest.mark.parametrize(
+    ("terms", "code", "text"),
+    [
+        (["w"] * 10_000, "CONFIGURE_KEYTERM_LIMIT_EXCEEDED", "At most 500"),
+        (["x" * 10_000], "CONFIGURE_KEYTERM_LIMIT_EXCEEDED", "at most 64"),
+        ([""], "CONFIGURE_KEYTERM_LIMIT_EXCEEDED", "empty"),
+        (["a\u0007"], "CONFIGURE_KEYTERM_LIMIT_EXCEEDED", "control"),
+        ([1], "CONFIGURE_INTERNAL_ERROR", "must be a text"),
+        ("tape", "CONFIGURE_INTERNAL_ERROR", "list of keyterms"),
+    ],
+)
+async def test_keyterms_that_cannot_be_used_leave_the_others_in_force(
+    serve: Serve, terms: Any, code: str, text: str
+) -> None:
+    engine = engine_with(WITH_WORDS)
+    async with serve(engine) as running, raw_client(listen(running, EXPECTING)) as client:
+        await client.send("Configure", keyterms=terms)
+        answer = await client.receive()
+        assert (answer["type"], answer["code"]) == ("ConfigureFailure", code) and text in answer["description"]
+        await client.socket.send(tone(1.0, 16_000))
+        await client.send("Finalize")
+        while not (await client.receive())["is_final"]:
+            pass
+        assert [opened["options"] for opened in engine.opened] == [{"keywords": "Ticker\t1"}]
+
+
 # Normal use
+
+
+async def test_keyterms_may_change_in_the_middle(serve: Serve) -> None:
+    engine = engine_with(WITH_WORDS)
+    async with serve(engine) as running, raw_client(listen(running, EXPECTING)) as client:
+        for keyterms, shown in ((["Tape", "van der Berg"], ["Tape", "van der Berg"]), ([], [])):
+            await client.socket.send(tone(1.0, 16_000))
+            await client.send("Configure", keyterms=keyterms)
+            while (answer := await client.receive())["type"] != "ConfigureSuccess":
+                pass
+            assert answer["keyterms"] == shown
+        await client.socket.send(tone(1.0, 16_000))
+        await client.send("CloseStream")
+        while (await client.receive())["type"] != "Metadata":
+            pass
+        told = [{"keywords": "Ticker\t1"}, {"keywords": "Tape\t1\nvan der Berg\t1"}, {}]
+        assert [opened["options"] for opened in engine.opened] == told
 
 
 async def test_what_the_model_does_not_take_is_null(serve: Serve) -> None:
