@@ -11,6 +11,8 @@ from pathlib import Path
 from fleet.errors import FleetError
 
 LEAST_BYTES = 32
+# Engines and gateways take no longer one, and would say so only when they start.
+MOST_BYTES = 4096
 
 
 def read_secret(path: Path) -> bytes:
@@ -20,8 +22,9 @@ def read_secret(path: Path) -> bytes:
     except OSError as error:
         text = f"cannot read the fleet's secret {str(path)!r}: {error.strerror}; it must be the same file on every node"
         raise FleetError(text) from error
-    if len(secret) < LEAST_BYTES:
-        raise FleetError(f"the fleet's secret {str(path)!r} must have at least {LEAST_BYTES} characters")
+    if not LEAST_BYTES <= len(secret) <= MOST_BYTES:
+        bounds = f"at least {LEAST_BYTES} characters and at most {MOST_BYTES}"
+        raise FleetError(f"the fleet's secret {str(path)!r} must have {bounds}, for instance `openssl rand -hex 32`")
     return secret
 
 

@@ -69,7 +69,7 @@ class FileTranscriber:
             )
             feeding = asyncio.create_task(_feed(path, stream, transcript), name=f"feed {path.name}")
             try:
-                await self._listen(stream, feeding, transcript, bar, row)
+                await self._listen(stream, transcript, bar, row)
                 await feeding
             except (AudioError, EngineError, OSError) as error:
                 raise FileFailed(str(error), transcript) from error
@@ -79,14 +79,7 @@ class FileTranscriber:
                 await stream.abort()
         return transcript
 
-    async def _listen(
-        self,
-        stream: StreamApi,
-        feeding: asyncio.Task[None],
-        transcript: FileTranscript,
-        bar: Progress,
-        row: TaskID,
-    ) -> None:
+    async def _listen(self, stream: StreamApi, transcript: FileTranscript, bar: Progress, row: TaskID) -> None:
         began = asyncio.get_running_loop().time()
         async for output in stream:
             if isinstance(output, messages.Text):

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.fleet_secret import read_secret as secret_of_a_process
 from fleet.errors import FleetError, FleetFileError
 from fleet.figures import fleet_capacity, load_of
 from fleet.plan import FleetPlan, read_plan
-from fleet.secret import cluster_token, fingerprint, make_secret, read_secret
+from fleet.secret import LEAST_BYTES, MOST_BYTES, cluster_token, fingerprint, make_secret, read_secret
 from fleet.state import Kind, Unit, UnitState
 from fleet.table import next_table, write_table
 
@@ -79,6 +80,17 @@ def test_a_secret_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
     assert read_secret(path) == secret and path.stat().st_mode & 0o777 == 0o600
     assert fingerprint(secret) != fingerprint(secret + b"x")
     assert fingerprint(secret) not in cluster_token(secret) and len(cluster_token(secret)) == 64
+
+
+@pytest.mark.parametrize("length", [LEAST_BYTES - 1, LEAST_BYTES, MOST_BYTES, MOST_BYTES + 1])
+def test_a_secret_that_the_fleet_takes_is_one_that_its_processes_take(length: int, tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("x" * length)
+    if LEAST_BYTES <= length <= MOST_BYTES:
+        assert read_secret(path) == secret_of_a_process(path)
+    else:
+        with pytest.raises(FleetError, match="at least 32 characters and at most 4096"):
+            read_secret(path)
 
 
 def test_a_secret_that_is_missing_or_short_is_said(tmp_path: Path) -> None:
