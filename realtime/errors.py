@@ -13,7 +13,8 @@ class CloseCode(IntEnum):
     """WebSocket close codes the gateway uses, each for one reason."""
 
     NORMAL = 1000
-    # The client broke a limit that cannot be answered with an error event: it does not read, or it stays silent.
+    # The client broke a limit that an error event alone cannot answer: it does not read, it stays silent, or no stream
+    # can be had with its options.
     POLICY = 1008
     TOO_BIG = 1009
     INTERNAL = 1011
@@ -39,6 +40,10 @@ class ClientFault(GatewayError):
         self.message = message
         self.param = param
         self.event_id = event_id
+
+
+class OptionsRefused(GatewayError):
+    """The engine does not take the options of a session, although each of them is within its bounds."""
 
 
 class IllegalEvent(GatewayError):

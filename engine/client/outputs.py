@@ -106,5 +106,5 @@ def error_of(failed: messages.Failed) -> EngineError | ValueError:
     if failed.code == AtCapacity.__name__:
         return AtCapacity(failed.stream, text)
     if failed.code == BadOption.__name__:
-        return ValueError(failed.message)
+        return ValueError(text)
     return StreamFailed(failed.stream, text)

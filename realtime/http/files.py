@@ -145,6 +145,8 @@ class Transcriber:
             raise Refusal(503, "server_busy", text, retry_after_s=retry_s, kind="server_error") from error
         except EngineError as error:
             raise _engine_gone() from error
+        except ValueError as error:
+            raise Refusal(400, "invalid_value", f"{error}.") from error
         try:
             yield stream
         finally:

@@ -16,7 +16,7 @@ from engine.client.wills import Inheritance
 from engine.errors import AtCapacity, EngineError
 from realtime.dialects.base import Dialect
 from realtime.dialects.json_frames import encode_json
-from realtime.errors import CloseCode
+from realtime.errors import CloseCode, OptionsRefused
 from realtime.metrics.gateway import Metrics
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.engine_queue import EngineCommand
@@ -41,6 +41,7 @@ from realtime.session.events import (
     Gap,
     Hangup,
     Measured,
+    Problem,
     Reanchor,
     Reopen,
     Samples,
@@ -293,6 +294,9 @@ class LiveSession:
         except* AtCapacity:
             # No error event: clients take that for their own mistake and do not come back.
             self._end(Hangup(CloseCode.TRY_LATER, "at capacity; try again", "capacity"))
+        except* OptionsRefused as refused:
+            self.outbox.put(Problem("invalid_value", f"{refused.exceptions[0]}."))
+            self._end(Hangup(CloseCode.POLICY, "the model does not take these options", "options"))
         except* EngineError as errors:
             log.warning("session %s: %s", self.id, errors.exceptions[0])
             self.submit(messages.Dead("the engine stopped"))

@@ -11,6 +11,7 @@ from engine import messages
 from engine.client.stream import EngineStream
 from engine.client.wills import Inheritance
 from engine.errors import EngineError, StreamError
+from realtime.errors import OptionsRefused
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.serving.engine_queue import EngineCommand, EngineQueue
 from realtime.serving.failing import fail
@@ -204,7 +205,10 @@ class StreamRunner:
         self._opened += 1
         name = f"{self._id}.{self._opened}"
         delay, options = delay_positions(settings.delay, spec), settings.engine_options()
-        stream = await self._engine.open(name, delay_positions=delay, options=options)
+        try:
+            stream = await self._engine.open(name, delay_positions=delay, options=options)
+        except ValueError as error:
+            raise OptionsRefused(str(error)) from error
         self.stream = stream
         self._fed = base
         self._submit(EngineSwitched(base))

@@ -36,6 +36,24 @@ async def in_force(client: Any, **transcription: Any) -> dict[str, Any]:
 # Bad input
 
 
+async def test_what_only_the_engine_can_refuse_is_the_clients_mistake_too(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    """How many pieces keywords take together is a matter of the model's vocabulary."""
+    engine = engine_with(WITH_WORDS)
+    engine.refuse_open = ValueError("these keywords are too long together")
+    async with serve(engine) as running, greeted_client(running.ws) as client, httpx.AsyncClient() as http:
+        files = {"file": ("a.wav", wav(0.2), "audio/wav")}
+        response = await http.post(f"{running.base_url}/audio/transcriptions", files=files, data={"model": "m"})
+        assert response.status_code == 400 and "too long together" in response.json()["error"]["message"]
+        await client.append(tone(0.5))
+        error = (await client.until("error"))[-1]["error"]
+        assert error["code"] == "invalid_value" and "too long together" in error["message"]
+        await client.socket.wait_closed()
+        assert client.socket.close_code == 1008
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 @pytest.mark.parametrize(
     ("wish", "param", "text"),
     [
