@@ -139,9 +139,10 @@ class HttpServer:
 def _head(form: Form, boundary: str) -> bytes:
     part = f"--{boundary}\r\nContent-Disposition: form-data; name="
     parts = [f'{part}"{name}"\r\n\r\n{value}\r\n' for name, value in form.fields]
-    name = quote(form.name, safe=" ()[]!#&+,'=@")
+    # Names of files, and what comes from a shell, need not be UTF-8: it goes out as the bytes that it was.
+    name = quote(form.name, safe=" ()[]!#&+,'=@", errors="surrogateescape")
     parts.append(f'{part}"file"; filename="{name}"\r\nContent-Type: application/octet-stream\r\n\r\n')
-    return "".join(parts).encode()
+    return "".join(parts).encode(errors="surrogateescape")
 
 
 def _pieces(form: Form) -> Iterator[bytes]:

@@ -49,8 +49,11 @@ class FileTranscriber:
         self._count = 0
 
     async def transcribe(self, path: Path) -> FileTranscript:
-        """Raises FileFailed."""
-        stream = await self._engine.open(f"file-{self._count}", live=False, options=self._options)
+        """Raises FileFailed, and CommandFailed if the engine does not take what was asked for."""
+        try:
+            stream = await self._engine.open(f"file-{self._count}", live=False, options=self._options)
+        except ValueError as error:
+            raise CommandFailed(str(error)) from error
         self._count += 1
         transcript = FileTranscript(path, self._engine.spec.name, self._engine.spec.sample_rate)
         console = Console(file=sys.stderr)

@@ -104,7 +104,10 @@ async def _through_engine(
 ) -> None:
     async with local_engine.local_engine(options.model, options.device) as client:
         wanted = Wishes.of(options).options_for(client.spec)
-        stream = await client.open("live", live=True, options=wanted)
+        try:
+            stream = await client.open("live", live=True, options=wanted)
+        except ValueError as error:
+            raise CommandFailed(str(error)) from error
         with CaptionView(Console(), show_words=options.words) as captions:
             listener = Listener(captions, clock, file)
 

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from realtime.client.http_client import Answer, FileUnreadable, Form, HttpServer
+from realtime.client.http_client import Answer, FileUnreadable, Form, HttpServer, _head
 from realtime.client.wire_client import CannotConnect
 from tests.realtime.plain_server import answering, reply
 
@@ -117,3 +117,8 @@ def test_grown_file_is_sent_as_it_was_and_a_pipe_to_its_end(size: int | None) ->
     assert (b"0123456789" in received, b"MORE" in received) == (True, size is None)
     assert 'say "ä"'.encode() in received and b'filename="a%22%0D%0Ab.wav"' in received
     assert sent[-1] == (10 if size else 14)
+
+
+def test_what_is_not_utf8_goes_out_as_the_bytes_that_it_was() -> None:
+    head = _head(Form([("prompt", "caf\udce9")], "caf\udce9.wav", io.BytesIO(), 0), "b")
+    assert b"caf\xe9\r\n" in head and b'filename="caf%E9.wav"' in head
