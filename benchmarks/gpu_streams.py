@@ -1,6 +1,6 @@
 """How many live streams one GPU holds: Voxtral Realtime at full dimensions, random weights, the engine's own loop.
 
-    python -m benchmarks.gpu_streams --window 1024 --kv bf16 --streams 100 200 400 --bisect --reference
+    python -m benchmarks.gpu_streams --window 1024 --kv bf16 --streams 100 200 400 --bisect 6 --reference
 
 Engine alone: no sockets, no gateway. N streams with random phases feed distinct pieces of speech, one 80 ms frame at a
 time, in real time; the speech detector listens to all of it (`--no-detector` leaves it out). Streams start as old as
@@ -29,25 +29,23 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_probe import OneByOne, Probe
-from benchmarks.random_voxtral import random_keywords, random_model, tiny_config
+from benchmarks.random_runner import KV_TYPES, build_runner
+from benchmarks.random_voxtral import random_keywords
 from benchmarks.speech_sound import speech
 from benchmarks.step_cost import Bench as HostBench
 from benchmarks.traffic import Traffic
 from engine.core.limits import Limits
 from engine.core.scheduler import Scheduler
 from engine.messages import Abort, Open, Speech
-from engine.models.voxtral_realtime import voxtral_mini_4b
-from engine.runner.device import GIB, free_memory, require_device
+from engine.runner.device import GIB, free_memory
 from engine.runner.frames.batch import Payloads, StepRows
-from engine.runner.frames.memory import plan_memory
-from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
+from engine.runner.frames.runner import VoxtralRunner
 from engine.runner.load import load_detector
 from engine.server.collector import calm_collector
 from engine.server.loop import EngineLoop
 
 MAX_LAG_MS = 80.0
 SETTLE_S = 2
-KV_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass
@@ -212,41 +210,6 @@ def _summary(
         speech_share=speech_share,
         late_frames=late,
     )
-
-
-def build_runner(kv: str, window: int, max_streams: int | None, small: bool = False) -> VoxtralRunner:
-    """At full dimensions on a GPU; with `small`, a tiny one on the CPU for a few streams."""
-    device = require_device("cpu" if small else "cuda")
-    config = tiny_config() if small else voxtral_mini_4b()
-    settings = RunnerSettings(kv_dtype=KV_TYPES[kv], decoder_window=window, max_streams=max_streams)
-    if small:
-        torch.set_num_threads(1)
-        settings = RunnerSettings("cpu", torch.float32, torch.float32, decoder_window=24, max_streams=max_streams or 8)
-    memory = plan_memory(
-        config,
-        free_memory(device),
-        decoder_window=settings.decoder_window,
-        dtype=settings.dtype,
-        kv_dtype=settings.kv_dtype,
-        max_streams=settings.max_streams,
-    )
-    model, vocabulary = random_model(config, settings.dtype, device)
-    runner = VoxtralRunner(model, vocabulary, memory, settings)
-    _fill_pages(runner)
-    runner.warm_up()
-    return runner
-
-
-def _fill_pages(runner: VoxtralRunner) -> None:
-    """Random rows: zeros could be faster than real ones."""
-    for cache in runner._caches:
-        for layer in cache.pages.data:
-            if layer.dtype == torch.float8_e4m3fn:
-                layer.view(torch.uint8).random_(0x20, 0x50)  # bit patterns of moderate values
-            else:
-                layer.normal_()
-        if cache.pages.scales is not None:
-            cache.pages.scales.fill_(0.01)
 
 
 def step_times(runner: VoxtralRunner, sizes: list[int]) -> list[tuple[int, float]]:

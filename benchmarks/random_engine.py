@@ -11,7 +11,7 @@ import signal
 import threading
 from functools import partial
 
-from benchmarks.gpu_streams import build_runner
+from benchmarks.random_runner import KV_TYPES, build_runner
 from engine.config import EngineConfig
 from engine.core.limits import Limits
 from engine.core.scheduler import Scheduler
@@ -33,7 +33,7 @@ def build(kv: str, window: int, max_streams: int | None, small: bool) -> EngineL
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--listen", required=True, help="address to listen on")
-    parser.add_argument("--kv", choices=("bf16", "fp8"), default="fp8")
+    parser.add_argument("--kv", choices=sorted(KV_TYPES), default="fp8")
     parser.add_argument("--window", type=int, default=1024, help="decoder window in tokens")
     parser.add_argument("--max-streams", type=int, help="streams to make room for; default: all that fit")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gpu_streams import Bench, Point, Step, _summary, bisect, build_runner
+from benchmarks.gpu_streams import Bench, Point, Step, _summary, bisect
+from benchmarks.random_runner import build_runner
 from benchmarks.speech_sound import speech
 from benchmarks.traffic import POSITION_NS, Traffic
 from engine.models.silero import load_silero
