@@ -1,6 +1,6 @@
 """What one append costs a gateway: processor time of a worker with everything on, at the pace of speech.
 
-    python -m benchmarks.append_cost [--sessions 100] [--periods 100] [--profile] [--json FILE]
+    python -m benchmarks.append_cost [--sessions 100] [--periods 100] [--profile FILE] [--json FILE]
 
 This process is one worker of several as `tickertape serve --workers N` starts them: sockets, sessions, wills, client of
 an engine. The engine is a process of its own without a model (`benchmarks.null_engine`), and so are the clients, who
