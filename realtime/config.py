@@ -143,7 +143,7 @@ class ModelConfig:
     spare: bool = False
     # Streams at once; 0 takes what the device's memory allows.
     max_streams: int = 0
-    # CPU threads of the model, 0: as many as there are cores. An embedded model reads so many streams side by side.
+    # CPU threads of the model, 0: as many as there are cores. A windowed model reads so many streams side by side.
     threads: int = 0
     # Frame-synchronous models: positions of history the decoder attends to, 8-bit keys and values, and the guard that
     # gets a stream out of a run of blanks while somebody speaks.

@@ -1,4 +1,4 @@
-"""The server as its users have it: `tickertape serve` as a process, the embedded model in an engine process of its own.
+"""The server as its users have it: `tickertape serve` as a process, a real model in an engine process of its own.
 
 What a test wants to know of it comes from outside: its log, `/capacity`, `/metrics`, and what the system says about its
 processes.
