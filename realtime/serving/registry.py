@@ -160,6 +160,9 @@ class Sessions:
                     # Nobody has said that it is gone.
                     raise self._refusal("not_ready", 503, "engine_not_ready", "Try again in a moment.", 1) from error
         if entry is None or not entry.live.resumable:
+            if session_id is not None and self._heirs is not None and self.draining:
+                # Nobody has said that it is gone: it may be on its way to another.
+                raise self._refusal("draining", 503, "server_shutting_down", "The server is restarting.", 1)
             self._metrics.refused.labels("resume").inc()
             if session_id is not None and self._heirs is not None:
                 raise Refusal(410, "session_gone", "This session is over; start a new one.")
@@ -338,9 +341,14 @@ class Sessions:
             for entry in list(self._entries.values()):
                 await self._tick_live(entry)
         for entry in list(self._entries.values()):
+            if self.hands_over and _can_move(entry):
+                # It was on its way here when the drain began.
+                self._give_up(entry, RESTARTING)
+                continue
             if entry.connection is not None:
                 entry.connection.hang_up(RESTARTING)
             await self.end(entry)
+        await asyncio.gather(*self._leaving, return_exceptions=True)
 
     async def _hand_over(self, entries: list[Entry], deadline: float) -> None:
         """Leave sessions to whoever adopts them, one after the other: their clients do not all come back at once. One

@@ -114,6 +114,8 @@ async def test_a_gateway_that_drains_leaves_its_sessions_to_the_others(audio: by
         await client.socket.wait_closed()
         assert client.socket.close_code == 1012
         assert not first.entries
+        # Here it is not any more. That it is over would not be true.
+        assert await status_of(f"{first.url}?resume={token}&after={last}") == 503
         async with raw_client(f"{second.url}?resume={token}&after={last}") as again:
             greeting = await again.receive()
             assert greeting["type"] == "session.resumed"
@@ -260,3 +262,36 @@ async def test_options_that_change_while_a_session_moves_are_in_force_behind_it(
             assert (await again.until(COMPLETED))[-1]["transcript"]
             (moved,) = second.entries
             assert moved.live.runner.engine_stream._opening.options == {"language": "en"}
+
+
+async def test_a_session_that_comes_to_a_gateway_while_that_begins_to_drain_is_not_lost(
+    audio: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with places() as (first, second), greeted_client(first.url) as client:
+        token = await begin(client, audio[:64_000])
+        last = (await client.until("input_audio_buffer.acknowledged"))[-1]["seq"]
+        sessions, adopt = second.gateway.sessions, second.client.adopt
+        sessions.hands_over = True
+        drains: list[asyncio.Task[None]] = []
+
+        async def adopt_late(key: str) -> Any:
+            inherited = await adopt(key)
+            drains.append(asyncio.create_task(sessions.drain(-2.0)))
+            await fakes.until(lambda: sessions.draining)
+            return inherited
+
+        async def hand_the_others_over(*_: Any) -> None:
+            await fakes.until(lambda: [entry for entry in second.entries if entry.connection is not None] != [])
+
+        with monkeypatch.context() as patch:
+            patch.setattr(second.client, "adopt", adopt_late)
+            patch.setattr(sessions, "_hand_over", hand_the_others_over)
+            async with raw_client(f"{second.url}?resume={token}&after={last}") as passing:
+                await passing.socket.wait_closed()
+                assert passing.socket.close_code == 1012
+            await drains[0]
+        assert not second.entries
+        async with raw_client(f"{first.url}?resume={token}&after={last}") as again:
+            assert (await again.receive())["type"] == "session.resumed"
+            await again.send("input_audio_buffer.commit")
+            assert (await again.until(COMPLETED))[-1]["transcript"]
