@@ -12,7 +12,7 @@ help:
 	@echo "make test    set up, then run the whole test suite"
 	@echo "make test-fleet   set up Ray too, then run the tests that need a cluster or several processes"
 	@echo "make check   lint and type-check"
-	@echo "make bench   run the benchmarks that need no GPU"
+	@echo "make bench   run the quick benchmarks, which need neither a GPU nor recordings"
 	@echo "make soak    hours of sessions in compressed time, a million fuzzed messages"
 
 # The stamps depend on pyproject.toml, so a changed dependency installs at the next target. The demo installs what the

@@ -34,12 +34,8 @@ class Outbox:
         self._sources: deque[Source] = deque()
         # Bytes of replays in each batch that was not acknowledged.
         self._replays: dict[int, int] = {}
+        # The sum of these: bytes of replays under way.
         self._replay_bytes = 0
-
-    @property
-    def replay_bytes(self) -> int:
-        """Bytes of replays under way."""
-        return self._replay_bytes
 
     @property
     def has_live(self) -> bool:

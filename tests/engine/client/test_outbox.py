@@ -132,7 +132,7 @@ async def test_live_audio_leaves_with_the_next_batch_however_much_is_replayed() 
         await turns()
         first = commands_of(socket.batches[before])[0]
         assert isinstance(first, WireFeed) and first.stream == "live"
-        under_way = link._outbox.replay_bytes
+        under_way = link._outbox._replay_bytes
         assert under_way <= REPLAY_WINDOW_BYTES + PIECE_BYTES
         socket.take_all()
         await turns()
