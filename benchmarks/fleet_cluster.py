@@ -239,7 +239,8 @@ class NodeCount:
     def wait_for(self, count: int) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if int(line) >= count:
+            # Ray has things to say of its own on the way.
+            if line.strip().isdigit() and int(line) >= count:
                 return
         raise RuntimeError("the cluster cannot be asked for its nodes")
 
