@@ -59,7 +59,9 @@ class Session(Speaker):
         jumps = [pair for pair in pairwise(numbers) if pair[1] != pair[0] + 1]
         kinds = [f"{event.get('item_id', '')} {event['type'].rpartition('.')[2]}" for event in self.events]
         items = [kind for kind in kinds if kind.endswith((" committed", " completed", " failed"))]
-        return f"begun {self.begun}, jumps {jumps[:5]}, lines {self.lines}, items {items}, text {self.text}"
+        errors = [event["error"]["message"] for event in self.events if "error" in event]
+        said = f"items {items}, errors {errors}, text {self.text}"
+        return f"begun {self.begun}, jumps {jumps[:5]}, lines {self.lines}, {said}"
 
     def _line(self, text: str) -> None:
         super()._line(text)

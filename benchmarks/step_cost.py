@@ -45,6 +45,10 @@ def voxtral_like(history_positions: int = 64) -> ModelSpec:
     )
 
 
+def _token_at(position: int) -> int:
+    return 2 + position % 30 if position % 5 == 0 else 0
+
+
 class NullRunner:
     """Answers at once: a word piece every fifth position and blanks between, as in speech."""
 
@@ -56,7 +60,7 @@ class NullRunner:
         pass
 
     def execute(self, plan: StepPlan) -> list[DecodeResult]:
-        return [DecodeResult([2 + task.start % 30 if task.start % 5 == 0 else 0]) for task in plan.decode]
+        return [DecodeResult([_token_at(place) for place in range(task.start, task.end)]) for task in plan.decode]
 
     def warm_up(self) -> None:
         pass
