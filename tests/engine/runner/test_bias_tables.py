@@ -37,7 +37,7 @@ def test_random_trees_choose_and_advance_as_on_the_host() -> None:
         tables = BiasTables(4, spelling, torch.device("cpu"), edges=300)
         trees: list[KeywordTree | None] = [None] * 4
         for slot in (0, 1, 3, 3):
-            words = [Keyword(random_word(draw), draw.uniform(0.2, 2.0)) for _ in range(draw.randint(1, 12))]
+            words = [Keyword(random_word(draw), draw.uniform(0.25, 2.5)) for _ in range(draw.randint(1, 12))]
             trees[slot] = KeywordTree(words, spelling)
             tables.set_tree(slot, trees[slot])
         trees[1] = None
