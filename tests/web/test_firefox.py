@@ -92,12 +92,23 @@ async def test_cut_line_is_resumed(tab: FirefoxTab, server: PageServer, talk: Pa
     tab.errors = [error for error in tab.errors if "connection" not in error]
 
 
+# What is about to be stored when a page goes may be lost; on a busy machine that moment is long.
+KEPT_TURNS = """new Promise((resolve) => {
+  const request = indexedDB.open("tickertape");
+  request.onsuccess = () => {
+    const count = request.result.transaction("turns").objectStore("turns").count();
+    count.onsuccess = () => { request.result.close(); resolve(count.result); };
+  };
+})"""
+
+
 async def test_file_reload_find_and_large_captions(tab: FirefoxTab, server: PageServer, talk: Path) -> None:
     await tab.open(server.url)
     await send_file(tab, talk)
     before = await turns(tab)
     assert [turn.text for turn in before] == list(SENTENCES[:3])
     check_order(before)
+    await tab.until(f"({KEPT_TURNS}).then((count) => count === {len(before)})")
     await tab.reload()
     await tab.until("!document.querySelector('#restored').hidden")
     assert await turns(tab) == before
