@@ -24,22 +24,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.options import MAX_KEYWORD_CHARACTERS, MAX_KEYWORDS, Keyword, read_keywords
+from engine.runner.pairs import joined_pairs, single_bytes
 from engine.vocabulary import Vocabulary
 
 # Worth of a whole keyword, as a log-probability, and the letters after which a beginning has all of it. More finds a
 # few more keywords, and costs more other words than it finds.
 FULL_WORTH = 4.0
 FULL_LETTERS = 5
-
-# No token has this number, which is behind all others.
-_NO_TOKEN = 1 << 30
 
 # Most tokens that may lead on from all places of a stream's keywords together.
 MAX_EDGES = 16_384
@@ -89,27 +86,14 @@ class Spelling:
     def cut(self, text: bytes) -> list[bytes]:
         """`text` as the tokeniser cuts it. It joins those neighbours first whose token was learned first, and tokens
         are numbered as they were learned."""
-        parts = self._letters(text)
-        joined = [self._tokens.get(left + right, _NO_TOKEN) for left, right in pairwise(parts)]
-        while joined and (first := min(joined)) != _NO_TOKEN:
-            at = joined.index(first)
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-            del joined[at]
-            for left in (at - 1, at):
-                if 0 <= left < len(joined):
-                    joined[left] = self._tokens.get(parts[left] + parts[left + 1], _NO_TOKEN)
-        return parts
+        return joined_pairs(self._letters(text), self._tokens)
 
     def _letters(self, text: bytes) -> list[bytes]:
         """Letters; those that the vocabulary does not have, byte by byte."""
         if text.isascii():
-            return _bytes(text)
+            return single_bytes(text)
         letters = [letter.encode(errors="surrogateescape") for letter in text.decode(errors="surrogateescape")]
-        return [part for whole in letters for part in ([whole] if whole in self._tokens else _bytes(whole))]
-
-
-def _bytes(text: bytes) -> list[bytes]:
-    return [text[at : at + 1] for at in range(len(text))]
+        return [part for whole in letters for part in ([whole] if whole in self._tokens else single_bytes(whole))]
 
 
 def _rest(piece: bytes) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from heapq import heappop, heappush
+
+from engine.runner.pairs import joined_pairs, single_bytes
 
 # Most characters of a prompt that are looked at, from its end: a model keeps a few hundred tokens of it.
 LAST_CHARACTERS = 2_000
@@ -21,33 +22,6 @@ class Prompts:
     def tokens(self, text: str) -> list[int]:
         """Of a text as if it were said: behind a space."""
         text = text.strip()[-LAST_CHARACTERS:]
-        return [token for word in _WORDS.findall(f" {text}") for token in self._word(word.encode())] if text else []
-
-    def _word(self, word: bytes) -> list[int]:
-        """Pairs wait in order, the lowest rank first and of the same the leftmost. Nobody looks through the whole word
-        for the next one: a prompt may be a single word, and everybody's step waits for this."""
-        parts = [word[at : at + 1] for at in range(len(word))]
-        before, after = list(range(-1, len(word) - 1)), list(range(1, len(word) + 1))
-        pairs: list[tuple[int, int, bytes]] = []
-
-        def offer(left: int) -> None:
-            if left >= 0 and after[left] < len(word):
-                joined = parts[left] + parts[after[left]]
-                rank = self._ranks.get(joined)
-                if rank is not None:
-                    heappush(pairs, (rank, left, joined))
-
-        for left in range(len(word)):
-            offer(left)
-        while pairs:
-            _, left, joined = heappop(pairs)
-            right = after[left]
-            # One of the two may have been joined with another since.
-            if not parts[left] or right == len(word) or parts[left] + parts[right] != joined:
-                continue
-            parts[left], parts[right], after[left] = joined, b"", after[right]
-            if after[left] < len(word):
-                before[after[left]] = left
-            offer(before[left])
-            offer(left)
+        words = _WORDS.findall(f" {text}") if text else []
+        parts = (part for word in words for part in joined_pairs(single_bytes(word.encode()), self._ranks))
         return [self._ranks[part] for part in parts if part in self._ranks]
