@@ -297,8 +297,10 @@ def payload_of(data: WireData, frames: Frames) -> Payload | None:
     there = len(frames[1]) if len(frames) > 1 else 0
     if start < 0 or not 0 < size <= there - start:
         raise WireError(f"a payload of {size} bytes from {start} on, in a message that has {there}")
+    if size % 4:
+        raise WireError(f"a payload is not float32 data: it has {size} bytes")
     try:
-        payload = np.frombuffer(frames[1][start : start + size], dtype=np.float32).copy()
+        payload = np.frombuffer(frames[1], np.float32, size // 4, start).copy()
         return payload if data.rows is None else payload.reshape(data.rows, -1)
     except (ValueError, OverflowError) as error:
         raise WireError(f"a payload is not float32 data: {error}") from None
@@ -311,13 +313,13 @@ def rows_of(payload: Payload | None) -> int | None:
 
 def wire_output(output: messages.Output) -> WireOutput:
     match output:
-        case messages.StreamState():
-            return wire_state(output)
+        case messages.Speech():  # what engines say most often
+            return WireSpeech(output.stream, output.sample, output.frame_samples, output.probabilities)
         case messages.Text(stream, delta, words, tokens, sample, language, no_speech):
             spoken = [WireWord(word.text, word.start_sample, word.end_sample, word.chances) for word in words]
             return WireText(stream, delta, spoken, tokens, sample, language, no_speech)
-        case messages.Speech(stream, sample, frame_samples, probabilities):
-            return WireSpeech(stream, sample, frame_samples, probabilities)
+        case messages.StreamState():
+            return wire_state(output)
         case messages.Opened(stream):
             return WireOpened(stream)
         case messages.Flushed(stream, tag, sample):

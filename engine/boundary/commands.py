@@ -6,6 +6,7 @@ or read costs its own stream, and the others of its batch go on.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -103,16 +104,22 @@ WireCommand = WireOpen | WireFeed | WireFlush | WireFinish | WireAbort | WireSes
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[WireCommand] = msgspec.msgpack.Decoder(WireCommand)
+_list_decoder: msgspec.msgpack.Decoder[list[WireCommand]] = msgspec.msgpack.Decoder(list[WireCommand])
 _anything = msgspec.msgpack.Decoder()
 
 
-class UnreadableCommand(Exception):
+_UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
+# Begins an array in MessagePack, before its length in four bytes.
+_ARRAY = b"\xdd"
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableCommand:
     """A command of which at most the stream can be told, and whether it was to open it."""
 
-    def __init__(self, stream: str | None, opens: bool, why: str) -> None:
-        super().__init__(why)
-        self.stream = stream
-        self.opens = opens
+    stream: str | None
+    opens: bool
+    why: str
 
 
 def code_of(opens: bool) -> str:
@@ -125,20 +132,27 @@ def encode_command(command: messages.Command, items: list[WireItem]) -> msgspec.
     return msgspec.Raw(_encoder.encode(_wire_command(command, items)))
 
 
-def decode_command(raw: msgspec.Raw) -> WireCommand:
-    """Raises UnreadableCommand."""
+def decode_commands(commands: list[msgspec.Raw]) -> list[WireCommand | UnreadableCommand]:
+    """All of a batch at once, or one by one if one of them cannot be read."""
+    try:
+        return [*_list_decoder.decode(b"".join([_ARRAY, len(commands).to_bytes(4, "big"), *commands]))]
+    except _UNREADABLE:
+        return [_decode_alone(command) for command in commands]
+
+
+def _decode_alone(raw: msgspec.Raw) -> WireCommand | UnreadableCommand:
     try:
         return _decoder.decode(raw)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except _UNREADABLE as error:
         stream, opens = _guess(raw)
-        raise UnreadableCommand(stream, opens, f"a command that cannot be read: {error}") from None
+        return UnreadableCommand(stream, opens, f"a command that cannot be read: {error}")
 
 
 def _guess(raw: msgspec.Raw) -> tuple[str | None, bool]:
     """Whose command it seems to be, and whether it opens a stream."""
     try:
         parts: Any = _anything.decode(raw)
-    except (msgspec.DecodeError, ValueError, RecursionError):
+    except _UNREADABLE:
         return None, False
     if isinstance(parts, list) and len(parts) > 1 and isinstance(parts[1], str):
         return parts[1], parts[0] == "open"

@@ -169,14 +169,18 @@ class SpeechGate:
     def judge(self, probabilities: Iterable[float], frame_samples: int) -> list[Decision]:
         """Take the next frames. Decisions are in order of time, with at most one Skip, the last."""
         decisions: list[Decision] = []
+        may_cut = self.settings.longest_samples is not None
         for probability in probabilities:
             self._sample += frame_samples
-            found: list[Decision | None]
-            if self.is_open:
-                found = [self._follow(probability), self._cut_if_long(probability, frame_samples)]
+            if self.state is GateState.OPEN:
+                found: Decision | None = self._follow(probability)
+                cut = self._cut_if_long(probability, frame_samples) if may_cut else None
             else:
-                found = [self._weigh(probability, frame_samples)]
-            decisions += [decision for decision in found if decision is not None]
+                found, cut = self._weigh(probability, frame_samples), None
+            if found is not None:
+                decisions.append(found)
+            if cut is not None:
+                decisions.append(cut)
         if not self.is_open:
             kept = self._held_from() if self.state is GateState.DOUBTFUL else self._sample
             decisions += self._skip(kept - self.settings.pre_roll_samples)

@@ -27,10 +27,14 @@ from engine.server.wills import Wills
 
 logger = logging.getLogger(__name__)
 
-# How long an acknowledgement may wait for outputs to travel with, and how often progress is worth a word.
+# How long an acknowledgement may wait for outputs to travel with, and how often progress and the load are worth a word.
 ACK_SECONDS = 0.02
 PROGRESS_SECONDS = 0.02
+STATUS_SECONDS = 0.08
 SPEECH_THRESHOLD = 0.5
+# Commands that are taken in before the next step: the audio of a stream, and with it a word of its session.
+COMMANDS_A_STREAM = 2
+LEAST_COMMANDS = 256
 # Messages of a gateway in a row that are none, before it has to connect anew.
 MOST_UNREADABLE = 5
 
@@ -62,7 +66,7 @@ class EngineHost:
         self._roster = Roster()
         self._wills = Wills(self._roster, clock, self._reaches, self._abort)
         self._intake = Intake(loop, self._roster, self._wills, clock)
-        self._progress_at = 0.0
+        self._progress_at = self._status_at = 0.0
         self._drains_until = 0.0
         self._load = LoadReport(loop, clock())
 
@@ -89,8 +93,7 @@ class EngineHost:
         """Take in all that has come, run one step, and say what there is to say."""
         self._receive_all()
         now = self._clock()
-        for peer in list(self._peers.values()):
-            self._take_batches(peer, now)
+        self._take_turns(now)
         dead = self._step()
         self._report(now)
         if dead is not None:
@@ -165,7 +168,8 @@ class EngineHost:
         """Forget a gateway and everything it had open, but for sessions that another may go on with. One that comes
         back opens its streams anew; of one that does not, the last words count."""
         if not comes_back:
-            self._take_batches(peer, self._clock())
+            while self._take_batch(peer, self._clock()):
+                pass
             if self._peers.get(peer.name) is not peer:
                 return
         del self._peers[peer.name]
@@ -233,26 +237,37 @@ class EngineHost:
 
     # Batches into the loop.
 
-    def _take_batches(self, peer: Peer, now: float) -> None:
+    def _take_turns(self, now: float) -> None:
+        """A batch of each gateway in turn, and no more of them than a step has room for: a step computes one frame of
+        each stream, so an engine that took in all that came while it was late would never catch up."""
+        left = max(LEAST_COMMANDS, COMMANDS_A_STREAM * len(self._roster.streams))
+        peers = list(self._peers.values())
+        while peers and left > 0:
+            for peer in peers:
+                left -= len(peer.inbox[0][0].commands) if peer.inbox else 0
+            peers = [peer for peer in peers if self._take_batch(peer, now)]
+
+    def _take_batch(self, peer: Peer, now: float) -> bool:
+        """Whether there may be another one to take."""
         # A gateway that does not take its outputs is not served until it does: that bounds what waits for it.
-        while peer.inbox and peer.numbering.may_send:
-            batch, frames = peer.inbox[0]
-            try:
-                missing = self._intake.take(peer, batch, frames, time.monotonic_ns())
-            except Exception:
-                logger.exception(
-                    "a batch of gateway %s cannot be taken in; the gateway has to connect anew", peer.gateway
-                )
-                self._dismiss(peer.name, "the engine could not take a batch in; connect again")
-                return
-            if missing:
-                if peer.asked_at is None or now - peer.asked_at > BEAT_SECONDS:
-                    peer.asked_at = now
-                    self._socket.send(peer.name, codec.encode(codec.Missing(batch.seq, missing)))
-                return
-            peer.inbox.popleft()
-            peer.asked_at, peer.unreadable = None, 0
-            peer.numbering.take(batch.seq)
+        if not (peer.inbox and peer.numbering.may_send):
+            return False
+        batch, frames = peer.inbox[0]
+        try:
+            missing = self._intake.take(peer, batch, frames, time.monotonic_ns())
+        except Exception:
+            logger.exception("a batch of gateway %s cannot be taken in; the gateway has to connect anew", peer.gateway)
+            self._dismiss(peer.name, "the engine could not take a batch in; connect again")
+            return False
+        if missing:
+            if peer.asked_at is None or now - peer.asked_at > BEAT_SECONDS:
+                peer.asked_at = now
+                self._socket.send(peer.name, codec.encode(codec.Missing(batch.seq, missing)))
+            return False
+        peer.inbox.popleft()
+        peer.asked_at, peer.unreadable = None, 0
+        peer.numbering.take(batch.seq)
+        return True
 
     # Outputs.
 
@@ -274,16 +289,17 @@ class EngineHost:
 
     def _route(self, output: Any) -> None:
         name, hosted = output.stream, self._roster.find(output.stream)
-        if isinstance(output, (messages.Closed, messages.Failed)):
+        if isinstance(output, messages.Speech):
+            if hosted is not None and output.probabilities:
+                hosted.speaking = output.probabilities[-1] >= SPEECH_THRESHOLD
+                if max(output.probabilities) >= SPEECH_THRESHOLD:
+                    hosted.heard_at = self._clock()
+        elif isinstance(output, (messages.Closed, messages.Failed)):
             self._roster.forget(name)
         if hosted is None:
             return
         if isinstance(output, (messages.Failed, messages.Refused)):
             output.message = output.message.replace(name, hosted.name)
-        if isinstance(output, messages.Speech) and output.probabilities:
-            hosted.speaking = output.probabilities[-1] >= SPEECH_THRESHOLD
-            if max(output.probabilities) >= SPEECH_THRESHOLD:
-                hosted.heard_at = self._clock()
         output.stream = hosted.name
         hosted.tell(output)
 
@@ -291,9 +307,11 @@ class EngineHost:
         self._load.count(self._loop)
         progress: dict[bytes, list[codec.Progress]] = {}
         if self._roster.changed or now - self._progress_at >= PROGRESS_SECONDS:
-            self._progress_at, self._roster.changed = now, False
+            self._progress_at = now
             progress = self._progress(now)
             self._wills.tick(now)
+        if self._roster.changed or now - self._status_at >= STATUS_SECONDS:
+            self._status_at, self._roster.changed = now, False
             self._load.measure(self._loop, self._roster.streams.values(), now)
         for peer in list(self._peers.values()):
             if now - peer.heard_at > SILENCE_SECONDS:

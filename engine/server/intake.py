@@ -8,24 +8,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import Frames, Payload, WireData, WireError
 from engine.boundary.commands import (
     UnreadableCommand,
     WireAbort,
-    WireAdopt,
-    WireDisown,
-    WireEntrust,
+    WireCommand,
     WireFeed,
     WireFinish,
     WireFlush,
     WireItem,
     WireOpen,
+    WireSessionCommand,
     code_of,
-    decode_command,
+    decode_commands,
     plain_open,
 )
 from engine.boundary.item_rules import complaint_about
@@ -50,6 +47,8 @@ class Intake:
         self._clock = clock
         # The engine takes nothing new.
         self.draining = False
+        # Commands for the loop. Whoever asks it about its streams hands them on first.
+        self._coming: list[messages.Command] = []
 
     def take(self, peer: Peer, batch: codec.Batch, frames: Frames, now: int) -> list[bytes]:
         """Everything in a batch. Returns the keys of data that must be sent again first; then nothing was taken."""
@@ -58,8 +57,11 @@ class Intake:
         if missing:
             return missing
         audio = [(data.key, payload) for data, payload in zip(batch.data, self._unpack(peer, keyed), strict=True)]
-        for raw in batch.commands:
-            self._take_command(peer, raw, audio, now)
+        try:
+            for command in decode_commands(batch.commands):
+                self._take_command(peer, command, audio, now)
+        finally:
+            self._hand_on(now)
         return []
 
     @staticmethod
@@ -85,42 +87,50 @@ class Intake:
     # Commands.
 
     def _take_command(
-        self, peer: Peer, raw: msgspec.Raw, audio: Sequence[tuple[bytes, Payload | None]], now: int
+        self,
+        peer: Peer,
+        command: WireCommand | UnreadableCommand,
+        audio: Sequence[tuple[bytes, Payload | None]],
+        now: int,
     ) -> None:
-        try:
-            command = decode_command(raw)
-        except UnreadableCommand as error:
-            self._end_unread(peer, error, now)
-            return
-        if isinstance(command, WireOpen):
-            self._open(peer, command, audio, now)
-            return
-        if isinstance(command, (WireEntrust, WireAdopt, WireDisown)):
+        if isinstance(command, WireFeed):
+            self._feed(peer, command, audio)
+        elif isinstance(command, WireSessionCommand):
             self._wills.take(peer, command)
-            return
+        elif isinstance(command, WireOpen):
+            self._hand_on(now)
+            self._open(peer, command, audio)
+        elif isinstance(command, UnreadableCommand):
+            self._end_unread(peer, command)
+        elif (name := peer.streams.get(command.stream)) is not None:
+            # Else it crossed with the stream's end, which its gateway has been told of.
+            self._take_request(peer, name, command)
+
+    def _feed(self, peer: Peer, command: WireFeed, audio: Sequence[tuple[bytes, Payload | None]]) -> None:
         name = peer.streams.get(command.stream)
         if name is None:
-            return  # it crossed with the stream's end, which its gateway has been told of
+            return
+        try:
+            items = self._items(name, command.items, audio)
+        except BadItem as error:
+            self._fail(name, str(error))
+        else:
+            self._roster.streams[name].fed(items, self._loop.scheduler.spec.samples_per_position)
+            self._coming.append(messages.Feed(name, items))
+
+    def _take_request(self, peer: Peer, name: str, command: WireFlush | WireFinish | WireAbort) -> None:
         match command:
-            case WireFeed():
-                try:
-                    items = self._items(name, command.items, audio)
-                except BadItem as error:
-                    self._fail(name, error, now)
-                else:
-                    self._roster.streams[name].fed(items, self._loop.scheduler.spec.samples_per_position)
-                    self._submit(messages.Feed(name, items), now)
             case WireFlush():
                 self._roster.streams[name].flushed(command.tag, command.at_pause)
-                self._submit(messages.Flush(name, command.tag, command.at_pause), now)
+                self._coming.append(messages.Flush(name, command.tag, command.at_pause))
             case WireFinish():
                 self._roster.streams[name].finished()
-                self._submit(messages.Finish(name), now)
+                self._coming.append(messages.Finish(name))
             case WireAbort():
                 self._roster.release(peer, command.stream, name)
-                self._submit(messages.Abort(name), now)
+                self._coming.append(messages.Abort(name))
 
-    def _open(self, peer: Peer, command: WireOpen, audio: Sequence[tuple[bytes, Payload | None]], now: int) -> None:
+    def _open(self, peer: Peer, command: WireOpen, audio: Sequence[tuple[bytes, Payload | None]]) -> None:
         open_as = peer.streams.get(command.stream)
         if open_as is not None and open_as in self._loop.scheduler.streams:
             error = DuplicateStream(command.stream, "is open already; use another id")
@@ -135,10 +145,10 @@ class Intake:
         try:
             items = self._items(name, command.items, audio)
         except BadItem as error:
-            self._fail(name, error, now)
+            self._fail(name, str(error))
         else:
             self._roster.streams[name].fed(items, spec.samples_per_position)
-            self._submit(plain_open(command, name, items), now)
+            self._coming.append(plain_open(command, name, items))
 
     def _items(
         self, name: str, described: Sequence[WireItem], audio: Sequence[tuple[bytes, Payload | None]]
@@ -162,24 +172,24 @@ class Intake:
 
     # Ends.
 
-    def _end_unread(self, peer: Peer, error: UnreadableCommand, now: int) -> None:
-        logger.warning("gateway %s, stream %s: %s", peer.gateway, error.stream, error)
-        if error.stream is None:
+    def _end_unread(self, peer: Peer, unread: UnreadableCommand) -> None:
+        logger.warning("gateway %s, stream %s: %s", peer.gateway, unread.stream, unread.why)
+        if unread.stream is None:
             return
-        name = peer.streams.get(error.stream)
+        name = peer.streams.get(unread.stream)
         if name is not None:
-            self._fail(name, error, now, code_of(error.opens))
-        elif error.opens:
-            text = f"stream {error.stream!r}: {error}"
-            peer.outputs.append(messages.Failed(error.stream, code_of(error.opens), text))
+            self._fail(name, unread.why, code_of(unread.opens))
+        elif unread.opens:
+            text = f"stream {unread.stream!r}: {unread.why}"
+            peer.outputs.append(messages.Failed(unread.stream, code_of(unread.opens), text))
 
-    def _fail(self, name: str, error: Exception, now: int, code: str = BadItem.__name__) -> None:
+    def _fail(self, name: str, why: str, code: str = BadItem.__name__) -> None:
         """End one stream with an error, wherever it is by now."""
         hosted = self._roster.streams[name]
-        message = str(error).replace(name, hosted.name)
-        hosted.tell(messages.Failed(hosted.name, code, message))
+        hosted.tell(messages.Failed(hosted.name, code, why.replace(name, hosted.name)))
         self._roster.forget(name)
-        self._submit(messages.Abort(name), now)
+        self._coming.append(messages.Abort(name))
 
-    def _submit(self, command: messages.Command, now: int) -> None:
-        self._loop.submit([command], now)
+    def _hand_on(self, now: int) -> None:
+        coming, self._coming = self._coming, []
+        self._loop.submit(coming, now)

@@ -20,8 +20,8 @@ class LastSpoken:
     """Of one stream, in its samples."""
 
     def __init__(self) -> None:
-        # Up to where text was wanted of all audio, whatever was said.
-        self.asked_until = 0
+        # Up to where the audio has come, and up to where text was wanted of all of it, whatever was said.
+        self.came = self.asked_until = 0
         self._until = 0
         # How far it was listened to, and the shortest frame that was.
         self._judged = self._frame = 0
@@ -32,9 +32,9 @@ class LastSpoken:
     def is_asked(self) -> bool:
         return bool(self._asked)
 
-    def ask(self, end: int, then: Callable[[int], None]) -> None:
-        """Have `then` told where the last speech in the audio before `end` ended."""
-        self._asked.append((end, then))
+    def ask(self, then: Callable[[int], None]) -> None:
+        """Have `then` told where the last speech ended, in the audio that has come."""
+        self._asked.append((self.came, then))
         self._answer()
 
     def answer_all(self) -> None:

@@ -58,9 +58,8 @@ class Listener:
         self._answers: deque[Callable[[], list[Speech]]] = deque()
         self.launches = 0
         self._unheard: dict[str, Unheard] = {}
-        # Of streams of a frame-synchronous model, and up to where their audio has come.
+        # Of streams of a frame-synchronous model.
         self._spoken: dict[str, LastSpoken] = {}
-        self._came: dict[str, int] = {}
 
     @property
     def has_work(self) -> bool:
@@ -75,7 +74,7 @@ class Listener:
             self._gates[name] = SpeechGate(self._gate_settings if live else self._file_settings)
             self._scheduler.hold(name, True)
         elif not self._scheduler.spec.rereads_window:
-            self._spoken[name], self._came[name] = LastSpoken(), 0
+            self._spoken[name] = LastSpoken()
 
     def close(self, name: str) -> None:
         """Forget a stream. Harmless for one that was never listened to, such as one whose opening was refused."""
@@ -84,14 +83,16 @@ class Listener:
             self._detector.close(name)
             self._gates.pop(name, None)
             self._spoken.pop(name, None)
-            self._came.pop(name, None)
             self._unheard.pop(name, None)
 
     def take(self, name: str, items: Sequence[Item]) -> None:
         """Audio that has come; it waits for the next `listen`."""
-        if name not in self._unheard:
-            self._unheard[name] = Unheard(self._scheduler.spec)
-        self._came[name] = self._unheard[name].add(items)
+        unheard = self._unheard.get(name)
+        if unheard is None:
+            unheard = self._unheard[name] = Unheard(self._scheduler.spec)
+        end, spoken = unheard.add(items), self._spoken.get(name)
+        if spoken is not None and items:
+            spoken.came = end
 
     def listen(self) -> None:
         """Find speech in what has come since the last call, and let the models skip what nobody says."""
@@ -126,7 +127,7 @@ class Listener:
         if spoken is not None:
             said, clock, asked = self._scheduler.spec.said_positions_for(stream.delay), stream.clock, spoken.asked_until
             # Never before what was asked for already, whether that is answered by now or not.
-            spoken.ask(self._came[name], lambda at: then(max(clock.position_at(at) + said, clock.position_at(asked))))
+            spoken.ask(lambda at: then(max(clock.position_at(at) + said, clock.position_at(asked))))
             return
         if name in self._unheard:
             self.listen()
@@ -145,7 +146,7 @@ class Listener:
         if (gate is not None or waits) and name in self._unheard:
             self.listen()
         if spoken is not None:
-            spoken.asked_until = self._came[name]
+            spoken.asked_until = spoken.came
             if waits:
                 self.collect(self.launches)
             if name in self._spoken:

@@ -278,8 +278,7 @@ class EngineLoop:
 
     def _announce(self, targets: Iterable[Target]) -> None:
         if self.announce is not None:
-            count = self._cut.gateway_count
-            self.announce([(name, count(name, start), count(name, end)) for name, start, end in targets])
+            self.announce(self._cut.on_gateway_count(targets))
 
     def reached(self, name: str) -> int:
         """How far an open stream is on its gateway's count; what was cut out of it is done."""

@@ -24,6 +24,7 @@ from engine.core.stream import REPORT_AFTER_TOKENS
 from engine.errors import StreamError, StreamFinished
 from engine.messages import CUT, Finish, Flush, Item, Open, Output, Speech, Text
 from engine.server.gate import GateSettings, SpeechGate
+from engine.server.listener import Target
 from engine.spec import ModelSpec
 
 SAMPLE_RATE = 16_000
@@ -44,10 +45,9 @@ def cut_settings(settled_seconds: float) -> GateSettings:
 
 @dataclass(slots=True)
 class Mark:
-    """A flush or the end, behind all audio before `sample`."""
+    """A flush or the end, behind all audio that came before it."""
 
     command: Flush | Finish
-    sample: int
     position: int | None
 
 
@@ -64,6 +64,8 @@ class CutStream:
         self._gate = None if gate is None else SpeechGate(gate, is_open=True)
         self.finished = False
         self.waiting: deque[Item | Mark] = deque()
+        # Up to where text is wanted, by each mark among them.
+        self._marks: deque[int] = deque()
         # End of the audio that has come, of the frames that were judged, and how long a frame is.
         self._end_sample = self._judged = self._frame = 0
         # Positions of the gateway's count below this go by what was cut the first time.
@@ -89,7 +91,8 @@ class CutStream:
 
     def add_mark(self, command: Flush | Finish, position: int | None = None) -> None:
         """`position`: up to where the text is wanted, on the engine's count; None: all."""
-        self.waiting.append(Mark(command, self._end_sample, position))
+        self.waiting.append(Mark(command, position))
+        self._marks.append(self._end_sample)
 
     def judge(self, speech: Speech, go_on: Callable[[], None]) -> None:
         """Frames that were listened to; one by one if something waits, because it may `go_on` between two of them."""
@@ -100,7 +103,30 @@ class CutStream:
             self._gate.judge(probabilities, speech.frame_samples)
             self._judged += len(probabilities) * speech.frame_samples
             self._frame = min(self._frame, speech.frame_samples) or speech.frame_samples
-            go_on()
+            if not self.all_waits:
+                go_on()
+
+    def goes_straight_on(self, item: Item) -> bool:
+        """Whether an item that has just come waits for nothing, as most do while somebody speaks; else `add` it."""
+        gate, payload = self._gate, item.payload
+        if gate is None or self.waiting or item.offset < self._recorded_until or payload is None or payload.ndim > 1:
+            return False
+        end, certain = item.sample + self._samples(item), gate.certain_until
+        if certain is None or not gate.floor < end <= certain:
+            return False
+        self._end_sample = max(self._end_sample, end)
+        return True
+
+    @property
+    def all_waits(self) -> bool:
+        """Whether `next` has nothing to give and nothing to cut, seen at a glance: nothing is there, or nobody speaks
+        and the item in front is not far enough behind."""
+        if not self.waiting:
+            return True
+        gate, head = self._gate, self.waiting[0]
+        if gate is None or gate.is_open or self._marks or isinstance(head, Mark) or _is_gap(head):
+            return False
+        return head.offset >= self._recorded_until and head.sample + self._samples(head) > gate.floor
 
     def next(self, reached: int) -> Item | Mark | None:
         """What goes on now, on the engine's count, which has come to `reached`; None: the rest waits for a verdict."""
@@ -108,32 +134,40 @@ class CutStream:
         while self.waiting:
             head = self.waiting.popleft()
             if isinstance(head, Mark):
+                self._marks.popleft()
                 return head
             if head.offset < self._recorded_until:
                 head = self._recorded_part(head)
                 if head.offset not in self._recorded:
-                    return self._counted(head)
+                    return self.counted(head)
                 self._cut(head, reached, told=True)
             elif gate is None:
-                return self._counted(head)
+                return self.counted(head)
             elif (passed := self._positions_before(head, gate.floor)) > 0:
                 self._cut(self._split(head, passed), reached, told=False)
             elif self._is_flushed():
-                return self._counted(head)
+                return self.counted(head)
             else:
                 certain = 0 if gate.certain_until is None else gate.certain_until
                 # A position goes on if it begins in what is certain.
                 count = self._positions_before(head, certain + self._rate - 1)
                 if head.sample < certain and (count > 0 or not self._samples(head)):
-                    return self._counted(self._split(head, count or head.length))
+                    return self.counted(self._split(head, count or head.length))
                 self.waiting.appendleft(head)
                 return None
         return None
 
     def gateway_count(self, position: int) -> int:
         """A position of the engine's count on the gateway's. What was cut right before it counts as done."""
+        if self._shifts and position >= self._shifts[-1][0]:
+            return position + self.shift  # as it nearly always is
         index = bisect_right(self._shifts, (position, 1 << 62)) - 1
         return position + (self._shifts[index][1] if index >= 0 else 0)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the gateway knows all that was cut, and no old count is left to forget."""
+        return not self.untold and len(self._shifts) < 2
 
     def forget_before(self, position: int) -> None:
         """Nobody will ask how positions before this one were counted."""
@@ -159,8 +193,7 @@ class CutStream:
 
     def _is_flushed(self) -> bool:
         """Whether the text of all that waits in front is wanted, and a verdict on all of it is there."""
-        mark = next((entry for entry in self.waiting if isinstance(entry, Mark)), None)
-        return mark is not None and self._judged + self._frame > mark.sample
+        return bool(self._marks) and self._judged + self._frame > self._marks[0]
 
     def _recorded_part(self, item: Item) -> Item:
         """The first positions of a gap that were all cut the first time, or all not. Other items stay whole."""
@@ -194,7 +227,8 @@ class CutStream:
         mask = None if item.mask is None else item.mask[:positions]
         return replace(item, length=positions, mask=mask, samples=None)
 
-    def _counted(self, item: Item) -> Item:
+    def counted(self, item: Item) -> Item:
+        """An item that goes on, on the engine's count."""
         return replace(item, offset=item.offset - self.shift) if self.shift else item
 
     def _cut(self, item: Item, reached: int, told: bool) -> None:
@@ -255,7 +289,14 @@ class SilenceCut:
             return
         self.check_open(name)
         self._now = now
-        stream.add(items)
+        if len(items) == 1 and stream.goes_straight_on(items[0]):
+            self._scheduler.feed(name, [stream.counted(items[0])], now)
+            if stream.is_settled:
+                return
+        else:
+            stream.add(items)
+            if stream.all_waits:
+                return
         self._go_on(name, stream)
 
     def flush(self, message: Flush, position: int | None) -> None:
@@ -297,7 +338,16 @@ class SilenceCut:
 
     def gateway_count(self, name: str, position: int) -> int:
         stream = self._streams.get(name)
-        return position if stream is None else stream.gateway_count(position)
+        return position if stream is None or not stream.shift else stream.gateway_count(position)
+
+    def on_gateway_count(self, targets: Iterable[Target]) -> list[Target]:
+        find = self._streams.get
+        return [
+            (name, start, end)
+            if (stream := find(name)) is None or not stream.shift
+            else (name, stream.gateway_count(start), stream.gateway_count(end))
+            for name, start, end in targets
+        ]
 
     def _go_on(self, name: str, cut: CutStream) -> None:
         """Hand on what may go on, in order."""

@@ -20,7 +20,7 @@ from engine.boundary.commands import (
     WireFinish,
     WireFlush,
     WireOpen,
-    decode_command,
+    decode_commands,
 )
 from engine.client import link as link_module
 from engine.client.delivery import REPLAY_ITEMS, Delivery
@@ -49,7 +49,7 @@ def _nothing() -> None:
 
 
 def commands_of(batch: codec.Batch) -> list[WireCommand]:
-    return [decode_command(raw) for raw in batch.commands]
+    return decode_commands(batch.commands)
 
 
 class FakeSocket:

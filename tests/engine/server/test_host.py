@@ -18,7 +18,7 @@ from engine.boundary.codec import Batch, WireData
 from engine.boundary.commands import WireItem, encode_command
 from engine.boundary.preparation import hash_payload
 from engine.messages import Item
-from engine.server.host import MOST_UNREADABLE, Drain, EngineHost
+from engine.server.host import LEAST_COMMANDS, MOST_UNREADABLE, Drain, EngineHost
 from engine.server.loop import EngineLoop
 from engine.server.main import run_engine
 from tests.engine import fakes
@@ -80,6 +80,11 @@ class Host:
         assert sorted(names) == sorted(roster.streams), "a stream that takes no commands was left behind"
 
     def send(self, name: bytes, *commands: msgspec.Raw, audio: tuple[np.ndarray, ...] = ()) -> None:
+        self.post(name, *commands, audio=audio)
+        self.tick()
+
+    def post(self, name: bytes, *commands: msgspec.Raw, audio: tuple[np.ndarray, ...] = ()) -> None:
+        """A batch that waits for the engine's next turn."""
         self.numbers[name] += 1
         ends = np.cumsum([payload.nbytes for payload in audio]).tolist()
         data = [
@@ -88,7 +93,6 @@ class Host:
         ]
         batch = Batch(self.numbers[name], 0, data, list(commands))
         self.line.arriving.append((name, codec.encode(batch, [payload.data for payload in audio])))
-        self.tick()
 
     def said(self, name: bytes) -> list[messages.Output]:
         """Everything a gateway was told so far."""
@@ -141,6 +145,30 @@ def calm() -> str:
     text = host.text(b"g", "good")
     assert text
     return text
+
+
+def test_an_engine_that_is_late_takes_in_no_more_than_it_computes(calm: str) -> None:
+    """A step has one frame of each stream. If all that came during a long step came in before the next, there would be
+    less time for steps the later an engine is."""
+    host = Host()
+    for name in (b"g", b"h"):
+        host.greet(name)
+        host.send(name, command(messages.Open("good")))
+    for position in range(20):
+        for name in (b"g", b"h"):
+            idle = [command(messages.Adopt("", "nobody's")) for _ in range(LEAST_COMMANDS // 4)]
+            host.post(name, feed("good", position), *idle, audio=(audio(position),))
+    host.host.tick()
+    taken = [peer.numbering.taken - 1 for peer in host.host._peers.values()]
+    assert taken == [2, 2], "two batches of each were more than enough"
+    turns = 1
+    while any(peer.inbox for peer in host.host._peers.values()):
+        host.host.tick()
+        turns += 1
+    assert turns == 10
+    for name in (b"g", b"h"):
+        host.send(name, command(messages.Finish("good")))
+        assert host.text(name, "good") == calm
 
 
 def raw(*parts: Any) -> msgspec.Raw:

@@ -19,12 +19,14 @@ def told_of(probabilities: list[float], pieces: list[int], ends: list[int], earl
     for size in [*pieces, len(probabilities)]:
         part = probabilities[heard : heard + size]
         while waiting and (waiting[0] // FRAME <= heard + early or waiting[0] < (heard + len(part)) * FRAME):
-            spoken.ask(waiting[0], partial(told.__setitem__, waiting[0]))
+            spoken.came = waiting[0]
+            spoken.ask(partial(told.__setitem__, waiting[0]))
             waiting.pop(0)
         spoken.note(Speech("a", heard * FRAME, FRAME, part))
         heard += len(part)
     for end in waiting:
-        spoken.ask(end, partial(told.__setitem__, end))
+        spoken.came = end
+        spoken.ask(partial(told.__setitem__, end))
     return told
 
 
@@ -47,8 +49,10 @@ def test_the_answer_depends_on_the_audio_alone(
 
 def test_a_pause_waits_for_its_audio_and_is_told_in_order() -> None:
     spoken, told = LastSpoken(), list[tuple[str, int]]()
-    spoken.ask(25, lambda sample: told.append(("first", sample)))
-    spoken.ask(40, lambda sample: told.append(("second", sample)))
+    spoken.came = 25
+    spoken.ask(lambda sample: told.append(("first", sample)))
+    spoken.came = 40
+    spoken.ask(lambda sample: told.append(("second", sample)))
     spoken.note(Speech("a", 0, FRAME, [1.0]))
     assert told == [] and spoken.is_asked
     spoken.note(Speech("a", 10, FRAME, [0.0, 1.0]))

@@ -1,0 +1,203 @@
+"""What the engine's one thread spends on each 80 ms of a served session, beside the model and the detector.
+
+    python -m benchmarks.host_cost [--streams 600] [--gateways 6] [--rounds 60] [--profile]
+
+Everything between the socket and the runner is real: the codec, the caches, wills, the loop with steps that overlap,
+silence that is cut out, the scheduler, numbered answers. Runner and detector answer at once, and messages are made
+before the clock runs. Every session feeds one item a round and entrusts what it has noted, as a gateway has it do for
+clients that can resume; a step takes in `--steps` parts of a round, as in real time. Words come every fifth item, as in
+speech, or as often as `--words-every` says. Processor time of one thread: compare within one run, or on one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.null_engine import NullDetector
+from benchmarks.step_cost import NullRunner, room_for, voxtral_like
+from engine import messages
+from engine.boundary import codec
+from engine.boundary.preparation import hash_payload
+from engine.client.batch import OutgoingBatch
+from engine.config import EngineConfig
+from engine.core.plan import DecodeResult, StepPlan
+from engine.core.scheduler import Scheduler
+from engine.messages import Item, Speech
+from engine.server.collector import calm_collector
+from engine.server.host import EngineHost
+from engine.server.loop import EngineLoop
+from engine.server.silence_cut import cut_settings
+
+SPEC = replace(voxtral_like(), look_back_samples=680, look_ahead_samples=40)
+SAMPLES = SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look_ahead_samples
+
+
+class LaunchingRunner(NullRunner):
+    """Steps overlap as on a device: answers are asked for later."""
+
+    def __init__(self, words_every: int) -> None:
+        super().__init__(SPEC)
+        self._words_every = words_every
+
+    def launch(self, plan: StepPlan) -> Callable[[], list[DecodeResult]]:
+        every = self._words_every
+        results = [
+            DecodeResult([2 + place % 30 if place % every == 0 else 0 for place in range(task.start, task.end)])
+            for task in plan.decode
+        ]
+        return lambda: results
+
+
+class LaunchingDetector(NullDetector):
+    """The same of the detector. In one of `silent_every` streams nobody speaks; 0: in none."""
+
+    def __init__(self, silent_every: int) -> None:
+        super().__init__(SPEC.sample_rate)
+        self._silent_every = silent_every
+
+    def launch(self, batch: list[tuple[str, Any]]) -> Callable[[], list[Speech]]:
+        found = self.detect(batch)
+        for speech in found:
+            if self._silent_every and int(speech.stream[-6:]) % self._silent_every == 0:
+                speech.probabilities = [0.0] * len(speech.probabilities)
+        return lambda: found
+
+
+@dataclass
+class Line:
+    """An engine's socket whose other ends are here."""
+
+    arriving: deque[tuple[bytes, list[Any]]] = field(default_factory=deque)
+    left: list[tuple[bytes, list[Any]]] = field(default_factory=list)
+
+    def wait(self, seconds: float) -> bool:
+        return bool(self.arriving)
+
+    def receive(self) -> tuple[bytes, list[Any]] | None:
+        return self.arriving.popleft() if self.arriving else None
+
+    def send(self, name: bytes, frames: list[Any]) -> bool:
+        self.left.append((name, frames))
+        return True
+
+
+class Gateway:
+    """What one gateway sends for its streams, and what it has read of them."""
+
+    def __init__(self, number: int, streams: list[int]) -> None:
+        self.name = f"gateway-{number}".encode()
+        self.streams = [f"item_{stream:020d}" for stream in streams]
+        self._read: Counter[str] = Counter()
+        self._sent = self._taken = 0
+        self._chance = np.random.default_rng(number)
+
+    def hello(self) -> list[Any]:
+        return codec.encode(codec.Hello(codec.WIRE_VERSION, "1", self.name.decode(), 1 << 26))
+
+    def opens(self) -> list[Any]:
+        batch = OutgoingBatch()
+        for stream in self.streams:
+            batch.add(messages.Open(stream), [])
+            batch.add(messages.Entrust(stream, f"sess_{stream}", 1, 0, [], base=b"x" * 2000, keep_s=60.0), [])
+        return self._frames(batch)
+
+    def round(self, streams: list[str], position: int) -> list[Any]:
+        """One item of each of these streams, and what there is to entrust."""
+        batch = OutgoingBatch()
+        for stream in streams:
+            payload = self._chance.standard_normal(SAMPLES, np.float32)
+            sample = position * SPEC.samples_per_position
+            item = Item(position, 1, sample, hash_payload(payload), payload)
+            batch.add(messages.Feed(stream, [item]), [item])
+            batch.add(messages.Entrust(stream, f"sess_{stream}", 1, self._read[stream], [b"e" * 24, b"f" * 16]), [])
+        return self._frames(batch)
+
+    def hear(self, frames: list[Any]) -> None:
+        update = codec.decode([bytes(frames[0])], to_engine=False)
+        if isinstance(update, codec.Update):
+            self._taken = update.seq
+            self._read.update(output.stream for output in update.outputs)
+
+    def _frames(self, batch: OutgoingBatch) -> list[Any]:
+        self._sent += 1
+        frames = batch.frames(self._sent, self._taken, lambda items: [True] * len(items))
+        return [bytes(frame) for frame in frames]
+
+
+class Bench:
+    def __init__(self, streams: int, gateways: int, steps: int, words_every: int, silent_every: int) -> None:
+        runner = LaunchingRunner(words_every)
+        scheduler = Scheduler(SPEC, room_for(streams, SPEC), runner.vocabulary)
+        detector = LaunchingDetector(silent_every)
+        self.loop = EngineLoop(scheduler, runner, detector, cut=cut_settings(EngineConfig().cut_silence_s))
+        self.line, self.now = Line(), 0.0
+        self.host = EngineHost(self.loop, self.line, "engine", lambda: self.now)  # type: ignore[arg-type]
+        self.steps = steps
+        self.gateways = [Gateway(number, list(range(number, streams, gateways))) for number in range(gateways)]
+        self._by_name = {gateway.name: gateway for gateway in self.gateways}
+        self.position = 0
+        for frames in (Gateway.hello, Gateway.opens):
+            self.line.arriving.extend((gateway.name, frames(gateway)) for gateway in self.gateways)
+            self.tick()
+
+    def tick(self) -> int:
+        """Nanoseconds of one turn of the engine's thread."""
+        self.now += 0.08 / self.steps
+        began = time.thread_time_ns()
+        self.host.tick()
+        took = time.thread_time_ns() - began
+        for name, frames in self.line.left:
+            self._by_name[name].hear(frames)
+        self.line.left.clear()
+        return took
+
+    def round(self) -> int:
+        """80 ms of every stream."""
+        took = 0
+        for step in range(self.steps):
+            for gateway in self.gateways:
+                due = gateway.streams[step :: self.steps]
+                self.line.arriving.append((gateway.name, gateway.round(due, self.position)))
+            took += self.tick()
+        self.position += 1
+        return took
+
+
+def main(arguments: list[str] | None = None) -> float:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=600)
+    parser.add_argument("--gateways", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5, help="steps in 80 ms")
+    parser.add_argument("--rounds", type=int, default=60, help="of 80 ms that are counted")
+    parser.add_argument("--words-every", type=int, default=5, help="items; 1 is what random weights do")
+    parser.add_argument("--silent-every", type=int, default=0, help="nobody speaks in one of so many streams")
+    parser.add_argument("--profile", action="store_true", help="print where the time goes; costs more than it")
+    options = parser.parse_args(arguments)
+    bench = Bench(options.streams, options.gateways, options.steps, options.words_every, options.silent_every)
+    calm_collector()
+    for _ in range(60 if options.silent_every else 10):  # silence is cut out when it has settled
+        bench.round()
+    profiler = cProfile.Profile()
+    if options.profile:
+        profiler.enable()
+    rounds = sorted(bench.round() for _ in range(options.rounds))
+    profiler.disable()
+    # The lower end: what else the machine does can only add to it.
+    each = rounds[len(rounds) // 10] / options.streams / 1e3
+    print(f"{options.streams} streams, {options.steps} steps in 80 ms: {each:.1f} us an item ({len(rounds)} rounds)")
+    if options.profile:
+        pstats.Stats(profiler).sort_stats("cumulative").print_stats(60)
+    return each
+
+
+if __name__ == "__main__":
+    main()
