@@ -24,6 +24,7 @@ from engine.models.seq2seq import (
     at_once,
     counts_on,
     cross_keys_values,
+    in_8_bits,
     join_heads,
     quantise_linears,
     split_heads,
@@ -339,10 +340,9 @@ class Moonshine(nn.Module):
         quantise_linears(self.encoder.conv2)
         quantise_linears(self.decoder.layers)
         holder = nn.ModuleDict({"cross_kv": self.cross_kv})
-        head = holder["head"] = nn.Linear(self.config.width, self.config.vocabulary, bias=False, device="meta")
-        head.weight = self.decoder.embed_tokens.weight
         quantise_linears(holder)
-        self.cross_kv, self._head = holder["cross_kv"], holder["head"]  # type: ignore[assignment]
+        self.cross_kv = holder["cross_kv"]  # type: ignore[assignment]
+        self._head = in_8_bits(self.decoder.embed_tokens.weight)
 
     @classmethod
     def load(cls, config: MoonshineConfig, tensors: dict[str, Tensor]) -> Moonshine:

@@ -267,11 +267,11 @@ class Int8Linear(nn.Module):
     depend on its neighbours, to the last bit. Weights have as many steps as the processor can add up (`weight_steps`).
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        weight = linear.weight.detach().float()
+        weight = weight.detach().float()
         self.range = weight.abs().amax(dim=1).clamp(min=1e-12)
-        self.bias = None if linear.bias is None else linear.bias.detach().float()
+        self.bias = None if bias is None else bias.detach().float()
         quantised = torch.quantize_per_tensor(weight / self.range[:, None], 1.0 / weight_steps(), 0, torch.qint8)
         self._packed = torch.ops.quantized.linear_prepack(quantised, None)
         self._whole_range = torch.zeros(1, weight.shape[1])
@@ -309,11 +309,19 @@ def weight_steps() -> int:
     return _FULL_STEPS if abs(float(product) - 62.0) < 1.0 else SAFE_STEPS
 
 
-def quantise_linears(module: nn.Module) -> None:
-    """Replace every large linear layer inside `module` by its 8-bit form."""
+def in_8_bits(weight: Tensor, bias: Tensor | None = None) -> Int8Linear | None:
+    """A linear layer in 8 bits; None if its matrix is too small for that."""
+    if weight.numel() < SMALLEST_8_BIT:
+        return None
     supported = torch.backends.quantized.supported_engines
     torch.backends.quantized.engine = "x86" if "x86" in supported else "onednn"
+    return Int8Linear(weight, bias)
+
+
+def quantise_linears(module: nn.Module) -> None:
+    """Replace every large linear layer inside `module` by its 8-bit form."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and child.weight.numel() >= SMALLEST_8_BIT:
-                setattr(parent, name, Int8Linear(child))
+            smaller = in_8_bits(child.weight, child.bias) if isinstance(child, nn.Linear) else None
+            if smaller is not None:
+                setattr(parent, name, smaller)

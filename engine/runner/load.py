@@ -12,6 +12,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core.limits import Limits
 from engine.errors import EngineError
+from engine.models.compiled import compiled_decode
 from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
 from engine.models.silero import load_silero
@@ -137,7 +138,8 @@ def _load_in_blocks(
     spec = windowed_spec(path.name, WINDOW_POSITIONS, ear.first_stride, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords))
     limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
-    windows = HostWindows(model, ear, WindowEar(whole, pieces, Policy()), limits.cache_embeds, threads)
+    file_ear = WindowEar(whole, pieces, Policy())
+    windows = HostWindows(model, ear, file_ear, limits.cache_embeds, threads, compiled_decode(model))
     return WindowedRunner(model, Vocabulary(pieces), spec, BLOCK_POLICY, windows), limits
 
 
@@ -151,7 +153,7 @@ def windowed_on_cpu(
     policy = Policy()
     model.go_live(ample)
     ears = WindowEar(model, pieces, policy), WindowEar(model, pieces, policy)
-    windows = HostWindows(model, *ears, limits.cache_embeds, threads)
+    windows = HostWindows(model, *ears, limits.cache_embeds, threads, compiled_decode(model))
     return WindowedRunner(model, Vocabulary(pieces), spec, policy, windows), limits
 
 

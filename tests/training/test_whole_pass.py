@@ -85,7 +85,7 @@ def test_rounded_products_are_nearly_those_of_the_8_bit_layers() -> None:
     layer = torch.nn.Linear(64, 64)
     x = torch.randn(10, 64)
     with torch.no_grad():
-        exact, engine, training = layer(x), Int8Linear(layer)(x), rounded(layer, x)
+        exact, engine, training = layer(x), Int8Linear(layer.weight, layer.bias)(x), rounded(layer, x)
     assert (engine - training).abs().max() < 0.03
     assert 0 < (exact - training).abs().max() < 0.03
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.models.compiled import Decode
 from engine.models.seq2seq import DecoderState, Encoded, SpeechModel
 from engine.runner.bias import AT_WORD, KeywordTree
 from engine.runner.device import upload
@@ -95,12 +96,19 @@ class Row:
 
 class Speaker:
     """One batch under way: `encoded` is what it hears, `audio` ([rows]) how many of these frames hold audio, `state`
-    what it has said. Tokens that are barred are never said."""
+    what it has said. Tokens that are barred are never said. `decode` stands for the model's own."""
 
     def __init__(
-        self, model: SpeechModel, barred: Tensor, encoded: Encoded, audio: Tensor, state: DecoderState
+        self,
+        model: SpeechModel,
+        barred: Tensor,
+        encoded: Encoded,
+        audio: Tensor,
+        state: DecoderState,
+        decode: Decode | None = None,
     ) -> None:
         self._model = model
+        self._decode = decode or model.decode
         self._barred = barred
         self._encoded = encoded
         self._audio = audio
@@ -120,14 +128,14 @@ class Speaker:
 
     def next(self, given: Tensor, text: int) -> Tensor:
         """The same for [rows, 2] of tokens and positions, in texts of at most so many tokens."""
-        hidden, attention = self._model.decode(given[:, :1], given[:, 1:], self._state.first(text), self._encoded)
+        hidden, attention = self._decode(given[:, :1], given[:, 1:], self._state.first(text), self._encoded)
         return self._choose(hidden[:, 0], attention[:, 0], self._audio)
 
     def _read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> Tensor:
         device, width = self._barred.device, max(map(len, known))
         padded = [row + [self._model.end_token] * (width - len(row)) for row in known]
         positions = torch.arange(width, device=device).expand(len(known), -1)
-        hidden, attention = self._model.decode(
+        hidden, attention = self._decode(
             upload(np.array(padded, np.int64), device), positions, self._state.first(width), self._encoded
         )
         row, column = upload(np.array(places, np.int64), device).unbind(dim=1)
@@ -153,8 +161,9 @@ def answers_of(chosen: Tensor) -> list[Answer]:
 
 
 class GreedyDecoder:
-    def __init__(self, model: SpeechModel, device: torch.device | str = "cpu") -> None:
+    def __init__(self, model: SpeechModel, device: torch.device | str = "cpu", decode: Decode | None = None) -> None:
         self._model = model
+        self._decode = decode
         self._barred = torch.tensor(model.suppressed, dtype=torch.int64, device=device)
 
     def run(self, rows: list[Row], encoded: Encoded) -> None:
@@ -166,7 +175,8 @@ class GreedyDecoder:
         audio = upload(np.array([row.frames for row in rows], np.int64), self._barred.device)
 
         def speaker(text: int) -> Speaker:
-            return Speaker(self._model, self._barred, encoded, audio, self._model.new_state(len(rows), text))
+            state = self._model.new_state(len(rows), text)
+            return Speaker(self._model, self._barred, encoded, audio, state, self._decode)
 
         return self._passes(rows, speaker)
 

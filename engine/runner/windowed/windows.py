@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import DecodeResult, DecodeTask, EncodeTask
+from engine.models.compiled import Decode
 from engine.models.seq2seq import Encoded, SpeechModel
 from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION, AudioSlab
 from engine.runner.windowed.ears import Ear, Sound, WindowEar
@@ -62,14 +63,23 @@ class Windows(Protocol):
 
 
 class HostWindows:
-    """See `Windows`; `threads` read side by side, of which the calling one is one."""
+    """See `Windows`; `threads` read side by side, of which the calling one is one. `decode` stands for the model's
+    own."""
 
-    def __init__(self, model: SpeechModel, ear: Ear, file_ear: WindowEar, cache_embeds: int, threads: int = 1) -> None:
+    def __init__(
+        self,
+        model: SpeechModel,
+        ear: Ear,
+        file_ear: WindowEar,
+        cache_embeds: int,
+        threads: int = 1,
+        decode: Decode | None = None,
+    ) -> None:
         self.device = torch.device("cpu")
         self._model = model
         self._slab = AudioSlab(cache_embeds)
         self._ear, self._file_ear = ear, file_ear
-        self._decoder = GreedyDecoder(model)
+        self._decoder = GreedyDecoder(model, decode=decode)
         self._threads = threads
         self._helpers = ThreadPoolExecutor(threads - 1, "read") if threads > 1 else None
         self.write, self.audio, self.is_broken = self._slab.write, self._slab.audio, self._slab.is_broken

@@ -117,7 +117,8 @@ def test_only_large_matrices_become_8_bit() -> None:
 
 def test_a_row_of_an_8_bit_layer_does_not_depend_on_its_neighbours_to_the_last_bit() -> None:
     torch.manual_seed(5)
-    layer = Int8Linear(torch.nn.Linear(48, 32))
+    linear = torch.nn.Linear(48, 32)
+    layer = Int8Linear(linear.weight, linear.bias)
     # Rows of other sizes and of other signs: a range that rows share would round them differently.
     rows = torch.randn(7, 48) * torch.logspace(-2, 2, 7)[:, None]
     rows[3].abs_()

@@ -1,0 +1,74 @@
+"""Compiled passes of a decoder say what the model itself says, to the last bit, for texts and batches of any size.
+
+The models are tiny and random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from engine.models.compiled import compiled_decode
+from engine.models.moonshine import Moonshine, MoonshineConfig
+from engine.models.seq2seq import Encoded, SpeechModel, quantise_linears
+from engine.models.whisper import Whisper, WhisperConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCABULARY = 40
+
+
+def moonshine(width: int = 32) -> Moonshine:
+    torch.manual_seed(11)
+    return Moonshine(MoonshineConfig(width, 2 * width, 1, 2, 4, 8, 10_000.0, VOCABULARY, 1, 2)).eval()
+
+
+def in_8_bits() -> Moonshine:
+    """Wide enough that its matrices are worth it."""
+    model = moonshine(width=320)
+    quantise_linears(model.decoder.layers)
+    return model
+
+
+def whisper() -> Whisper:
+    torch.manual_seed(12)
+    model = Whisper(WhisperConfig(80, VOCABULARY, 1500, 32, 4, 1, 64, 4, 2)).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def heard(model: SpeechModel, frames: list[int]) -> Encoded:
+    shape = model.decoder_shape
+    rows = [
+        Encoded(
+            torch.randn(shape.layers, 1, shape.heads, shape.dim, length),
+            torch.randn(shape.layers, 1, shape.heads, length, shape.dim),
+            [length],
+        )
+        for length in frames
+    ]
+    return Encoded.stack(rows)
+
+
+@pytest.mark.parametrize("make", [moonshine, in_8_bits, whisper])
+def test_compiled_passes_say_what_the_model_says(make: Callable[[], Moonshine | Whisper]) -> None:
+    model = make()
+    decode = compiled_decode(model)
+    torch.manual_seed(13)
+    with torch.inference_mode():
+        for frames, known in (([9], 5), ([30], 1), ([7, 21], 6), ([5, 5, 5], 2)):
+            encoded, capacity = heard(model, frames), known + 4
+            states = [model.new_state(len(frames), capacity) for _ in range(2)]
+            for at, count in ((0, known), (known, 1)):
+                tokens = torch.randint(3, VOCABULARY, (len(frames), count))
+                positions = torch.arange(at, at + count).expand(len(frames), -1)
+                plain, ours = (
+                    way(tokens, positions, state.first(at + count), encoded)
+                    for way, state in zip((model.decode, decode), states, strict=True)
+                )
+                assert all(torch.equal(one, other) for one, other in zip(plain, ours, strict=True)), (frames, at)
+            assert torch.equal(states[0].keys, states[1].keys) and torch.equal(states[0].values, states[1].values)
