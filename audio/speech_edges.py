@@ -105,6 +105,11 @@ class EdgeDetector:
         self.state, self.sample = memory.state, memory.sample
         self._floor, self._speech_start, self._speech_end = memory.floor, memory.speech_start, memory.speech_end
 
+    @property
+    def silent_samples(self) -> int:
+        """How long the silence has lasted that may end the open stretch."""
+        return self.sample - self._speech_end if self.state is EdgeState.STOPPING else 0
+
     def judge(self, probability: float, frame_samples: int) -> Edge | None:
         """Take the next frame: its speech probability and its length."""
         if not 0 <= probability <= 1:

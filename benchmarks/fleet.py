@@ -130,6 +130,7 @@ class Matrix:
         try:
             await crowd.until_all_speak()
             for _ in range(times):
+                await self._fleet.spread()
                 owned_twice += not await self._settled(crowd)
                 before = self._fleet.status()
                 hearing = asyncio.create_task(crowd.until_heard())

@@ -132,7 +132,8 @@ class Fleet:
         self._nodes[name] = process
 
     def is_whole(self, status: Told) -> bool:
-        serving = [unit for unit in status["units"] if unit["state"] == "serving"]
+        # Of a lost keeper nobody knows the process, and what it kept counts as it was until the node is missed.
+        serving = [unit for unit in status["units"] if unit["state"] == "serving" and unit["pid"]]
         wanted = status["engines_wanted"] + status["gateways_wanted"]
         return self.is_fresh and len(serving) == wanted == len(status["units"]) and len(status["nodes"]) > len(NODES)
 
@@ -145,6 +146,13 @@ class Fleet:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the fleet did not become whole: {self.status()}")
             await asyncio.sleep(0.2)
+
+    async def spread(self) -> None:
+        """What was started elsewhere when a node was lost stays there until the operator has it spread anew."""
+        units = (await self.until_whole())["units"]
+        if len({(unit["kind"], unit["node"]) for unit in units}) < len(units):
+            await self.run("upgrade", "--wait", str(PATIENCE_S))
+            await self.until_whole()
 
     async def stop(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -184,9 +192,11 @@ class Fleet:
         """The machine is gone: Ray's part and ours. It comes back empty."""
         name = self.one(status, random.choice(("engine", "gateway")))["node"]
         gone = [unit for unit in status["units"] if unit["node"] == name]
-        for record in Records(self.state / "nodes" / name).running():
-            kill_family(record)
+        print(f"{name} goes, of {[(unit['name'], unit['node']) for unit in status['units']]}", flush=True)
+        # The keepers first: they would start again what is killed.
         os.killpg(self._nodes[name].pid, signal.SIGKILL)
+        for unit in gone:
+            kill_unit(unit)
         await asyncio.to_thread(self._nodes[name].wait)
         self.join(name)
         # It may be back before the cluster has missed it; then the same units are started there anew.
@@ -214,7 +224,10 @@ class Fleet:
 
 
 def kill_unit(unit: Told) -> Mended:
-    os.killpg(unit["pid"], signal.SIGKILL)
+    """A gateway without the process that stands between it and the engines: what it has sent is on its way."""
+    of_gateway = Path(f"/proc/{unit['pid']}/task/{unit['pid']}/children").read_text().split()
+    for pid in map(int, of_gateway if unit["kind"] == "gateway" else [unit["pid"]]):
+        os.kill(pid, signal.SIGKILL)
     return are_gone([unit])
 
 

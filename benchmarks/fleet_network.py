@@ -14,12 +14,14 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from urllib.parse import urlsplit
 
 CHUNK = 65_536
 LOOK_S = 0.1
+NOBODY_S = 30.0
+RUN_OUT_S = 2.0
 
 
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_cut: Callable[[], bool]) -> None:
@@ -39,11 +41,18 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_cu
 async def join(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int, is_cut: Callable[[], bool]
 ) -> None:
-    try:
-        far_reader, far_writer = await asyncio.open_connection(host, port)
-    except OSError:
-        writer.close()
-        return
+    """A connection to nobody waits for somebody to come, as one to a machine that boots does: to be taken and closed
+    would look like a refusal."""
+    deadline = asyncio.get_running_loop().time() + NOBODY_S
+    while True:
+        try:
+            far_reader, far_writer = await asyncio.open_connection(host, port)
+            break
+        except OSError:
+            if asyncio.get_running_loop().time() > deadline:
+                writer.close()
+                return
+            await asyncio.sleep(LOOK_S)
     await asyncio.gather(pump(reader, far_writer, is_cut), pump(far_reader, writer, is_cut))
 
 
@@ -78,6 +87,7 @@ class Links:
         self.shown = table.with_suffix(".through.json")
         self._ports: dict[str, int] = {}
         self._servers: list[asyncio.Server] = []
+        self._joined: set[asyncio.Task[None]] = set()
 
     async def follow(self) -> None:
         last = ""
@@ -97,10 +107,22 @@ class Links:
         if name not in self._ports:
             to = urlsplit(address)
             host, port, cut = str(to.hostname), int(to.port or 0), self._table.with_name(f"cut-{name}")
-            server = await asyncio.start_server(lambda r, w: join(r, w, host, port, cut.exists), "127.0.0.1", 0)
+            server = await asyncio.start_server(
+                lambda r, w: self._keep(join(r, w, host, port, cut.exists)), "127.0.0.1", 0
+            )
             self._servers.append(server)
             self._ports[name] = server.sockets[0].getsockname()[1]
         return self._ports[name]
+
+    def _keep(self, joined: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(joined)
+        self._joined.add(task)
+        task.add_done_callback(self._joined.discard)
+
+    async def run_out(self) -> None:
+        """Until what a gateway sent before it ended has been handed on."""
+        if self._joined:
+            await asyncio.wait(self._joined, timeout=RUN_OUT_S)
 
 
 async def serve(arguments: list[str]) -> int:
@@ -113,6 +135,7 @@ async def serve(arguments: list[str]) -> int:
         asyncio.get_running_loop().add_signal_handler(number, process.terminate)
     code = await process.wait()
     following.cancel()
+    await links.run_out()
     return code
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from fleet.state import Kind, Needs, Node, Unit, Wanted
+from fleet.state import Kind, Needs, Node, Unit, UnitState, Wanted
 
 # Sums of fractions such as 0.1 miss a whole by a little.
 _ALMOST = 1e-6
@@ -15,8 +15,8 @@ def place(
 ) -> tuple[Node, int] | str:
     """The node and port for one more unit, or the reason why there is no place.
 
-    Units are spread: a node with fewer of the same kind comes first, so that the loss of one machine takes little; then
-    the one with more room, then the first by name.
+    Units are spread: a node with fewer of the same kind that stay comes first, so that the loss of one machine takes
+    little; then the one with fewer that leave, then the one with more room, then the first by name.
     """
     needs = wanted.needs[kind]
     open_nodes = [node for node in nodes if node.name not in wanted.drained]
@@ -34,13 +34,19 @@ def place(
         asked = f"{needs.cpus:g} CPU" + (f" and {needs.gpus:g} GPU" if needs.gpus else "")
         return f"no node has {asked} left for one more {kind}"
 
-    def order(node: Node) -> tuple[int, float, float, str]:
-        same = sum(unit.kind is kind and unit.node == node.name for unit in units)
+    def order(node: Node) -> tuple[int, int, float, float, str]:
+        same = [unit for unit in units if unit.kind is kind and unit.node == node.name]
         cpus, gpus = rooms[node.name]
-        return same, -gpus, -cpus, node.name
+        return sum(_stays(unit, wanted) for unit in same), len(same), -gpus, -cpus, node.name
 
     chosen = min(fitting, key=order)
     return chosen, free_port(chosen.host, needs.port, nodes, units, taken)
+
+
+def _stays(unit: Unit, wanted: Wanted) -> bool:
+    """Neither drained nor about to be replaced."""
+    is_leaving = unit.state is UnitState.DRAINING or unit.name in wanted.drained
+    return unit.generation == wanted.generation and not is_leaving
 
 
 def room_on(node: Node, wanted: Wanted, units: Iterable[Unit]) -> tuple[float, float]:

@@ -81,6 +81,7 @@ def start_head(plan: FleetPlan) -> None:
     """A cluster of this machine alone, for others to join. It outlives this process. Raises FleetError."""
     make_secret(plan.secret_path)
     set_up(plan)
+    _forget_head_before(plan)
     records = Records(plan.folder / "cluster")
     log = records.log_of(HEAD)
     environment = {**os.environ, **cluster_environment(plan)}
@@ -93,6 +94,16 @@ def start_head(plan: FleetPlan) -> None:
             text = f"no cluster started at {plan.cluster}: {records.last_line(HEAD)}"
             raise FleetError(f"{text}; all it said is in {log}")
         time.sleep(0.2)
+
+
+def _forget_head_before(plan: FleetPlan) -> None:
+    """Ray remembers where it last had a head on this machine, and starts none there again while a node of that cluster
+    runs here too. Nobody answers there: that head is gone, and its nodes wait for this one."""
+    from ray._common.utils import reset_ray_address
+    from ray._private.utils import read_ray_address
+
+    if (read_ray_address() or "").endswith(f":{address_of(plan)[1]}"):
+        reset_ray_address()
 
 
 def stop_head(plan: FleetPlan) -> bool:

@@ -73,6 +73,9 @@ class GatewayKeeper(Keeper):
             if counted == 200:
                 self._refused = sum(int(float(count)) for count in _REFUSED.findall(metrics))
 
+    def forget(self) -> None:
+        self._capacity, self._is_ready = None, False
+
     @property
     def serves(self) -> bool:
         return self._is_ready

@@ -85,6 +85,9 @@ class Keeper:
     def observe(self) -> None:
         """Look at the running process; the lock is not held."""
 
+    def forget(self) -> None:
+        """The process that was looked at is gone: what it was like says nothing of the next one."""
+
     def facts(self) -> dict[str, Any]:
         """What there is to say beside what every keeper says."""
         return {}
@@ -200,6 +203,7 @@ class Keeper:
         """The process is gone: it was asked to, or it is started again after a while."""
         self._record = None
         self._records.remove(record.name)
+        self.forget()
         if record.is_draining:
             self._has_ended = True
             return

@@ -101,7 +101,11 @@ def _calls(plan: FleetPlan, start: bool = False) -> FleetCalls:
     from fleet.cluster.connect import FleetCalls, connect
 
     connect(plan, PATIENCE_S if start else 0.0)
-    return FleetCalls(plan, start)
+    fleet = FleetCalls(plan, start)
+    if start:
+        # One that was lost with its head is started again first.
+        _wait_for(fleet, lambda status: True, PATIENCE_S)
+    return fleet
 
 
 def _up(plan: FleetPlan, options: argparse.Namespace) -> None:
@@ -226,13 +230,21 @@ def _down(plan: FleetPlan, options: argparse.Namespace) -> None:
 
 
 def _wait_for(fleet: FleetCalls, wanted: Any, wait_s: float) -> dict[str, Any] | None:
-    """The first status that is as wanted; None if it takes too long."""
+    """The first status that is as wanted; None if it takes too long. A manager whose nodes have just found their head
+    again may not answer for a while. Raises FleetError if it never does."""
+    from fleet.errors import FleetError
+
     deadline = time.monotonic() + wait_s
     while True:
-        status: dict[str, Any] = fleet.call("status")
-        if wanted(status):
-            return status
-        if time.monotonic() > deadline:
+        is_late = time.monotonic() > deadline
+        try:
+            status: dict[str, Any] = fleet.call("status")
+            if wanted(status):
+                return status
+        except FleetError:
+            if is_late:
+                raise
+        if is_late:
             return None
         time.sleep(0.5)
 

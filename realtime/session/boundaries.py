@@ -93,6 +93,14 @@ class Boundaries:
     def uncommitted_ms(self) -> float:
         return self.audio.source_ms - self._boundary_ms
 
+    @property
+    def may_commit(self) -> bool:
+        """Whether it is known what a commit ends now: an open turn, unless audio that nobody has judged may end it."""
+        if self._watch is None:
+            return True
+        unjudged = self.audio.appended - self.audio.covered
+        return self.turns.current is not None and not self._watch.may_have_stopped(unjudged)
+
     def save(self) -> SavedBoundaries:
         watch = None if self._watch is None else self._watch.save()
         utterances = None if self._utterances is None else self._utterances.save()

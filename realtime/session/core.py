@@ -218,10 +218,10 @@ class Session:
         buffered_ms = self._boundaries.uncommitted_ms
         if buffered_ms < self.settings.minimum_commit_ms:
             self._boundaries.refuse_commit(buffered_ms, event.event_id)
-        elif self.settings.turn_detection is None or self._turns.current is not None:
+        elif self._boundaries.may_commit:
             self._boundaries.commit(event.event_id, now)
         else:
-            # Speech detection has yet to see the end of the buffer; whether anybody spoke is known at the flush.
+            # Speech detection has yet to see the end of the buffer; who spoke until when is known at the flush.
             self._defer(event, now)
             self._move(Phase.COMMITTING)
 

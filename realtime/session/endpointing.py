@@ -96,6 +96,12 @@ class TurnWatch:
         """Nobody speaks, and nobody may just have begun to."""
         return self._detector.state is EdgeState.QUIET
 
+    def may_have_stopped(self, samples: int) -> bool:
+        """Whether the open turn may have ended in so many samples that were not judged yet."""
+        chosen = self._detection
+        silence_ms = FINISHED_MS[chosen.eagerness] if chosen.semantic else chosen.silence_duration_ms
+        return samples > 0 and (self._detector.silent_samples + samples) * 1000 >= silence_ms * self._rate
+
     def resume_turn(self) -> None:
         """A turn is open that another watch heard begin."""
         self._detector.state = EdgeState.SPEAKING

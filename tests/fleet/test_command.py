@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from importlib import metadata
 from io import StringIO
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 from fleet.cluster.environment import check_ray
 from fleet.errors import FleetError
 from realtime import cli
+from realtime.commands import fleet
 from realtime.commands.fleet_view import screen
 
 
@@ -32,6 +34,28 @@ def fleet_file(folder: Path) -> str:
     path.write_text(f'cluster = "127.0.0.1:{port}"\nstate_folder = "{folder}"\nsecret_file = "secret"\n')
     (folder / "secret").write_text("x" * 40)
     return str(path)
+
+
+class Manager:
+    """Answers one after the other."""
+
+    def __init__(self, *answers: dict[str, bool] | FleetError) -> None:
+        self._answers = list(answers)
+
+    def call(self, method: str) -> dict[str, bool]:
+        answer = self._answers.pop(0)
+        if isinstance(answer, FleetError):
+            raise answer
+        return answer
+
+
+def test_a_manager_that_does_not_answer_now_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    away, up = FleetError("the fleet's manager did not answer within 30 s"), {"up": True}
+    found = fleet._wait_for(Manager({"up": False}, away, away, up), lambda status: status["up"], 300.0)  # type: ignore[arg-type]
+    assert found == up
+    with pytest.raises(FleetError):
+        fleet._wait_for(Manager(away), lambda status: True, -1.0)  # type: ignore[arg-type]
 
 
 def test_without_ray_the_extra_is_named(

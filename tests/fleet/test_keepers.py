@@ -138,7 +138,7 @@ def test_another_secret_keeps_a_node_out(keeper_of: Make, plan: FleetPlan) -> No
     assert report["error"].startswith(f"node n1 has another secret in {plan.secret_path} than the head")
 
 
-def test_a_gateway_gets_its_table_and_says_what_it_sees(keeper_of: Make) -> None:
+def test_a_gateway_gets_its_table_and_says_what_it_sees(keeper_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, gateway = keeper_of("e1"), keeper_of("g1")
     assert isinstance(gateway, GatewayKeeper)
     address = f"tcp://127.0.0.1:{engine.unit.port}"
@@ -149,6 +149,11 @@ def test_a_gateway_gets_its_table_and_says_what_it_sees(keeper_of: Make) -> None
     stepped(engine, lambda report: report["pid"])
     report = stepped(gateway, lambda report: report["state"] == "serving")
     assert report["capacity"]["engines"][0]["name"] == "e1" and report["refused"] == 3
+    # What it said does not count for the process that comes after it, which cannot take anybody yet.
+    os.kill(report["pid"], signal.SIGKILL)
+    monkeypatch.setattr(gateway, "observe", lambda: None)
+    again = stepped(gateway, lambda now: now["pid"] not in (None, report["pid"]))
+    assert (again["state"], again["capacity"]) == ("starting", None)
 
 
 def test_a_gateway_with_a_certificate_is_understood_too(keeper_of: Make, tmp_path: Path) -> None:

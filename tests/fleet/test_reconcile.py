@@ -84,6 +84,21 @@ def test_any_change_of_mind_ends_well() -> None:
             assert len(world.serving(Kind.ENGINE)) == min(wanted.engines, room), seed
 
 
+def test_an_upgrade_spreads_what_had_come_together() -> None:
+    """As after the loss of a node that is back: both gateways and both engines are on the other one."""
+    for first in ("n0", "n1"):
+        together = tuple(
+            Unit(f"{name}{number}", kind, first, port + number, 1, SERVING)
+            for name, kind, port in (("g", Kind.GATEWAY, 8000), ("e", Kind.ENGINE, 5600))
+            for number in (1, 2)
+        )
+        world = World(nodes(2, cpus=8.0, gpus=4.0), together)
+        for generation in (2, 3):
+            world.settle(Wanted(2, 2, generation, NEEDS))
+            for kind in Kind:
+                assert {unit.node for unit in world.serving(kind)} == {"n0", "n1"}
+
+
 @settings(deadline=None, max_examples=20)
 @given(st.integers(1, 5))
 def test_an_upgrade_with_room_to_spare_never_serves_with_fewer(engines: int) -> None:

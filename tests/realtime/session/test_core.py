@@ -290,6 +290,26 @@ def test_commit_behind_unheard_audio_waits_and_later_requests_queue_behind_it() 
     assert drive(flushed()) == []
 
 
+@pytest.mark.parametrize("chosen", [VAD, Settings(turn_detection=TurnDetection(semantic=True))])
+def test_what_a_commit_ends_does_not_depend_on_how_far_detection_has_come(chosen: Settings) -> None:
+    def told(is_behind: bool) -> list[Any]:
+        drive = Driver(session(chosen))
+        spoken, pause, commit = speech(0.0, 1.984, 0.99), speech(1.984, 4.096, 0.01), Commit("c1")
+        drive(append(6.1), spoken, word("spoken.", 1.0, 1.9), *((commit, pause) if is_behind else (pause, commit)))
+        drive(word("behind", 5.6, 5.9), *(flushed() for _ in drive.core.marks))
+        return [event for event in drive.sent if isinstance(event, Committed | Completed | Problem)]
+
+    calm = told(is_behind=False)
+    assert kinds(calm) == ["Committed", "Problem", "Completed"] and calm[-1].transcript == "spoken."
+    assert told(is_behind=True) == calm
+
+
+def test_commit_is_answered_at_once_if_the_open_turn_cannot_have_ended_since() -> None:
+    drive = Driver(session())
+    drive(append(2.4), speech(0.0, 1.984, 0.99))
+    assert kinds(drive(Commit())) == ["SpeechStopped", "Committed", "FlushEngine"]
+
+
 def test_busy_engine_is_flushed_once_the_pause_is_long() -> None:
     drive = Driver(session())
     drive(append(6.0), speech(0.0, 1.984, 0.99))
