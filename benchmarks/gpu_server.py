@@ -7,10 +7,9 @@ The model is Voxtral Realtime at full dimensions with random weights (`benchmark
 what `tickertape serve --engine` runs. N clients in processes of their own send speech in real time over sockets, with
 turn detection. A word's lag is the time from the moment its last sample was sent to the delta with its text, less the
 model's delay; appends of 80 ms alone make that up to 80 ms, because an item needs 2.5 ms of what follows it. A point
-holds if the 99th percentile is at most 250 ms, the lag does not grow and no session fails. Random weights choose a word
-in nearly every frame, where speech has blanks in four of five: gateways and clients have several times the events.
-They choose words in pauses too, which are told when the turn before is completed: such words, by the server's own
-detector on the sound that is sent, are counted and not scored.
+holds if the 99th percentile is at most 250 ms, the lag does not grow and no session fails. The model says
+a word in three frames of ten, as speech has them, and in pauses too, where words are told when the turn before is
+completed: such words, by the server's own detector on the sound that is sent, are counted and not scored.
 
 Several loads share one start: SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]]. Then, with --kill-worker and
 --rolling-restart, clients that resume speak in several runs, of which the first is calm, and their texts are compared

@@ -9,8 +9,8 @@ begins 2 s after the last has joined. Lag is the time from the moment a frame is
 out; a point holds if the 99th percentile of the lag is at most 80 ms. A step is what the engine's thread does between
 two looks at its inbox: commands in, detection, plan, launch, and commit of the step before; what of it is not the
 device is the host on the critical path (`--one-by-one`: steps do not overlap). The audio is made by the same thread:
-that counts in the lag and as feed, not as host. Random weights choose a word in nearly every frame, where speech has
-blanks in four of five, so commit costs more here than in use.
+that counts in the lag and as feed, not as host. The model says a word in three frames
+of ten, as speech has them.
 Needs torch, numpy and (for --reference) transformers. Writes a table, and JSON with --json. With --small a tiny model
 runs on the CPU: that checks the benchmark and measures nothing.
 """

@@ -1,7 +1,7 @@
 """One process of clients for `benchmarks.gpu_server`: sessions that speak in real time and note when words come back.
 
 Audio goes out when its last sample has been spoken, on an absolute schedule. A word's lag is the time from the moment
-its last sample was sent to the moment the delta with its text came, less the model's delay. Random weights say words in
+its last sample was sent to the moment the delta with its text came, less the model's delay. The model says words in
 pauses too, which wait for the turn before them to be completed: only words within speech are scored. No two sessions
 send the same samples on the same grid, so that no cache can answer for the model. Orders come on stdin; when all is
 prepared, `ready` goes to stdout; then the schedule comes, and the findings go out at the end, all of it line by line.

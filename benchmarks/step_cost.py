@@ -45,6 +45,13 @@ def voxtral_like(history_positions: int = 64) -> ModelSpec:
     )
 
 
+def room_for(streams: int, spec: ModelSpec) -> Limits:
+    """So many streams, and a frame of each in one step."""
+    pages = tuple(group.ring_pages * streams for group in spec.kv_groups)
+    embeds = spec.embeds_per_stream * streams + 4096
+    return Limits(streams, embeds, pages, step_positions=streams, step_embeds=streams)
+
+
 def _token_at(position: int) -> int:
     return 2 + position % 30 if position % 5 == 0 else 0
 
@@ -81,12 +88,8 @@ class Bench:
     @classmethod
     def start(cls, streams: int, history_positions: int = 64) -> Bench:
         spec = voxtral_like(history_positions)
-        pages = tuple(group.ring_pages * streams for group in spec.kv_groups)
-        limits = Limits(
-            streams, spec.embeds_per_stream * streams + 4096, pages, step_positions=streams, step_embeds=streams
-        )
         runner = NullRunner(spec)
-        loop = EngineLoop(Scheduler(spec, limits, runner.vocabulary), runner)
+        loop = EngineLoop(Scheduler(spec, room_for(streams, spec), runner.vocabulary), runner)
         names = [f"stream-{i}" for i in range(streams)]
         loop.submit([Open(name) for name in names], 0)
         loop.step()
