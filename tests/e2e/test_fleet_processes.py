@@ -147,13 +147,13 @@ async def test_no_word_changes_whichever_part_goes(tmp_path: Path, monkeypatch: 
         assert calm.text
         for what in ("drain_engine", "kill_engine", "drain_gateway", "kill_gateway"):
             await fleet.whole()
-            go_on = asyncio.Event()
             speaker = Speaker(lambda: fleet.url, audio)
-            task = asyncio.create_task(speaker.speak(go_on=go_on))
+            speaker.hold_at(3.0)
+            task = asyncio.create_task(speaker.speak())
             async with asyncio.timeout(120):
                 await fakes.until(lambda: len(speaker.text) > 0 or task.done())  # noqa: B023
                 await getattr(fleet, what)()
-                go_on.set()
+                speaker.hold_at(None)
                 await task
             speaker.check()
             assert speaker.text == calm.text, what

@@ -23,19 +23,27 @@ class Speaker(LastingSession):
         self.audio = audio
         self.events: list[dict[str, Any]] = []
         self.lines: list[str] = []
+        self._held_at = len(audio)
+        self._let_go = asyncio.Event()
+
+    def hold_at(self, seconds: float | None) -> None:
+        """Say no more than this for now; None: all of it."""
+        self._held_at = len(self.audio) if seconds is None else int(seconds * RATE) * 2
+        self._let_go.set()
 
     def _target(self) -> str:
         self._url = self.where()
         return super()._target()
 
-    async def speak(self, pieces: int = 50, pause_s: float = 0.01, go_on: asyncio.Event | None = None) -> None:
-        """All of the audio in pieces, and everything that is said about it. Half of it waits for `go_on`."""
+    async def speak(self, pieces: int = 50, pause_s: float = 0.01) -> None:
+        """All of the audio in pieces, and everything that is said about it."""
         telling = asyncio.create_task(self.run(self.events.append, self.lines.append))
         size = -(-len(self.audio) // pieces // 2) * 2
         try:
             for start in range(0, len(self.audio), size):
-                if go_on is not None and start >= len(self.audio) // 2:
-                    await go_on.wait()
+                while start >= self._held_at:
+                    self._let_go.clear()
+                    await self._let_go.wait()
                 self.append(self.audio[start : start + size])
                 await asyncio.sleep(pause_s)
             self.finish()

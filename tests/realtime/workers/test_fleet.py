@@ -177,14 +177,16 @@ async def test_a_session_says_the_same_whatever_happens_around_it(
     async with fleet(tmp_path, windowed) as group:
         calm = Speaker(lambda: group.places[0].url, audio, **detection)
         await calm.speak()
-        go_on = asyncio.Event()
         moving = Speaker(lambda: group.places[group.at].url, audio, **detection)
-        speaking = asyncio.create_task(moving.speak(go_on=go_on))
+        moving.hold_at(1.0)
+        speaking = asyncio.create_task(moving.speak())
         async with asyncio.timeout(20):
             await fakes.until(lambda: len(moving.events) >= 3 and group.streams(0) + group.streams(1) == 1)
-        for chapter in story:
+        for number, chapter in enumerate(story):
+            # A stream that another gateway had leaves its engine when a turn has ended since.
+            moving.hold_at(1.0 + 2.0 * number)
             await getattr(group, chapter)()
-        go_on.set()
+        moving.hold_at(None)
         await speaking
         moving.check()
         assert calm.text and moving.text == calm.text
@@ -193,7 +195,8 @@ async def test_a_session_says_the_same_whatever_happens_around_it(
 async def test_a_session_whose_gateway_and_engine_are_gone_is_answered_with_410(tmp_path: Path, audio: bytes) -> None:
     async with fleet(tmp_path, True) as group:
         lost = Speaker(lambda: group.places[0].url, audio)
-        speaking = asyncio.create_task(lost.speak(go_on=asyncio.Event()))
+        lost.hold_at(3.0)
+        speaking = asyncio.create_task(lost.speak())
         async with asyncio.timeout(20):
             await fakes.until(lambda: len(lost.events) >= 3 and group.streams(0) + group.streams(1) == 1)
             token = lost._token

@@ -71,8 +71,10 @@ async def test_workers_that_are_killed_and_replaced_under_sessions_change_no_wor
         await calm.speak()
         calm.check()
         assert len(calm.text) == 4
-        speakers, go_on = [Speaker(lambda: url_of(parent), audio) for _ in range(SESSIONS)], asyncio.Event()
-        speaking = asyncio.gather(*(speaker.speak(go_on=go_on) for speaker in speakers))
+        speakers = [Speaker(lambda: url_of(parent), audio) for _ in range(SESSIONS)]
+        for speaker in speakers:
+            speaker.hold_at(4.0)
+        speaking = asyncio.gather(*(speaker.speak() for speaker in speakers))
         await fakes.until(lambda: all(speaker.events for speaker in speakers))
         first, second = sorted(parent.workers)
         kill(parent, first)
@@ -82,7 +84,8 @@ async def test_workers_that_are_killed_and_replaced_under_sessions_change_no_wor
         assert parent._restarting is not None
         await parent._restarting
         assert len(parent.workers) == 2 and min(parent.workers) > second
-        go_on.set()
+        for speaker in speakers:
+            speaker.hold_at(None)
         await speaking
         for speaker in speakers:
             speaker.check()
