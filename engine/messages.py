@@ -13,6 +13,15 @@ from typing import Any
 # Gateway -> engine
 
 
+@dataclass(frozen=True, slots=True)
+class TurnRule:
+    """What ends a turn: so much silence after speech, by the probabilities in `Speech`."""
+
+    threshold: float
+    min_speech_samples: int
+    silence_samples: int
+
+
 @dataclass(slots=True)
 class Open:
     """Start a stream. `live` frames are served by arrival; a backlog stream gets what live streams leave over."""
@@ -31,6 +40,8 @@ class Open:
     catch_up_until: int = 0
     # An engine died while it computed these positions: no step may hold them together with another suspect's.
     suspect: tuple[int, int] | None = None
+    # Text ends where a turn does. None: only where a flush says so.
+    turns: TurnRule | None = None
 
 
 @dataclass(slots=True)
@@ -66,14 +77,23 @@ class Feed:
 class Flush:
     """Text for everything fed so far must come out without waiting for more audio; answered by `Flushed`.
 
-    With `at_pause`, text is wanted only for what was said before the last pause. Behind a speech gate, audio after the
-    pause waits for what follows it, so words do not depend on when the message comes. A frame-synchronous model answers
-    when the audio that goes on has brought the last word out.
+    With a `pause`, text is wanted only for what was said before: at this sample nobody spoke. Behind a speech gate,
+    audio after it waits for what follows, so words do not depend on when the message comes; where a turn of the
+    stream's rule has ended, they do not even if somebody has spoken since. A frame-synchronous model answers when the
+    audio that goes on has brought the last word out.
     """
 
     stream: str
     tag: int
-    at_pause: bool = False
+    pause: int | None = None
+
+
+@dataclass(slots=True)
+class ChangeTurns:
+    """From here on, turns of the stream end by another rule."""
+
+    stream: str
+    turns: TurnRule | None
 
 
 @dataclass(slots=True)
@@ -132,7 +152,7 @@ class Disown:
     number: int
 
 
-Command = Open | Feed | Flush | Finish | Abort | Entrust | Adopt | Disown
+Command = Open | Feed | Flush | ChangeTurns | Finish | Abort | Entrust | Adopt | Disown
 
 # In place of the token of a position that was cut out of a stream and not computed.
 CUT = -1

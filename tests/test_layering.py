@@ -41,7 +41,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "engine/runner/frames": {"engine", "engine/core", "engine/models", "engine/weights", "engine/runner"},
     "engine/runner/windowed": {"engine", "engine/core", "engine/models", "engine/runner"},
-    "engine/server": {"engine", "engine/boundary", "engine/core", "engine/runner", "engine/weights"},
+    "engine/server": {"audio", "engine", "engine/boundary", "engine/core", "engine/runner", "engine/weights"},
     "realtime": set(),
     "realtime/session": {"audio", "engine", "realtime"},
     "realtime/dialects": {"realtime", "realtime/session"},

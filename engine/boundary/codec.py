@@ -19,7 +19,7 @@ from engine.boundary.commands import Wire, WireStreamState, plain_state, wire_st
 from engine.spec import ModelSpec
 
 # Goes up whenever an older peer could misread what is sent.
-WIRE_VERSION = 10
+WIRE_VERSION = 11
 
 Frames = Sequence[Any]
 Payload = NDArray[np.float32]

@@ -42,6 +42,12 @@ class WireStreamState(Wire, tag="state"):
     parts: dict[str, messages.Saved]
 
 
+class WireTurnRule(Wire):
+    threshold: Annotated[float, msgspec.Meta(gt=0, le=1)]
+    min_speech_samples: Count
+    silence_samples: Count
+
+
 class WireOpen(Wire, tag="open"):
     stream: str
     live: bool
@@ -52,6 +58,7 @@ class WireOpen(Wire, tag="open"):
     items: list[WireItem]
     catch_up_until: int
     suspect: tuple[int, int] | None
+    turns: WireTurnRule | None
 
 
 class WireFeed(Wire, tag="feed"):
@@ -62,7 +69,12 @@ class WireFeed(Wire, tag="feed"):
 class WireFlush(Wire, tag="flush"):
     stream: str
     tag: int
-    at_pause: bool
+    pause: Count | None
+
+
+class WireChangeTurns(Wire, tag="turns"):
+    stream: str
+    turns: WireTurnRule | None
 
 
 class WireFinish(Wire, tag="finish"):
@@ -100,7 +112,7 @@ class WireDisown(Wire, tag="disown"):
 
 
 WireSessionCommand = WireEntrust | WireAdopt | WireDisown
-WireCommand = WireOpen | WireFeed | WireFlush | WireFinish | WireAbort | WireSessionCommand
+WireCommand = WireOpen | WireFeed | WireFlush | WireChangeTurns | WireFinish | WireAbort | WireSessionCommand
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[WireCommand] = msgspec.msgpack.Decoder(WireCommand)
@@ -166,7 +178,9 @@ def _wire_command(command: messages.Command, items: list[WireItem]) -> WireComma
         case messages.Open():
             return wire_open(command, items)
         case messages.Flush():
-            return WireFlush(command.stream, command.tag, command.at_pause)
+            return WireFlush(command.stream, command.tag, command.pause)
+        case messages.ChangeTurns():
+            return WireChangeTurns(command.stream, _wire_rule(command.turns))
         case messages.Finish():
             return WireFinish(command.stream)
         case messages.Abort():
@@ -207,7 +221,16 @@ def wire_open(command: messages.Open, items: list[WireItem]) -> WireOpen:
         items,
         command.catch_up_until,
         command.suspect,
+        _wire_rule(command.turns),
     )
+
+
+def _wire_rule(rule: messages.TurnRule | None) -> WireTurnRule | None:
+    return None if rule is None else WireTurnRule(rule.threshold, rule.min_speech_samples, rule.silence_samples)
+
+
+def plain_rule(rule: WireTurnRule | None) -> messages.TurnRule | None:
+    return None if rule is None else messages.TurnRule(rule.threshold, rule.min_speech_samples, rule.silence_samples)
 
 
 def plain_open(command: WireOpen, name: str, items: list[messages.Item]) -> messages.Open:
@@ -222,6 +245,7 @@ def plain_open(command: WireOpen, name: str, items: list[messages.Item]) -> mess
         items,
         command.catch_up_until,
         command.suspect,
+        plain_rule(command.turns),
     )
 
 

@@ -140,12 +140,13 @@ class EngineClient:
         live: bool = True,
         delay_positions: int | None = None,
         options: dict[str, str] | None = None,
+        turns: messages.TurnRule | None = None,
     ) -> EngineStream:
         """A new stream on an engine with room. Raises AtCapacity, ValueError (bad options) or EngineDead."""
         if stream in self._names:
             raise DuplicateStream(stream, "is open already; use another id")
         _check_texts(options or {})
-        opening = messages.Open(stream, live, delay_positions, dict(options or {}))
+        opening = messages.Open(stream, live, delay_positions, dict(options or {}), turns=turns)
         refusal: EngineError = EngineDead("no engine is running at the moment; try again in a few seconds")
         self._names.add(stream)
         try:

@@ -103,7 +103,7 @@ def _commands(stream: str, entries: Iterable[Item | AskedFlush], finished: bool)
             yield messages.Feed(stream, []), run
             run = []
         if isinstance(entry, AskedFlush):
-            yield messages.Flush(stream, entry.tag, entry.at_pause), []
+            yield messages.Flush(stream, entry.tag, entry.pause), []
         else:
             run.append(entry)
     if run:

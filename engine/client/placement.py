@@ -92,6 +92,9 @@ class Placement:
             return list(items)
         return [replace(item, offset=item.offset - positions, sample=item.sample - samples) for item in items]
 
+    def sample_to_engine(self, sample: int | None) -> int | None:
+        return None if sample is None else max(0, sample - self._samples_before)
+
     def from_engine(self, output: messages.Output) -> None:
         """Turn the engine's count of samples in an output into the stream's."""
         samples = self._samples_before

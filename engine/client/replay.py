@@ -21,7 +21,7 @@ class AskedFlush:
     """A flush was asked for here."""
 
     tag: int
-    at_pause: bool = False
+    pause: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +99,11 @@ class KeptAudio:
             came = last.length * self._spec.samples_per_position if last.samples is None else last.samples
             self.end_sample = last.sample + came
 
-    def mark_flush(self, tag: int, unanswered: Collection[int], at_pause: bool = False) -> None:
+    def mark_flush(self, tag: int, unanswered: Collection[int], pause: int | None = None) -> None:
         """Flushes without audio between them are one flush, unless somebody still waits for the answer."""
         while self._entries and isinstance(self._entries[-1], AskedFlush) and self._entries[-1].tag not in unanswered:
             self._entries.pop()
-        self._entries.append(AskedFlush(tag, at_pause))
+        self._entries.append(AskedFlush(tag, pause))
 
     def first(self) -> Item | None:
         return next((entry for entry in self._entries if isinstance(entry, Item)), None)
@@ -162,7 +162,7 @@ class KeptAudio:
         entries = [
             replace(entry, offset=entry.offset - positions, sample=entry.sample - samples)
             if isinstance(entry, Item)
-            else entry
+            else replace(entry, pause=None if entry.pause is None else max(0, entry.pause - samples))
             for entry in self._entries
         ]
         return Replay(positions, samples, entries)

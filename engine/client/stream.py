@@ -49,10 +49,9 @@ class EngineStream:
         self._outputs = Outputs(spec.sample_rate, self.wake)
         self._tags = 0
         self._unanswered: set[int] = set()
-        self._was_opened = False
-        self._finished = False
-        self._aborted = False
-        self._ended = False
+        # Whether any engine ever carried it.
+        self.was_opened = False
+        self._finished = self._aborted = self._ended = False
         self._prepared_only = False
         self._room = asyncio.Event()
         self._opened: asyncio.Future[None] | None = None
@@ -111,24 +110,29 @@ class EngineStream:
                 [replace(item, offset=item.offset + shift, sample=item.sample + later) for item in checked]
             )
 
-    async def flush(self, at_pause: bool = False) -> int:
+    async def flush(self, pause: int | None = None) -> int:
         """Ask for the text of everything fed so far; the tag comes back in `Flushed`.
 
-        `at_pause`: of everything before the last pause. Where the audio is cut into positions then does not depend on
-        when this was called, and neither do the words that follow. A live stream of a model that says words some time
-        after they were spoken is not given silence for that: the audio that goes on brings them out.
+        `pause`: of everything before this sample, at which nobody spoke. Where the audio is cut into positions then
+        does not depend on when this was called, and neither do the words that follow. A live stream of a model that
+        says words some time after they were spoken is not given silence for that: the audio that goes on brings them.
         """
         await self._wait_for_room()
-        at_pause = at_pause and (self._spec.rereads_window or self._opening.live)
-        if not at_pause:
+        if pause is None or not (self._spec.rereads_window or self._opening.live):
+            pause = None
             self._send_items(self._cut_rest())
         self._tags += 1
-        self._kept.mark_flush(self._tags, self._unanswered, at_pause)
+        self._kept.mark_flush(self._tags, self._unanswered, pause)
         self._unanswered.add(self._tags)
-        self._send(messages.Flush(self.id, self._tags, at_pause))
-        if at_pause:
+        self._send(messages.Flush(self.id, self._tags, self.place.sample_to_engine(pause)))
+        if pause is not None:
             self._watch_for_audio()
         return self._tags
+
+    def change_turns(self, turns: messages.TurnRule | None) -> None:
+        """From here on, turns end by another rule."""
+        self._opening = replace(self._opening, turns=turns)
+        self._send(messages.ChangeTurns(self.id, turns))
 
     async def finish(self) -> None:
         """No more audio; the outputs end with `Closed` when all is said."""
@@ -224,7 +228,7 @@ class EngineStream:
         self._unanswered = set(range(inherited.answered + 1, inherited.flushes + 1))
         self._watch_for_audio()
         self._outputs.begin(inherited.consumed)
-        self._was_opened = True
+        self.was_opened = True
         self._delivery = Delivery.of_open_stream(link, self.id)
         return self._cutter.go_on(end, sample, inherited.segment + samples)
 
@@ -249,11 +253,6 @@ class EngineStream:
     def is_open(self) -> bool:
         """Whether its last output is still to come."""
         return not self._ended
-
-    @property
-    def was_opened(self) -> bool:
-        """Whether any engine ever carried it."""
-        return self._was_opened
 
     def forsake(self) -> None:
         """The stream is not wanted any more by the one who opened it; nobody reads its outputs."""
@@ -283,7 +282,7 @@ class EngineStream:
         self.place.from_engine(output)
         match output:
             case messages.Opened():
-                self._was_opened = True
+                self.was_opened = True
                 if self._delivery is not None:
                     self._delivery.opened()
                 self._answer_open(None)

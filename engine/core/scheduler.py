@@ -46,7 +46,7 @@ class Scheduler:
         self.streams: dict[str, Stream] = {}
         self._vocabulary = vocabulary
         self._free_slots = list(range(limits.max_streams - 1, -1, -1))
-        self._reserved_embeds = 0
+        self._reserved_embeds = self._step = 0
         self._live: list[Stream] = []
         self._backlog: list[Stream] = []
         # Tasks that are computed, by slot, and backlog that the runner has begun; their streams are in no queue.
@@ -56,7 +56,6 @@ class Scheduler:
         self._opened: dict[int, OpenTask] = {}
         self._closed_slots: list[int] = []
         self._replies: list[Output] = []
-        self._step = 0
         self.surprises: Surprises = []  # met in planning or committing: for the loop to log, and to end their streams
 
     # Commands: each raises a typed StreamError, and then the stream is as it was.
@@ -90,10 +89,7 @@ class Scheduler:
         for item in message.items:
             self._append(stream, item, now)
         if message.items and stream.available != state.position:
-            raise BadItem(
-                stream.id,
-                f"a state at position {state.position} with audio up to {stream.available}; send all of it",
-            )
+            raise BadItem(stream.id, f"a state at {state.position} with audio up to {stream.available}; send all of it")
         stream.resume(state.parts["stream"], state.position)
         self._leave_behind(stream, stream.base)
         self._queue_if_due(stream)
@@ -113,7 +109,14 @@ class Scheduler:
         done = [stream.computed, *(task.end for task in self._unfinished if task.slot == stream.slot)]
         before = [mark.position for mark in stream.flushes] + (done if self.spec.rereads_window else [])
         position = max(stream.available if position is None else position, *before, 0)
-        stream.flushes.append(FlushMark(position, tag))
+        stream.flushes.append(FlushMark(position, tag, ends_text=tag is not None))
+        self._settle(stream, self._replies)
+
+    def mark(self, name: str, tag: int | None = None, *, ends_text: bool = False) -> None:
+        """Where the last flush stands: answer `tag` there, or end the text. What follows it goes on as it was."""
+        stream = self.open_stream(name)
+        position = stream.flushes[-1].position if stream.flushes else stream.base
+        stream.flushes.append(FlushMark(position, tag, ends_text))
         self._settle(stream, self._replies)
 
     def skip(self, name: str, position: int) -> None:
@@ -163,8 +166,7 @@ class Scheduler:
     def fail(self, error: StreamError) -> None:
         """End one stream with an error; the others do not notice."""
         self._replies.append(Failed(error.stream, type(error).__name__, str(error)))
-        stream = self.streams.get(error.stream)
-        if stream is not None:
+        if (stream := self.streams.get(error.stream)) is not None:
             self._close(stream)
 
     def has_work(self) -> bool:
@@ -195,8 +197,7 @@ class Scheduler:
         `backlog_positions` bounds what it holds of backlog, 0 is none."""
         self._step += 1
         plan = StepPlan(self._step, list(self._opened.values()), self._closed_slots)
-        self._opened = {}
-        self._closed_slots = []
+        self._opened, self._closed_slots = {}, []
         waiting = self._hold_back() if self.suspects else []
         planner = Planner(self.spec, self.limits, self.cache, plan, self.surprises)
         if live and self._live:
@@ -287,10 +288,8 @@ class Scheduler:
 
     def _append(self, stream: Stream, item: Item, now: int) -> None:
         embeds = sum(item.mask) if item.mask else item.length if item.key or item.payload is not None else 0
-        if embeds > self._max_item_embeds:
-            raise ItemTooLarge(
-                stream.id, f"an item of {embeds} embeddings; cut items to at most {self._max_item_embeds}"
-            )
+        if embeds > (most := self._max_item_embeds):
+            raise ItemTooLarge(stream.id, f"an item of {embeds} embeddings; cut items to at most {most}")
         if embeds > 0 and (item.payload is None or not item.key):
             raise BadItem(stream.id, f"the item at position {item.offset} has no audio or no key; send both")
         item.arrival = now
@@ -355,9 +354,9 @@ class Scheduler:
             return f"{len(result.tokens)} tokens for {task.end - task.start} positions"
         if result.keep_from is not None and not task.base <= result.keep_from <= task.end:
             return f"keep_from {result.keep_from} is outside [{task.base}, {task.end}]"
-        if not task.final and task.end - task.base >= self.spec.window_for(live):
-            if result.keep_from is None or result.keep_from == task.base:
-                return "the window is full and did not move"
+        is_full = not task.final and task.end - task.base >= self.spec.window_for(live)
+        if is_full and result.keep_from in (None, task.base):
+            return "the window is full and did not move"
         return None
 
     def _settle(self, stream: Stream, outputs: list[Output]) -> None:
@@ -366,7 +365,7 @@ class Scheduler:
         flushes = stream.flushes
         while flushes and flushes[0].position <= reached:
             mark = flushes.popleft()
-            if mark.tag is not None or (stream.finished and not flushes):  # else the sentence may go on
+            if mark.ends_text or (stream.finished and not flushes):
                 outputs += stream.text.end_segment()
             if mark.tag is not None:
                 outputs.append(Flushed(stream.id, mark.tag, stream.clock.sample_at(mark.position)))

@@ -28,11 +28,12 @@ UNPAGED = 1 << 62
 
 @dataclass(slots=True)
 class FlushMark:
-    """The text of all positions below `position` is wanted. `tag` goes into the answer; None wants no answer. With
-    `resume_at`, the stream goes on there after the flush, and what lies between is not heard."""
+    """The text of all positions below `position` is wanted. `tag` goes into the answer; None wants no answer. Unless it
+    `ends_text`, the sentence may go on. With `resume_at`, the stream goes on there, what lies between is not heard."""
 
     position: int
     tag: int | None
+    ends_text: bool = False
     resume_at: int | None = None
 
 
@@ -116,7 +117,7 @@ class Stream:
             "stride": self.stride,
             "pauses": list(self.pauses),
             "holding": self.holding,
-            "flushes": [(mark.position, mark.tag, mark.resume_at) for mark in flushes],
+            "flushes": [astuple(mark) for mark in flushes],
             "clock": self.clock.save(),
             "text": self.text.save(),
         }

@@ -206,6 +206,11 @@ class SpeechGate:
         return [self._end(self._sample if self._paused_at is None else self._paused_at)]
 
     @property
+    def began(self) -> int:
+        """Where there was the first sign of what is heard now, or was heard last."""
+        return self._speech_start
+
+    @property
     def certain_until(self) -> int | None:
         """Audio before this sample belongs to the utterance, whatever comes; None while nobody speaks."""
         return self._speech_end + self.settings.hang_over_samples if self.is_open else None

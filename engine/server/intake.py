@@ -14,6 +14,7 @@ from engine.boundary.codec import Frames, Payload, WireData, WireError
 from engine.boundary.commands import (
     UnreadableCommand,
     WireAbort,
+    WireChangeTurns,
     WireCommand,
     WireFeed,
     WireFinish,
@@ -24,6 +25,7 @@ from engine.boundary.commands import (
     code_of,
     decode_commands,
     plain_open,
+    plain_rule,
 )
 from engine.boundary.item_rules import complaint_about
 from engine.errors import AtCapacity, BadItem, DuplicateStream
@@ -118,11 +120,15 @@ class Intake:
             self._roster.streams[name].fed(items, self._loop.scheduler.spec.samples_per_position)
             self._coming.append(messages.Feed(name, items))
 
-    def _take_request(self, peer: Peer, name: str, command: WireFlush | WireFinish | WireAbort) -> None:
+    def _take_request(
+        self, peer: Peer, name: str, command: WireFlush | WireChangeTurns | WireFinish | WireAbort
+    ) -> None:
         match command:
             case WireFlush():
-                self._roster.streams[name].flushed(command.tag, command.at_pause)
-                self._coming.append(messages.Flush(name, command.tag, command.at_pause))
+                self._roster.streams[name].flushed(command.tag, command.pause)
+                self._coming.append(messages.Flush(name, command.tag, command.pause))
+            case WireChangeTurns():
+                self._coming.append(messages.ChangeTurns(name, plain_rule(command.turns)))
             case WireFinish():
                 self._roster.streams[name].finished()
                 self._coming.append(messages.Finish(name))

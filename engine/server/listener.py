@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.scheduler import Scheduler
-from engine.messages import Item, Output, Saved, Speech
+from engine.messages import Flush, Item, Output, Saved, Speech, TurnRule
 from engine.runner.base import Detector, LaunchingDetector
 from engine.server.gate import Begin, Cut, Decision, End, GateSettings, Pause, Resume, Skip, SpeechGate
 from engine.server.last_spoken import LastSpoken
+from engine.server.turn_ends import TurnEnds
 from engine.server.unheard import Samples, Stretch, Unheard
 
 # A stream that is about to be computed, and the positions [start, end).
@@ -43,6 +44,8 @@ class Listener:
         self._launching = detector if isinstance(detector, LaunchingDetector) else None
         self._answering = None if isinstance(detector, LaunchingDetector) else detector
         self._gates: dict[str, SpeechGate] = {}
+        # Of streams with a gate whose gateway said what ends a turn.
+        self._turns: dict[str, TurnEnds] = {}
         # What part of the audio that was listened to last belongs to live streams.
         self.live_share = 0.0
         self._scheduler = scheduler
@@ -65,7 +68,7 @@ class Listener:
     def has_work(self) -> bool:
         return bool(self._unheard)
 
-    def open(self, name: str) -> None:
+    def open(self, name: str, turns: TurnRule | None = None) -> None:
         """Listen to a stream that was just admitted."""
         self._detector.open(name)
         self._open.add(name)
@@ -73,8 +76,18 @@ class Listener:
             live = self._scheduler.streams[name].live
             self._gates[name] = SpeechGate(self._gate_settings if live else self._file_settings)
             self._scheduler.hold(name, True)
+            self.change_turns(name, turns)
         elif not self._scheduler.spec.rereads_window:
             self._spoken[name] = LastSpoken()
+
+    def change_turns(self, name: str, rule: TurnRule | None) -> None:
+        """By what its turns end from now on."""
+        if rule is None or name not in self._gates:
+            self._turns.pop(name, None)
+        elif name in self._turns:
+            self._turns[name].change(rule)
+        else:
+            self._turns[name] = TurnEnds(rule)
 
     def close(self, name: str) -> None:
         """Forget a stream. Harmless for one that was never listened to, such as one whose opening was refused."""
@@ -82,6 +95,7 @@ class Listener:
             self._open.remove(name)
             self._detector.close(name)
             self._gates.pop(name, None)
+            self._turns.pop(name, None)
             self._spoken.pop(name, None)
             self._unheard.pop(name, None)
 
@@ -116,16 +130,18 @@ class Listener:
             for speech in self._answers.popleft()():
                 self._found(speech)
 
-    def end_at_pause(self, name: str, then: Callable[[int | None], None]) -> None:
-        """Nobody is speaking: an open utterance ends. `then` is told the position up to which the stream must be heard;
-        what a gate still holds may be the beginning of the next utterance.
+    def end_at_pause(self, flush: Flush, pause: int, then: Callable[[int | None], None]) -> None:
+        """Nobody spoke at the pause: an utterance open since before it ends. `then` is told the position up to which
+        the stream must be heard; what a gate still holds may be the beginning of the next utterance. Where the turn
+        has ended by itself, the flush only wants its answer.
 
         A frame-synchronous model must be heard as far behind the last speech as it says its words: audio that comes in
         any case, so no silence is inserted. Where that is, `then` is told when the audio so far was listened to.
         """
-        stream, gate, spoken = self._scheduler.streams[name], self._gates.get(name), self._spoken.get(name)
+        name, scheduler = flush.stream, self._scheduler
+        stream, gate, spoken = scheduler.streams[name], self._gates.get(name), self._spoken.get(name)
         if spoken is not None:
-            said, clock, asked = self._scheduler.spec.said_positions_for(stream.delay), stream.clock, spoken.asked_until
+            said, clock, asked = scheduler.spec.said_positions_for(stream.delay), stream.clock, spoken.asked_until
             # Never before what was asked for already, whether that is answered by now or not.
             spoken.ask(lambda at: then(max(clock.position_at(at) + said, clock.position_at(asked))))
             return
@@ -134,8 +150,12 @@ class Listener:
         if gate is None:
             then(None)
         elif name in self._gates:  # else listening was the end of it
-            self._obey(name, gate.flush_at_pause())
-            then(min(stream.clock.position_at(gate.floor), stream.available))
+            turns = self._turns.get(name)
+            if (turns is not None and turns.last >= pause) or (gate.is_open and gate.began >= pause):
+                scheduler.mark(name, flush.tag)
+            else:
+                self._obey(name, gate.flush_at_pause())
+                then(min(stream.clock.position_at(gate.floor), stream.available))
 
     def end_now(self, name: str) -> None:
         """Text is wanted now: what the gate holds open ends here, and what is in doubt will not be heard."""
@@ -153,6 +173,8 @@ class Listener:
                 spoken.answer_all()
         if gate is not None and name in self._gates:
             self._obey(name, gate.flush(stream.clock.end_sample))
+            if name in self._turns:
+                self._turns[name].restart()
 
     def save(self, name: str) -> dict[str, Saved]:
         """All that decides what is heard of a stream from here on, as plain data."""
@@ -160,6 +182,8 @@ class Listener:
         parts = {"detector": self._answering.save(name)}
         if name in self._gates:
             parts["gate"] = self._gates[name].save()
+        if name in self._turns:
+            parts["turns"] = self._turns[name].save()
         return parts
 
     def resume(self, name: str, parts: dict[str, Saved]) -> None:
@@ -168,6 +192,8 @@ class Listener:
         self._answering.resume(name, parts["detector"])
         if name in self._gates:
             self._gates[name].resume(parts["gate"])
+        if name in self._turns and "turns" in parts:
+            self._turns[name].resume(parts["turns"])
 
     def _hear(self, unheard: dict[str, list[Stretch]]) -> None:
         """Listen to streams side by side; almost always all there is of each is one stretch."""
@@ -215,12 +241,20 @@ class Listener:
             if spoken is not None:
                 spoken.note(speech)
             if gate is not None and not self._scheduler.streams[speech.stream].finished:
-                self._obey(speech.stream, gate.judge(speech.probabilities, speech.frame_samples))
+                self._pass_gate(speech, gate)
             self._heard(speech)
         except Exception as error:
             self._blame(speech.stream, error)
         else:
             self._say(speech)
+
+    def _pass_gate(self, speech: Speech, gate: SpeechGate) -> None:
+        name, turns = speech.stream, self._turns.get(speech.stream)
+        for probabilities, is_end in [(speech.probabilities, False)] if turns is None else turns.split(speech):
+            self._obey(name, gate.judge(probabilities, speech.frame_samples))
+            if is_end:
+                self._obey(name, gate.flush_at_pause())
+                self._scheduler.mark(name, ends_text=True)
 
     def _obey(self, name: str, decisions: list[Decision]) -> None:
         """Have the scheduler do what a gate decided."""

@@ -33,6 +33,7 @@ from engine.errors import (
 )
 from engine.messages import (
     Abort,
+    ChangeTurns,
     Closed,
     Command,
     Dead,
@@ -135,6 +136,7 @@ class EngineLoop:
             Open: self._open,
             Feed: self._feed,
             Flush: self._flush,
+            ChangeTurns: self._change_turns,
             Finish: self._finish,
             Abort: lambda message, now: scheduler.abort(message.stream),
         }
@@ -295,7 +297,7 @@ class EngineLoop:
             message = self._cut.open(message)
         self.scheduler.admit(message)
         if self._listener is not None:
-            self._listener.open(message.stream)
+            self._listener.open(message.stream, message.turns)
         if message.state is not None:
             if self._states is None:
                 raise BadItem(message.stream, "this model does not go on from saved states; send its tokens instead")
@@ -309,17 +311,19 @@ class EngineLoop:
 
     def _flush(self, message: Flush, now: int) -> None:
         self._cut.check_open(message.stream)
-        if self._listener is not None and message.at_pause:
-            self._listener.end_at_pause(message.stream, partial(self._flush_to, message))
+        if self._states is not None:
+            self._states.note_flush(message)
+        if self._listener is not None and message.pause is not None:
+            self._listener.end_at_pause(message, message.pause, partial(self._cut.flush, message))
             return
         if self._listener is not None:
             self._listener.end_now(message.stream)
-        self._flush_to(message, None)
+        self._cut.flush(message, None)
 
-    def _flush_to(self, message: Flush, position: int | None) -> None:
-        self._cut.flush(message, position)
-        if self._states is not None:
-            self._states.note_flush(message)
+    def _change_turns(self, message: ChangeTurns, now: int) -> None:
+        self._cut.check_open(message.stream)
+        if self._listener is not None:
+            self._listener.change_turns(message.stream, message.turns)
 
     def _finish(self, message: Finish, now: int) -> None:
         if self._listener is not None:

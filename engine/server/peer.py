@@ -55,9 +55,9 @@ class HostedStream:
             came = item.length * samples_per_position if item.samples is None else item.samples
             self.end_sample = item.sample + came
 
-    def flushed(self, tag: int, at_pause: bool) -> None:
+    def flushed(self, tag: int, pause: int | None) -> None:
         self.flushes = tag
-        if not at_pause:
+        if pause is None:
             self.segment = self.end_sample
 
     def finished(self) -> None:

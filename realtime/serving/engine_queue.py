@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from realtime.session.events import Feed, FeedGap, FinishEngine, FlushEngine, Reanchor, Reopen
+from realtime.session.events import Feed, FeedGap, FinishEngine, FlushEngine, FollowTurns, Reanchor, Reopen
 
-EngineCommand = Feed | FeedGap | FlushEngine | FinishEngine | Reanchor | Reopen
+EngineCommand = Feed | FeedGap | FlushEngine | FinishEngine | Reanchor | Reopen | FollowTurns
 
 
 class EngineQueue:

@@ -38,6 +38,7 @@ from realtime.session.events import (
     FeedGap,
     FinishEngine,
     FlushEngine,
+    FollowTurns,
     Gap,
     Hangup,
     Measured,
@@ -207,7 +208,7 @@ class LiveSession:
             case Reanchor():
                 self.runner.mute()
                 self._command(effect)
-            case Feed() | FeedGap() | FlushEngine() | FinishEngine() | Reopen():
+            case Feed() | FeedGap() | FlushEngine() | FinishEngine() | Reopen() | FollowTurns():
                 self._command(effect)
 
     def _command(self, command: EngineCommand) -> None:
@@ -253,6 +254,7 @@ class LiveSession:
             for command in self._owed.pay(rest)[0]:
                 queue.put(command)
             core.rewind(min(fed + len(rest), core.appended))
+        queue.put(FollowTurns(core.settings))
         if saved.reopen:
             queue.put(Reopen(core.settings))
         if core.phase is Phase.FINISHING:

@@ -39,7 +39,7 @@ class OwedAudio:
     def _due(self) -> list[EngineCommand]:
         due: list[EngineCommand] = []
         while self._marks and self._marks[0].sample <= self._next:
-            due.append(FlushEngine(self._marks.popleft().at_pause))
+            due.append(FlushEngine(self._marks.popleft().pause))
         return due
 
 

@@ -18,7 +18,7 @@ from realtime.session.saved import SavedSession
 from realtime.session.settings import Settings
 
 # Goes up whenever an older process could misread a value.
-LIVE_VERSION = 3
+LIVE_VERSION = 4
 
 NOTED = (
     events.Gap,

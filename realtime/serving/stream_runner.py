@@ -18,6 +18,7 @@ from realtime.serving.failing import fail
 from realtime.serving.live_limits import LiveLimits, delay_positions
 from realtime.serving.saved_live import SavedLive
 from realtime.session.core import Session
+from realtime.session.endpointing import turn_rule
 from realtime.session.events import (
     EngineSwitched,
     Event,
@@ -25,6 +26,7 @@ from realtime.session.events import (
     FeedGap,
     FinishEngine,
     FlushEngine,
+    FollowTurns,
     Reanchor,
     Reopen,
     Samples,
@@ -59,8 +61,8 @@ class StreamRunner:
         # Outputs of a stream that was left behind must not reach the core; each stream has its number.
         self._generation = 0
         self._opened = 0
-        # The session's sample up to which audio was fed.
-        self._fed = 0
+        # The session's samples at which the stream began and up to which audio was fed.
+        self._base, self._fed = 0, 0
         # Of a stream that came from another process: answers to flushes that the core knows of, then to others.
         self._known_flushes, self._strange_flushes = 0, 0
 
@@ -99,7 +101,7 @@ class StreamRunner:
         self.stream = inherited.stream
         known = len(self.session.marks)
         self._known_flushes, self._strange_flushes = known, max(0, inherited.flushes - known)
-        self._fed = saved.fed
+        self._base, self._fed = self.session.engine_base, saved.fed
         if inherited.stream is not None:
             self._fed = self.session.engine_base + inherited.goes_on_at
         return self._fed
@@ -159,8 +161,12 @@ class StreamRunner:
                     await self._hear(samples, group)
                 finally:
                     self.queue.heard(samples)
-            case FlushEngine(at_pause):
-                await self._flush(at_pause)
+            case FlushEngine(pause):
+                await self._flush(pause)
+            case FollowTurns(settings):
+                self.settings = settings
+                if self.stream is not None:
+                    self.stream.change_turns(self._turn_rule)
             case FinishEngine():
                 await self._finish()
 
@@ -185,12 +191,16 @@ class StreamRunner:
         self._fed += len(samples)
         return True
 
-    async def _flush(self, at_pause: bool) -> None:
+    @property
+    def _turn_rule(self) -> messages.TurnRule | None:
+        return turn_rule(self.settings.turn_detection, self.session.sample_rate)
+
+    async def _flush(self, pause: int | None) -> None:
         if self.stream is None:
             self._submit(messages.Flushed(self._id, 0, 0))
             return
         try:
-            await self.stream.flush(at_pause)
+            await self.stream.flush(None if pause is None else max(0, pause - self._base))
         except StreamError as error:
             log.debug("session %s: %s", self._id, error)
 
@@ -206,11 +216,11 @@ class StreamRunner:
         name = f"{self._id}.{self._opened}"
         delay, options = delay_positions(settings.delay, spec), settings.engine_options()
         try:
-            stream = await self._engine.open(name, delay_positions=delay, options=options)
+            stream = await self._engine.open(name, delay_positions=delay, options=options, turns=self._turn_rule)
         except ValueError as error:
             raise OptionsRefused(str(error)) from error
         self.stream = stream
-        self._fed = base
+        self._fed = self._base = base
         self._submit(EngineSwitched(base))
         self._listen_to(stream, group)
 

@@ -69,7 +69,7 @@ class Boundaries:
         sample_rate: int,
         new_item_id: Callable[[], str],
         do: Callable[[Effect], None],
-        flush: Callable[[bool], None],
+        flush: Callable[[int | None], None],
         max_turn_seconds: float,
     ) -> None:
         self.audio = AudioCount()
@@ -146,14 +146,14 @@ class Boundaries:
         turn = self._end(self.audio.appended, now, event_id=event_id)
         turn.flushed = True
         self._set_boundary(self.audio.appended, self.audio.source_ms)
-        self._flush(False)
+        self._flush(None)
 
     def clear(self) -> None:
         appended = self.audio.appended
         self._stop_announced(appended)
         if appended > self.boundary:
             self.turns.clear(self.boundary, appended)
-            self._flush(False)
+            self._flush(None)
         self._set_boundary(appended, self.audio.source_ms)
         self._send(Cleared())
 
@@ -193,7 +193,7 @@ class Boundaries:
             if isinstance(sign, Started):
                 self._start(sign.sample, now)
             elif isinstance(sign, Paused):
-                self._flush(True)
+                self._flush(self.audio.covered)
             elif self.turns.current is not None:
                 end = max(sign.sample, self.boundary)
                 # Times of words are not exact, and nobody spoke in this silence: its middle is the safest place.
@@ -209,9 +209,9 @@ class Boundaries:
         self._end_utterance(watch.ended(heard))
         # As for turns: audio that is ahead of speech detection may be in the middle of a word.
         if self.audio.appended - heard <= CAUGHT_UP_SECONDS * self._rate:
-            at_pause = watch.ask(heard)
-            if at_pause is not None:
-                self._flush(at_pause)
+            paused = watch.ask(heard)
+            if paused is not None:
+                self._flush(heard if paused else None)
 
     def settle(self, sample: int) -> None:
         """The engine has said all about the audio before this sample, and the client has been told."""
@@ -230,7 +230,7 @@ class Boundaries:
         behind = (self.audio.appended - self.audio.covered) / self._rate
         pause = (self.audio.covered - self.boundary) / self._rate
         if behind <= CAUGHT_UP_SECONDS or (behind <= BUSY_SECONDS and pause >= LONG_PAUSE_SECONDS):
-            self._flush(True)
+            self._flush(self.boundary)
             for turn in self.turns.ended:
                 turn.flushed = True
 

@@ -35,6 +35,7 @@ from realtime.session.events import (
     FeedGap,
     FinishEngine,
     FlushEngine,
+    FollowTurns,
     Gap,
     Hangup,
     ItemFailed,
@@ -71,11 +72,9 @@ class Session:
         self._marks: deque[Mark] = deque()
         self._waiting: deque[Waiting] = deque()
         self._held_speech: list[messages.Speech] = []
-        self._engine_base = 0
-        self._acked_samples = 0
-        self._acked_at = 0.0
+        self._engine_base = self._engine_failures = 0
+        self._acked_samples, self._acked_at = 0, 0.0
         self._drain_deadline: float | None = None
-        self._engine_failures = 0
 
     # What the shell may ask
 
@@ -196,6 +195,8 @@ class Session:
         self._boundaries.configure(new)
         if self.appended and (new.engine_options(), new.delay) != (old.engine_options(), old.delay):
             self._effects.append(Reopen(new))
+        elif self.appended and new.turn_detection != old.turn_detection:
+            self._effects.append(FollowTurns(new))
         self._send(SessionUpdated(new))
 
     def _append(self, event: Append, now: float) -> None:
@@ -347,11 +348,11 @@ class Session:
 
     # The engine and the way out
 
-    def _flush(self, at_pause: bool = False) -> None:
+    def _flush(self, pause: int | None = None) -> None:
         # A stream that is being finished says everything anyway.
         if self.phase is not Phase.FINISHING:
-            self._marks.append(Mark(self.appended, at_pause))
-            self._effects.append(FlushEngine(at_pause))
+            self._marks.append(Mark(self.appended, pause))
+            self._effects.append(FlushEngine(pause))
 
     def _reanchor(self, now: float) -> None:
         """Go on with a new stream; what the old one still owed is asked of the new one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from audio.speech_edges import EdgeDetector, EdgeMemory, EdgeSettings, EdgeState, Fall, Rise
+from engine.messages import TurnRule
 from realtime.session.settings import TurnDetection
 from realtime.session.words import ends_sentence
 
@@ -49,6 +50,14 @@ class SavedWatch:
     edges: EdgeMemory
     silent_samples: int
     probed: bool
+
+
+def turn_rule(detection: TurnDetection | None, sample_rate: int) -> TurnRule | None:
+    """What the engine takes for the end of a turn: silence after which the watch asks for the text."""
+    if detection is None:
+        return None
+    silence_ms = PROBE_MS if detection.semantic else detection.silence_duration_ms
+    return TurnRule(detection.threshold, MIN_SPEECH_MS * sample_rate // 1000, silence_ms * sample_rate // 1000)
 
 
 class TurnWatch:

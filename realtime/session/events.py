@@ -275,9 +275,9 @@ class FeedGap:
 
 @dataclass(frozen=True, slots=True)
 class FlushEngine:
-    """All that was said must become text; `at_pause`: speech detection has seen that nobody is speaking now."""
+    """All that was said must become text; `pause`: of what was said before this sample, at which nobody spoke."""
 
-    at_pause: bool = False
+    pause: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +305,13 @@ class Reopen:
 
 
 @dataclass(frozen=True, slots=True)
+class FollowTurns:
+    """Turns end by another rule from here on."""
+
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
 class Hangup:
     """Close the socket once everything sent before has gone out. `cause` is what the metrics count it under."""
 
@@ -323,4 +330,4 @@ class Measured:
 
 MEASURES = frozenset({"lag_seconds", "final_seconds", "stalls", "engine_failures"})
 
-Effect = Send | Feed | FeedGap | FlushEngine | FinishEngine | Reanchor | Reopen | Hangup | Measured
+Effect = Send | Feed | FeedGap | FlushEngine | FinishEngine | Reanchor | Reopen | FollowTurns | Hangup | Measured

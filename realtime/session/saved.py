@@ -21,7 +21,7 @@ class Mark:
     """A flush that the engine has yet to answer, and the sample at which it stands."""
 
     sample: int
-    at_pause: bool
+    pause: int | None
 
 
 @dataclass(frozen=True, slots=True)

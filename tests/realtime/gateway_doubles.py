@@ -56,6 +56,7 @@ class FakeStream:
         self.samples = 0
         self.heard: list[NDArray[np.float32]] = []
         self.flushes: list[int] = []
+        self.turns: messages.TurnRule | None = None
         self.finished = False
         self.aborted = False
         self._engine = engine
@@ -84,7 +85,11 @@ class FakeStream:
         self.samples += samples
         self._listen(np.zeros(samples, np.float32))
 
-    async def flush(self, at_pause: bool = False) -> int:
+    def change_turns(self, turns: messages.TurnRule | None) -> None:
+        self._check()
+        self.turns = turns
+
+    async def flush(self, pause: int | None = None) -> int:
         self._check()
         self.flushes.append(self.samples)
         if self._engine.mute_flush:
@@ -239,6 +244,7 @@ class FakeEngine:
         live: bool = True,
         delay_positions: int | None = None,
         options: dict[str, str] | None = None,
+        turns: messages.TurnRule | None = None,
     ) -> FakeStream:
         await asyncio.sleep(0)
         if self.refuse_open is not None:
@@ -249,6 +255,7 @@ class FakeEngine:
         if not self.ready:
             raise EngineDead("no engine")
         opened = FakeStream(self, stream)
+        opened.turns = turns
         self.opened.append({"stream": stream, "live": live, "delay": delay_positions, "options": options})
         self.streams.append(opened)
         self.active.add(stream)

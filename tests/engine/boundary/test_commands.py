@@ -55,8 +55,11 @@ def test_what_is_written_is_read(command: messages.Command) -> None:
         (["feed", "s", [[2**53, 1, 0, None, None, None]]], "s", False),
         (["feed", "s", [[0, 1, 0, None, [1], None]]], "s", False),
         (["feed", "s", [[0, 1]]], "s", False),
-        (["open", "s", True, None, {"language": ["en"]}, [], None, [], 0, None], "s", True),
-        (["open", "s", True, None, {}, [-2], None, [], 0, None], "s", True),
+        (["open", "s", True, None, {"language": ["en"]}, [], None, [], 0, None, None], "s", True),
+        (["open", "s", True, None, {}, [-2], None, [], 0, None, None], "s", True),
+        (["open", "s", True, None, {}, [], None, [], 0, None, [0.0, 1, 1]], "s", True),
+        (["turns", "s", [0.5, -1, 1]], "s", False),
+        (["flush", "s", 1, -1], "s", False),
         (["dance", "s"], "s", False),
         (["feed", 7, []], None, False),
         (["feed"], None, False),
@@ -68,7 +71,7 @@ def test_of_what_cannot_be_read_the_stream_is_told(parts: Any, stream: str | Non
     good = encode_command(messages.Flush("t", 1), [])
     before, unread, behind = decode_commands([good, msgspec.Raw(msgspec.msgpack.encode(parts)), good])
     assert isinstance(unread, UnreadableCommand) and (unread.stream, unread.opens) == (stream, opens)
-    assert before == behind == WireFlush("t", 1, False)
+    assert before == behind == WireFlush("t", 1, None)
 
 
 @given(st.data())

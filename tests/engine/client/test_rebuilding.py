@@ -26,7 +26,7 @@ from engine.client.replay import StreamLimits
 from engine.client.stream import EngineStream
 from engine.core.limits import Limits
 from engine.core.scheduler import Scheduler
-from engine.messages import Closed, Command, Feed, Item, Open, Output
+from engine.messages import Closed, Command, Feed, Item, Open, Output, TurnRule
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.moonshine_streaming import RunningNorm, StreamingEncoder, StreamingSpec
 from engine.options import Keyword, keywords_text
@@ -90,12 +90,14 @@ class Death:
 class Session:
     """One stream, its reader, and the loop that carries it at the moment."""
 
-    def __init__(self, build: Callable[[], EngineLoop], options: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, build: Callable[[], EngineLoop], options: dict[str, str] | None = None, turns: TurnRule | None = None
+    ) -> None:
         self.build = build
         self.link: LocalLink | None = None
         spec = build().scheduler.spec
         self.stream = EngineStream(
-            Open("s", options=options or {}), spec, StreamLimits(2000, 2000), lambda stream: None
+            Open("s", options=options or {}, turns=turns), spec, StreamLimits(2000, 2000), lambda stream: None
         )
         self.transcript = fakes.Transcript()
         self.most_kept = 0
@@ -337,7 +339,7 @@ async def said_with_a_flush_at(moment: float, build: Build) -> fakes.Transcript:
     for start in range(0, len(audio), 1_000):
         await session.stream.feed(audio[start : start + 1_000])
         if start >= moment * 16_000 and not flushed:
-            await session.stream.flush(at_pause=True)
+            await session.stream.flush(pause=35_000)
             flushed = True
         session.run()
     await session.stream.finish()

@@ -280,7 +280,7 @@ async def test_flush_at_a_pause_behind_which_no_audio_comes_is_answered_all_the_
         transcript = fakes.Transcript()
         reader = asyncio.create_task(transcript.collect(stream))
         await stream.feed(fakes.speech(2, 5))
-        await stream.flush(at_pause=True)
+        await stream.flush(pause=0)
         await fakes.until(lambda: transcript.tags == [1])
         await stream.feed(fakes.speech(1, 6))
         await stream.finish()

@@ -142,7 +142,7 @@ def test_a_flush_at_a_pause_does_not_wait_for_the_device() -> None:
     loop.step()
     assert loop.is_flying and loop._listener is not None
     unasked, launches = runner.unasked, loop._listener.launches
-    flushes = [Feed("a", items[6:7]), Flush("a", 1, at_pause=True), Feed("a", items[7:8]), Flush("a", 2, at_pause=True)]
+    flushes = [Feed("a", items[6:7]), Flush("a", 1, pause=0), Feed("a", items[7:8]), Flush("a", 2, pause=0)]
     loop.submit(flushes, 1)
     assert (runner.unasked, loop._listener.launches) == (unasked, launches), "neither asked nor told to listen"
     outputs: list[Output] = []
@@ -153,7 +153,7 @@ def test_a_flush_at_a_pause_does_not_wait_for_the_device() -> None:
     answers = [output for output in outputs if isinstance(output, Flushed)]
     assert [answer.tag for answer in answers] == [1, 2] and answers[0].sample < answers[1].sample
     # Speech goes on, and the one who asked is answered all the same.
-    loop.submit([Flush("a", 3, at_pause=True), Finish("a")], 3)
+    loop.submit([Flush("a", 3, pause=0), Finish("a")], 3)
     outputs = []
     while loop.has_work():
         step = loop.step()

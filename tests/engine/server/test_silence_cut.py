@@ -181,7 +181,7 @@ def test_a_flush_at_a_pause_is_answered_with_the_audio_that_brings_the_words_out
     for index, item in enumerate(items_of(SPEC, audio)):
         run.submit(Feed("a", [item])).drain()
         if index == spoken:
-            run.submit(Flush("a", 7, at_pause=True)).drain()
+            run.submit(Flush("a", 7, pause=0)).drain()
         if answered_after is None and any(isinstance(output, Flushed) for output in run.outputs):
             answered_after = index - spoken
     run.submit(Finish("a")).drain()

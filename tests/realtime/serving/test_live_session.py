@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from realtime.metrics.gateway import Metrics
 from realtime.serving.live_limits import LiveLimits
 from realtime.serving.live_session import LiveSession
 from realtime.session.core import Session
-from realtime.session.events import Append, FeedGap, Hangup
-from realtime.session.settings import Settings
+from realtime.session.events import Append, Configure, FeedGap, Hangup
+from realtime.session.settings import Settings, TurnDetection
 from tests.realtime.gateway_doubles import FakeEngine
 
 RATE = 16_000
@@ -51,6 +52,24 @@ async def test_audio_that_nothing_stands_before_is_fed_at_once_and_in_order() ->
     assert engine.streams[0].samples == 200, "what waits goes first"
     await until(lambda: engine.streams[0].samples == 400)
     assert [piece[0] for piece in engine.streams[0].heard] == [0.0, 1.0, 2.0] and not live.queued_seconds
+    await live.close()
+
+
+async def test_the_engine_knows_what_ends_a_turn() -> None:
+    engine = FakeEngine()
+    live = live_session(engine)
+    live.submit(audio(100))
+    await until(lambda: live.runner._rests)
+    assert engine.streams[0].turns is None
+    for silence_ms in (500, 1500):
+        live.submit(Configure(Settings(turn_detection=TurnDetection(silence_duration_ms=silence_ms))))
+        rule = messages.TurnRule(0.5, 1024, silence_ms * 16)
+        await until(lambda rule=rule: engine.streams[0].turns == rule)  # type: ignore[misc]
+    # Another stream of the session has it from the beginning.
+    live.submit(Configure(replace(live.session.settings, language="de")))
+    live.submit(audio(100))
+    await until(lambda: len(engine.streams) == 2)
+    assert engine.streams[1].turns == rule
     await live.close()
 
 

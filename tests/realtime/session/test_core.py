@@ -364,6 +364,25 @@ def test_options_that_change_in_the_middle_reopen_the_stream_once() -> None:
     assert kinds(drive(Configure(replace(MANUAL, language="fr", include=("x",))))) == ["SessionUpdated"]
 
 
+def test_the_engine_is_told_when_turns_end_by_another_rule() -> None:
+    drive = Driver(session(MANUAL))
+    assert kinds(drive(Configure(VAD))) == ["SessionUpdated"]
+    patient = replace(VAD, turn_detection=TurnDetection(silence_duration_ms=1500))
+    assert kinds(drive(append(1.0), Configure(patient))) == ["Feed", "FollowTurns", "SessionUpdated"]
+    assert kinds(drive(Configure(replace(patient, include=("x",))))) == ["SessionUpdated"]
+    assert kinds(drive(Configure(replace(MANUAL, language="fr")))) == ["Reopen", "SessionUpdated"]
+
+
+def test_the_flush_of_a_turn_says_where_the_turn_ended() -> None:
+    drive = Driver(session())
+    (flush,) = [
+        effect
+        for effect in drive(append(2.2), speech(0.0, 1.024, 0.99), speech(1.024, 0.64, 0.01))
+        if isinstance(effect, FlushEngine)
+    ]
+    assert flush.pause == (1.024 + 0.5) * RATE
+
+
 def test_text_outside_any_turn_joins_the_turn_it_was_spoken_just_before() -> None:
     drive = Driver(session())
     drive(append(10.0), speech(0.0, 4.992, 0.01), word("noise", 0.5, 1.0), word("Well", 4.6, 4.9))

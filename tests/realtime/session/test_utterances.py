@@ -60,7 +60,7 @@ def test_a_new_word_begins_the_wait_anew() -> None:
 def test_without_endpointing_the_engine_is_asked_before_anybody_is_told() -> None:
     drive = driver(NO_ENDPOINTS)
     asked = [event for event in quiet(drive, 1.056, 0.992) if isinstance(event, FlushEngine)]
-    assert asked == [FlushEngine(at_pause=True)] and not ends(drive)
+    assert asked == [FlushEngine(pause=asked[0].pause)] and asked[0].pause and not ends(drive)
     drive(flushed())
     assert ends(drive) == [1.0] and "Completed" not in kinds(drive.sent)
 
@@ -83,7 +83,7 @@ def test_somebody_who_goes_on_speaking_is_not_cut_off() -> None:
 def test_noise_that_sounds_like_speech_does_not_hide_the_end() -> None:
     drive = driver(ENDPOINTS)
     asked = [event for event in quiet(drive, 1.056, 2.976, probability=0.99) if isinstance(event, FlushEngine)]
-    assert asked == [FlushEngine(at_pause=False)] and not ends(drive)
+    assert asked == [FlushEngine()] and not ends(drive)
     drive(flushed())
     assert ends(drive) == [1.0]
 

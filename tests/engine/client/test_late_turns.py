@@ -1,0 +1,90 @@
+"""A gateway hears of a turn's end late, because an engine was lost or is behind: no word changes, no time of one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from audio.speech_edges import EdgeDetector, EdgeSettings, Fall
+from engine.messages import Closed, Speech, TurnRule
+from tests.engine.client.test_rebuilding import PACKET, Build, Death, Session, build_tiny, utterances
+
+__all__ = ["build_tiny"]
+
+RULE = TurnRule(0.5, 1024, 4800)
+
+
+class Gateway:
+    """Asks for the text of each turn, some packets after it has heard of the turn's end."""
+
+    def __init__(self, build: Build, delay: Callable[[], int]) -> None:
+        self.session = Session(build, turns=RULE)
+        self._delay = delay
+        self._edges = EdgeDetector(EdgeSettings(RULE.threshold, RULE.min_speech_samples, RULE.silence_samples, 0))
+        self._heard = 0
+        self._due: deque[tuple[int, int]] = deque()
+        self.turns = 0
+
+    async def look(self, number: int) -> None:
+        await asyncio.sleep(0)
+        for speech in self.session.transcript.outputs[self._heard :]:
+            self._heard += 1
+            for probability in speech.probabilities if isinstance(speech, Speech) else ():
+                edge = self._edges.judge(probability, speech.frame_samples)
+                if isinstance(edge, Fall):
+                    self._due.append((number + self._delay(), edge.sample))
+        while self._due and self._due[0][0] <= number:
+            self.turns += 1
+            await self.session.stream.flush(self._due.popleft()[1])
+
+
+async def play(build: Build, audio: np.ndarray, delay: Callable[[], int], deaths: list[Death]) -> Gateway:
+    gateway = Gateway(build, delay)
+    session = gateway.session
+    await session.start()
+    reader = asyncio.create_task(session.transcript.collect(session.stream))
+    waiting, back_at = sorted(deaths, key=lambda death: -death.packet), -1
+    for number in range(-(-len(audio) // PACKET)):
+        await session.stream.feed(audio[number * PACKET : (number + 1) * PACKET])
+        if session.link is not None and waiting and waiting[-1].packet <= number:
+            death = waiting.pop()
+            session.die(death.steps)
+            back_at = number + death.away
+        if session.link is None and number >= back_at:
+            await session.start()
+        if session.link is not None:
+            session.run()
+            await gateway.look(number)
+            session.run()
+    if session.link is None:
+        await session.start()
+        session.run()
+    await gateway.look(1 << 40)
+    await session.stream.finish()
+    session.run()
+    await reader
+    assert isinstance(session.transcript.last, Closed)
+    return gateway
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_turns_whose_end_is_heard_of_late_have_the_same_words(build_tiny: Build, seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    audio = utterances(seed, 6)
+    packets = len(audio) // PACKET
+    calm = await play(build_tiny, audio, lambda: 0, [])
+    assert calm.turns >= 3 and len(calm.session.transcript.words) > 5
+    late = await play(build_tiny, audio, lambda: int(chance.integers(0, 40)), [])
+    assert late.session.transcript.text == calm.session.transcript.text
+    assert late.session.transcript.words == calm.session.transcript.words
+    deaths = [
+        Death(int(packet), int(chance.integers(3)), int(chance.integers(40)))
+        for packet in chance.integers(packets, size=5)
+    ]
+    lost = await play(build_tiny, audio, lambda: 0, deaths)
+    assert lost.session.transcript.text == calm.session.transcript.text
+    assert lost.session.transcript.words == calm.session.transcript.words
