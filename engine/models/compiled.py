@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
 from engine.models.moonshine import Moonshine
-from engine.models.seq2seq import DecoderState, Encoded
+from engine.models.seq2seq import DecoderState, Encoded, allow_readers, reader
 from engine.models.whisper import Whisper
 
 Decode = Callable[[Tensor, Tensor, DecoderState, Encoded], tuple[Tensor, Tensor]]
+Pass = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], tuple[Tensor, Tensor]]
 
 
 class _Pass(nn.Module):
@@ -39,8 +40,22 @@ class _Pass(nn.Module):
 
 
 @torch.inference_mode()
-def compiled_decode(model: Moonshine | Whisper) -> Decode:
-    """See `SpeechModel.decode`. The model is on a CPU and changes no more."""
+def compiled_decode(model: Moonshine | Whisper, readers: int = 1) -> Decode:
+    """See `SpeechModel.decode`. The model is on a CPU and changes no more; so many threads may read at a time."""
+    allow_readers(model, readers)
+    passes = [_trace_as(number, model) for number in range(readers)]
+
+    def decode(tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
+        real = _all_real(encoded.keys) if encoded.real is None else encoded.real
+        traced = passes[reader.number]
+        hidden, attention = traced(tokens, positions, (state.keys, state.values), (encoded.keys, encoded.values, real))
+        return hidden, attention
+
+    return decode
+
+
+def _trace_as(number: int, model: Moonshine | Whisper) -> Pass:
+    """A pass with the weights of one of the readers."""
     shape = model.decoder_shape
     # Sizes are no part of what is traced, as long as none of them is one.
     rows, count, frames = 2, 2, 3
@@ -61,16 +76,14 @@ def compiled_decode(model: Moonshine | Whisper) -> Decode:
         warnings.simplefilter("ignore", TracerWarning)
         # What torch would rather have us use needs a C++ compiler where the engine runs. Its version is pinned.
         warnings.filterwarnings("ignore", "`torch.jit.trace", DeprecationWarning)
-        traced = torch.jit.trace(  # type: ignore[no-untyped-call]
-            _Pass(model.decode, model.decoder), example, check_trace=False
-        )
-
-    def decode(tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
-        real = _all_real(encoded.keys) if encoded.real is None else encoded.real
-        hidden, attention = traced(tokens, positions, (state.keys, state.values), (encoded.keys, encoded.values, real))
-        return hidden, attention
-
-    return decode
+        reader.number = number
+        try:
+            traced: Pass = torch.jit.trace(  # type: ignore[no-untyped-call]
+                _Pass(model.decode, model.decoder), example, check_trace=False
+            )
+        finally:
+            reader.number = 0
+    return traced
 
 
 def _all_real(keys: Tensor) -> Tensor:

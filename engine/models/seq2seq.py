@@ -6,6 +6,7 @@ said so far), both batched over streams. Rows of a batch are ragged; masks make 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -258,6 +259,15 @@ class FrameConv(nn.Module):
         return weight.transpose(1, 2).flatten(1)
 
 
+class Reader(threading.local):
+    """Which of the threads that read side by side this one is."""
+
+    number = 0
+
+
+reader = Reader()
+
+
 class Int8Linear(nn.Module):
     """A linear layer with 8-bit weights and 8-bit activations.
 
@@ -265,6 +275,9 @@ class Int8Linear(nn.Module):
     range first and scaled back behind the product, which is as exact as a scale per row. A last row that spans the
     range is added, so that rounding is always the same: sums of integers are exact, and so what a row gives does not
     depend on its neighbours, to the last bit. Weights have as many steps as the processor can add up (`weight_steps`).
+
+    Kernels keep notes of their own beside the weights, and two threads that use the same ones crash. So each reader has
+    a copy of the weights.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -273,7 +286,8 @@ class Int8Linear(nn.Module):
         self.range = weight.abs().amax(dim=1).clamp(min=1e-12)
         self.bias = None if bias is None else bias.detach().float()
         quantised = torch.quantize_per_tensor(weight / self.range[:, None], 1.0 / weight_steps(), 0, torch.qint8)
-        self._packed = torch.ops.quantized.linear_prepack(quantised, None)
+        self._readers = 0
+        self._add_reader(quantised)
         self._whole_range = torch.zeros(1, weight.shape[1])
         self._whole_range[0, :2] = torch.tensor([-1.0, 1.0])
 
@@ -281,10 +295,25 @@ class Int8Linear(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         loudest = rows.abs().amax(dim=1, keepdim=True).clamp_(min=1e-12)
         level = torch.cat((rows / loudest, self._whole_range))
-        product: Tensor = torch.ops.quantized.linear_dynamic(level, self._packed)[:-1]
+        product: Tensor = torch.ops.quantized.linear_dynamic(level, self._own_weights())[:-1]
         scale = loudest * self.range
         product = product.mul_(scale) if self.bias is None else torch.addcmul(self.bias, product, scale)
         return product.view(*x.shape[:-1], product.shape[1])
+
+    def copy_for_readers(self, readers: int) -> None:
+        """Let so many threads compute at a time."""
+        quantised, _ = torch.ops.quantized.linear_unpack(self._own_weights())
+        while self._readers < readers:
+            self._add_reader(quantised)
+
+    def _add_reader(self, quantised: Tensor) -> None:
+        # Attributes rather than a list: what is traced must find them.
+        setattr(self, f"_weights_{self._readers}", torch.ops.quantized.linear_prepack(quantised, None))
+        self._readers += 1
+
+    def _own_weights(self) -> torch.ScriptObject:
+        weights: torch.ScriptObject = getattr(self, f"_weights_{reader.number}")
+        return weights
 
 
 # Steps from zero to the largest weight: of a signed byte, and what is left of them where pairs of products saturate.
@@ -325,3 +354,10 @@ def quantise_linears(module: nn.Module) -> None:
             smaller = in_8_bits(child.weight, child.bias) if isinstance(child, nn.Linear) else None
             if smaller is not None:
                 setattr(parent, name, smaller)
+
+
+def allow_readers(model: nn.Module, readers: int) -> None:
+    """Let so many threads read with a model at a time."""
+    for module in model.modules():
+        if isinstance(module, Int8Linear):
+            module.copy_for_readers(readers)

@@ -139,7 +139,7 @@ def _load_in_blocks(
     spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords))
     limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
     file_ear = WindowEar(whole, pieces, Policy())
-    windows = HostWindows(model, ear, file_ear, limits.cache_embeds, threads, compiled_decode(model))
+    windows = HostWindows(model, ear, file_ear, limits.cache_embeds, threads, compiled_decode(model, threads))
     return WindowedRunner(model, Vocabulary(pieces), spec, BLOCK_POLICY, windows), limits
 
 
@@ -153,7 +153,7 @@ def windowed_on_cpu(
     policy = Policy()
     model.go_live(ample)
     ears = WindowEar(model, pieces, policy), WindowEar(model, pieces, policy)
-    windows = HostWindows(model, *ears, limits.cache_embeds, threads, compiled_decode(model))
+    windows = HostWindows(model, *ears, limits.cache_embeds, threads, compiled_decode(model, threads))
     return WindowedRunner(model, Vocabulary(pieces), spec, policy, windows), limits
 
 

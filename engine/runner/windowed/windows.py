@@ -8,8 +8,10 @@ core by itself, needs no padding then, and a stream's text cannot depend on its 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Protocol
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from engine.core.plan import DecodeResult, DecodeTask, EncodeTask
 from engine.models.compiled import Decode
-from engine.models.seq2seq import Encoded, SpeechModel
+from engine.models.seq2seq import Encoded, SpeechModel, reader
 from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION, AudioSlab
 from engine.runner.windowed.ears import Ear, Sound, WindowEar
 from engine.runner.windowed.greedy import GreedyDecoder, Row
@@ -81,7 +83,7 @@ class HostWindows:
         self._ear, self._file_ear = ear, file_ear
         self._decoder = GreedyDecoder(model, decode=decode)
         self._threads = threads
-        self._helpers = ThreadPoolExecutor(threads - 1, "read") if threads > 1 else None
+        self._helpers = ThreadPoolExecutor(threads - 1, "read", _be_next_reader, (count(1),)) if threads > 1 else None
         self.write, self.audio, self.is_broken = self._slab.write, self._slab.audio, self._slab.is_broken
 
     def ear(self, live: bool) -> Ear:
@@ -115,9 +117,19 @@ class HostWindows:
             results |= part.result()
         return results
 
-    @torch.inference_mode()
     def warm_up(self) -> None:
+        """Every reader at once, so that each of them is one of the threads that will read."""
+        ready = threading.Barrier(self._threads)
+        helpers = [] if self._helpers is None else [self._helpers] * (self._threads - 1)
+        warming = [helper.submit(self._warm_up, ready) for helper in helpers]
+        self._warm_up(ready)
+        for helper in warming:
+            helper.result()
+
+    @torch.inference_mode()
+    def _warm_up(self, ready: threading.Barrier) -> None:
         """A second of noise, so that the first utterance finds kernels and memory ready."""
+        ready.wait()
         noise = torch.randn(1, 12 * SAMPLES_PER_POSITION) * 0.01
         encoded = self._model.encode(noise, [noise.shape[1]])
         self._decoder.run([Row([], [], 8, None, encoded.audio[0])], encoded)
@@ -125,3 +137,8 @@ class HostWindows:
     def close(self) -> None:
         if self._helpers is not None:
             self._helpers.shutdown()
+
+
+def _be_next_reader(numbers: Iterator[int]) -> None:
+    """This thread has weights of its own from now on."""
+    reader.number = next(numbers)

@@ -5,6 +5,8 @@ The models are tiny and random.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -52,6 +54,48 @@ def heard(model: SpeechModel, frames: list[int]) -> Encoded:
         for length in frames
     ]
     return Encoded.stack(rows)
+
+
+READ_SIDE_BY_SIDE = """
+import threading, torch
+from engine.models.compiled import compiled_decode
+from engine.models.seq2seq import in_8_bits, allow_readers, reader
+from tests.engine.models import test_compiled as models
+
+torch.set_num_threads(1)
+model, layer = models.in_8_bits(), in_8_bits(torch.randn(640, 320))
+allow_readers(layer, 2)
+decode = compiled_decode(model, 2)
+inputs = [torch.randn(rows, 320) for rows in range(1, 9)]
+encoded = [models.heard(model, [frames]) for frames in (5, 9, 14, 30)]
+wrong = []
+
+def read(number, known=None):
+    reader.number = number
+    found = []
+    with torch.inference_mode():
+        for turn in range(1 if known is None else 40):
+            found = [layer(x) for x in inputs]
+            for one in encoded:
+                found.append(decode(torch.full((1, 2), 3), torch.arange(2)[None], model.new_state(1, 2), one)[0])
+            if known is not None and not all(map(torch.equal, found, known)):
+                wrong.append((number, turn))
+    return found
+
+known = read(0)
+threads = [threading.Thread(target=read, args=(number, known)) for number in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+raise SystemExit(f"other numbers: {wrong}" if wrong else 0)
+"""
+
+
+def test_readers_side_by_side_are_not_in_each_others_way() -> None:
+    # What goes wrong here is the end of the process.
+    done = subprocess.run([sys.executable, "-c", READ_SIDE_BY_SIDE], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("make", [moonshine, in_8_bits, whisper])
