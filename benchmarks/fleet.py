@@ -254,7 +254,8 @@ def recording(seconds: float) -> bytes:
 
 async def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     lasting_session.FIRST_WAIT_S = 0.1
-    os.environ |= HEALTH
+    # Parts of the fleet run elsewhere, and some of them are from this folder.
+    os.environ |= HEALTH | {"PYTHONPATH": str(Path(__file__).parents[1])}
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
         shape = Shape(arguments.model, arguments.streams, arguments.null)
