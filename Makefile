@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 APT := $(if $(shell command -v apt-get),$(if $(filter 0,$(shell id -u)),apt-get,$(if $(shell command -v sudo),sudo -n apt-get)))
 
-.PHONY: help setup setup-dev setup-fleet weights system demo serve test test-fleet check bench soak clean
+.PHONY: help setup setup-dev setup-fleet weights system demo serve test test-failed test-fleet check bench soak clean
 
 help:
 	@echo "make demo    set up, fetch and verify the embedded model, show live captions from real speech"
@@ -68,6 +68,10 @@ serve: weights
 test: setup-dev weights system
 	$(BIN)/tickertape pull moonshine-tiny
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+# What failed in the last run once more, with nothing beside it: says whether it was the code or a busy machine.
+test-failed:
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 # One cluster for the whole run, and no second process beside it: two cores are few.
 test-fleet: setup-fleet
