@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.accuracy_report import Transcript
@@ -30,6 +30,8 @@ class FileOutcome:
     words: list[TimedWord]
     # Where somebody spoke.
     utterances: list[tuple[float, float]]
+    # The code of the first language that the model told with words, as an upload is answered.
+    language: str = ""
 
 
 @dataclass(slots=True)
@@ -42,13 +44,16 @@ class _Upload:
     words: list[TimedWord] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
     frame_seconds: float = 0.0
+    language: str = ""
 
 
 class FileRun:
-    """Sends files, at most `at_once` at a time; `cpu_seconds` is what the engine took for them."""
+    """Sends files, at most `at_once` at a time, all with the same `options` of the model; `cpu_seconds` is what the
+    engine took for them."""
 
-    def __init__(self, loop: EngineLoop, at_once: int) -> None:
+    def __init__(self, loop: EngineLoop, at_once: int, options: Mapping[str, str] | None = None) -> None:
         self._loop = loop
+        self._options = dict(options or {})
         self._at_once = at_once
         spec = loop.scheduler.spec
         self._ahead = int(ClientSettings().ahead_seconds * spec.sample_rate / spec.samples_per_position)
@@ -78,7 +83,7 @@ class FileRun:
 
         def commands() -> Iterator[tuple[Command, int]]:
             """Each with the position that has been fed after it."""
-            yield Open(name, live=False), 0
+            yield Open(name, live=False, options=self._options), 0
             end = 0
             for start in range(0, len(samples), PIECE_SAMPLES):
                 items = prepare(cutter, cutter.cut(samples[start : start + PIECE_SAMPLES]), spec)
@@ -111,6 +116,8 @@ class FileRun:
             return
         if isinstance(output, Text):
             upload.text += output.delta
+            if output.delta or output.words:
+                upload.language = upload.language or output.language
             upload.words += [
                 TimedWord(word.text, word.start_sample / SAMPLE_RATE, word.end_sample / SAMPLE_RATE)
                 for word in output.words
@@ -121,4 +128,5 @@ class FileRun:
         elif isinstance(output, Closed):
             del self._uploads[output.stream]
             spoken = utterances(upload.probabilities, upload.frame_seconds)
-            progress(FileOutcome(Transcript(upload.clip, upload.text.strip()), upload.seconds, upload.words, spoken))
+            transcript = Transcript(upload.clip, upload.text.strip())
+            progress(FileOutcome(transcript, upload.seconds, upload.words, spoken, upload.language))

@@ -106,6 +106,8 @@ class SessionRun:
     # How far the engine was behind the live edge when text came.
     lags: list[float] = field(default_factory=list)
     closed_at: float | None = None
+    # The code of the first language that the model told with words.
+    language: str = ""
 
 
 class _Player:
@@ -220,6 +222,8 @@ class LiveRun:
                     for word in output.words
                 ]
                 run.emissions.add(at, output.delta, words)
+                if output.delta or words:
+                    run.language = run.language or output.language
                 run.lags.append(min(at, run.seconds) - output.sample / SAMPLE_RATE)
             case Speech():
                 run.probabilities += output.probabilities

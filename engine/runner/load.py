@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -151,8 +151,11 @@ def windowed_on_cpu(
     spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords))
     limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
     policy = Policy()
+    # A file's window is heard once, so it can be heard as the model was trained to: with little silence behind a short
+    # one, Whisper says its sentence again and again. The copy has the same weights.
+    whole = copy(model)
     model.go_live(ample)
-    ears = WindowEar(model, pieces, policy), WindowEar(model, pieces, policy)
+    ears = WindowEar(model, pieces, policy), WindowEar(whole, pieces, policy)
     windows = HostWindows(model, *ears, limits.cache_embeds, threads, compiled_decode(model, threads))
     return WindowedRunner(model, Vocabulary(pieces), spec, policy, windows), limits
 

@@ -13,6 +13,8 @@ from benchmarks import accuracy
 from benchmarks.file_run import FileOutcome, FileRun
 from benchmarks.live_run import RunFailed
 from benchmarks.recordings import Clip
+from engine.messages import Command, Open, Text
+from engine.server.loop import StepOutput
 from tests.benchmarks.test_live_run import make_loop
 
 SECONDS = (3.0, 2.01, 0.9, 70.0)
@@ -44,6 +46,33 @@ def test_every_file_is_heard_to_its_end(clips: list[Clip], at_once: int) -> None
         positions = int(np.ceil(outcome.seconds / 0.08))
         assert outcome.transcript.text == " ".join(["tick"] * ((positions + 4) // 5))
         assert len(outcome.words) == (positions + 4) // 5
+
+
+def test_files_are_opened_with_options_and_tell_their_language(
+    clips: list[Clip], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop()
+    opened: list[dict[str, str]] = []
+    outcomes: list[FileOutcome] = []
+    submit, step = loop.submit, loop.step
+
+    def note(commands: list[Command], now: int) -> None:
+        opened.extend(command.options for command in commands if isinstance(command, Open))
+        submit(commands, now)
+
+    def tell() -> StepOutput | None:
+        result = step()
+        for output in result.outputs if result is not None else ():
+            if isinstance(output, Text):
+                # A text without words may come before anything was understood.
+                output.language = "fr" if output.delta else "en"
+        return result
+
+    monkeypatch.setattr(loop, "submit", note)
+    monkeypatch.setattr(loop, "step", tell)
+    FileRun(loop, 2, {"task": "translate"}).send(clips[:3], outcomes.append)
+    assert opened == [{"task": "translate"}] * 3
+    assert [outcome.language for outcome in outcomes] == ["fr"] * 3
 
 
 @pytest.mark.parametrize(("broken", "message"), [("dead", "out of luck"), ("failed", "out of tune")])

@@ -1,4 +1,4 @@
-"""Where a windowed model runs, and what is said if it cannot run there."""
+"""Where a windowed model runs, what is said if it cannot run there, and how much of a window it hears."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.core.plan import DecodeTask
+from engine.models.whisper import Whisper, WhisperConfig
 from engine.runner.device import NoDevice
-from engine.runner.load import BadDevice, load_runner, windowed_device
+from engine.runner.load import BadDevice, load_runner, windowed_device, windowed_on_cpu
 from engine.weights.registry import STREAMING_ENCODER
 
 
@@ -38,3 +40,17 @@ def test_no_gpu_is_said_before_weights_are_read(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(NoDevice, match="no CUDA device is visible"):
         load_runner(tmp_path / "nothing", EngineConfig("m", "cuda", threads=1))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_on_a_cpu_a_file_is_heard_as_whisper_was_trained_to_and_a_live_window_for_less() -> None:
+    """With two seconds of silence behind a short window, whisper-tiny said the sentences of files again and again."""
+    heard: list[list[int]] = []
+    torch.manual_seed(5)
+    model = Whisper(WhisperConfig(80, 51_865, 1500, 16, 2, 1, 64, 2, 2)).eval()
+    runner, _ = windowed_on_cpu("small", model, [b""] * 51_865, max_streams=1, threads=1)
+    task = DecodeTask(0, "s", 0, 0, 25, [], [], final=True)
+    for live in (True, False):
+        with torch.inference_mode():
+            heard.append(runner._windows.ear(live).hear(task, torch.zeros(1, 2 * 16_000)).encoded.lengths)
+    assert heard == [[200], [1500]]
