@@ -171,6 +171,11 @@ class StreamText:
         self.pending = ()
         return [self._say(delta, words)] if delta or words else []
 
+    def is_unfinished_before(self, sample: int) -> bool:
+        """Whether a word that began before this sample has not been told yet."""
+        text, start, *_ = self._builder.unfinished
+        return bool(text) and start < sample
+
     def report(self) -> Text:
         """All tokens that were not sent yet, without a word."""
         return self._say("", [])

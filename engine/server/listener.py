@@ -151,8 +151,13 @@ class Listener:
             then(None)
         elif name in self._gates:  # else listening was the end of it
             turns = self._turns.get(name)
-            if (turns is not None and turns.last >= pause) or (gate.is_open and gate.began >= pause):
+            if turns is not None and turns.last >= pause:
                 scheduler.mark(name, flush.tag)
+            elif gate.is_open and gate.began >= pause:
+                # No rule has ended the text there. It ends now, unless it has gone on with words of what followed.
+                first = stream.clock.sample_at(stream.clock.position_at(gate.floor))
+                waits = bool(stream.flushes) or stream.text.is_unfinished_before(first)
+                scheduler.mark(name, flush.tag, ends_text=waits)
             else:
                 self._obey(name, gate.flush_at_pause())
                 then(min(stream.clock.position_at(gate.floor), stream.available))
