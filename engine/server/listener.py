@@ -81,7 +81,9 @@ class Listener:
             self._spoken[name] = LastSpoken()
 
     def change_turns(self, name: str, rule: TurnRule | None) -> None:
-        """By what its turns end from now on."""
+        """By what its turns end from now on; what has come by now is judged by the rule before."""
+        if name in self._gates and name in self._unheard:
+            self.listen()
         if rule is None or name not in self._gates:
             self._turns.pop(name, None)
         elif name in self._turns:
@@ -197,8 +199,10 @@ class Listener:
         self._answering.resume(name, parts["detector"])
         if name in self._gates:
             self._gates[name].resume(parts["gate"])
-        if name in self._turns and "turns" in parts:
-            self._turns[name].resume(parts["turns"])
+        # The rule of that moment: what the stream was opened with may have changed by then.
+        self.change_turns(name, None)
+        if "turns" in parts:
+            self._turns[name] = TurnEnds.resumed(parts["turns"])
 
     def _hear(self, unheard: dict[str, list[Stretch]]) -> None:
         """Listen to streams side by side; almost always all there is of each is one stretch."""

@@ -119,3 +119,33 @@ async def test_the_answer_comes_behind_the_last_word_before_the_pause(build_tiny
     # Somebody speaks again from the third second on.
     for asked_at in (2.95, 3.1, 3.2, 3.3, 3.5, 4.0):
         assert await answered(build_tiny, rule, asked_at) == (said, words)
+
+
+async def change_of_rule(build: Build, lost: bool) -> tuple[str, list[Word]]:
+    """A short pause ends a turn; then turns end by another rule, by which it would not have."""
+    loudness = np.repeat([1.4, 0.01, 1.4, 0.01], [32_000, 6_400, 32_000, 16_000])
+    audio = (loudness * np.random.default_rng(3).standard_normal(len(loudness))).astype(np.float32)
+    session = Session(build, turns=TurnRule(0.5, 1024, 1600))
+    await session.start()
+    reader = asyncio.create_task(session.transcript.collect(session.stream))
+    for start in range(0, len(audio), PACKET):
+        second = start / 16_000
+        await session.stream.feed(audio[start : start + PACKET])
+        if start // PACKET == 34:
+            session.stream.change_turns(TurnRule(0.5, 1024, 48_000))
+        if lost and session.link is not None and 1.5 < second < 3.0:
+            session.die(0)
+        if session.link is None and second >= 3.0:
+            await session.start()
+        if session.link is not None:
+            session.run()
+    await session.stream.finish()
+    session.run()
+    await reader
+    return session.transcript.text, session.transcript.words
+
+
+async def test_a_rule_that_changes_while_no_engine_is_there_changes_what_follows_it(build_tiny: Build) -> None:
+    calm = await change_of_rule(build_tiny, lost=False)
+    assert len(calm[1]) > 3
+    assert await change_of_rule(build_tiny, lost=True) == calm
