@@ -158,8 +158,8 @@ class Listener:
             elif gate.is_open and gate.began >= pause:
                 # No rule has ended the text there. It ends now, unless it has gone on with words of what followed.
                 first = stream.clock.sample_at(stream.clock.position_at(gate.floor))
-                waits = bool(stream.flushes) or stream.text.is_unfinished_before(first)
-                scheduler.mark(name, flush.tag, ends_text=waits)
+                word, start, *_ = stream.text.builder.unfinished
+                scheduler.mark(name, flush.tag, ends_text=bool(stream.flushes or (word and start < first)))
             else:
                 self._obey(name, gate.flush_at_pause())
                 then(min(stream.clock.position_at(gate.floor), stream.available))
