@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from engine import messages
 from engine.client.link import EngineLink
 from engine.client.outbox import Queued
-from engine.client.replay import AskedFlush, Replay
+from engine.client.replay import AskedFlush, Entry, NewTurns, Replay
 from engine.messages import Item
 
 # Items of a replay that travel in one command: small enough for many streams to take turns.
@@ -95,15 +95,17 @@ class Delivery:
         return True
 
 
-def _commands(stream: str, entries: Iterable[Item | AskedFlush], finished: bool) -> Iterable[Queued]:
+def _commands(stream: str, entries: Iterable[Entry], finished: bool) -> Iterable[Queued]:
     """A replay as commands."""
     run: list[Item] = []
     for entry in entries:
-        if run and (isinstance(entry, AskedFlush) or len(run) == REPLAY_ITEMS):
+        if run and (not isinstance(entry, Item) or len(run) == REPLAY_ITEMS):
             yield messages.Feed(stream, []), run
             run = []
         if isinstance(entry, AskedFlush):
             yield messages.Flush(stream, entry.tag, entry.pause), []
+        elif isinstance(entry, NewTurns):
+            yield messages.ChangeTurns(stream, entry.turns), []
         else:
             run.append(entry)
     if run:

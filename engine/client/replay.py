@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from engine.messages import Item, StreamState, Text, Word
+from engine.messages import Item, StreamState, Text, TurnRule, Word
 from engine.spec import ModelSpec
 
 
@@ -25,12 +25,22 @@ class AskedFlush:
 
 
 @dataclass(frozen=True, slots=True)
+class NewTurns:
+    """From here on, turns ended by another rule."""
+
+    turns: TurnRule | None
+
+
+Entry = Item | AskedFlush | NewTurns
+
+
+@dataclass(frozen=True, slots=True)
 class Replay:
     """All that a new engine needs. It counts positions and samples anew: the old ones minus these."""
 
     positions: int
     samples: int
-    entries: list[Item | AskedFlush]
+    entries: list[Entry]
     forced_tokens: list[int] = field(default_factory=list)
     state: StreamState | None = None
     # Audio that the state refers to, and audio that is to be heard as if no engine had been lost.
@@ -86,7 +96,7 @@ class KeptAudio:
         self.end = spec.prefix_positions
         self.end_sample = 0
         self._spec = spec
-        self._entries: deque[Item | AskedFlush] = deque()
+        self._entries: deque[Entry] = deque()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -104,6 +114,12 @@ class KeptAudio:
         while self._entries and isinstance(self._entries[-1], AskedFlush) and self._entries[-1].tag not in unanswered:
             self._entries.pop()
         self._entries.append(AskedFlush(tag, pause))
+
+    def mark_turns(self, turns: TurnRule | None) -> None:
+        """Of changes without anything between them, the last one counts."""
+        if self._entries and isinstance(self._entries[-1], NewTurns):
+            self._entries.pop()
+        self._entries.append(NewTurns(turns))
 
     def first(self) -> Item | None:
         return next((entry for entry in self._entries if isinstance(entry, Item)), None)
@@ -135,14 +151,15 @@ class KeptAudio:
         while self._entries and isinstance(self._entries[0], AskedFlush) and self._entries[0].tag <= tag:
             self._entries.popleft()
 
-    def split(self, position: int, tag: int) -> tuple[list[Item], list[Item | AskedFlush]]:
+    def split(self, position: int, tag: int) -> tuple[list[Item], list[Entry]]:
         """The items before a position, and what follows them without the flushes up to `tag`."""
         before: list[Item] = []
-        after: list[Item | AskedFlush] = []
+        after: list[Entry] = []
         for entry in self._entries:
             if isinstance(entry, Item) and entry.offset < position:
                 before.append(entry)
-            elif isinstance(entry, Item) or entry.tag > tag:
+                after = [flush for flush in after if isinstance(flush, AskedFlush)]
+            elif not isinstance(entry, AskedFlush) or entry.tag > tag:
                 after.append(entry)
         return before, after
 
@@ -159,13 +176,16 @@ class KeptAudio:
         first = self.first()
         positions = (self.end if first is None else first.offset) - self._spec.prefix_positions
         samples = self.end_sample if first is None else first.sample
-        entries = [
-            replace(entry, offset=entry.offset - positions, sample=entry.sample - samples)
-            if isinstance(entry, Item)
-            else replace(entry, pause=None if entry.pause is None else max(0, entry.pause - samples))
-            for entry in self._entries
-        ]
+        entries = [_earlier(entry, positions, samples) for entry in self._entries]
         return Replay(positions, samples, entries)
+
+
+def _earlier(entry: Entry, positions: int, samples: int) -> Entry:
+    if isinstance(entry, Item):
+        return replace(entry, offset=entry.offset - positions, sample=entry.sample - samples)
+    if isinstance(entry, AskedFlush) and entry.pause is not None:
+        return replace(entry, pause=max(0, entry.pause - samples))
+    return entry
 
 
 class TokenMemory:

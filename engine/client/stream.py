@@ -131,7 +131,7 @@ class EngineStream:
 
     def change_turns(self, turns: messages.TurnRule | None) -> None:
         """From here on, turns end by another rule."""
-        self._opening = replace(self._opening, turns=turns)
+        self._kept.mark_turns(turns)
         self._send(messages.ChangeTurns(self.id, turns))
 
     async def finish(self) -> None:

@@ -135,12 +135,12 @@ class Stream:
 class StreamText:
     """Turns a stream's tokens into Text messages: append-only deltas and words with audio times."""
 
-    __slots__ = ("_blanks", "_builder", "_detokenizer", "_marker", "_pieces", "_stream", "_unsent", "pending")
+    __slots__ = ("_blanks", "_detokenizer", "_marker", "_pieces", "_stream", "_unsent", "builder", "pending")
 
     def __init__(self, stream: Stream, vocabulary: Vocabulary) -> None:
         self._stream = stream
         self._detokenizer = Detokenizer(vocabulary)
-        self._builder = WordBuilder()
+        self.builder = WordBuilder()
         self._pieces = vocabulary.pieces
         self._blanks = vocabulary.blanks
         self._marker = vocabulary.word_marker
@@ -176,12 +176,12 @@ class StreamText:
         return self._say("", [])
 
     def save(self) -> Saved:
-        word, pending = self._builder.unfinished, [astuple(timed) for timed in self.pending]
+        word, pending = self.builder.unfinished, [astuple(timed) for timed in self.pending]
         return {"tail": self._detokenizer.tail, "word": word, "unsent": list(self._unsent), "pending": pending}
 
     def resume(self, saved: Saved) -> None:
         self._detokenizer.tail = saved["tail"]
-        self._builder.resume(*saved["word"])
+        self.builder.resume(*saved["word"])
         self._unsent = list(saved["unsent"])
         self.pending = [TimedToken(*timed) for timed in saved["pending"]]
 
@@ -191,7 +191,7 @@ class StreamText:
         return Text(stream.id, delta, words, tokens, stream.clock.sample_at(stream.computed))
 
     def _finish_word(self, words: list[Word]) -> str:
-        self._keep(self._builder.flush(), words)
+        self._keep(self.builder.flush(), words)
         return self._detokenizer.flush()
 
     def _push_frames(self, start: int, tokens: Sequence[int], words: list[Word]) -> str:
@@ -204,14 +204,14 @@ class StreamText:
             if not replayed:
                 self._unsent.append(token)
             if token == self._marker:
-                word = self._builder.mark(stream.clock.sample_at(position - stream.delay))
+                word = self.builder.mark(stream.clock.sample_at(position - stream.delay))
                 if not replayed:
                     self._keep(word, words)
                 continue
             text = push(token)
             if text:
                 heard = position - stream.delay
-                word = self._builder.push(text, stream.clock.sample_at(heard), stream.clock.sample_at(heard + 1))
+                word = self.builder.push(text, stream.clock.sample_at(heard), stream.clock.sample_at(heard + 1))
                 if not replayed:
                     self._keep(word, words)
                     delta += text
@@ -224,10 +224,10 @@ class StreamText:
             self._unsent.append(timed.token)
             text = self._detokenizer.push(timed.token)
             if text:
-                self._keep(self._builder.push(text, clock.sample_at(timed.start), clock.sample_at(timed.end)), words)
+                self._keep(self.builder.push(text, clock.sample_at(timed.start), clock.sample_at(timed.end)), words)
                 delta += text
             if timed.log_probability is not None:
-                self._builder.note_chance(self._pieces[timed.token], timed.log_probability)
+                self.builder.note_chance(self._pieces[timed.token], timed.log_probability)
         return delta
 
     @staticmethod

@@ -81,7 +81,9 @@ class Listener:
             self._spoken[name] = LastSpoken()
 
     def change_turns(self, name: str, rule: TurnRule | None) -> None:
-        """By what its turns end from now on."""
+        """By what its turns end from now on; what has come by now is judged by the rule before."""
+        if name in self._gates and name in self._unheard:
+            self.listen()
         if rule is None or name not in self._gates:
             self._turns.pop(name, None)
         elif name in self._turns:
@@ -151,8 +153,13 @@ class Listener:
             then(None)
         elif name in self._gates:  # else listening was the end of it
             turns = self._turns.get(name)
-            if (turns is not None and turns.last >= pause) or (gate.is_open and gate.began >= pause):
+            if turns is not None and turns.last >= pause:
                 scheduler.mark(name, flush.tag)
+            elif gate.is_open and gate.began >= pause:
+                # No rule has ended the text there. It ends now, unless it has gone on with words of what followed.
+                first = stream.clock.sample_at(stream.clock.position_at(gate.floor))
+                word, start, *_ = stream.text.builder.unfinished
+                scheduler.mark(name, flush.tag, ends_text=bool(stream.flushes or (word and start < first)))
             else:
                 self._obey(name, gate.flush_at_pause())
                 then(min(stream.clock.position_at(gate.floor), stream.available))
@@ -192,8 +199,10 @@ class Listener:
         self._answering.resume(name, parts["detector"])
         if name in self._gates:
             self._gates[name].resume(parts["gate"])
-        if name in self._turns and "turns" in parts:
-            self._turns[name].resume(parts["turns"])
+        # The rule of that moment: what the stream was opened with may have changed by then.
+        self.change_turns(name, None)
+        if "turns" in parts:
+            self._turns[name] = TurnEnds.resumed(parts["turns"])
 
     def _hear(self, unheard: dict[str, list[Stretch]]) -> None:
         """Listen to streams side by side; almost always all there is of each is one stretch."""

@@ -18,12 +18,14 @@ class TurnEnds:
     """Of one stream."""
 
     def __init__(self, rule: TurnRule) -> None:
+        self._rule = rule
         self._edges = EdgeDetector(_settings(rule))
         # The end of the last turn.
         self.last = 0
 
     def change(self, rule: TurnRule) -> None:
         """Judge by another rule from the next frame on; an open turn stays open."""
+        self._rule = rule
         self._edges.settings = _settings(rule)
 
     def restart(self) -> None:
@@ -45,11 +47,14 @@ class TurnEnds:
 
     def save(self) -> Saved:
         state, *counts = astuple(self._edges.save())
-        return {"last": self.last, "state": state.name, "counts": counts}
+        return {"rule": astuple(self._rule), "last": self.last, "state": state.name, "counts": counts}
 
-    def resume(self, saved: Saved) -> None:
-        self.last = saved["last"]
-        self._edges.load(EdgeMemory(EdgeState[saved["state"]], *saved["counts"]))
+    @classmethod
+    def resumed(cls, saved: Saved) -> TurnEnds:
+        turns = cls(TurnRule(*saved["rule"]))
+        turns.last = saved["last"]
+        turns._edges.load(EdgeMemory(EdgeState[saved["state"]], *saved["counts"]))
+        return turns
 
 
 def _settings(rule: TurnRule) -> EdgeSettings:

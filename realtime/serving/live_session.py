@@ -254,7 +254,8 @@ class LiveSession:
             for command in self._owed.pay(rest)[0]:
                 queue.put(command)
             core.rewind(min(fed + len(rest), core.appended))
-        queue.put(FollowTurns(core.settings))
+        if core.appended:  # else the stream is yet to be opened, by what the settings are then
+            queue.put(FollowTurns(core.settings))
         if saved.reopen:
             queue.put(Reopen(core.settings))
         if core.phase is Phase.FINISHING:

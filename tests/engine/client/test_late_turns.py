@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from audio.speech_edges import EdgeDetector, EdgeSettings, Fall
-from engine.messages import Closed, Speech, TurnRule
+from engine.messages import Closed, Flushed, Speech, Text, TurnRule, Word
 from tests.engine.client.test_rebuilding import PACKET, Build, Death, Session, build_tiny, utterances
 
 __all__ = ["build_tiny"]
@@ -88,3 +88,64 @@ async def test_turns_whose_end_is_heard_of_late_have_the_same_words(build_tiny: 
     lost = await play(build_tiny, audio, lambda: 0, deaths)
     assert lost.session.transcript.text == calm.session.transcript.text
     assert lost.session.transcript.words == calm.session.transcript.words
+
+
+async def answered(build: Build, rule: TurnRule | None, asked_at: float) -> tuple[list[Word], list[Word]]:
+    """Two utterances, and a flush of what was said before the pause between them; the words before its answer, and all
+    of them."""
+    loudness = np.repeat([1.4, 0.01, 1.4, 0.01], [32_000, 16_000, 32_000, 16_000])
+    audio = (loudness * np.random.default_rng(3).standard_normal(len(loudness))).astype(np.float32)
+    session = Session(build, turns=rule)
+    await session.start()
+    reader = asyncio.create_task(session.transcript.collect(session.stream))
+    for start in range(0, len(audio), PACKET):
+        await session.stream.feed(audio[start : start + PACKET])
+        if start <= asked_at * 16_000 < start + PACKET:
+            await session.stream.flush(pause=44_000)
+        session.run()
+    await session.stream.finish()
+    session.run()
+    await reader
+    outputs = session.transcript.outputs
+    (answer,) = [number for number, output in enumerate(outputs) if isinstance(output, Flushed)]
+    said = [word for output in outputs[:answer] if isinstance(output, Text) for word in output.words]
+    return said, session.transcript.words
+
+
+@pytest.mark.parametrize("rule", [None, RULE])
+async def test_the_answer_comes_behind_the_last_word_before_the_pause(build_tiny: Build, rule: TurnRule | None) -> None:
+    said, words = await answered(build_tiny, rule, 2.8)
+    assert len(said) > 2 and len(words) > len(said)
+    # Somebody speaks again from the third second on.
+    for asked_at in (2.95, 3.1, 3.2, 3.3, 3.5, 4.0):
+        assert await answered(build_tiny, rule, asked_at) == (said, words)
+
+
+async def change_of_rule(build: Build, lost: bool) -> tuple[str, list[Word]]:
+    """A short pause ends a turn; then turns end by another rule, by which it would not have."""
+    loudness = np.repeat([1.4, 0.01, 1.4, 0.01], [32_000, 6_400, 32_000, 16_000])
+    audio = (loudness * np.random.default_rng(3).standard_normal(len(loudness))).astype(np.float32)
+    session = Session(build, turns=TurnRule(0.5, 1024, 1600))
+    await session.start()
+    reader = asyncio.create_task(session.transcript.collect(session.stream))
+    for start in range(0, len(audio), PACKET):
+        second = start / 16_000
+        await session.stream.feed(audio[start : start + PACKET])
+        if start // PACKET == 34:
+            session.stream.change_turns(TurnRule(0.5, 1024, 48_000))
+        if lost and session.link is not None and 1.5 < second < 3.0:
+            session.die(0)
+        if session.link is None and second >= 3.0:
+            await session.start()
+        if session.link is not None:
+            session.run()
+    await session.stream.finish()
+    session.run()
+    await reader
+    return session.transcript.text, session.transcript.words
+
+
+async def test_a_rule_that_changes_while_no_engine_is_there_changes_what_follows_it(build_tiny: Build) -> None:
+    calm = await change_of_rule(build_tiny, lost=False)
+    assert len(calm[1]) > 3
+    assert await change_of_rule(build_tiny, lost=True) == calm

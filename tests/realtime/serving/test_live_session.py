@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from engine import messages
+from engine.client.wills import Inheritance
 from realtime.dialects.base import SessionFacts
 from realtime.dialects.openai import OpenAIDialect
 from realtime.metrics.gateway import Metrics
 from realtime.serving.live_limits import LiveLimits
 from realtime.serving.live_session import LiveSession
+from realtime.serving.saved_live import LIVE_VERSION, SavedLive
 from realtime.session.core import Session
 from realtime.session.events import Append, Configure, FeedGap, Hangup
 from realtime.session.settings import Settings, TurnDetection
@@ -70,6 +72,22 @@ async def test_the_engine_knows_what_ends_a_turn() -> None:
     live.submit(audio(100))
     await until(lambda: len(engine.streams) == 2)
     assert engine.streams[1].turns == rule
+    await live.close()
+
+
+async def test_a_session_taken_over_before_its_first_audio_hears_by_the_last_settings() -> None:
+    engine = FakeEngine()
+    live = live_session(engine)
+    core = live.session
+    saved = SavedLive(
+        LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), ("", 0), [], 0, now=0.0,
+        **live.runner.save(last=False),
+    )  # fmt: skip
+    live.take_over(saved, Inheritance(1, b"", [], []), core, np.zeros(0, np.float32))
+    live.submit(Configure(replace(core.settings, language="de")))
+    live.submit(audio(100))
+    await until(lambda: bool(engine.streams))
+    assert (engine.opened[0]["options"] or {})["language"] == "de"
     await live.close()
 
 

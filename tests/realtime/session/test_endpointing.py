@@ -70,9 +70,7 @@ def test_the_engine_ends_turns_where_the_session_does(
         parts = list(ends.split(speech))
         assert [probability for part, _ in parts for probability in part] == speech.probabilities
         # In the midst of it, the engine is replaced.
-        copy = TurnEnds(rule)
-        copy.resume(ends.save())
-        ends = copy
+        ends = TurnEnds.resumed(ends.save())
         ended += [ends.last] * any(is_end for _, is_end in parts)
     assert set(ended) <= set(stopped) and ended[-1:] == stopped[-1:]
     if batch == 1:
