@@ -7,7 +7,9 @@ only when the transfer is over.
 
 from __future__ import annotations
 
+import ctypes
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,20 @@ def require_device(name: str) -> torch.device:
     elif device.type != "cpu":
         raise NoDevice(f"{name!r} is not supported; use 'cuda' or 'cpu'")
     return device
+
+
+def compute_on_one_thread() -> None:
+    """Every operation on a CPU runs on the thread that calls it, whichever library computes it.
+
+    On ARM, 8-bit products and some others are Arm's Compute Library's, which has as many threads as there are cores,
+    whatever torch is told. They wait for each other busily: on a busy machine a product took ten times the processor
+    time. Torch has no word for that, so the library is told itself.
+    """
+    torch.set_num_threads(1)
+    library = Path(torch.__file__).parent / "lib" / "libarm_compute.so"
+    if library.is_file():
+        # arm_compute::Scheduler::set(Type::ST)
+        ctypes.CDLL(str(library))._ZN11arm_compute9Scheduler3setENS0_4TypeE(0)
 
 
 def total_memory(device: torch.device) -> int:
