@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from engine.models.row_pieces import PIECE_ROWS, product_in_pieces
 from engine.options import Options
 
 T = TypeVar("T")
@@ -277,7 +278,8 @@ class Int8Linear(nn.Module):
     depend on its neighbours, to the last bit. Weights have as many steps as the processor can add up (`weight_steps`).
 
     Kernels keep notes of their own beside the weights, and two threads that use the same ones crash. So each reader has
-    a copy of the weights.
+    a copy of the weights. On ARM they also make a plan for every number of rows that they meet, which takes longer than
+    the product, and remember two of them: there a product is done in pieces of two sizes (`row_pieces.py`).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -288,17 +290,26 @@ class Int8Linear(nn.Module):
         quantised = torch.quantize_per_tensor(weight / self.range[:, None], 1.0 / weight_steps(), 0, torch.qint8)
         self._readers = 0
         self._add_reader(quantised)
-        self._whole_range = torch.zeros(1, weight.shape[1])
-        self._whole_range[0, :2] = torch.tensor([-1.0, 1.0])
+        self._in_pieces = torch.backends.quantized.engine == "onednn"
+        self._whole_range = torch.zeros(PIECE_ROWS if self._in_pieces else 1, weight.shape[1])
+        self._whole_range[:, :2] = torch.tensor([-1.0, 1.0])
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         loudest = rows.abs().amax(dim=1, keepdim=True).clamp_(min=1e-12)
-        level = torch.cat((rows / loudest, self._whole_range))
-        product: Tensor = torch.ops.quantized.linear_dynamic(level, self._own_weights())[:-1]
+        product = self._product(rows / loudest)
         scale = loudest * self.range
         product = product.mul_(scale) if self.bias is None else torch.addcmul(self.bias, product, scale)
         return product.view(*x.shape[:-1], product.shape[1])
+
+    def _product(self, level: Tensor) -> Tensor:
+        product: Tensor
+        if self._in_pieces:
+            product = product_in_pieces(level, self._whole_range, self._own_weights())
+        else:
+            level = torch.cat((level, self._whole_range))
+            product = torch.ops.quantized.linear_dynamic(level, self._own_weights())[:-1]
+        return product
 
     def copy_for_readers(self, readers: int) -> None:
         """Let so many threads compute at a time."""

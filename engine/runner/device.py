@@ -7,7 +7,10 @@ only when the transfer is over.
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import EngineError
+
+logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 
@@ -48,6 +53,23 @@ def require_device(name: str) -> torch.device:
     elif device.type != "cpu":
         raise NoDevice(f"{name!r} is not supported; use 'cuda' or 'cpu'")
     return device
+
+
+def compute_on_one_thread() -> None:
+    """Every operation on a CPU runs on the thread that calls it, whichever library computes it.
+
+    On ARM, 8-bit products and some others are Arm's Compute Library's, which has as many threads as there are cores,
+    whatever torch is told. They wait for each other busily: on a busy machine a product took ten times the processor
+    time. Torch has no word for that, so the library is told itself.
+    """
+    torch.set_num_threads(1)
+    library = Path(torch.__file__).parent / "lib" / "libarm_compute.so"
+    if library.is_file():
+        set_scheduler = getattr(ctypes.CDLL(str(library)), "_ZN11arm_compute9Scheduler3setENS0_4TypeE", None)
+        if set_scheduler is None:
+            logger.warning("%s does not take its number of threads; streams will cost more", library.name)
+        else:
+            set_scheduler(0)  # the scheduler without threads
 
 
 def total_memory(device: torch.device) -> int:

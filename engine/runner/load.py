@@ -18,7 +18,7 @@ from engine.models.moonshine_streaming import StreamingEncoder
 from engine.models.silero import load_silero
 from engine.models.whisper import Whisper
 from engine.runner.base import Runner
-from engine.runner.device import free_memory, require_device, total_memory
+from engine.runner.device import compute_on_one_thread, free_memory, require_device, total_memory
 from engine.runner.device_speech import DeviceSpeechDetector
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.runner.speech import SpeechDetector
@@ -66,7 +66,7 @@ def load_runner(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
         torch.set_num_threads(threads)
         return _load_voxtral(path, config)
     # Streams run side by side, each on one thread.
-    torch.set_num_threads(1)
+    compute_on_one_thread()
     return _load_windowed(path, config, threads)
 
 

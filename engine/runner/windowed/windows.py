@@ -1,14 +1,15 @@
 """Where windows are read: what differs between a CPU and a device. The runner knows streams, text and plans; windows
 turn audio into sounds, and rows into what was said.
 
-On a CPU live streams are read side by side, each thread with its share of them. Two threads with a stream each are
-never in each other's way, as two threads inside one product are. Encoding is done stream by stream: a window fills a
-core by itself, needs no padding then, and a stream's text cannot depend on its neighbours.
+On a CPU live streams are read side by side, each thread with one of them at a time. Two threads with a stream each are
+never in each other's way, as two threads inside one product are. A window fills a core by itself, needs no padding
+then, and a stream's text cannot depend on its neighbours.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -110,9 +111,12 @@ class HostWindows:
         return judge(self._model, Encoded.stack([sound.encoded for sound in sounds]))
 
     def share_out(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
-        own, *others = [tasks[first :: self._threads] for first in range(self._threads)]
-        given = [self._helpers.submit(read, part) for part in others if part and self._helpers is not None]
-        results = read(own)
+        """A stream at a time, to whichever thread is free: shares that are fixed beforehand leave one thread waiting
+        for the other. Nor are streams read as a batch, because products of floats round one row other than many."""
+        waiting = deque(tasks)
+        helpers = min(self._threads, len(tasks)) - 1
+        given = [self._helpers.submit(_read_one_by_one, waiting, read) for _ in range(helpers) if self._helpers]
+        results = _read_one_by_one(waiting, read)
         for part in given:
             results |= part.result()
         return results
@@ -137,6 +141,17 @@ class HostWindows:
     def close(self) -> None:
         if self._helpers is not None:
             self._helpers.shutdown()
+
+
+def _read_one_by_one(waiting: deque[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
+    """Read what nobody has begun to read, until nothing is left."""
+    results: Results = {}
+    while True:
+        try:
+            task = waiting.popleft()
+        except IndexError:
+            return results
+        results |= read([task])
 
 
 def _be_next_reader(numbers: Iterator[int]) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -31,3 +35,23 @@ def test_no_second_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cpu_has_memory() -> None:
     assert free_memory(require_device("cpu")) > 0
+
+
+EIGHT_BITS_ON_ONE_THREAD = """
+import os, torch
+from engine.models.seq2seq import in_8_bits
+from engine.runner.device import compute_on_one_thread
+
+compute_on_one_thread()
+threads = len(os.listdir("/proc/self/task"))
+in_8_bits(torch.randn(2048, 512))(torch.randn(64, 512))
+torch.nn.functional.linear(torch.randn(64, 512), torch.randn(2048, 512))
+raise SystemExit(len(os.listdir("/proc/self/task")) - threads)
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted as Linux shows them")
+def test_products_start_no_threads() -> None:
+    # In a process of its own: threads that were started once stay.
+    done = subprocess.run([sys.executable, "-c", EIGHT_BITS_ON_ONE_THREAD], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, f"{done.returncode} threads were started; {done.stderr[-2000:]}"
