@@ -311,6 +311,11 @@ class Int8Linear(nn.Module):
             product = torch.ops.quantized.linear_dynamic(level, self._own_weights())[:-1]
         return product
 
+    def make_plans(self) -> None:
+        """Let the kernels make the plans that they keep for this reader: they take as much memory as the weights."""
+        for rows in {1, self._whole_range.shape[0]}:
+            self(torch.zeros(rows, self._whole_range.shape[1]))
+
     def copy_for_readers(self, readers: int) -> None:
         """Let so many threads compute at a time."""
         quantised, _ = torch.ops.quantized.linear_unpack(self._own_weights())
@@ -372,3 +377,10 @@ def allow_readers(model: nn.Module, readers: int) -> None:
     for module in model.modules():
         if isinstance(module, Int8Linear):
             module.copy_for_readers(readers)
+
+
+def make_plans(model: SpeechModel) -> None:
+    """For this reader, before somebody speaks."""
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, Int8Linear):
+            module.make_plans()

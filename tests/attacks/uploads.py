@@ -150,7 +150,7 @@ async def a_flac_bomb_as_a_file(target: Target) -> None:
     upload = asyncio.create_task(target.upload(form_file(flac_bomb(3 * 3600))))
     done, _ = await asyncio.wait((upload,), timeout=3)
     if done:
-        assert upload.result().status == 400 and upload.result().code in ("corrupt_audio", "audio_too_dense")
+        assert upload.result().status == 400 and upload.result().code in ("corrupt_audio", "audio_too_compressed")
     upload.cancel()
     await asyncio.gather(upload, return_exceptions=True)
 

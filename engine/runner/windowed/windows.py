@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.core.plan import DecodeResult, DecodeTask, EncodeTask
 from engine.models.compiled import Decode
-from engine.models.seq2seq import Encoded, SpeechModel, reader
+from engine.models.seq2seq import Encoded, SpeechModel, make_plans, reader
 from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION, AudioSlab
 from engine.runner.windowed.ears import Ear, Sound, WindowEar
 from engine.runner.windowed.greedy import GreedyDecoder, Row
@@ -134,6 +134,7 @@ class HostWindows:
     def _warm_up(self, ready: threading.Barrier) -> None:
         """A second of noise, so that the first utterance finds kernels and memory ready."""
         ready.wait()
+        make_plans(self._model)
         noise = torch.randn(1, 12 * SAMPLES_PER_POSITION) * 0.01
         encoded = self._model.encode(noise, [noise.shape[1]])
         self._decoder.run([Row([], [], 8, None, encoded.audio[0])], encoded)
