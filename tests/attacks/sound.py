@@ -187,7 +187,7 @@ async def gaps_that_are_no_lengths(target: Target) -> None:
         await client.still_works()
 
 
-@attack(gateway_mib=48, engine_mib=48)
+@attack(gateway_mib=48)
 async def a_flac_bomb_on_a_socket(target: Target) -> None:
     """Twenty kilobytes of FLAC that are three hours of silence: decoded piece by piece, or refused."""
     bomb = flac_bomb(3 * 3600)

@@ -144,7 +144,7 @@ async def chunks_that_are_none(target: Target) -> None:
             assert answer == b"" or answer.startswith(b"HTTP/1.1 400"), (size[:30], answer[:100])
 
 
-@attack(gateway_mib=48, engine_mib=48)
+@attack(gateway_mib=48)
 async def a_flac_bomb_as_a_file(target: Target) -> None:
     """Twenty kilobytes of FLAC that are three hours of silence."""
     upload = asyncio.create_task(target.upload(form_file(flac_bomb(3 * 3600))))
