@@ -36,8 +36,8 @@ class Attack:
 ATTACKS: dict[str, Attack] = {}
 
 
-# What the engine takes for a moment without any attack: two streams are read at a time, and a pass copies what it listens
-# to, up to 12 MB of it. It was seen to swing by 40.
+# Without any attack the engine's memory swings by tens of MB: two streams are read at a time, and what a pass listens to
+# is encoded or copied for it.
 ENGINE_MIB = 64
 
 
