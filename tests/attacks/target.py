@@ -36,7 +36,7 @@ class Attack:
 ATTACKS: dict[str, Attack] = {}
 
 
-# Without any attack the engine's memory swings by tens of MB: two streams are read at a time, and what a pass listens to
+# Without any attack the engine's memory swings by tens of MB: two streams are read at a time, what a pass listens to
 # is encoded or copied for it.
 ENGINE_MIB = 64
 
