@@ -11,7 +11,7 @@ import pytest
 
 from audio.speech_edges import EdgeDetector, EdgeSettings, Fall
 from engine.messages import Closed, Flushed, Speech, Text, TurnRule, Word
-from tests.engine.client.test_rebuilding import PACKET, Build, Death, Session, build_tiny, utterances
+from tests.engine.client.test_rebuilding import PACKET, Build, Death, Fate, Session, build_tiny, utterances
 
 __all__ = ["build_tiny"]
 
@@ -47,15 +47,10 @@ async def play(build: Build, audio: np.ndarray, delay: Callable[[], int], deaths
     session = gateway.session
     await session.start()
     reader = asyncio.create_task(session.transcript.collect(session.stream))
-    waiting, back_at = sorted(deaths, key=lambda death: -death.packet), -1
+    fate = Fate(session, deaths)
     for number in range(-(-len(audio) // PACKET)):
         await session.stream.feed(audio[number * PACKET : (number + 1) * PACKET])
-        if session.link is not None and waiting and waiting[-1].packet <= number:
-            death = waiting.pop()
-            session.die(death.steps)
-            back_at = number + death.away
-        if session.link is None and number >= back_at:
-            await session.start()
+        await fate.look(number)
         if session.link is not None:
             session.run()
             await gateway.look(number)

@@ -128,6 +128,23 @@ class Session:
         self.stream.detach("killed", 0.0)
 
 
+class Fate:
+    """Has the engine of a session die in its packets, and another one begin some packets later."""
+
+    def __init__(self, session: Session, deaths: list[Death]) -> None:
+        self._session = session
+        self._waiting, self._back_at = sorted(deaths, key=lambda death: -death.packet), -1
+
+    async def look(self, number: int) -> None:
+        session = self._session
+        if session.link is not None and self._waiting and self._waiting[-1].packet <= number:
+            death = self._waiting.pop()
+            session.die(death.steps)
+            self._back_at = number + death.away
+        if session.link is None and number >= self._back_at:
+            await session.start()
+
+
 async def play(
     build: Callable[[], EngineLoop],
     audio: NDArray[np.float32],
@@ -138,17 +155,12 @@ async def play(
     session = Session(build, options)
     await session.start()
     reader = asyncio.create_task(session.transcript.collect(session.stream))
-    waiting, back_at = sorted(deaths, key=lambda death: -death.packet), -1
+    fate = Fate(session, deaths)
     for number in range(-(-len(audio) // PACKET)):
         await session.stream.feed(audio[number * PACKET : (number + 1) * PACKET])
         if number in flushes:
             await session.stream.flush()
-        if session.link is not None and waiting and waiting[-1].packet <= number:
-            death = waiting.pop()
-            session.die(death.steps)
-            back_at = number + death.away
-        if session.link is None and number >= back_at:
-            await session.start()
+        await fate.look(number)
         if session.link is not None:
             session.run()
         await asyncio.sleep(0)
