@@ -36,7 +36,7 @@ from benchmarks.accuracy_report import (
     transcripts_of,
 )
 from benchmarks.file_run import FileOutcome, FileRun
-from benchmarks.live_run import LiveRun, RunFailed, SessionRun, VirtualClock, WallClock
+from benchmarks.live_run import LiveRun, RunFailed, SessionRun, VirtualClock, WallClock, complain
 from benchmarks.offline_run import OfflineTranscriber
 from benchmarks.recordings import (
     Clip,
@@ -67,12 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         clips = read_manifest(options.manifest, options.kind, options.limit)
         report = _measure(clips, options)
-    except (ManifestError, EngineError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RunFailed as error:
-        print(f"error: the engine failed: {error}", file=sys.stderr)
-        return 1
+    except (ManifestError, EngineError, RunFailed) as error:
+        return complain(error)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0

@@ -24,7 +24,7 @@ from unicodedata import combining, normalize
 import torch
 
 from benchmarks.file_run import FileOutcome, FileRun
-from benchmarks.live_run import LiveRun, RunFailed, VirtualClock
+from benchmarks.live_run import LiveRun, RunFailed, VirtualClock, complain
 from benchmarks.recordings import Clip, one_session_per_clip
 from benchmarks.scoring import plain_words, pooled, score
 from benchmarks.voice_prompts import DIGESTS, PromptsError, choose, fetch, read_list
@@ -59,12 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         loop = build_loop(EngineConfig(options.model, "cpu", max_streams=AT_ONCE, threads=1))
         warm_up(loop)
         report = {language: _measure(loop, language, clips, options.live) for language, clips in prompts.items()}
-    except (PromptsError, EngineError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RunFailed as error:
-        print(f"error: the engine failed: {error}", file=sys.stderr)
-        return 1
+    except (PromptsError, EngineError, RunFailed) as error:
+        return complain(error)
     if options.json is not None:
         report = {"model": options.model, "live": options.live, "languages": report}
         options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")

@@ -8,6 +8,7 @@ the same run takes as long as the audio does.
 from __future__ import annotations
 
 import resource
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -38,6 +39,13 @@ T = TypeVar("T")
 
 class RunFailed(Exception):
     """The engine did not get through a session."""
+
+
+def complain(error: Exception) -> int:
+    """Say why there are no figures. Returns the command's exit status: 1 if the engine failed, else 2."""
+    failed = isinstance(error, RunFailed)
+    print(f"error: the engine failed: {error}" if failed else f"error: {error}", file=sys.stderr)
+    return 1 if failed else 2
 
 
 class VirtualClock:
