@@ -199,6 +199,8 @@ def windowed_on_device(
     longest = longest_window(spec, policy)
     memory = plan_windows(model, spec, room, dtype=dtype, longest=longest, max_streams=max_streams)
     limits = _windowed_limits(spec, memory.streams, memory.windows_per_step)
+    # cuDNN plans attention anew for every shape, for some 60 ms, and windows and texts always have other lengths.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     model.move(device, dtype)
     windows = DeviceWindows(
         model, pieces, policy, memory, limits.cache_embeds, longest=longest, device=device, dtype=dtype
