@@ -91,11 +91,15 @@ class EngineHost:
 
     def tick(self) -> None:
         """Take in all that has come, run one step, and say what there is to say."""
+        began, steps = self._clock(), self._loop.meter.totals
+        stepped_ns = steps.ns
         self._receive_all()
         now = self._clock()
         self._take_turns(now)
         dead = self._step()
         self._report(now)
+        if not self._loop.is_flying:
+            self._load.spend_beside_steps(self._clock() - began - (steps.ns - stepped_ns) / 1e9)
         if dead is not None:
             raise EngineDead(dead)
 

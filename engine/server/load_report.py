@@ -10,7 +10,7 @@ from engine.runner.base import GuardedRunner
 from engine.server.loop import EngineLoop
 from engine.server.peer import HostedStream
 
-# The load is the share of so long a time that steps of live streams took.
+# The load is the share of so long a time that live streams took: steps, and messages while there was no step.
 LOAD_SECONDS = 1.0
 
 
@@ -22,8 +22,15 @@ class LoadReport:
         self.status.load_per_step, self.status.load_per_stream = loop.meter.live_cost.shares()
         # Lookups of the warm-up are not reported.
         self._queries_at_start, self._hits_at_start = loop.scheduler.cache.queries, loop.scheduler.cache.hits
-        self._live_ns, self._live_speech_ns = loop.meter.totals.live_ns, loop.meter.totals.live_speech_ns
+        totals = loop.meter.totals
+        self._live_ns, self._live_speech_ns, self._speech_ns = totals.live_ns, totals.live_speech_ns, totals.speech_ns
         self._load_since = now
+        # Seconds since then that went to messages, while no step was under way.
+        self._beside_steps_s = 0.0
+
+    def spend_beside_steps(self, seconds: float) -> None:
+        """So long messages were taken in and written, and nothing was computed meanwhile."""
+        self._beside_steps_s += max(0.0, seconds)
 
     def count(self, loop: EngineLoop) -> None:
         """What changes with every step."""
@@ -56,8 +63,14 @@ class LoadReport:
         if elapsed < LOAD_SECONDS:
             return
         status, totals = self.status, loop.meter.totals
-        per_step, status.load_per_stream = loop.meter.live_cost.shares()
-        status.load = min(1.0, (totals.live_ns - self._live_ns) / 1e9 / elapsed)
+        per_step, per_stream = loop.meter.live_cost.shares()
+        listened, listened_live = totals.speech_ns - self._speech_ns, totals.live_speech_ns - self._live_speech_ns
+        # Messages are as many as pieces of audio; what backlog sends is not counted.
+        beside = self._beside_steps_s / elapsed * (listened_live / listened if listened else 1.0)
+        live = sum(stream.live for stream in loop.scheduler.streams.values())
+        status.load = min(1.0, (totals.live_ns - self._live_ns) / 1e9 / elapsed + beside)
         # Streams that are silent are listened to as well.
-        status.load_per_step = per_step + (totals.live_speech_ns - self._live_speech_ns) / 1e9 / elapsed
-        self._live_ns, self._live_speech_ns, self._load_since = totals.live_ns, totals.live_speech_ns, now
+        status.load_per_step = per_step + listened_live / 1e9 / elapsed
+        status.load_per_stream = per_stream + beside / live if per_stream and live else per_stream
+        self._live_ns, self._live_speech_ns, self._speech_ns = totals.live_ns, totals.live_speech_ns, totals.speech_ns
+        self._load_since, self._beside_steps_s = now, 0.0

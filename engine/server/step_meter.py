@@ -46,6 +46,10 @@ class StepTotals:
         self.live_ns += times.live_ns
         self.live_speech_ns += times.live_speech_ns
 
+    @property
+    def ns(self) -> int:
+        return self.speech_ns + self.plan_ns + self.execute_ns + self.commit_ns
+
 
 class StepMeter:
     """One lap for each part of a step. `account` says what a plan cost, and `end` adds the step to the totals."""

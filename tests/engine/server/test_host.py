@@ -418,3 +418,23 @@ def test_an_engine_that_is_not_emptied_in_time_ends_all_the_same() -> None:
     assert not host.host._is_drained(60.0)
     host.now += 60.0
     assert host.host._is_drained(60.0)
+
+
+@pytest.mark.parametrize("flying", [False, True])
+def test_time_for_messages_counts_as_load_unless_a_step_is_computed_meanwhile(
+    flying: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that computes while messages are read loses no time to them."""
+    host = Host()
+    host.greet(b"a")
+    receive = host.line.receive
+
+    def slow_receive() -> tuple[bytes, list[Any]] | None:
+        host.now += 0.25
+        return receive()
+
+    monkeypatch.setattr(host.line, "receive", slow_receive)
+    monkeypatch.setattr(EngineLoop, "is_flying", property(lambda loop: flying))
+    for _ in range(8):
+        host.tick()
+    assert host.host._load.status.load == pytest.approx(0.0 if flying else 0.25 / 0.26, abs=0.02)
