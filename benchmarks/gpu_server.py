@@ -11,6 +11,12 @@ holds if the 99th percentile is at most 250 ms, the lag does not grow and no ses
 a word in three frames of ten, as speech has them, and in pauses too, where words are told when the turn before is
 completed: such words, by the server's own detector on the sound that is sent, are counted and not scored.
 
+With --whisper SIZE the model is Whisper with random weights that say what a script has (`benchmarks.random_whisper`),
+with --model NAME a windowed model with its real weights. All their words are scored, but they wait for the next pass,
+and for another if the first is not sure. A point holds if 95 of 100 turns have their final text at most 1.5 s after the
+end of speech, and if the stream that is furthest behind has at most 1.5 s of audio that no pass has read, 95 of 100
+times that the server is asked.
+
 Several loads share one start: SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]]. Then, with --kill-worker and
 --rolling-restart, clients that resume speak in several runs, of which the first is calm, and their texts are compared
 with those of that run; another calm run says how much they differ without a cause. With --small everything runs in
@@ -29,84 +35,24 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from benchmarks import lasting_clients, paced_clients
 from benchmarks.lasting_clients import Moved
 from benchmarks.paced_clients import Schedule
 from benchmarks.server_processes import Child, cpu_of, free_port, with_descendants, workers_of
+from benchmarks.server_result import FRAMES, WINDOWS, Load, Result, Said, print_result, summary
 from benchmarks.speech_sound import SAMPLE_RATE, spans, speech
 
-MAX_LAG_MS = 250.0
-# A lag that grows by more than this in a minute does not stay.
-MAX_GROWTH_MS_PER_MIN = 100.0
-DELAY_MS = 480
 START_S = 180.0
 SETTLE_S = 3.0
+ASK_EVERY_S = 0.5
 # When something happens to clients that resume, as a share of the time for which they speak.
 HAPPENS_AT = 0.45
 CALM, CALM_AGAIN, KILLED, REPLACED = "calm", "calm again", "a worker killed", "all workers replaced"
-
-
-@dataclass(frozen=True)
-class Load:
-    """So many sessions, how they send, and for which share of the time each of them is silent."""
-
-    sessions: int
-    rate: int = SAMPLE_RATE
-    append_ms: int = 80
-    silent: float = 0.0
-
-    @classmethod
-    def parse(cls, text: str, rate: int, append_ms: int, silent: float) -> Load:
-        """SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]]; the others stand for what is not said."""
-        said = text.split(":")
-        usual = [str(rate), str(append_ms), str(silent)]
-        sessions, *others = [*said, *usual[len(said) - 1 :]]
-        return cls(int(sessions), int(others[0]), int(others[1]), float(others[2]))
-
-    def __str__(self) -> str:
-        silent = f", each silent for {self.silent:.0%} of the time" if self.silent else ""
-        return f"{self.sessions} sessions, {self.rate // 1000} kHz, appends of {self.append_ms} ms{silent}"
-
-
-@dataclass
-class Result:
-    """One measurement. Times in milliseconds, processor time in cores."""
-
-    load: Load
-    connected: int
-    refusals: int
-    failures: list[str]
-    seconds: float
-    # Words that were scored, and words in pauses, which were not.
-    words: int
-    words_in_pauses: int
-    lag_p50: float
-    lag_p95: float
-    lag_p99: float
-    lag_max: float
-    growth_per_min: float
-    appends: int
-    append_late_p99: float
-    engine_cores: float
-    # Of each process of the gateways, the busiest first.
-    gateway_cores: list[float]
-    client_cores: float
-    gateway_us_per_append: float
-    engine_us_per_append: float
-    events: dict[str, int]
-
-    @property
-    def holds(self) -> bool:
-        whole = self.connected == self.load.sessions and not self.failures and self.words > 0
-        return whole and self.lag_p99 <= MAX_LAG_MS and self.growth_per_min <= MAX_GROWTH_MS_PER_MIN
 
 
 class Bench:
@@ -119,18 +65,12 @@ class Bench:
         self.engine: Child | None = None
         self.gateways: list[Child] = []
         self._urls: list[str] = []
-        self._speech = heard_speech(options.audio, options.null)
+        self.objective = WINDOWS if options.whisper or options.model else FRAMES
+        self._speech = heard_speech(options.audio, everywhere=options.null or self.objective.windowed)
 
     def start(self) -> None:
         options = self._options
-        if options.null:
-            command = [sys.executable, "-m", "benchmarks.null_engine", "--listen", self._address]
-        else:
-            command = [sys.executable, "-m", "benchmarks.random_engine", "--listen", self._address]
-            command += ["--kv", options.kv, "--window", str(options.window)]
-            command += ["--max-streams", str(options.max_streams)] if options.max_streams else []
-            command += ["--small"] if options.small else []
-        self.engine = Child("engine", command, self._folder / "engine.log")
+        self.engine = Child("engine", self._engine_command(), self._folder / "engine.log")
         for index in range(options.gateways):
             port = free_port()
             command = [sys.executable, "-m", "realtime.cli", "serve", "--engine", self._address, "--port", str(port)]
@@ -141,9 +81,24 @@ class Bench:
             self._urls.append(f"ws://127.0.0.1:{port}/v1/realtime?intent=transcription")
         self._wait_until_ready()
 
+    def _engine_command(self) -> list[str]:
+        options, listen = self._options, ["--listen", self._address]
+        if options.null:
+            return [sys.executable, "-m", "benchmarks.null_engine", *listen]
+        if options.model:
+            device = "cpu" if options.small else "cuda"
+            command = [sys.executable, "-m", "realtime.cli", "engine", *listen, "--model", options.model]
+            command += ["--device", device]
+            return command + (["--model.max-streams", str(options.max_streams)] if options.max_streams else [])
+        command = [sys.executable, "-m", "benchmarks.random_engine", *listen, "--kv", options.kv]
+        command += ["--window", str(options.window)]
+        command += ["--whisper", options.whisper] if options.whisper else []
+        command += ["--max-streams", str(options.max_streams)] if options.max_streams else []
+        return command + (["--small"] if options.small else [])
+
     def _wait_until_ready(self) -> None:
         until = time.monotonic() + START_S
-        waiting = [url.replace("ws", "http", 1).partition("/v1")[0] + "/ready" for url in self._urls]
+        waiting = [url + "/ready" for url in self._http_urls()]
         while waiting:
             self._check()
             if time.monotonic() > until:
@@ -153,6 +108,9 @@ class Bench:
                     waiting.pop(0)
             except OSError:
                 time.sleep(0.2)
+
+    def _http_urls(self) -> list[str]:
+        return [url.replace("ws", "http", 1).partition("/v1")[0] for url in self._urls]
 
     def _check(self) -> None:
         for child in [self.engine, *self.gateways]:
@@ -173,7 +131,7 @@ class Bench:
                 client.tell(asdict(schedule))
             time.sleep(max(0.0, schedule.counts_from - time.monotonic()))
             before = self._cpu(clients)
-            time.sleep(max(0.0, schedule.counts_until - time.monotonic()))
+            said = self._ask_until(schedule.counts_until)
             after = self._cpu(clients)
             findings = [json.loads(client.hear()) for client in clients]
         finally:
@@ -181,7 +139,18 @@ class Bench:
                 client.stop()
         self._check()
         cores = {name: (after[name] - before.get(name, 0.0)) / seconds for name in after}
-        return summary(load, seconds, findings, cores)
+        return summary(load, seconds, findings, cores, said)
+
+    def _ask_until(self, moment: float) -> list[Said]:
+        """What the server tells of itself, again and again."""
+        said: list[Said] = []
+        while time.monotonic() < moment:
+            with urllib.request.urlopen(self._http_urls()[0] + "/capacity", timeout=5) as answer:
+                told = json.load(answer)
+            behind = max((engine["lag_ms"] for engine in told["engines"]), default=0)
+            said.append(Said(told["streams_that_hold"], behind))
+            time.sleep(max(0.0, min(ASK_EVERY_S, moment - time.monotonic())))
+        return said
 
     def move(self, what: str, calm: list[str] | None) -> tuple[Moved, list[str]]:
         """Clients that resume, and what happens to them. Returns their texts too."""
@@ -232,7 +201,8 @@ class Bench:
             all_sessions=load.sessions,
             rate=load.rate,
             append_ms=load.append_ms,
-            delay_ms=DELAY_MS,
+            delay_ms=self.objective.delay_ms,
+            language="en" if self.objective.windowed else None,
             silent_share=load.silent,
             recording=self._options.audio,
             speech=self._speech,
@@ -253,11 +223,12 @@ class Bench:
         return clients
 
 
-def heard_speech(audio: str | None, null: bool) -> list[tuple[float, float]]:
-    """Where the server's detector hears speech in the sound that clients send, which goes round, in seconds."""
+def heard_speech(audio: str | None, everywhere: bool) -> list[tuple[float, float]]:
+    """Where the server's detector hears speech in the sound that clients send, which goes round, in seconds. Models
+    that say nothing in pauses by themselves need no detector to score their words."""
     sound = speech(None if audio is None else Path(audio))
     seconds = len(sound) / SAMPLE_RATE
-    if null:
+    if everywhere:
         return [(0.0, seconds)]
     from engine.models.silero import FRAME_SAMPLES, load_silero
     from engine.runner.speech import SpeechDetector
@@ -268,60 +239,6 @@ def heard_speech(audio: str | None, null: bool) -> list[tuple[float, float]]:
     detector.detect([("sound", sound[-2 * SAMPLE_RATE :])])
     (found,) = detector.detect([("sound", sound)])
     return spans(found.probabilities, FRAME_SAMPLES / SAMPLE_RATE, seconds)
-
-
-def summary(load: Load, seconds: float, findings: list[dict[str, Any]], cores: dict[str, float]) -> Result:
-    """`cores` are those of the engine, of the clients, and of each process of the gateways."""
-    pairs = [tuple(pair) for found in findings for pair in found["lags"]]
-    moments, lags = np.array(pairs or [(0.0, float("nan"))]).T
-    grows = len(pairs) > 1 and np.ptp(moments) > 0
-    slope = float(np.polyfit(moments, lags, 1)[0]) * 60 if grows else 0.0
-    appends = sum(found["appends"] for found in findings)
-    late = [value for found in findings for value in found["late_ms"]]
-    events: Counter[str] = Counter()
-    for found in findings:
-        events.update(found["events"])
-    p50, p95, p99 = (float(np.percentile(lags, share)) for share in (50, 95, 99))
-    gateways = sorted((used for name, used in cores.items() if name.startswith("gateway")), reverse=True)
-    each = 1e6 * seconds / max(1, appends)
-    return Result(
-        load=load,
-        connected=sum(found["connected"] for found in findings),
-        refusals=sum(found["refusals"] for found in findings),
-        failures=[text for found in findings for text in found["failures"]][:20],
-        seconds=seconds,
-        words=len(pairs),
-        words_in_pauses=sum(found["in_pauses"] for found in findings),
-        lag_p50=p50,
-        lag_p95=p95,
-        lag_p99=p99,
-        lag_max=float(lags.max()),
-        growth_per_min=slope,
-        appends=appends,
-        append_late_p99=float(np.percentile(late, 99)) if late else 0.0,
-        engine_cores=cores["engine"],
-        gateway_cores=gateways,
-        client_cores=cores["clients"],
-        gateway_us_per_append=sum(gateways) * each,
-        engine_us_per_append=cores["engine"] * each,
-        events=dict(events),
-    )
-
-
-def print_result(result: Result) -> None:
-    gateways = " + ".join(f"{cores:.2f}" for cores in result.gateway_cores)
-    print(
-        f"whole server, {result.load}, {result.seconds:.0f} s: {'holds' if result.holds else 'FAILS'}\n"
-        f"  connected {result.connected}, refusals {result.refusals}, failures {len(result.failures)}"
-        f"{' (' + result.failures[0] + ')' if result.failures else ''}\n"
-        f"  lag of {result.words} words in speech, model delay taken off ({result.words_in_pauses} in pauses):\n"
-        f"  p50 {result.lag_p50:.0f} p95 {result.lag_p95:.0f} "
-        f"p99 {result.lag_p99:.0f} max {result.lag_max:.0f} ms, {result.growth_per_min:+.0f} ms a minute\n"
-        f"  cores: engine {result.engine_cores:.2f}, gateways {gateways}, clients {result.client_cores:.2f}\n"
-        f"  processor time per append: gateway {result.gateway_us_per_append:.0f} us, engine "
-        f"{result.engine_us_per_append:.0f} us; appends late p99 {result.append_late_p99:.1f} ms",
-        flush=True,
-    )
 
 
 def main(arguments: list[str] | None = None) -> tuple[list[Result], list[Moved]]:
@@ -337,6 +254,8 @@ def main(arguments: list[str] | None = None) -> tuple[list[Result], list[Moved]]
     parser.add_argument("--move-sessions", type=int, default=200, help="clients that resume")
     parser.add_argument("--move-seconds", type=float, default=20.0, help="for which each of them speaks")
     parser.add_argument("--audio", help="a WAV file of speech; default: voices that are made up")
+    parser.add_argument("--whisper", help="not Voxtral: Whisper of this size with random weights, see random_whisper")
+    parser.add_argument("--model", help="not Voxtral: real weights of a windowed model, a name or a path")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="fp8")
     parser.add_argument("--window", type=int, default=1024, help="decoder window in tokens")
     parser.add_argument("--max-streams", type=int, help="streams to make room for; default: all that fit")
@@ -375,7 +294,7 @@ def run(bench: Bench, options: argparse.Namespace) -> tuple[list[Result], list[M
     for said in options.sessions:
         load = Load.parse(said, options.rate, options.append_ms, options.silent)
         results.append(bench.measure(load))
-        print_result(results[-1])
+        print_result(results[-1], bench.objective)
         write()
     happens = [KILLED] * options.kill_worker + [REPLACED] * options.rolling_restart
     calm: list[str] | None = None

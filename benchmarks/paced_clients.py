@@ -1,7 +1,8 @@
 """One process of clients for `benchmarks.gpu_server`: sessions that speak in real time and note when words come back.
 
 Audio goes out when its last sample has been spoken, on an absolute schedule. A word's lag is the time from the moment
-its last sample was sent to the moment the delta with its text came, less the model's delay. The model says words in
+its last sample was sent to the moment the delta with its text came, less the model's delay; that of a final text
+counts from the last sample of speech, before the silence that ended the turn. A model with random weights says words in
 pauses too, which wait for the turn before them to be completed: only words within speech are scored. No two sessions
 send the same samples on the same grid, so that no cache can answer for the model. Orders come on stdin; when all is
 prepared, `ready` goes to stdout; then the schedule comes, and the findings go out at the end, all of it line by line.
@@ -26,8 +27,12 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from benchmarks.speech_sound import SAMPLE_RATE, resampled, speech
+from realtime.client.wire_client import COMPLETED, DELTA
 
-DELTA = "conversation.item.input_audio_transcription.delta"
+SPEECH_STOPPED = "input_audio_buffer.speech_stopped"
+
+# The silence that ends a turn, as sessions ask for it.
+TURN_SILENCE_MS = 500
 # A refused client asks again after so long, as one that heeds Retry-After would.
 ASK_AGAIN_S = 1.0
 # People take turns: one period of speech and silence.
@@ -49,6 +54,8 @@ class Orders:
     recording: str | None
     # Where somebody speaks in the sound, in seconds: only words there are scored.
     speech: list[tuple[float, float]]
+    # That sessions tell the model to expect.
+    language: str | None = None
 
 
 @dataclass(frozen=True)
@@ -78,9 +85,10 @@ class Track:
 @dataclass
 class Findings:
     """Of all sessions of a process. `lags` are pairs of seconds since counting began and the lag in milliseconds, of
-    words in speech; words in pauses are counted."""
+    words in speech, less the model's delay; words in pauses are counted. `finals` are those of final texts."""
 
     lags: list[tuple[float, float]] = field(default_factory=list)
+    finals: list[float] = field(default_factory=list)
     in_pauses: int = 0
     appends: int = 0
     late_ms: list[float] = field(default_factory=list)
@@ -111,6 +119,8 @@ class Client:
         self._sent: list[float] = []
         self._silent: set[int] = set()
         self._texts: deque[tuple[str, float]] = deque()
+        # Where the speech of a turn ended, in seconds, by the turn's item.
+        self._speech_ends: dict[str, float] = {}
 
     async def run(self) -> None:
         schedule = self._schedule
@@ -131,7 +141,13 @@ class Client:
         self._findings.failures.append("never let in")
 
     async def _converse(self, socket: ClientConnection) -> None:
-        audio = {"format": {"type": "audio/pcm", "rate": self._orders.rate}, "turn_detection": {"type": "server_vad"}}
+        detection = {"type": "server_vad", "silence_duration_ms": TURN_SILENCE_MS}
+        audio: dict[str, Any] = {
+            "format": {"type": "audio/pcm", "rate": self._orders.rate},
+            "turn_detection": detection,
+        }
+        if self._orders.language:
+            audio["transcription"] = {"language": self._orders.language}
         session = {
             "type": "transcription",
             "audio": {"input": audio},
@@ -174,29 +190,40 @@ class Client:
     async def _listen(self, socket: ClientConnection) -> None:
         async for frame in socket:
             now = time.monotonic()
-            event: dict[str, Any] = json.loads(frame)
-            self._findings.events[event["type"]] += 1
-            if event["type"] == DELTA:
-                self._texts.extend((text, now) for text in event["delta"].split())
-                for word in event.get("words", ()):
-                    self._note(word)
+            self._take(json.loads(frame), now)
+
+    def _take(self, event: dict[str, Any], now: float) -> None:
+        kind = event["type"]
+        self._findings.events[kind] += 1
+        if kind == DELTA:
+            self._texts.extend((text, now) for text in event["delta"].split())
+            for word in event.get("words", ()):
+                self._note(word)
+        elif kind == SPEECH_STOPPED:
+            self._speech_ends[event["item_id"]] = (event["audio_end_ms"] - TURN_SILENCE_MS) / 1000
+        elif kind == COMPLETED and event["transcript"] and event["item_id"] in self._speech_ends:
+            self._findings.finals += self._lag_ms(self._speech_ends.pop(event["item_id"]), now)
 
     def _note(self, word: dict[str, Any]) -> None:
-        orders, schedule = self._orders, self._schedule
         while self._texts:
             text, came = self._texts.popleft()
             if text == word["word"]:
                 break
         else:
             return
-        append = int(word["end"] * 1000 / orders.append_ms - 1e-6)
-        if append >= len(self._sent) or not schedule.counts_from <= came < schedule.counts_until:
-            return
-        if not self._is_in_speech(word["start"], word["end"]):
-            self._findings.in_pauses += 1
-            return
-        lag_ms = 1000 * (came - self._sent[append]) - orders.delay_ms
-        self._findings.lags.append((round(came - schedule.counts_from, 3), round(lag_ms, 2)))
+        for lag_ms in self._lag_ms(word["end"], came):
+            if self._is_in_speech(word["start"], word["end"]):
+                moment, lag_ms = came - self._schedule.counts_from, lag_ms - self._orders.delay_ms
+                self._findings.lags.append((round(moment, 3), round(lag_ms, 2)))
+            else:
+                self._findings.in_pauses += 1
+
+    def _lag_ms(self, end: float, came: float) -> list[float]:
+        """From the moment the sample at `end` was sent; none if it does not count."""
+        append = int(end * 1000 / self._orders.append_ms - 1e-6)
+        if append >= len(self._sent) or not self._schedule.counts_from <= came < self._schedule.counts_until:
+            return []
+        return [1000 * (came - self._sent[append])]
 
     def _is_in_speech(self, start: float, end: float) -> bool:
         """Whether somebody speaks from the first to the last moment of a word, by the detector that heard the sound."""

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.gpu_server import Load, Result, main, summary
+from benchmarks.gpu_server import main
 from benchmarks.lasting_clients import Findings as LastingFindings
 from benchmarks.lasting_clients import differing_words, moved, own_part
 from benchmarks.paced_clients import Client, Findings, Orders, Schedule, Track
 from benchmarks.server_processes import cpu_of, with_descendants
+from benchmarks.server_result import FRAMES, WINDOWS, Load, Result, Said, summary
 from benchmarks.speech_sound import spans
 
 ORDERS = Orders(["ws://one", "ws://two"], [0], 1, 16_000, 80, 480, 0.0, None, [(0.0, 1.6)])
@@ -27,18 +28,28 @@ def found(lags: list[tuple[float, float]], **changes: object) -> dict[str, objec
     return {**vars(Findings()), "lags": lags, "appends": 100, "connected": 2, "late_ms": [0.5], **changes}
 
 
-def result(lags: list[tuple[float, float]], **changes: object) -> Result:
+def result(lags: list[tuple[float, float]], behind_ms: float = 0.0, **changes: object) -> Result:
     cores = {"engine": 0.5, "clients": 0.1, "gateway 1": 0.1, "gateway 2": 0.3}
-    return summary(Load(2), 10.0, [found(lags, **changes)], cores)
+    return summary(Load(2), 10.0, [found(lags, **changes)], cores, [Said(7, behind_ms)])
 
 
 def test_a_point_holds_by_its_lag_its_growth_and_its_sessions() -> None:
     steady = [(index / 10, 120.0) for index in range(100)]
-    assert result(steady).holds
-    assert not result([(moment, lag + 150) for moment, lag in steady]).holds, "late"
-    assert not result([(moment, lag + 10 * moment) for moment, lag in steady]).holds, "later and later"
-    assert not result(steady, connected=1).holds and not result(steady, failures=["closed"]).holds
-    assert not result([]).holds, "nobody said anything"
+    assert result(steady).holds(FRAMES)
+    assert not result([(moment, lag + 150) for moment, lag in steady]).holds(FRAMES), "late"
+    assert not result([(moment, lag + 10 * moment) for moment, lag in steady]).holds(FRAMES), "later and later"
+    for broken in (result(steady, connected=1), result(steady, failures=["closed"])):
+        assert not broken.holds(FRAMES)
+    assert not result([]).holds(FRAMES), "nobody said anything"
+
+
+def test_a_windowed_model_is_held_to_final_texts_and_to_what_its_engine_has_read() -> None:
+    steady = [(index / 10, 1700.0) for index in range(100)]
+    assert result(steady, 900.0, finals=[700.0] * 20).holds(WINDOWS)
+    assert not result(steady, 900.0).holds(WINDOWS), "no text was ever final"
+    assert not result(steady, 900.0, finals=[700.0] * 18 + [1600.0] * 2).holds(WINDOWS)
+    assert not result(steady, 1600.0, finals=[700.0] * 20).holds(WINDOWS)
+    assert result(steady).said_to_hold == 7
 
 
 def test_processor_time_is_counted_per_append() -> None:
@@ -122,6 +133,22 @@ def test_no_two_sessions_send_the_same_frames() -> None:
     clients = [Client(number, ORDERS, SCHEDULE, (track, track), Findings()) for number in range(50)]
     frames = [{bytes(track.piece(client._start + 1280 * k, 1280)) for k in range(20)} for client in clients]
     assert sum(map(len, frames)) == len(set().union(*frames))
+
+
+def test_a_final_text_is_late_from_the_end_of_speech_on() -> None:
+    findings = Findings()
+    track = Track(np.zeros(16_000 * 10, dtype=np.int16))
+    client = Client(0, ORDERS, SCHEDULE, (track, track), findings)
+    client._sent = [100.0 + 0.08 * index for index in range(50)]
+    events = [
+        {"type": "input_audio_buffer.speech_stopped", "item_id": "a", "audio_end_ms": 2100},
+        {"type": "conversation.item.input_audio_transcription.completed", "item_id": "a", "transcript": "yes"},
+        {"type": "conversation.item.input_audio_transcription.completed", "item_id": "b", "transcript": "no end"},
+    ]
+    for event in events:
+        client._take(event, now=102.5)
+    # Speech ended half a second before the turn did, at 1.6 s, in the append that was sent at 101.52.
+    assert findings.finals == [pytest.approx(980.0)]
 
 
 @pytest.mark.timeout(600)
