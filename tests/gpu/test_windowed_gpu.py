@@ -15,7 +15,7 @@ from engine.weights.store import cache_folder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-REAL_MODEL, REAL_SPEECH = "moonshine-tiny", "sample-two-cities"
+REAL_MODELS, REAL_SPEECH = ("moonshine-tiny", "whisper-tiny.en"), "sample-two-cities"
 
 
 def small(family: str) -> Moonshine | Whisper:
@@ -65,14 +65,15 @@ def test_the_recorded_step_equals_the_eager_step(family: str) -> None:
         assert mine.log_probabilities == pytest.approx(wanted.log_probabilities, abs=1e-2)
 
 
-def test_real_words_are_those_of_a_cpu() -> None:
+@pytest.mark.parametrize("model", REAL_MODELS)
+def test_real_words_are_those_of_a_cpu(model: str) -> None:
     from benchmarks.windowed_words import build, differing, live_texts, read_wav
 
-    missing = [name for name in (REAL_MODEL, REAL_SPEECH) if not (cache_folder() / name).exists()]
+    missing = [name for name in (model, REAL_SPEECH) if not (cache_folder() / name).exists()]
     if missing:
         pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
     sound = read_wav(next((cache_folder() / REAL_SPEECH).glob("*.wav")))
     clips = [sound[start : start + 16_000 * 20] for start in range(0, len(sound), 16_000 * 4)]
-    texts = [live_texts(build(REAL_MODEL, device, 8, 8, ample=True), clips, 8) for device in ("cpu", "cuda")]
+    texts = [live_texts(build(model, device, 8, 8, ample=True), clips, 8) for device in ("cpu", "cuda")]
     differ, words = differing(*texts)
     assert words > 100 and differ <= max(1, 0.003 * words)
