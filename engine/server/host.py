@@ -32,8 +32,9 @@ ACK_SECONDS = 0.02
 PROGRESS_SECONDS = 0.02
 STATUS_SECONDS = 0.08
 SPEECH_THRESHOLD = 0.5
-# Commands that are taken in before the next step: the audio of a stream, and with it a word of its session.
-COMMANDS_A_STREAM = 2
+# Commands that are taken in before the next step: the audio of a stream, and with it a word of its session, for every
+# position that a step reads of it.
+COMMANDS_A_POSITION = 2
 LEAST_COMMANDS = 256
 # Messages of a gateway in a row that are none, before it has to connect anew.
 MOST_UNREADABLE = 5
@@ -109,7 +110,7 @@ class EngineHost:
         return ACK_SECONDS if owed else BEAT_SECONDS / 4
 
     def _runnable(self) -> bool:
-        return any(peer.inbox and peer.asked_at is None and peer.numbering.may_send for peer in self._peers.values())
+        return any(peer.waits_for_a_turn for peer in self._peers.values())
 
     # Arrivals.
 
@@ -205,7 +206,7 @@ class EngineHost:
                 numbering.acknowledged(message.ack)
                 arrival = numbering.arrive(message.seq, len(peer.inbox))
                 if arrival is Arrival.NEXT:
-                    peer.inbox.append((message, frames))
+                    peer.inbox.append((message, frames, peer.heard_at))
                 elif arrival is Arrival.AFTER_A_GAP:
                     self._ask_again(peer)
             case codec.Beat():
@@ -243,8 +244,10 @@ class EngineHost:
 
     def _take_turns(self, now: float) -> None:
         """A batch of each gateway in turn, and no more of them than a step has room for: a step computes one frame of
-        each stream, so an engine that took in all that came while it was late would never catch up."""
-        left = max(LEAST_COMMANDS, COMMANDS_A_STREAM * len(self._roster.streams))
+        each stream, or a stride of a windowed one, so an engine that took in all that came while it was late would
+        never catch up."""
+        positions = len(self._roster.streams) * self._loop.scheduler.spec.stride_positions
+        left = max(LEAST_COMMANDS, COMMANDS_A_POSITION * positions)
         peers = list(self._peers.values())
         while peers and left > 0:
             for peer in peers:
@@ -253,10 +256,9 @@ class EngineHost:
 
     def _take_batch(self, peer: Peer, now: float) -> bool:
         """Whether there may be another one to take."""
-        # A gateway that does not take its outputs is not served until it does: that bounds what waits for it.
         if not (peer.inbox and peer.numbering.may_send):
             return False
-        batch, frames = peer.inbox[0]
+        batch, frames, _ = peer.inbox[0]
         try:
             missing = self._intake.take(peer, batch, frames, time.monotonic_ns())
         except Exception:
@@ -316,7 +318,8 @@ class EngineHost:
             self._wills.tick(now)
         if self._roster.changed or now - self._status_at >= STATUS_SECONDS:
             self._status_at, self._roster.changed = now, False
-            self._load.measure(self._loop, self._roster.streams.values(), now)
+            waited = [now - peer.inbox[0][2] for peer in self._peers.values() if peer.waits_for_a_turn]
+            self._load.measure(self._loop, self._roster.streams.values(), max(waited, default=0.0), now)
         for peer in list(self._peers.values()):
             if now - peer.heard_at > SILENCE_SECONDS:
                 logger.warning("gateway %s has been silent for %.0f s; its streams end", peer.gateway, SILENCE_SECONDS)

@@ -39,12 +39,12 @@ class LoadReport:
         status.encoder_queries = cache.queries - self._queries_at_start
         status.encoder_hits = cache.hits - self._hits_at_start
 
-    def measure(self, loop: EngineLoop, streams: Collection[HostedStream], now: float) -> None:
-        """What is worth a look now and then."""
+    def measure(self, loop: EngineLoop, streams: Collection[HostedStream], waited_s: float, now: float) -> None:
+        """What is worth a look now and then. Messages wait to be taken in, the oldest for so long."""
         self._measure_load(loop, now)
         status, spec, totals = self.status, loop.scheduler.spec, loop.meter.totals
         lags = [stream.available - stream.computed for stream in loop.scheduler.streams.values() if stream.live]
-        status.lag_ms = max(lags, default=0) * spec.samples_per_position * 1000 / spec.sample_rate
+        status.lag_ms = 1000 * (max(lags, default=0) * spec.samples_per_position / spec.sample_rate + waited_s)
         status.speaking = sum(stream.speaking for stream in streams)
         counted_since = now - COUNTED_SECONDS
         status.counted = sum(stream.live and stream.heard_at > counted_since for stream in streams)

@@ -92,7 +92,8 @@ class Peer:
     cache: ReceiverCache[Payload]
     heard_at: float
     numbering: Numbering = field(default_factory=Numbering)
-    inbox: deque[tuple[codec.Batch, Frames]] = field(default_factory=deque)
+    # Batches to be taken in, and when each of them came.
+    inbox: deque[tuple[codec.Batch, Frames, float]] = field(default_factory=deque)
     # Data that was sent again for the batch at the head of the inbox, and hashes that nobody has data for.
     repaired: dict[bytes, Payload] = field(default_factory=dict)
     gone: set[bytes] = field(default_factory=set)
@@ -104,6 +105,12 @@ class Peer:
     streams: dict[str, str] = field(default_factory=dict)
     acknowledged: int = 0
     spoke_at: float = 0.0
+
+    @property
+    def waits_for_a_turn(self) -> bool:
+        """There is a batch that nothing keeps from being taken in. A gateway that does not take its outputs is not
+        served until it does: that bounds what waits for it."""
+        return bool(self.inbox) and self.asked_at is None and self.numbering.may_send
 
     @property
     def has_room(self) -> bool:

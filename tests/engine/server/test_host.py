@@ -161,7 +161,11 @@ def test_an_engine_that_is_late_takes_in_no_more_than_it_computes(calm: str) -> 
     host.host.tick()
     taken = [peer.numbering.taken - 1 for peer in host.host._peers.values()]
     assert taken == [2, 2], "two batches of each were more than enough"
-    turns = 1
+    assert host.host._load.status.lag_ms == 0.0
+    host.now += 0.5
+    host.host.tick()
+    assert host.host._load.status.lag_ms >= 500.0, "an engine is as late as what it has not taken in yet"
+    turns = 2
     while any(peer.inbox for peer in host.host._peers.values()):
         host.host.tick()
         turns += 1
@@ -169,6 +173,19 @@ def test_an_engine_that_is_late_takes_in_no_more_than_it_computes(calm: str) -> 
     for name in (b"g", b"h"):
         host.send(name, command(messages.Finish("good")))
         assert host.text(name, "good") == calm
+
+
+def test_an_engine_of_a_windowed_model_takes_in_a_stride_of_every_stream() -> None:
+    """Its steps are few and long. With one position of each stream before every step it would fall behind for good,
+    although its steps had room."""
+    streams, stride = 64, fakes.WINDOWED.stride_positions
+    host = Host(fakes.build(windowed=True, max_streams=streams, detects=True))
+    host.greet(b"g")
+    host.send(b"g", *(command(messages.Open(f"s{number}")) for number in range(streams)))
+    for _ in range(2 * stride):
+        host.post(b"g", *(command(messages.Adopt("", "nobody's")) for _ in range(streams)))
+    host.host.tick()
+    assert 2 * stride * streams > LEAST_COMMANDS and not host.host._peers[b"g"].inbox
 
 
 def raw(*parts: Any) -> msgspec.Raw:

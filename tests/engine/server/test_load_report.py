@@ -29,10 +29,10 @@ def test_messages_are_a_part_of_the_load_and_of_what_a_stream_adds(loop: EngineL
     """An engine whose thread is busy with messages half of the time has no room for steps of all of it."""
     report = LoadReport(loop, 0.0)
     report.spend_beside_steps(1.0)
-    report.measure(loop, [], 2.0)
+    report.measure(loop, [], 0.0, 2.0)
     assert report.status.load == pytest.approx(0.5)
     assert report.status.load_per_stream == pytest.approx(0.1 + 0.5 / STREAMS)
-    report.measure(loop, [], 4.0)
+    report.measure(loop, [], 0.0, 4.0)
     assert report.status.load == 0.0 and report.status.load_per_stream == pytest.approx(0.1)
 
 
@@ -40,7 +40,7 @@ def test_messages_of_files_are_not_charged_to_live_streams(loop: EngineLoop) -> 
     report = LoadReport(loop, 0.0)
     loop.meter.totals.speech_ns, loop.meter.totals.live_speech_ns = 100_000, 25_000.0
     report.spend_beside_steps(1.0)
-    report.measure(loop, [], 2.0)
+    report.measure(loop, [], 0.0, 2.0)
     assert report.status.load == pytest.approx(0.125)
 
 
@@ -48,7 +48,7 @@ def test_what_a_stream_adds_stays_unknown_until_steps_were_measured(loop: Engine
     loop.meter.live_cost.forget()
     report = LoadReport(loop, 0.0)
     report.spend_beside_steps(1.0)
-    report.measure(loop, [], 2.0)
+    report.measure(loop, [], 0.0, 2.0)
     assert report.status.load_per_stream == 0.0
 
 
@@ -56,5 +56,5 @@ def test_a_clock_that_stands_takes_nothing_back(loop: EngineLoop) -> None:
     """Steps are timed by another clock than messages."""
     report = LoadReport(loop, 0.0)
     report.spend_beside_steps(-0.001)
-    report.measure(loop, [], 2.0)
+    report.measure(loop, [], 0.0, 2.0)
     assert report.status.load == 0.0
