@@ -249,15 +249,15 @@ class LiveSession:
         if self._reanchor is not None:
             self.runner.mute()
             queue.put(self._reanchor)
-        else:
+        if saved.reopen:
+            queue.put(Reopen(core.settings))
+        if self._reanchor is None:
             self._owed = OwedAudio(fed, core.appended, core.marks[inherited.flushes :])
             for command in self._owed.pay(rest)[0]:
                 queue.put(command)
             core.rewind(min(fed + len(rest), core.appended))
         if core.appended:  # else the stream is yet to be opened, by what the settings are then
             queue.put(FollowTurns(core.settings))
-        if saved.reopen:
-            queue.put(Reopen(core.settings))
         if core.phase is Phase.FINISHING:
             queue.put(FinishEngine())
         if core.appended:

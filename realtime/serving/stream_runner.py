@@ -98,7 +98,7 @@ class StreamRunner:
     def load(self, saved: SavedLive, inherited: Inheritance) -> int:
         """Go on with the stream of another process. Returns the session's sample from which on audio is to be fed."""
         self.settings, self._opened = saved.engine_settings, saved.streams_opened
-        self.stream = inherited.stream
+        self.stream, self._runs_out = inherited.stream, saved.reopen
         known = len(self.session.marks)
         self._known_flushes, self._strange_flushes = known, max(0, inherited.flushes - known)
         self._base, self._fed = self.session.engine_base, saved.fed
@@ -150,7 +150,7 @@ class StreamRunner:
                     await self.stream.finish()
                     await self._said_all
                     self.stream = self._said_all = None
-                    self._runs_out = False
+                self._runs_out = False
             case Feed(samples):
                 try:
                     await self._hear(samples, group)
@@ -246,7 +246,10 @@ class StreamRunner:
 
     def _hand_on(self, output: messages.Output) -> None:
         assert not isinstance(output, NOT_FOR_SESSIONS), "they are the client's"
-        if not (isinstance(output, messages.Flushed) and self._is_strange_flush()):
+        if self._runs_out and isinstance(output, messages.Closed):
+            # The end of this stream, but not of the session: the next one goes on from here.
+            self._submit(EngineSwitched(self._fed))
+        elif not (isinstance(output, messages.Flushed) and self._is_strange_flush()):
             self._submit(output)
         if self.session.closed:
             self.queue.wake()

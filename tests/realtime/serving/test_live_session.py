@@ -18,9 +18,9 @@ from realtime.serving.live_limits import LiveLimits
 from realtime.serving.live_session import LiveSession
 from realtime.serving.saved_live import LIVE_VERSION, SavedLive
 from realtime.session.core import Session
-from realtime.session.events import Append, Configure, FeedGap, Hangup
+from realtime.session.events import Append, Completed, Configure, End, FeedGap, Hangup
 from realtime.session.settings import Settings, TurnDetection
-from tests.realtime.gateway_doubles import FakeEngine
+from tests.realtime.gateway_doubles import FakeEngine, FakeStream
 
 RATE = 16_000
 
@@ -72,6 +72,40 @@ async def test_the_engine_knows_what_ends_a_turn() -> None:
     live.submit(audio(100))
     await until(lambda: len(engine.streams) == 2)
     assert engine.streams[1].turns == rule
+    await live.close()
+
+
+async def test_a_session_that_ends_while_its_options_change_hears_all_of_its_audio() -> None:
+    """The end of the stream with the old options is not the end of the session."""
+    engine = FakeEngine()
+    engine.output_delay_s = 0.01
+    live = live_session(engine)
+    live.submit(audio(RATE, 0.5))
+    live.submit(Configure(replace(live.session.settings, language="de")))
+    live.submit(audio(RATE, 0.5))
+    live.submit(End())
+    await until(lambda: live.session.closed)
+    assert [stream.samples for stream in engine.streams] == [RATE, RATE]
+    said = [event for event in iter(live.outbox.take, None) if isinstance(event, Completed)]
+    assert len(said) == 1 and said[0].end == 2 * RATE, said
+    await live.close()
+
+
+async def test_a_session_taken_over_while_its_options_change_hears_all_of_its_audio() -> None:
+    """The former process had its stream run out: audio that it did not hand on belongs to the next one."""
+    engine = FakeEngine()
+    live, former = live_session(engine), FakeStream(engine, "sess.1")
+    core = live.session
+    core.handle(audio(2 * RATE), 0.0)
+    saved = SavedLive(
+        LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), ("", 0), [], 0, now=0.0,
+        **{**live.runner.save(last=False), "reopen": True},
+    )  # fmt: skip
+    inherited = Inheritance(1, b"", [], [], former, goes_on_at=RATE)  # type: ignore[arg-type]
+    live.take_over(saved, inherited, core, np.zeros(RATE, np.float32))
+    live.submit(End())
+    await until(lambda: live.session.closed)
+    assert (former.samples, [stream.samples for stream in engine.streams]) == (0, [RATE])
     await live.close()
 
 
