@@ -236,14 +236,15 @@ def _transcription_object(settings: Settings, facts: SessionFacts) -> Json:
     shown: Json = {
         "model": settings.model or facts.model,
         "language": settings.language,
-        "prompt": settings.prompt,
+        "prompt": settings.shown_prompt,
     }
     if settings.task is not None:
         shown["task"] = settings.task
     if settings.languages != ():
         shown["languages"] = settings.languages and list(settings.languages)
-    if settings.keywords != ():
-        shown["keywords"] = settings.keywords and [word for word, _ in settings.keywords]
+    keywords = settings.all_keywords
+    if keywords != ():
+        shown["keywords"] = keywords and [word for word, _ in keywords]
     if settings.delay is not None:
         shown["delay"] = settings.delay
     return shown

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unicodedata import normalize
 
 from engine.languages import language_code
 from engine.options import MAX_PROMPT_CHARACTERS, TRANSLATE, Keyword, Options, check_keywords, keywords_text
@@ -24,6 +25,10 @@ INCLUDE_RESUME = "session.resume"
 
 # A term has at most so many words; what is longer between two commas is prose.
 TERM_WORDS = 4
+
+
+# Each with its boost.
+Words = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,9 @@ class Settings:
     # Those that may be spoken, where the model finds out which.
     languages: tuple[str, ...] | None = ()
     # Words to expect, each with its boost.
-    keywords: tuple[tuple[str, float], ...] | None = ()
+    keywords: Words | None = ()
+    # Words of the prompt, where the model takes them as keywords. The prompt is kept: another one replaces them.
+    prompt_words: Words = ()
     task: str | None = None
     # A name of the OpenAI scale (minimal .. xhigh) or a number of milliseconds.
     delay: str | int | None = None
@@ -93,14 +100,16 @@ class Settings:
         goes on without it would get other words than it asked for. `param` is the option's name.
         """
         options = spec.options
-        words, prompt = _keywords(self.keywords or ()), _prompt(self.prompt or "") if options.prompt else None
-        if prompt is None and options.keywords and (listed := _listed(self.prompt or "")):
-            words, prompt = _keywords((*words, *listed)), ""
+        words = _keywords(self.keywords or ())
+        listed = _listed(self.prompt or "") if options.keywords and not options.prompt else ()
+        if listed:
+            _check((*words, *listed), "prompt")
         return replace(
             self,
             language=_language(self.language, options),
             languages=_languages(self.languages or (), options),
-            prompt=prompt,
+            prompt=_prompt(self.prompt or "") if options.prompt or listed else None,
+            prompt_words=listed,
             keywords=words if options.keywords or not words else None,
             task=_task(self.task, options),
             delay=self.delay if spec.max_delay_positions else None,
@@ -110,14 +119,27 @@ class Settings:
         """What was asked for here and is not in force there."""
         return [name for name in ("prompt", "keywords") if getattr(self, name) and getattr(taken, name) is None]
 
+    @property
+    def all_keywords(self) -> Words | None:
+        """Those of settings that are in force, with the words of the prompt that are not among them."""
+        if not self.prompt_words or self.keywords is None:
+            return self.keywords
+        given = {word for word, _ in self.keywords}
+        return (*self.keywords, *(word for word in self.prompt_words if word[0] not in given))
+
+    @property
+    def shown_prompt(self) -> str | None:
+        """The prompt that the model is told as such."""
+        return "" if self.prompt_words else self.prompt
+
     def engine_options(self) -> dict[str, str]:
         """Options for the model, of settings that are in force."""
         options = {
             "language": self.language,
             "languages": None if self.language else ",".join(self.languages or ()),
             "task": self.task,
-            "prompt": self.prompt,
-            "keywords": keywords_text(Keyword(*word) for word in self.keywords or ()),
+            "prompt": self.shown_prompt,
+            "keywords": keywords_text(Keyword(*word) for word in self.all_keywords or ()),
         }
         return {name: value for name, value in options.items() if value}
 
@@ -138,7 +160,7 @@ def _languages(written: Sequence[str], options: Options) -> tuple[str, ...] | No
     """Those of them that the model has: the others are not what it hears."""
     if not written:
         return ()
-    if not options.detects_language:
+    if not options.languages:
         return None
     try:
         codes = dict.fromkeys(language_code(name) for name in written)
@@ -147,7 +169,7 @@ def _languages(written: Sequence[str], options: Options) -> tuple[str, ...] | No
     known = tuple(code for code in codes if code in options.languages)
     if not known and None not in codes:
         raise _fault("languages", f"The model has none of these languages. {_what_there_is(options)}")
-    return known
+    return known if options.detects_language else None
 
 
 def _prompt(text: str) -> str:
@@ -158,23 +180,32 @@ def _prompt(text: str) -> str:
     return text
 
 
-def _listed(prompt: str) -> list[tuple[str, float]]:
+def _listed(prompt: str) -> Words:
     """The words of a prompt that is a list and nothing else, with a heading or without; none of one that is prose."""
     heading, colon, rest = prompt.partition(":")
     headed = bool(colon) and heading.strip().replace(" ", "").isalpha() and len(heading.split()) <= TERM_WORDS
     words = [word.strip().removesuffix(".") for word in re.split("[,;\n]", rest if headed else prompt)]
     words = [word for word in words if word]
     if (len(words) < 2 and not headed) or any(len(word.split()) > TERM_WORDS for word in words):
-        return []
-    return [(word, 1.0) for word in words]
+        return ()
+    return tuple((_plain(word), 1.0) for word in words)
 
 
-def _keywords(words: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+def _keywords(words: Words) -> Words:
+    _check(words, "keywords")
+    return tuple((_plain(word), boost) for word, boost in words)
+
+
+def _check(words: Words, option: str) -> None:
     try:
         check_keywords(Keyword(*word) for word in words)
     except ValueError as error:
-        raise _fault("keywords", f"{error}.") from None
-    return tuple(words)
+        raise _fault(option, f"{error}.") from None
+
+
+def _plain(word: str) -> str:
+    """As models write it: single spaces between words, and each letter one character with its accent."""
+    return normalize("NFC", " ".join(word.split()))
 
 
 def _task(task: str | None, options: Options) -> str | None:

@@ -30,6 +30,8 @@ WITH_WORDS = Options(languages=("en", "de"), detects_language=True, keywords=500
         (MULTILINGUAL, {"language": "yue"}, "language", "There is en, zh, de"),
         (WITH_WORDS, {"languages": ("fr", "nl")}, "languages", "none of these languages. There is en, de."),
         (WITH_WORDS, {"languages": ("en", "xx")}, "languages", "'xx' is not a language"),
+        (ENGLISH, {"languages": ("de", "fr")}, "languages", "none of these languages. There is en."),
+        (ENGLISH, {"languages": ("xx",)}, "languages", "'xx' is not a language"),
         (ENGLISH, {"task": "translate"}, "task", "does not translate"),
         (MULTILINGUAL, {"task": "sing"}, "task", "transcribe or translate"),
         (MULTILINGUAL, {"prompt": "x" * (MAX_PROMPT_CHARACTERS + 1)}, "prompt", "at most 16384"),
@@ -39,6 +41,7 @@ WITH_WORDS = Options(languages=("en", "de"), detects_language=True, keywords=500
         (ENGLISH, {"keywords": (("x" * 10_000, 1.0),)}, "keywords", "at most 64 characters"),
         (WITH_WORDS, {"keywords": (("a\x07b", 1.0),)}, "keywords", "control characters"),
         (WITH_WORDS, {"keywords": (("word", 1e9),)}, "keywords", "lies between 0.1 and 10"),
+        (WITH_WORDS, {"prompt": "word," * 501}, "prompt", "At most 500 keywords"),
     ],
 )
 def test_what_cannot_be_is_refused(options: Options, asked: dict[str, Any], param: str, text: str) -> None:
@@ -98,7 +101,29 @@ def test_languages_that_may_be_spoken_are_those_the_model_has() -> None:
 def test_a_prompt_that_is_a_list_of_words(prompt: str, words: list[str] | None) -> None:
     """A model that takes keywords and no prompt gets them as keywords; one that takes prompts gets it as it is."""
     taken = Settings(prompt=prompt, keywords=(("Gyula", 2.0),)).in_force(spec(WITH_WORDS))
-    assert taken.keywords == (("Gyula", 2.0), *((word, 1.0) for word in words or ()))
-    assert taken.prompt == (None if words is None else "")
+    assert taken.all_keywords == (("Gyula", 2.0), *((word, 1.0) for word in words or ()))
+    assert taken.shown_prompt == (None if words is None else "")
+    assert taken.engine_options() == {"keywords": "\n".join(["Gyula\t2", *(f"{word}\t1" for word in words or ())])}
     prompted = Settings(prompt=prompt).in_force(spec(replace(WITH_WORDS, prompt=True)))
     assert (prompted.prompt, prompted.keywords) == (prompt, ())
+
+
+def test_words_of_a_prompt_go_when_another_prompt_comes() -> None:
+    model = spec(WITH_WORDS)
+    taken = Settings(prompt="Kittila, Jaroka", keywords=(("Gyula", 2.0), ("Jaroka", 3.0))).in_force(model)
+    assert taken.all_keywords == (("Gyula", 2.0), ("Jaroka", 3.0), ("Kittila", 1.0))
+    assert taken.in_force(model) == taken
+    for prompt, words in (("Kittila, Jaroka", ["Kittila"]), ("Foo, Bar", ["Foo", "Bar"]), ("", [])):
+        taken = replace(taken, prompt=prompt).in_force(model)
+        assert [word for word, _ in taken.all_keywords or ()] == ["Gyula", "Jaroka", *words]
+
+
+@pytest.mark.parametrize("written", [" Kittila", "Kittila ", "\u00a0Kittila\u2003"])
+def test_spaces_around_a_keyword_are_no_part_of_it(written: str) -> None:
+    assert Settings(keywords=((written, 2.0),)).in_force(spec(WITH_WORDS)).keywords == (("Kittila", 2.0),)
+
+
+def test_a_keyword_is_written_as_models_write_it() -> None:
+    """One space between words, and a letter with its accent as one character."""
+    asked = Settings(keywords=(("van  der\u00a0Berg", 1.0), ("Kittila\u0308", 1.0)))
+    assert asked.in_force(spec(WITH_WORDS)).keywords == (("van der Berg", 1.0), ("Kittil\u00e4", 1.0))
