@@ -14,6 +14,9 @@ from unicodedata import category
 MAX_PROMPT_CHARACTERS = 16_384
 MAX_KEYWORDS = 500
 MAX_KEYWORD_CHARACTERS = 64
+# Of all keywords together, in UTF-8: so many that there is room for what the decoder needs of them, and so few that
+# others do not wait long until it has that (engine/runner/bias.py).
+MAX_KEYWORDS_BYTES = 7_000
 MIN_BOOST, MAX_BOOST = 0.1, 10.0
 TRANSLATE = "translate"
 # Categories of what no word holds: control characters, halves of characters, ends of lines and paragraphs.
@@ -93,10 +96,9 @@ def read_keywords(text: str) -> list[Keyword]:
 
 def check_keywords(keywords: Iterable[Keyword], most: int = MAX_KEYWORDS) -> None:
     """Raises ValueError for keywords that nobody can mean. The text says which and why."""
-    count = 0
-    for word in keywords:
-        count += 1
-        if count > most:
+    size = 0
+    for number, word in enumerate(keywords):
+        if number == most:
             raise ValueError(f"at most {most} keywords can be given")
         if not word.text.strip():
             raise ValueError("a keyword is empty")
@@ -108,3 +110,7 @@ def check_keywords(keywords: Iterable[Keyword], most: int = MAX_KEYWORDS) -> Non
             raise ValueError(
                 f"the boost of a keyword lies between {MIN_BOOST:g} and {MAX_BOOST:g}, not at {word.boost:g}"
             )
+        size += len(word.text.encode())
+        if size > MAX_KEYWORDS_BYTES:
+            bound = f"all keywords together have at most {MAX_KEYWORDS_BYTES} bytes"
+            raise ValueError(f"{bound}; give fewer or shorter ones")

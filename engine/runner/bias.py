@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.options import MAX_KEYWORD_CHARACTERS, MAX_KEYWORDS, Keyword, read_keywords
+from engine.options import Keyword, read_keywords
 from engine.runner.pairs import joined_pairs, single_bytes
 from engine.vocabulary import Vocabulary
 
@@ -38,10 +38,8 @@ from engine.vocabulary import Vocabulary
 FULL_WORTH = 4.0
 FULL_LETTERS = 5
 
-# Most tokens that may lead on from all places of a stream's keywords together.
+# Most tokens that may lead on from all places of a stream's keywords together. Those of usual cuts go in first.
 MAX_EDGES = 16_384
-# Most bytes of a stream's keywords: as many as keywords can have that are as long and as many as they may be, in ASCII.
-MAX_BYTES = MAX_KEYWORDS * MAX_KEYWORD_CHARACTERS
 # Lists of keywords that are kept ready for the next stream with the same list.
 KEPT_TREES = 8
 
@@ -106,8 +104,6 @@ class KeywordTree:
     """The keywords of one stream. It never changes."""
 
     def __init__(self, keywords: Sequence[Keyword], spelling: Spelling) -> None:
-        if sum(len(word.text.encode()) for word in keywords) > MAX_BYTES:
-            raise ValueError(f"these keywords are too long together: they have more than {MAX_BYTES} bytes")
         self._rests = spelling.rests
         tree, cuts = _Letters(keywords), _Cuts(spelling)
         # Edges that lead away from every state, because their tokens begin with a space.
@@ -115,38 +111,59 @@ class KeywordTree:
         # Edges that lead away from each state; the first of two that a token has.
         self.edges: list[Edges] = [{} for _ in range(len(tree.numbers) + 1)]
         self.edge_count = 0
-        done: set[tuple[int, bytes]] = set()
-        for variant in tree.variants:
-            small = variant.lower()
-            usual = cuts.first_of(b" " + variant)
-            for token, length in spelling.beginnings(b" " + variant):
-                if length > 1:
-                    self._add(self.entries, {token: tree.edge(b"", small[: length - 1], length == usual)})
-            for start in range(len(variant)):
-                # Keywords may begin alike, and what differs in case at its beginning may go on the same way.
-                number, following = tree.numbers[small[:start]], variant[start : start + spelling.longest]
-                if (number, following) in done:
-                    continue
-                done.add((number, following))
-                here, usual = self.edges[number], cuts.first_of(following)
-                for token, length in spelling.beginnings(following):
-                    self._add(here, {token: tree.edge(small[:start], small[: start + length], length == usual)})
-        # Within a term of several words another keyword may begin.
-        for prefix, number in tree.numbers.items():
-            for at in (index for index, byte in enumerate(prefix) if byte == ord(" ")):
-                other = tree.numbers.get(prefix[at + 1 :])
-                if other is not None:
-                    self._add(self.edges[number], self.edges[other] | self.edges[number])
+        # What leads on by an unusual cut has no bonus: without it a text may stand outside of a keyword, no more.
+        unusual: list[tuple[Edges, int, Edge]] = []
+        for here, said, rest, spaces in self._places(tree, spelling.longest):
+            usual = cuts.first_of(rest)
+            for token, length in spelling.beginnings(rest):
+                if length == usual > spaces:
+                    self._add(here, token, tree.edge(said, said + rest[spaces:length].lower(), usual=True))
+                elif length > spaces:
+                    unusual.append((here, token, tree.edge(said, said + rest[spaces:length].lower(), usual=False)))
+        for here, token, edge in unusual:
+            self._add_if_room(here, token, edge)
+        self._add_within_terms(tree.numbers)
         self._entry_tokens = np.array(list(self.entries), np.int64)
         self._entry_bonuses = np.array([edge.bonus for edge in self.entries.values()], np.float32)
 
-    def _add(self, edges: Edges, more: Edges) -> None:
+    def _places(self, tree: _Letters, longest: int) -> Iterator[tuple[Edges, bytes, bytes, int]]:
+        """Where keywords begin and go on: the edges there, what is said of a keyword, what follows, and how many spaces
+        that begins with. In an order that is always the same, for it decides what there is room for."""
+        done: set[tuple[int, bytes]] = set()
+        for variant in sorted(tree.variants):
+            small = variant.lower()
+            yield self.entries, b"", b" " + variant, 1
+            for start in range(len(variant)):
+                # Keywords may begin alike, and what differs in case at its beginning may go on the same way.
+                number, following = tree.numbers[small[:start]], variant[start : start + longest]
+                if (number, following) not in done:
+                    done.add((number, following))
+                    yield self.edges[number], small[:start], following, 0
+
+    def _add_within_terms(self, numbers: Mapping[bytes, int]) -> None:
+        """Within a term of several words another keyword may begin."""
+        # Behind a space alone all of them may, so these come last.
+        for prefix in sorted(numbers, key=lambda prefix: (prefix.endswith(b" "), prefix)):
+            if self.edge_count == MAX_EDGES:
+                return
+            here = self.edges[numbers[prefix]]
+            for at in (index for index, byte in enumerate(prefix) if byte == ord(" ")):
+                other = numbers.get(prefix[at + 1 :])
+                for token, edge in self.edges[other].items() if other is not None else ():
+                    self._add_if_room(here, token, edge)
+
+    def _add(self, edges: Edges, token: int, edge: Edge) -> None:
         """Raises ValueError at the first edge that is too many: what a list costs is bounded before it is built."""
-        self.edge_count -= len(edges)
-        # A token of two keywords may be usual in one of them only.
-        edges |= {token: edge for token, edge in more.items() if token not in edges or edges[token].bonus < edge.bonus}
-        self.edge_count += len(edges)
-        _check_size(self.edge_count)
+        if token not in edges:
+            self.edge_count += 1
+            _check_size(self.edge_count)
+        # A token that is usual in two keywords may be worth more in one of them.
+        if token not in edges or edges[token].bonus < edge.bonus:
+            edges[token] = edge
+
+    def _add_if_room(self, edges: Edges, token: int, edge: Edge) -> None:
+        if token not in edges and self.edge_count < MAX_EDGES:
+            self._add(edges, token, edge)
 
     def after(self, state: int, token: int) -> int:
         """The state behind one more token."""

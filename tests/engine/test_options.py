@@ -67,6 +67,14 @@ def test_too_many_keywords_are_not_looked_at_one_by_one() -> None:
     assert seen == MAX_KEYWORDS + 1
 
 
+def test_keywords_are_bounded_together() -> None:
+    names = [Keyword(f"Van der Ber{number:03d}") for number in range(500)]
+    check_keywords(names)
+    for word in ("x" * 64, "\u0416" * 64):
+        with pytest.raises(ValueError, match="at most 7000 bytes; give fewer or shorter ones"):
+            check_keywords([Keyword(word)] * 110)
+
+
 def test_what_a_model_takes() -> None:
     MANY.check({})
     MANY.check({"language": "de", "task": "translate", "prompt": "Names.", "keywords": "Van der Berg\t2.5"})

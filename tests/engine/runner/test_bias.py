@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import exp, log1p
+from random import Random
+from string import ascii_lowercase
 
 import numpy as np
 import pytest
 
-from engine.options import Keyword, keywords_text
+from engine.options import Keyword, check_keywords, keywords_text
 from engine.runner import bias
 from engine.runner.bias import AT_WORD, FULL_WORTH, IN_WORD, KeywordTree, KeywordTrees, Spelling
 from engine.vocabulary import Vocabulary
@@ -193,6 +195,23 @@ def test_a_list_that_is_too_long_is_not_built_first(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="too long together"):
         tree(*words, vocabulary=BYTES)
     assert max(sizes) <= bias.MAX_EDGES + 1_000
+
+
+def test_as_many_names_as_may_be_given_are_all_favoured() -> None:
+    """A few may not be followed where one begins within another; none is refused, and none is left out."""
+    some = Random(1)
+    names = ["".join(some.choices(ascii_lowercase, k=12)).title() for _ in range(500)]
+    names = [f"{name[:6]} {name[6:].title()}" for name in names]
+    check_keywords([Keyword(name) for name in names])
+    keywords = tree(*names, vocabulary=BYTES)
+    assert keywords.edge_count == bias.MAX_EDGES
+    for name in names:
+        for text in (name, name.lower()):
+            state = AT_WORD
+            for byte in text.encode():
+                edge = keywords.edges[state][byte]
+                assert edge.bonus, text
+                state = edge.node
 
 
 def test_what_keywords_begin_with_in_common_is_spelled_once(monkeypatch: pytest.MonkeyPatch) -> None:
