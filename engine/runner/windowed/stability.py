@@ -253,10 +253,11 @@ def loop_start(tokens: list[int]) -> int | None:
 
 
 def is_noise(text: bytes, log_probabilities: list[float], doubt: float) -> bool:
-    """Whether an utterance is better left unsaid: the model notates music, or does not believe its own words."""
+    """Whether an utterance is better left unsaid: the model notates music, has no word but marks for it, or does not
+    believe its own words."""
     if not log_probabilities:
         return False
-    return _MUSIC in text or sum(log_probabilities) / len(log_probabilities) < doubt
+    return is_mark(text.replace(b" ", b"")) or _MUSIC in text or sum(log_probabilities) / len(log_probabilities) < doubt
 
 
 def best_cut(

@@ -164,6 +164,8 @@ def test_noise_is_doubt_or_music() -> None:
     assert not is_noise(b" hello there", [-0.5, -0.6], POLICY.doubt)
     assert is_noise(b" hello there", [-1.5, -0.6], POLICY.doubt)
     assert is_noise(" \u266a la".encode(), [-0.1], POLICY.doubt)
+    # A full stop in silence would stand before the next turn's first word.
+    assert is_noise(b".", [-0.1], POLICY.doubt) and is_noise(b" . . .", [-0.1] * 3, POLICY.doubt)
 
 
 def test_cut_prefers_the_end_of_a_sentence() -> None:
