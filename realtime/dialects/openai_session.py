@@ -7,6 +7,7 @@ are refused. What is not known is not repeated either: the session that goes bac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,14 @@ MAX_DELAY_MS = 60_000
 EAGERNESS = ("low", "medium", "high", "auto")
 # What OpenAI allows for the time without speech.
 IDLE_TIMEOUT_MS = (5000, 30_000)
+# Where the parts of a session are, in the GA shape and in that of the beta.
+GA_PATHS = {name: f"audio.input.{name}" for name in ("format", "transcription", "noise_reduction", "turn_detection")}
+BETA_PATHS = {
+    "format": "input_audio_format",
+    "transcription": "input_audio_transcription",
+    "noise_reduction": "input_audio_noise_reduction",
+    "turn_detection": "turn_detection",
+}
 BETA_FORMATS = {"pcm16": "audio/pcm", "g711_ulaw": "audio/pcmu", "g711_alaw": "audio/pcma"}
 DEFAULT_PCM_RATE = 24_000
 CONTAINER_RATE = 48_000
@@ -78,7 +87,7 @@ def merge_ga(settings: Settings, session: Json) -> Settings:
     audio = session.get("audio")
     audio_input = _object(audio, "audio").get("input") if audio is not None else None
     if audio_input is not None:
-        settings = _merge_input(settings, _object(audio_input, "audio.input"), "audio.input.")
+        settings = _merge_input(settings, _object(audio_input, "audio.input"), GA_PATHS)
     return _finish(_merge_include(settings, session))
 
 
@@ -94,14 +103,10 @@ def _merge_beta_keys(settings: Settings, session: Json) -> Settings:
         if name is not None and (not isinstance(name, str) or name not in BETA_FORMATS):
             raise _fault("input_audio_format", f"'session.input_audio_format' must be one of {list(BETA_FORMATS)}.")
         renamed["format"] = {"type": BETA_FORMATS[name or "pcm16"]}
-    for beta, name in (
-        ("input_audio_transcription", "transcription"),
-        ("input_audio_noise_reduction", "noise_reduction"),
-        ("turn_detection", "turn_detection"),
-    ):
-        if beta in session:
+    for name, beta in BETA_PATHS.items():
+        if beta in session and name not in renamed:
             renamed[name] = session[beta]
-    return _merge_input(settings, renamed, "")
+    return _merge_input(settings, renamed, BETA_PATHS)
 
 
 def _merge_include(settings: Settings, session: Json) -> Settings:
@@ -119,17 +124,18 @@ def _finish(settings: Settings) -> Settings:
     return settings
 
 
-def _merge_input(settings: Settings, given: Json, path: str) -> Settings:
+def _merge_input(settings: Settings, given: Json, paths: Mapping[str, str]) -> Settings:
+    """`paths`: where in the client's session each of them is."""
     changes: dict[str, Any] = {}
     if "format" in given:
-        changes["format"] = _format(given["format"], path + "format")
+        changes["format"] = _format(given["format"], paths["format"])
     if "noise_reduction" in given:
-        changes["noise_reduction"] = _noise_reduction(given["noise_reduction"], path + "noise_reduction")
+        changes["noise_reduction"] = _noise_reduction(given["noise_reduction"], paths["noise_reduction"])
     if "turn_detection" in given:
-        changes["turn_detection"] = _turn_detection(given["turn_detection"], path + "turn_detection")
+        changes["turn_detection"] = _turn_detection(given["turn_detection"], paths["turn_detection"])
         changes["turns_chosen"] = True
     if "transcription" in given:
-        changes |= _transcription(given["transcription"], path + "transcription")
+        changes |= _transcription(given["transcription"], paths["transcription"])
     return replace(settings, **changes)
 
 
@@ -198,15 +204,19 @@ def _transcription(value: Any, path: str) -> dict[str, Any]:
                 item = _text(item, f"{path}.{name}", MAX_PROMPT if name == "prompt" else MAX_NAME)
             changes[name] = item or ("" if name == "prompt" else None)
     if "languages" in given:
-        changes["languages"] = _texts(given["languages"] or [], path + ".languages")
+        changes["languages"] = _texts(_list(given["languages"]), path + ".languages")
     if "keywords" in given:
-        changes["keywords"] = _keywords(given["keywords"] or [], path + ".keywords")
+        changes["keywords"] = _keywords(_list(given["keywords"]), path + ".keywords")
     if "delay" in given:
         delay = given["delay"]
         if delay is not None and delay not in DELAYS:
             delay = int(_number(delay, path + ".delay", 0, MAX_DELAY_MS))
         changes["delay"] = delay
     return changes
+
+
+def _list(value: Any) -> Any:
+    return [] if value is None else value
 
 
 def _keywords(value: Any, path: str) -> tuple[tuple[str, float], ...]:

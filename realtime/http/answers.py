@@ -59,7 +59,9 @@ class Answers:
         body = await _json_body(request)
         seconds = _secret_seconds(body.get("expires_after"))
         session = body.get("session")
-        settings = self._in_force(merge_ga(Settings(), session if isinstance(session, dict) else {}))
+        if not isinstance(session, dict | None):
+            raise Refusal(400, "invalid_value", "'session' must be an object.", param="session")
+        settings = self._in_force(merge_ga(Settings(), session or {}))
         secret = self._context.gatekeeper.issue(caller, settings, seconds)
         facts = self._sessions.facts()
         shown = ga_session(settings, facts, secret.expires_at)

@@ -106,7 +106,7 @@ class Gatekeeper:
         issued = _Issued(expires_at, caller.name, settings, secrets.token_bytes(SALT_LENGTH))
         value = SECRET_PREFIX + self._signer.sign(PURPOSE, zlib.compress(msgspec.msgpack.encode(issued)))
         if len(value) > MAX_SECRET_CHARACTERS:
-            text = "These settings are too long for a client secret, which carries them; send a shorter prompt."
+            text = "A client secret carries its settings; these are too long. Send a shorter prompt or fewer keywords."
             raise Refusal(400, "settings_too_long", text, param="session")
         return ClientSecret(value, expires_at)
 

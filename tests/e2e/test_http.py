@@ -161,6 +161,7 @@ async def test_client_secrets_check_their_body(serve: Serve) -> None:
             {"expires_after": {"seconds": True}},
             {"expires_after": 60},
             {"session": {"audio": {"input": {"format": {"type": "audio/mp3"}}}}},
+            {"session": "transcription"},
         ):
             assert (await http.post(url, json=body)).status_code == 400, body
         assert (await http.post(url, content=b"{nonsense")).status_code == 400

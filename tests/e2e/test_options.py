@@ -65,6 +65,9 @@ async def test_what_only_the_engine_can_refuse_is_the_clients_mistake_too(
         ({"keywords": ["x" * 10_000]}, "keywords", "at most 64"),
         ({"keywords": ["a\u0007"]}, "keywords", "control"),
         ({"keywords": [["a", 99]]}, "keywords", "list of strings"),
+        ({"keywords": {}}, "keywords", "list of strings"),
+        ({"keywords": ""}, "keywords", "list of strings"),
+        ({"languages": 0}, "languages", "list of at most"),
     ],
 )
 async def test_a_mistake_is_told_and_the_session_goes_on_with_what_it_had(
@@ -81,6 +84,23 @@ async def test_a_mistake_is_told_and_the_session_goes_on_with_what_it_had(
         assert (await client.until(COMPLETED))[-1]["transcript"] == "w1 w2"
         assert engine.opened[-1]["options"] == {"language": "de"}
         assert (await in_force(client))["language"] == "de"
+
+
+@pytest.mark.parametrize(
+    ("session", "param"),
+    [
+        ({"input_audio_transcription": "whisper-1"}, "session.input_audio_transcription"),
+        ({"input_audio_transcription": {"language": 5}}, "session.input_audio_transcription.language"),
+        ({"input_audio_transcription": {"language": "xx"}}, "session.input_audio_transcription.language"),
+        ({"input_audio_noise_reduction": 5}, "session.input_audio_noise_reduction"),
+    ],
+)
+async def test_a_mistake_is_named_as_the_client_of_the_beta_wrote_it(
+    serve: Serve, session: dict[str, Any], param: str
+) -> None:
+    async with serve(engine_with(WITH_WORDS)) as running, raw_client(running.ws) as client:
+        await client.send("transcription_session.update", session=session)
+        assert (await client.until("error"))[-1]["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
