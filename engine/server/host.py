@@ -36,6 +36,9 @@ SPEECH_THRESHOLD = 0.5
 # position that a step reads of it.
 COMMANDS_A_POSITION = 2
 LEAST_COMMANDS = 256
+# How long taking them in may last. A stream with many keywords takes a third of a second to open, and an engine that
+# took in all who come at once would be taken for dead.
+TAKE_SECONDS = 0.1
 # Messages of a gateway in a row that are none, before it has to connect anew.
 MOST_UNREADABLE = 5
 
@@ -249,7 +252,7 @@ class EngineHost:
         positions = len(self._roster.streams) * self._loop.scheduler.spec.stride_positions
         left = max(LEAST_COMMANDS, COMMANDS_A_POSITION * positions)
         peers = list(self._peers.values())
-        while peers and left > 0:
+        while peers and left > 0 and self._clock() <= now + TAKE_SECONDS:
             for peer in peers:
                 left -= len(peer.inbox[0][0].commands) if peer.inbox else 0
             peers = [peer for peer in peers if self._take_batch(peer, now)]

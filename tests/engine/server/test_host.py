@@ -188,6 +188,24 @@ def test_an_engine_of_a_windowed_model_takes_in_a_stride_of_every_stream() -> No
     assert 2 * stride * streams > LEAST_COMMANDS and not host.host._peers[b"g"].inbox
 
 
+def test_an_engine_that_many_streams_come_to_goes_on_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening a stream may take long: those that are open wait for one of them, not for all."""
+    host = Host()
+    host.greet(b"g")
+    check_open = host.loop.runner.check_open
+
+    def check_slowly(message: messages.Open) -> None:
+        host.now += 0.3
+        check_open(message)
+
+    monkeypatch.setattr(host.loop.runner, "check_open", check_slowly)
+    for number in range(4):
+        host.post(b"g", command(messages.Open(f"new {number}")))
+    for opened in range(1, 5):
+        host.host.tick()
+        assert len(host.believed(b"g")) == opened
+
+
 def raw(*parts: Any) -> msgspec.Raw:
     return msgspec.Raw(msgspec.msgpack.encode(list(parts)))
 
