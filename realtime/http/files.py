@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -25,7 +25,7 @@ from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.session.events import Samples, TimedWord
 from realtime.session.settings import Settings
 from realtime.session.subtitles import Subtitle, subtitles, to_srt, to_vtt
-from realtime.session.words import timed_words, token_logprobs, word_fields
+from realtime.session.words import first_word, timed_words, token_logprobs, word_fields
 
 FORMATS = ("json", "verbose_json", "text", "srt", "vtt")
 READ_BYTES = 256 * 1024
@@ -67,16 +67,36 @@ def read_request(form: FormData, spec: ModelSpec, task: str | None) -> UploadReq
     if response_format not in FORMATS:
         text = f"'response_format' must be one of {', '.join(FORMATS)}."
         raise Refusal(400, "invalid_value", text, param="response_format")
-    granularities = _values(form, "timestamp_granularities")
+    granularities = _chosen(form, "timestamp_granularities", ("word", "segment"))
+    logprobs = "logprobs" in _chosen(form, "include", ("logprobs",))
+    _check_temperature(_field(form, "temperature"))
     # OpenAI ignores `stream` for this model, so its clients expect a single answer.
-    model, stream = _field(form, "model"), _field(form, "stream").lower()
-    return UploadRequest(
-        response_format,
-        _settings(form, spec, task),
-        stream in ("true", "1") and model != "whisper-1",
-        words=any("word" in str(value) for value in granularities),
-        logprobs="logprobs" in _values(form, "include"),
-    )
+    model, stream = _field(form, "model"), _field(form, "stream").lower() in ("true", "1")
+    stream = stream and model != "whisper-1"
+    if logprobs and response_format != "json" and not stream:
+        text = "'include' with logprobs needs 'response_format' json."
+        raise Refusal(400, "invalid_value", text, param="include")
+    return UploadRequest(response_format, _settings(form, spec, task), stream, "word" in granularities, logprobs)
+
+
+def _chosen(form: FormData, name: str, known: Sequence[str]) -> list[str]:
+    """The values of a list that can have only these."""
+    values = _values(form, name)
+    for value in values:
+        if value not in known:
+            raise Refusal(400, "invalid_value", f"'{name}' can hold {' and '.join(known)}.", param=name)
+    return values
+
+
+def _check_temperature(given: str) -> None:
+    """It changes nothing: the text is always the likeliest. What is no temperature is a mistake all the same."""
+    try:
+        right = not given or 0 <= float(given) <= 1
+    except ValueError:
+        right = False
+    if not right:
+        text = "'temperature' must be a number from 0 to 1."
+        raise Refusal(400, "invalid_value", text, param="temperature")
 
 
 def _settings(form: FormData, spec: ModelSpec, task: str | None) -> Settings:
@@ -170,7 +190,8 @@ class Transcriber:
                 delta = output.delta if transcript.text else output.delta.lstrip()
                 transcript.text += delta
                 transcript.tokens += len(output.tokens)
-                transcript.words += timed_words(output)
+                words = timed_words(output)
+                transcript.words += words if transcript.words or not words else [first_word(words[0]), *words[1:]]
                 transcript.language = transcript.language or output.language
                 if delta:
                     yield delta
@@ -270,7 +291,17 @@ def sse(body: dict[str, Any]) -> str:
     return f"data: {encode_json(body)}\n\n"
 
 
-def sse_done(transcript: Transcript, *, duration: bool = False) -> Iterator[str]:
+def extras_from(transcript: Transcript, first: int, request: UploadRequest) -> dict[str, Any]:
+    """What was asked for beside the text, of the words from the one with this number on."""
+    extras: dict[str, Any] = {}
+    if request.words:
+        extras["words"] = words_from(transcript, first)
+    if request.logprobs:
+        extras["logprobs"] = token_logprobs(transcript.words[first:]) or []
+    return extras
+
+
+def sse_done(transcript: Transcript, request: UploadRequest) -> Iterator[str]:
     audio_tokens = round(transcript.seconds * 12.5)
     usage = {
         "type": "tokens",
@@ -279,7 +310,9 @@ def sse_done(transcript: Transcript, *, duration: bool = False) -> Iterator[str]
         "total_tokens": audio_tokens + transcript.tokens,
         "input_token_details": {"text_tokens": 0, "audio_tokens": audio_tokens},
     }
-    extra = {"duration": round(transcript.seconds, 3)} if duration else {}
+    extra: dict[str, Any] = {"duration": round(transcript.seconds, 3)} if request.words else {}
+    if request.logprobs:
+        extra["logprobs"] = token_logprobs(transcript.words) or []
     yield sse({"type": "transcript.text.done", "text": transcript.text, "usage": usage, **extra})
     yield "data: [DONE]\n\n"
 

@@ -19,10 +19,10 @@ from realtime.http.files import (
     Transcriber,
     Transcript,
     UploadRequest,
+    extras_from,
     read_request,
     sse,
     sse_done,
-    words_from,
     write_answer,
 )
 from realtime.http.forms import FormReader, Upload, client_gone
@@ -63,7 +63,7 @@ class UploadRoutes:
         if wanted.stream:
             transcript = self._new_transcript()
             deltas = self._watched(self._transcriber.deltas(file.file, wanted, transcript), request)
-            return await self._stream(deltas, transcript, upload, words=wanted.words)
+            return await self._stream(deltas, transcript, upload, wanted)
         transcript = await self.transcript(file.file, wanted, request)
         await upload.close()
         body, media_type = write_answer(transcript, wanted)
@@ -97,7 +97,7 @@ class UploadRoutes:
             await deltas.aclose()
 
     async def _stream(
-        self, deltas: AsyncGenerator[str], transcript: Transcript, upload: Upload, *, words: bool
+        self, deltas: AsyncGenerator[str], transcript: Transcript, upload: Upload, wanted: UploadRequest
     ) -> Response:
         """The answer begins with the first text or the end; until then a refusal can have a status of its own."""
         first = await anext(deltas, None)
@@ -106,11 +106,10 @@ class UploadRoutes:
             try:
                 told = 0
                 async for delta in _with_first(first, deltas):
-                    timed = {"words": words_from(transcript, told)} if words else {}
-                    told = len(transcript.words)
-                    yield sse({"type": "transcript.text.delta", "delta": delta, **timed})
+                    extras, told = extras_from(transcript, told, wanted), len(transcript.words)
+                    yield sse({"type": "transcript.text.delta", "delta": delta, **extras})
                 self.count("ok")
-                for event in sse_done(transcript, duration=words):
+                for event in sse_done(transcript, wanted):
                     yield event
             except Refusal as refusal:
                 self.count(refusal.code)

@@ -26,7 +26,7 @@ from realtime.session.events import (
     SpeechStopped,
     TimedWord,
 )
-from realtime.session.words import WordCutter
+from realtime.session.words import WordCutter, first_word
 
 # Text heard outside any turn joins the next turn if it was spoken this shortly before; otherwise it was not speech.
 STRAY_SECONDS = 1.0
@@ -145,7 +145,7 @@ class Turns:
             text, word = self._stray.popleft()
             if word.end >= start - self._stray_samples:
                 turn.held.append(text)
-                turn.words.append(word)
+                turn.words.append(self._as_written(word, turn))
         return turn
 
     def end(self, end: int, now: float, words_until: int | None) -> Turn:
@@ -244,8 +244,11 @@ class Turns:
             self._stray.append((text, word))
         elif turn.state in (TurnState.OPEN, TurnState.COMMITTED):
             turn.held.append(text)
-            turn.words.append(word)
+            turn.words.append(self._as_written(word, turn))
             turn.characters += len(text)
+
+    def _as_written(self, word: TimedWord, turn: Turn) -> TimedWord:
+        return first_word(word) if self.trim_start and not turn.words else word
 
     def _is_too_long(self, word: TimedWord) -> bool:
         """Whether the open turn must end after this word. Not if it was given the beginning of the next word too."""

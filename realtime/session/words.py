@@ -89,6 +89,18 @@ def timed_words(text: messages.Text, base: int = 0) -> list[TimedWord]:
     return [replace(timed_word(word, base), language=language, no_speech=nobody) for word in text.words]
 
 
+def first_word(word: TimedWord) -> TimedWord:
+    """A word that a text begins with: its tokens have no space before it either, so that they are the text."""
+    chances = list(word.chances)
+    while chances:
+        piece, log = chances[0]
+        if piece.lstrip():
+            chances[0] = piece.lstrip(), log
+            break
+        del chances[0]
+    return replace(word, chances=tuple(chances))
+
+
 def languages_of(words: Iterable[TimedWord]) -> list[str]:
     """Codes of the languages that some words are in, in their order; none if the model does not say."""
     return list(dict.fromkeys(word.language for word in words if word.language))

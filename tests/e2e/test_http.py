@@ -135,7 +135,9 @@ async def test_every_form_field_clients_send_is_accepted(serve: Serve) -> None:
             f"{running.base_url}/audio/transcriptions", data=fields, files={"file": ("a.wav", wav(0.9), "audio/wav")}
         )
         assert response.json()["text"] == "w1 w2"
-        assert [chance["token"] for chance in response.json()["logprobs"]] == [" w1", " w2"]
+        assert [chance["token"] for chance in response.json()["logprobs"]] == ["w1", " w2"], (
+            "together they are the text"
+        )
 
 
 async def test_unknown_paths_and_methods_answer_in_the_error_shape(serve: Serve) -> None:

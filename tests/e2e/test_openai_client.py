@@ -302,7 +302,7 @@ async def test_every_event_validates_against_the_sdk_models(serve: Serve) -> Non
         checked = checker.validate_python(event)
         assert checked.type == event["type"]
     completed = next(event for event in raw if event["type"] == COMPLETED)
-    assert [chance["token"] for chance in completed["logprobs"]] == [" w1", " w2"]
+    assert "".join(chance["token"] for chance in completed["logprobs"]) == completed["transcript"] == "w1 w2"
     assert all(chance["logprob"] == CHANCE and bytes(chance["bytes"]).decode() for chance in completed["logprobs"])
     assert {event["type"] for event in raw} >= {
         "error",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -114,6 +115,25 @@ async def test_a_mistake_is_named_as_the_client_of_the_beta_wrote_it(
         ("transcriptions", WITH_WORDS, {"keywords[]": ""}, "keywords", "empty"),
         ("transcriptions", WITH_WORDS, {"keywords[]": "x" * 10_000}, "keywords", "at most 64"),
         ("transcriptions", WITH_WORDS, {"keywords[]": "a\u0007"}, "keywords", "control"),
+        ("transcriptions", ENGLISH, {"languages[]": "de"}, "languages", "none of these languages. There is en."),
+        ("transcriptions", ENGLISH, {"temperature": "5"}, "temperature", "from 0 to 1"),
+        ("transcriptions", ENGLISH, {"temperature": "nan"}, "temperature", "from 0 to 1"),
+        ("transcriptions", ENGLISH, {"temperature": "hot"}, "temperature", "from 0 to 1"),
+        (
+            "transcriptions",
+            ENGLISH,
+            {"timestamp_granularities[]": "letter"},
+            "timestamp_granularities",
+            "word and segment",
+        ),
+        ("transcriptions", ENGLISH, {"include[]": "everything"}, "include", "can hold logprobs"),
+        (
+            "transcriptions",
+            ENGLISH,
+            {"include[]": "logprobs", "response_format": "srt"},
+            "include",
+            "needs 'response_format'",
+        ),
         ("translations", ENGLISH, {}, "task", "does not translate"),
     ],
 )
@@ -240,6 +260,18 @@ async def test_deepgrams_words_reach_the_engine(serve: Serve) -> None:
         answer = await http.post(f"{running.base_url}/listen?{query}", content=wav(0.9))
         assert answer.status_code == 200
         assert engine.opened[-1]["options"] == {"keywords": "Ticker Tape\t1\nMoonshine\t2.5\nWhisper\t1"}
+
+
+async def test_logprobs_of_a_streamed_upload_are_its_text(serve: Serve) -> None:
+    async with serve(engine_with(ENGLISH)) as running, httpx.AsyncClient() as http:
+        answer = await http.post(
+            f"{running.base_url}/audio/transcriptions",
+            data={"stream": "true", "include[]": "logprobs"},
+            files={"file": ("a.wav", wav(0.9), "audio/wav")},
+        )
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    parts = [chance for event in events[:-1] for chance in event["logprobs"]]
+    assert parts == events[-1]["logprobs"] and "".join(part["token"] for part in parts) == events[-1]["text"] == "w1 w2"
 
 
 async def test_a_translation_is_an_upload_in_english(serve: Serve) -> None:
