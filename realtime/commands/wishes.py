@@ -10,7 +10,7 @@ from engine.options import TRANSLATE
 from engine.spec import ModelSpec
 from realtime.commands.terminal import CommandFailed, note
 from realtime.errors import ClientFault
-from realtime.session.settings import Settings
+from realtime.session.settings import Settings, listed_words
 
 
 def add_wishes(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,9 @@ class Wishes:
     def taken_by(self, model: str, known: Sequence[str]) -> dict[str, str]:
         """Those that the model knows. A note says which it does not."""
         given = self.given()
-        unknown = [name for name in given if name not in known]
+        # A prompt that is a list of words is taken as keywords.
+        taken = {*known, "prompt"} if "keywords" in known and listed_words(self.prompt or "") else set(known)
+        unknown = [name for name in given if name not in taken]
         if unknown:
             note(f"note: {model} takes no {', no '.join(unknown)}; going on without")
-        return {name: value for name, value in given.items() if name in known}
+        return {name: value for name, value in given.items() if name in taken}

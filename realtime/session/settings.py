@@ -101,7 +101,7 @@ class Settings:
         """
         options = spec.options
         words = _keywords(self.keywords or ())
-        listed = _listed(self.prompt or "") if options.keywords and not options.prompt else ()
+        listed = listed_words(self.prompt or "") if options.keywords and not options.prompt else ()
         if listed:
             _check((*words, *listed), "prompt")
         return replace(
@@ -180,7 +180,7 @@ def _prompt(text: str) -> str:
     return text
 
 
-def _listed(prompt: str) -> Words:
+def listed_words(prompt: str) -> Words:
     """The words of a prompt that is a list and nothing else, with a heading or without; none of one that is prose."""
     heading, colon, rest = prompt.partition(":")
     headed = bool(colon) and heading.strip().replace(" ", "").isalpha() and len(heading.split()) <= TERM_WORDS
