@@ -22,8 +22,8 @@ before their time. Its state is the complement of the number while it waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -121,7 +121,7 @@ class KeywordTree:
                 elif length > spaces:
                     unusual.append((here, token, tree.edge(said, said + rest[spaces:length].lower(), usual=False)))
         for here, token, edge in unusual:
-            self._add_if_room(here, token, edge)
+            self._add(here, token, edge)
         self._add_within_terms(tree.numbers)
         self._entry_tokens = np.array(list(self.entries), np.int64)
         self._entry_bonuses = np.array([edge.bonus for edge in self.entries.values()], np.float32)
@@ -150,20 +150,19 @@ class KeywordTree:
             for at in (index for index, byte in enumerate(prefix) if byte == ord(" ")):
                 other = numbers.get(prefix[at + 1 :])
                 for token, edge in self.edges[other].items() if other is not None else ():
-                    self._add_if_room(here, token, edge)
+                    if token not in here:
+                        self._add(here, token, edge)
 
     def _add(self, edges: Edges, token: int, edge: Edge) -> None:
-        """Raises ValueError at the first edge that is too many: what a list costs is bounded before it is built."""
+        """If there is room."""
         if token not in edges:
+            if self.edge_count == MAX_EDGES:
+                return
             self.edge_count += 1
-            _check_size(self.edge_count)
-        # A token that is usual in two keywords may be worth more in one of them.
-        if token not in edges or edges[token].bonus < edge.bonus:
             edges[token] = edge
-
-    def _add_if_room(self, edges: Edges, token: int, edge: Edge) -> None:
-        if token not in edges and self.edge_count < MAX_EDGES:
-            self._add(edges, token, edge)
+        elif edges[token].bonus < edge.bonus:
+            # A token that is usual in two keywords may be worth more in one of them.
+            edges[token] = edge
 
     def after(self, state: int, token: int) -> int:
         """The state behind one more token."""
@@ -202,12 +201,32 @@ class KeywordTree:
         return found[0] if found[1] > everything else best
 
 
+class LateTree:
+    """A tree that is made when it is first looked at: not every stream that is opened has something to say."""
+
+    def __init__(self, make: Callable[[], KeywordTree]) -> None:
+        self._make = make
+
+    @cached_property
+    def tree(self) -> KeywordTree:
+        return self._make()
+
+
 class KeywordTrees:
     """The trees of a vocabulary's streams, by the option that lists their keywords."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.spelling = Spelling(vocabulary)
         self._tree = lru_cache(KEPT_TREES)(lambda option: KeywordTree(read_keywords(option), self.spelling))
+
+    def check(self, options: Mapping[str, str]) -> None:
+        """Raises ValueError if the keywords cannot be used. Takes a tenth of the time that their tree takes."""
+        if "keywords" in options:
+            _Letters(read_keywords(options["keywords"]))
+
+    def later(self, options: Mapping[str, str]) -> LateTree | None:
+        """Of options that were checked."""
+        return LateTree(partial(self._tree, options["keywords"])) if "keywords" in options else None
 
     def of(self, options: Mapping[str, str]) -> KeywordTree | None:
         """Raises ValueError if the keywords cannot be used."""

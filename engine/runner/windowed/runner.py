@@ -19,7 +19,7 @@ from engine.core.plan import DecodeResult, DecodeTask, OpenTask, StepPlan, Timed
 from engine.messages import Open, Saved
 from engine.models.seq2seq import SpeechModel
 from engine.options import MAX_KEYWORDS, Options
-from engine.runner.bias import KeywordTree, KeywordTrees
+from engine.runner.bias import KeywordTrees, LateTree
 from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION
 from engine.runner.windowed.ears import Ear, Sound
 from engine.runner.windowed.greedy import Row
@@ -80,7 +80,7 @@ class _Slot:
     marks: list[TimedToken] = field(default_factory=list)
     # If set, the hypothesis is the whole rest of the window [start, end): a final pass has nothing left to decode.
     understood: tuple[int, int] | None = None
-    keywords: KeywordTree | None = None
+    keywords: LateTree | None = None
 
     def restart(self) -> None:
         self.committed.clear()
@@ -139,7 +139,7 @@ class WindowedRunner:
         if message.delay_positions is not None:
             raise ValueError("this model has no delay to choose; leave delay out")
         self.spec.options.check(message.options)
-        self._keywords.of(message.options)
+        self._keywords.check(message.options)
 
     def execute(self, plan: StepPlan) -> list[DecodeResult]:
         return self.execute_until(plan, lambda: False)
@@ -177,7 +177,7 @@ class WindowedRunner:
             prompt = self._prompts.tokens(opened.options.get("prompt", ""))
             mind = Mind.of(self.spec.options, opened.options, prompt)
             self._slots[opened.slot] = _Slot(opened.live, mind) if opened.saved is None else _resumed(opened, mind)
-            self._slots[opened.slot].keywords = self._keywords.of(opened.options)
+            self._slots[opened.slot].keywords = self._keywords.later(opened.options)
             if opened.saved is not None:
                 self._ear_of(opened.slot).resume(opened.slot, opened.saved["ear"], opened.saved_items)
         self._windows.write(plan.encode)
@@ -283,7 +283,7 @@ class WindowedRunner:
                 (said_until - sound.origin) * frames_per_position,
                 FAR_BACK * frames_per_position if slot.live else inf,
             ),
-            keywords=slot.keywords,
+            keywords=None if slot.keywords is None else slot.keywords.tree,
             opening=opening,
         )
 

@@ -214,6 +214,18 @@ def test_as_many_names_as_may_be_given_are_all_favoured() -> None:
                 state = edge.node
 
 
+def test_a_tree_is_made_when_it_is_first_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All streams wait for that, and many that are opened never speak."""
+    trees, option = KeywordTrees(PLAIN), {"keywords": keywords_text([Keyword("Kittila")])}
+    with monkeypatch.context() as patch:
+        patch.setattr(Spelling, "beginnings", None)
+        trees.check(option)
+        late = trees.later(option)
+    assert late is not None and late.tree is late.tree is trees.of(option) and trees.later({}) is None
+    with pytest.raises(ValueError, match="too long together"):
+        trees.check({"keywords": keywords_text([Keyword(f"{number:03d}" + "it" * 30) for number in range(400)])})
+
+
 def test_what_keywords_begin_with_in_common_is_spelled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spelled, beginnings = [], Spelling.beginnings
 
