@@ -72,7 +72,7 @@ def write_answer(transcript: Transcript, query: FileQuery, model: str, request_i
     rate, words = transcript.sample_rate, transcript.words
     whole = alternative(transcript.text, words, rate, punctuate=query.punctuate)
     channel: Json = {"alternatives": [whole]}
-    if not query.settings.language and (languages := languages_of(words)):
+    if query.settings.language in (None, "", "multi") and (languages := languages_of(words)):
         channel["detected_language"] = languages[0]
     results: Json = {"channels": [channel]}
     if query.utterances:

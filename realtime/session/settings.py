@@ -17,11 +17,12 @@ MIN_RATE = 8_000
 MAX_RATE = 48_000
 G711_RATE = 8_000
 
-# Values of `include` that switch extensions on; anything else in the list is kept and echoed, nothing more.
+# Values of `include` that switch something on.
 INCLUDE_LOGPROBS = "item.input_audio_transcription.logprobs"
 INCLUDE_WORDS = "item.input_audio_transcription.words"
 INCLUDE_ACKS = "input_audio_buffer.acks"
 INCLUDE_RESUME = "session.resume"
+INCLUDED = (INCLUDE_LOGPROBS, INCLUDE_WORDS, INCLUDE_ACKS, INCLUDE_RESUME)
 
 # A term has at most so many words; what is longer between two commas is prose.
 TERM_WORDS = 4
@@ -113,11 +114,15 @@ class Settings:
             keywords=words if options.keywords or not words else None,
             task=_task(self.task, options),
             delay=self.delay if spec.max_delay_positions else None,
+            # Nobody reduces noise here: the models were trained on what microphones hear.
+            noise_reduction=None,
+            include=None if self.include is None else tuple(name for name in self.include if name in INCLUDED),
         )
 
     def untaken(self, taken: Settings) -> list[str]:
         """What was asked for here and is not in force there."""
-        return [name for name in ("prompt", "keywords") if getattr(self, name) and getattr(taken, name) is None]
+        asked = ("prompt", "keywords", "noise_reduction")
+        return [name for name in asked if getattr(self, name) and getattr(taken, name) is None]
 
     @property
     def all_keywords(self) -> Words | None:

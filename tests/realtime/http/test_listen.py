@@ -1,0 +1,19 @@
+"""The answer to a file in Deepgram's shape."""
+
+from __future__ import annotations
+
+import pytest
+
+from realtime.dialects.deepgram_query import read_file_query
+from realtime.http.files import Transcript
+from realtime.http.listen import write_answer
+from realtime.session.events import TimedWord
+
+
+@pytest.mark.parametrize(
+    ("query", "shown"), [({}, "de"), ({"language": "multi"}, "de"), ({"language": "de"}, None)], ids=str
+)
+def test_a_language_that_was_found_out_is_told(query: dict[str, str], shown: str | None) -> None:
+    transcript = Transcript(16_000, "de", "Guten Tag.", [TimedWord("Guten", 0, 8000, language="de")], 16_000)
+    answer = write_answer(transcript, read_file_query(query), "whisper-tiny", "id", "0")
+    assert answer["results"]["channels"][0].get("detected_language") == shown
