@@ -144,6 +144,16 @@ class WhisperConfig:
         return [self.start, self.start + 1 + language, self.transcribe - int(translate), no_timestamps]
 
 
+def without_lone_frames(attention: Tensor) -> Tensor:
+    """[..., frames], each with no more attention than one of its neighbours has.
+
+    A word is heard over several frames. The first frame of a window, and one in the silence behind it, get attention
+    whatever is said, and in short windows more than the word itself: it would seem to be said at the beginning.
+    """
+    beside = pad(attention, (1, 1))
+    return torch.minimum(attention, torch.maximum(beside[..., :-2], beside[..., 2:]))
+
+
 class _Mlp(nn.Sequential):
     def __init__(self, width: int) -> None:
         super().__init__(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -347,7 +357,7 @@ class Whisper(nn.Module):
         for index, block in enumerate(self.decoder.blocks):
             x, weights = block(x, index, run)
             followed += [weights[:, head] for at, head in self.alignment_heads if at == index]
-        return self.decoder.ln(x), torch.stack(followed).mean(dim=0)
+        return self.decoder.ln(x), without_lone_frames(torch.stack(followed).mean(dim=0))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.decoder.token_embedding.weight.T

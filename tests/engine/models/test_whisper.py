@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from transformers import WhisperConfig as ReferenceConfig
 from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
-from engine.models.whisper import Whisper, WhisperConfig
+from engine.models.whisper import Whisper, WhisperConfig, without_lone_frames
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.pretrained import load_speech_model
 
@@ -156,6 +156,13 @@ def test_ragged_batch_is_each_row_alone(model: Whisper, monkeypatch: pytest.Monk
     for row, audio in enumerate((long, short)):
         alone = say(model, audio[None], [len(audio)], tokens[row : row + 1])
         torch.testing.assert_close(together[row], alone[0], atol=1e-4, rtol=1e-4)
+
+
+def test_attention_to_a_lone_frame_does_not_count() -> None:
+    first_frame_and_a_word = torch.tensor([0.5, 0.02, 0.02, 0.1, 0.2, 0.1, 0.02, 0.04])
+    counted = without_lone_frames(torch.stack([first_frame_and_a_word, first_frame_and_a_word.flip(0)]))
+    assert torch.equal(counted[0], torch.tensor([0.02, 0.02, 0.02, 0.1, 0.1, 0.1, 0.02, 0.02]))
+    assert torch.equal(counted[1], counted[0].flip(0))
 
 
 def test_special_tokens_follow_from_the_vocabulary_size() -> None:

@@ -17,6 +17,7 @@ from engine.models.whisper import Whisper
 from engine.runner.windowed.greedy import GreedyDecoder, Row
 from engine.runner.windowed.judge import judge
 from engine.runner.windowed.prompts import Prompts
+from engine.runner.windowed.stability import is_mark
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import cache_folder
 
@@ -89,6 +90,17 @@ def test_a_language_is_obeyed_and_a_translation_is_english(heard: dict[str, Enco
     assert "meine Damen und Herren" not in said(heard["de"], "en")
     assert "Buenos días" in said(heard["es"], "es")
     assert said(heard["es"], "es", "translate").strip().startswith("Good")
+
+
+def test_words_are_found_where_they_are_said(heard: dict[str, Encoded]) -> None:
+    """Of all frames the first draws most attention, in which nobody speaks yet."""
+    model, pieces = whisper()
+    for language, encoded in heard.items():
+        row = Row([], [], 40, None, encoded.audio[0], opening=model.opening(language, "", []))
+        with torch.inference_mode():
+            GreedyDecoder(model).run([row], encoded)
+        words = [peak for token, peak in zip(row.tokens, row.peaks, strict=True) if not is_mark(pieces[token])]
+        assert min(words) > 0, language
 
 
 def test_nobody_speaks_in_silence() -> None:
