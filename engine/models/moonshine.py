@@ -273,7 +273,7 @@ class Moonshine(nn.Module):
             (layer, head) for layer in range(config.decoder_layers) for head in range(config.heads)
         ]
 
-    def go_live(self, ample: bool) -> None:
+    def go_live(self, ample: bool, to_end: bool = False) -> None:
         """Nothing to change: it was made for short windows."""
 
     def move(self, device: torch.device, dtype: torch.dtype) -> None:

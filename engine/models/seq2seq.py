@@ -169,9 +169,9 @@ class SpeechModel(Protocol):
     @property
     def decoder_shape(self) -> DecoderShape: ...
 
-    def go_live(self, ample: bool) -> None:
+    def go_live(self, ample: bool, to_end: bool = False) -> None:
         """Called once, before live use: windows will be short and many. `ample`: the device can pay for hearing them as
-        the model was trained to."""
+        the model was trained to. `to_end`: this one hears what a speaker who pauses has said, and finds its end."""
 
     def move(self, device: torch.device, dtype: torch.dtype) -> None:
         """Run on this device from now on, with numbers of this type wherever they suffice."""

@@ -152,10 +152,11 @@ def windowed_on_cpu(
     limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
     policy = Policy()
     # A file's window is heard once, so it can be heard as the model was trained to: with little silence behind a short
-    # one, Whisper says its sentence again and again. The copy has the same weights.
-    whole = copy(model)
+    # one, Whisper says its sentence again and again. The copies have the same weights.
+    whole, to_end = copy(model), copy(model)
     model.go_live(ample)
-    ears = WindowEar(model, pieces, policy), WindowEar(whole, pieces, policy)
+    to_end.go_live(ample, to_end=True)
+    ears = WindowEar(model, pieces, policy, to_end=to_end), WindowEar(whole, pieces, policy)
     windows = HostWindows(model, *ears, limits.cache_embeds, threads, compiled_decode(model, threads))
     return WindowedRunner(model, Vocabulary(pieces), spec, policy, windows), limits
 

@@ -134,9 +134,16 @@ class WindowEar:
     """Encodes the whole window again in every pass, and before a young window the end of the utterance before."""
 
     def __init__(
-        self, model: SpeechModel, pieces: list[bytes], policy: Policy, device: torch.device | str = "cpu"
+        self,
+        model: SpeechModel,
+        pieces: list[bytes],
+        policy: Policy,
+        device: torch.device | str = "cpu",
+        to_end: SpeechModel | None = None,
     ) -> None:
         self._model = model
+        # Hears windows that are heard to their end, one at a time.
+        self._to_end = to_end or model
         self._tails = Tails(pieces, policy, device)
 
     def hear(self, task: DecodeTask, audio: Tensor) -> Sound:
@@ -147,10 +154,11 @@ class WindowEar:
         tail = self._tails.near(task.slot, task.base, task.end)
         if tail is not None:
             audio = torch.cat((tail.up_to(task.base), audio), dim=1)
-        missing = self._model.min_samples - audio.shape[1]
+        model = self._to_end if task.final or task.pause else self._model
+        missing = model.min_samples - audio.shape[1]
         if missing > 0:
             audio = pad(audio, (0, missing))
-        encoded = yield from self._model.encode_slowly(audio, [audio.shape[1]])
+        encoded = yield from model.encode_slowly(audio, [audio.shape[1]])
         if tail is None:
             return Sound(encoded, task.base, task.end)
         return Sound(encoded, tail.start, task.end, tail.tokens)

@@ -8,9 +8,9 @@ sure, its best guess counts for the one utterance, and the next one is asked aga
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 
 import torch
 
@@ -26,6 +26,12 @@ TELLING_POSITIONS = 50
 SURE_LANGUAGE = 0.5
 # Where the model says with this probability that nobody speaks, doubtful words are not believed. OpenAI's own bound.
 NOBODY_SPEAKS = 0.6
+# Where it has heard an utterance to its end and says so with less than this, somebody speaks, and words are believed
+# down to a lower mean log-probability. Measured with whisper-tiny: of 174 short prompts in three languages one is not
+# below it; of 28 noises in two lengths only one piece of music is, whose notes have -2.0. Of 87 prompts, half of them,
+# the worst has -1.2; in the other half two are below -1.5, of which nothing was understood.
+SOMEBODY_SPEAKS = 0.3
+SPOKEN_DOUBT = -1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +89,15 @@ class Mind:
         share = likely[self.language] / sum(likely[code] for code in self.languages)
         self.settled = share >= SURE_LANGUAGE and positions >= TELLING_POSITIONS
 
-    def doubt(self, policy: Policy) -> float:
+    def doubt(self, policy: Policy, to_end: bool) -> float:
         """Mean log-probability below which an utterance is taken for noise. How unsure a translation is says little
-        about what was heard."""
-        if self.no_speech is not None and self.no_speech > NOBODY_SPEAKS:
+        about what was heard. `to_end`: it was heard to its end."""
+        nobody = math.nan if self.no_speech is None else self.no_speech
+        if nobody > NOBODY_SPEAKS:
             return policy.sure
-        return -inf if self.task else policy.doubt
+        if self.task:
+            return -math.inf
+        return min(policy.doubt, SPOKEN_DOUBT) if to_end and nobody < SOMEBODY_SPEAKS else policy.doubt
 
     def save(self) -> Saved:
         return {"language": self.language, "settled": self.settled, "no_speech": self.no_speech}

@@ -306,7 +306,7 @@ class WindowedRunner:
         text = b"".join(self.vocabulary.pieces[token] for token in row.tokens)
         # Behind open marks the first token is in doubt about them as well.
         chances = row.log_probabilities[1 if task.pending and sound.said else 0 :] or row.log_probabilities
-        if not slot.spoken and is_noise(text, chances, slot.mind.doubt(self._policy)):
+        if not slot.spoken and is_noise(text, chances, slot.mind.doubt(self._policy, task.final or task.pause)):
             new = []
         slot.heard_on = bool(sound.said)
         if task.final:

@@ -44,13 +44,13 @@ def test_no_gpu_is_said_before_weights_are_read(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.usefixtures("one_thread")
 def test_on_a_cpu_a_file_is_heard_as_whisper_was_trained_to_and_a_live_window_for_less() -> None:
-    """With two seconds of silence behind a short window, whisper-tiny said the sentences of files again and again."""
+    """With two seconds of silence behind a short window, whisper-tiny said sentences again and again to their end."""
     heard: list[list[int]] = []
     torch.manual_seed(5)
     model = Whisper(WhisperConfig(80, 51_865, 1500, 16, 2, 1, 64, 2, 2)).eval()
     runner, _ = windowed_on_cpu("small", model, [b""] * 51_865, max_streams=1, threads=1)
-    task = DecodeTask(0, "s", 0, 0, 25, [], [], final=True)
-    for live in (True, False):
+    for live, final, pause in ((True, False, False), (True, False, True), (True, True, False), (False, True, False)):
+        task = DecodeTask(0, "s", 0, 0, 25, [], [], final=final, pause=pause)
         with torch.inference_mode():
             heard.append(runner._windows.ear(live).hear(task, torch.zeros(1, 2 * 16_000)).encoded.lengths)
-    assert heard == [[200], [1500]]
+    assert heard == [[200], [700], [700], [1500]]
