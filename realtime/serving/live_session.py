@@ -249,7 +249,7 @@ class LiveSession:
         if self._reanchor is not None:
             self.runner.mute()
             queue.put(self._reanchor)
-        if saved.reopen:
+        if saved.runs_out:
             queue.put(Reopen(core.settings))
         if self._reanchor is None:
             self._owed = OwedAudio(fed, core.appended, core.marks[inherited.flushes :])
@@ -258,6 +258,8 @@ class LiveSession:
             core.rewind(min(fed + len(rest), core.appended))
         if core.appended:  # else the stream is yet to be opened, by what the settings are then
             queue.put(FollowTurns(core.settings))
+        if saved.reopen and not saved.runs_out:
+            queue.put(Reopen(core.settings))
         if core.phase is Phase.FINISHING:
             queue.put(FinishEngine())
         if core.appended:

@@ -82,6 +82,8 @@ class SavedLive(msgspec.Struct, array_like=True):
     now: float
     # Audio that was fed and has not left for the engine, with what must stand before it; float32.
     rest: bytes = b""
+    # The stream with the old options was told to end, so audio from here on belongs to the one with the new ones.
+    runs_out: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -93,12 +93,13 @@ class StreamRunner:
             "reanchor": None if reanchor is None else (reanchor.base, self.session.appended - reanchor.base),
             "reopen": self._runs_out or self.queue.reopen is not None,
             "rest": stream.rest().tobytes() if last and stream is not None else b"",
+            "runs_out": self._runs_out,
         }
 
     def load(self, saved: SavedLive, inherited: Inheritance) -> int:
         """Go on with the stream of another process. Returns the session's sample from which on audio is to be fed."""
         self.settings, self._opened = saved.engine_settings, saved.streams_opened
-        self.stream, self._runs_out = inherited.stream, saved.reopen
+        self.stream, self._runs_out = inherited.stream, saved.runs_out
         known = len(self.session.marks)
         self._known_flushes, self._strange_flushes = known, max(0, inherited.flushes - known)
         self._base, self._fed = self.session.engine_base, saved.fed

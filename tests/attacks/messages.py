@@ -167,12 +167,12 @@ async def large_messages_without_audio(target: Target) -> None:
 
 
 # As many and as long as they may be: the largest settings that every answer repeats.
-KEYWORDS = [f"{number:064}" for number in range(500)]
+KEYWORDS = [f"{number:014}" for number in range(500)]
 
 
 @attack(gateway_mib=32)
 async def echoes_that_nobody_reads(target: Target) -> None:
-    """Settings of 33 kB, repeated in ten thousand answers to a client that reads none of them."""
+    """Settings of 9 kB, repeated in ten thousand answers to a client that reads none of them."""
     settings = {"audio": {"input": {"transcription": {"keywords": KEYWORDS}}}}
     ask = frame(TEXT, json.dumps({"type": "session.update", "session": {}}).encode())
     async with target.upgraded() as socket:
@@ -195,7 +195,7 @@ async def a_resume_log_full_of_echoes(target: Target) -> None:
                 await client.send("session.update", session={})
             for _ in range(25):
                 event = await client.until("session.updated")
-                assert len(json.dumps(event)) > 30_000, "the answer does not repeat the keywords"
+                assert len(json.dumps(event)) > 9_000, "the answer does not repeat the keywords"
 
 
 @attack()

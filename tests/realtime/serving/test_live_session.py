@@ -99,7 +99,7 @@ async def test_a_session_taken_over_while_its_options_change_hears_all_of_its_au
     core.handle(audio(2 * RATE), 0.0)
     saved = SavedLive(
         LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), ("", 0), [], 0, now=0.0,
-        **{**live.runner.save(last=False), "reopen": True},
+        **{**live.runner.save(last=False), "reopen": True, "runs_out": True},
     )  # fmt: skip
     inherited = Inheritance(1, b"", [], [], former, goes_on_at=RATE)  # type: ignore[arg-type]
     live.take_over(saved, inherited, core, np.zeros(RATE, np.float32))

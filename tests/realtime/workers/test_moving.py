@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from websockets.exceptions import InvalidStatus
 
-from engine import messages
 from engine.client import wills
 from engine.client.client import EngineClient
 from engine.client.handles import EngineThread, RemoteEngine
@@ -22,7 +21,7 @@ from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
 from realtime.http.gateway import Gateway
 from realtime.serving.surroundings import Surroundings
 from realtime.serving.tokens import Signer
-from realtime.session.events import Configure
+from realtime.session.events import Configure, EngineSwitched
 from tests.e2e.raw_client import COMPLETED, RawClient, greeted_client, raw_client
 from tests.engine import fakes
 from tests.realtime.workers import engines
@@ -244,7 +243,7 @@ async def test_options_that_change_while_a_session_moves_are_in_force_behind_it(
 
         def submit_and_give_up(event: Any) -> None:
             submit(event)
-            if isinstance(event, messages.Closed):
+            if isinstance(event, EngineSwitched):
                 give_up()
 
         if moment == "while it runs out":
