@@ -41,6 +41,14 @@ class EngineQueue:
         self._commands.append(command)
         self._wake.set()
 
+    def begin_anew(self, reanchor: Reanchor) -> None:
+        """In place of all that waits: that audio is in the replay, and what is owed is asked for anew behind it."""
+        for command in self._commands:
+            if isinstance(command, Feed | FeedGap):
+                self.heard(len(command.samples) if isinstance(command, Feed) else command.samples)
+        self._commands.clear()
+        self.put(reanchor)
+
     def take(self) -> EngineCommand:
         return self._commands.popleft()
 

@@ -206,8 +206,8 @@ class LiveSession:
                 if name == "stalls":
                     log.warning("session %s: speech without text; starting a new engine stream", self.id)
             case Reanchor():
-                self.runner.mute()
-                self._command(effect)
+                self.runner.leave_for(effect)
+                self._start()
             case Feed() | FeedGap() | FlushEngine() | FinishEngine() | Reopen() | FollowTurns():
                 self._command(effect)
 
@@ -245,20 +245,23 @@ class LiveSession:
         self.session = self.runner.session = core
         queue, fed = self.runner.queue, self.runner.load(saved, inherited)
         if saved.reanchor is not None:
-            self._reanchor = Reanchor(saved.reanchor[0], saved.reanchor[1:])
+            self._reanchor = Reanchor(saved.reanchor[0], ())
         if self._reanchor is not None:
-            self.runner.mute()
-            queue.put(self._reanchor)
-        if saved.runs_out:
-            queue.put(Reopen(core.settings))
-        if self._reanchor is None:
+            # Nobody has the audio any more.
+            base = self._reanchor.base
+            self.runner.leave_for(Reanchor(base, (core.appended - base,)))
+            for mark in core.marks:
+                queue.put(FlushEngine(mark.pause))
+        else:
+            if saved.runs_out:
+                queue.put(Reopen(core.settings))
             self._owed = OwedAudio(fed, core.appended, core.marks[inherited.flushes :])
             for command in self._owed.pay(rest)[0]:
                 queue.put(command)
             core.rewind(min(fed + len(rest), core.appended))
         if core.appended:  # else the stream is yet to be opened, by what the settings are then
             queue.put(FollowTurns(core.settings))
-        if saved.reopen and not saved.runs_out:
+        if saved.reopen and not saved.runs_out and self._reanchor is None:
             queue.put(Reopen(core.settings))
         if core.phase is Phase.FINISHING:
             queue.put(FinishEngine())

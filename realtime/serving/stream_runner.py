@@ -74,9 +74,13 @@ class StreamRunner:
     def engine_stream(self) -> EngineStream | None:
         return self.stream if isinstance(self.stream, EngineStream) else None
 
-    def mute(self) -> None:
-        """What the stream still says is not wanted: another one comes."""
+    def leave_for(self, reanchor: Reanchor) -> None:
+        """What the stream still says is not wanted: another one comes, with the options of now."""
         self._generation += 1
+        self.settings, self._runs_out = self.session.settings, False
+        if self._said_all is not None and not self._said_all.done():
+            self._said_all.set_result(None)
+        self.queue.begin_anew(reanchor)
 
     def put(self, command: EngineCommand) -> None:
         """Audio that nothing stands before and that the stream has room for is fed at once; all else waits its turn."""
@@ -121,7 +125,7 @@ class StreamRunner:
         self.queue.clear()
 
     async def work(self, group: asyncio.TaskGroup) -> None:
-        if self.stream is not None:
+        if self.stream is not None and self.queue.reanchor is None:
             # It came from another process.
             self._listen_to(self.stream, group)
         while not self.session.closed:
@@ -150,7 +154,7 @@ class StreamRunner:
                     self._runs_out = True
                     await self.stream.finish()
                     await self._said_all
-                    self.stream = self._said_all = None
+                    await self._leave()
                 self._runs_out = False
             case Feed(samples):
                 try:
@@ -222,6 +226,7 @@ class StreamRunner:
             raise OptionsRefused(str(error)) from error
         self.stream = stream
         self._fed = self._base = base
+        self._known_flushes = self._strange_flushes = 0
         self._submit(EngineSwitched(base))
         self._listen_to(stream, group)
 

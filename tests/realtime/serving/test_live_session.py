@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine import messages
 from engine.client.wills import Inheritance
@@ -18,7 +20,18 @@ from realtime.serving.live_limits import LiveLimits
 from realtime.serving.live_session import LiveSession
 from realtime.serving.saved_live import LIVE_VERSION, SavedLive
 from realtime.session.core import Session
-from realtime.session.events import Append, Completed, Configure, End, FeedGap, Hangup
+from realtime.session.events import (
+    Append,
+    Commit,
+    Committed,
+    Completed,
+    Configure,
+    End,
+    FeedGap,
+    Hangup,
+    ItemFailed,
+    Reanchor,
+)
 from realtime.session.settings import Settings, TurnDetection
 from tests.realtime.gateway_doubles import FakeEngine, FakeStream
 
@@ -91,6 +104,82 @@ async def test_a_session_that_ends_while_its_options_change_hears_all_of_its_aud
     await live.close()
 
 
+async def test_a_stream_that_fails_while_its_options_change_takes_nothing_with_it() -> None:
+    """What waited for the stream with the new options is in the replay, and is asked for once."""
+    engine = FakeEngine()
+    engine.output_delay_s = 0.01
+    live = live_session(engine)
+    live.submit(audio(RATE, 0.5))
+    await until(lambda: live.runner._rests)
+    engine.streams[0]._put(messages.Failed("sess.1", "StreamFailed", "numbers went wrong"))
+    live.submit(Configure(replace(live.session.settings, language="de")))
+    live.submit(Commit())
+    live.submit(audio(RATE, 0.5))
+    await until(lambda: len(engine.streams) == 2 and live.runner._rests)
+    assert (engine.streams[1].samples, engine.opened[1]["options"]) == (RATE, {"language": "de"})
+    live.submit(Commit())
+    live.submit(End())
+    await until(lambda: live.session.closed)
+    said = [event for event in iter(live.outbox.take, None) if isinstance(event, Completed | ItemFailed)]
+    assert [type(event) for event in said] == [ItemFailed, Completed] and len(engine.streams) == 2
+    await live.close()
+
+
+async def test_a_stream_that_hangs_while_its_options_change_is_left() -> None:
+    engine = FakeEngine()
+    engine.output_delay_s = 60.0
+    live = live_session(engine)
+    live.submit(audio(RATE))
+    await until(lambda: live.runner._rests)
+    live.submit(Configure(replace(live.session.settings, language="de")))
+    await until(lambda: engine.streams[0].finished)
+    live._apply(Reanchor(0, (RATE,)))
+    await until(lambda: len(engine.streams) == 2)
+    assert engine.opened[1]["options"] == {"language": "de"}
+    await live.close()
+
+
+async def answers_to(steps: list[str], delay_s: float) -> tuple[LiveSession, FakeEngine, list[object]]:
+    """What a session that goes through these steps and then ends tells its client."""
+    engine = FakeEngine()
+    engine.output_delay_s = delay_s
+    live = live_session(engine)
+    for step in steps:
+        stream = engine.streams[-1] if engine.streams else None
+        if step in ("de", "fr"):
+            live.submit(Configure(replace(live.session.settings, language=step)))
+        elif step == "fail" and stream is not None:
+            # The last it says: what it is still told is no error and has no answer.
+            stream._put(messages.Failed(stream.id, "StreamFailed", "numbers went wrong"))
+            stream._put = lambda output: None  # type: ignore[method-assign, misc]
+        elif step == "wait":
+            await asyncio.sleep(0.002)
+        elif step in ("audio", "commit"):
+            live.submit(audio(RATE // 2, 0.5) if step == "audio" else Commit())
+    live.submit(End())
+    await until(lambda: live.session.closed)
+    await live.close()
+    return live, engine, list(iter(live.outbox.take, None))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.sampled_from(["audio", "audio", "de", "fr", "commit", "wait", "fail"]), max_size=12),
+    delay_s=st.sampled_from([0.0, 0.001, 0.003]),
+)
+def test_whatever_comes_while_options_change_is_answered_once(steps: list[str], delay_s: float) -> None:
+    if "fail" in steps:  # a session bears one at a time
+        first = steps.index("fail")
+        steps = steps[: first + 1] + [step for step in steps[first:] if step != "fail"]
+    live, engine, told = asyncio.run(answers_to(steps, delay_s))
+    answered = [event.item_id for event in told if isinstance(event, Completed | ItemFailed)]
+    assert len(answered) == sum(isinstance(event, Committed) for event in told)
+    if "fail" not in steps:
+        assert sum(stream.samples for stream in engine.streams) == live.session.appended
+        said = [word for event in told if isinstance(event, Completed) for word in event.words]
+        assert len(said) == sum(stream._words for stream in engine.streams)
+
+
 async def test_a_session_taken_over_while_its_options_change_hears_all_of_its_audio() -> None:
     """The former process had its stream run out: audio that it did not hand on belongs to the next one."""
     engine = FakeEngine()
@@ -106,6 +195,33 @@ async def test_a_session_taken_over_while_its_options_change_hears_all_of_its_au
     live.submit(End())
     await until(lambda: live.session.closed)
     assert (former.samples, [stream.samples for stream in engine.streams]) == (0, [RATE])
+    await live.close()
+
+
+async def test_a_session_taken_over_before_its_new_stream_was_begun_asks_that_one_for_what_is_owed() -> None:
+    """What the former stream still says, and how much it was asked for, is nothing to the new one."""
+    engine = FakeEngine()
+    live, former = live_session(engine), FakeStream(engine, "sess.1")
+    core = live.session
+    for event in (audio(RATE, 0.5), Commit()):
+        core.handle(event, 0.0)
+    saved = SavedLive(
+        LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), ("", 0), [], 0, now=0.0,
+        **{**live.runner.save(last=False), "reanchor": (0, RATE // 2)},
+    )  # fmt: skip
+    for tag in (1, 2):
+        former._put(messages.Flushed("sess.1", tag, RATE))
+    inherited = Inheritance(1, b"", [], [], former, goes_on_at=RATE, flushes=2)  # type: ignore[arg-type]
+    live.take_over(saved, inherited, core, np.zeros(0, np.float32))
+    await until(lambda: not core.marks)
+    assert [stream.flushes for stream in engine.streams] == [[RATE]]
+    for samples in (2 * RATE, 3 * RATE):
+        live.submit(audio(RATE, 0.5))
+        live.submit(Commit())
+        await until(lambda: not core.marks)
+        assert engine.streams[0].flushes[-1] == samples
+    said = [event for event in iter(live.outbox.take, None) if isinstance(event, Completed)]
+    assert [event.end for event in said] == [RATE, 2 * RATE, 3 * RATE]
     await live.close()
 
 
