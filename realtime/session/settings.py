@@ -9,7 +9,15 @@ from typing import Any
 from unicodedata import normalize
 
 from engine.languages import language_code
-from engine.options import MAX_PROMPT_CHARACTERS, TRANSLATE, Keyword, Options, check_keywords, keywords_text
+from engine.options import (
+    MAX_KEYWORD_CHARACTERS,
+    MAX_PROMPT_CHARACTERS,
+    TRANSLATE,
+    Keyword,
+    Options,
+    check_keywords,
+    keywords_text,
+)
 from engine.spec import ModelSpec
 from realtime.errors import ClientFault
 
@@ -24,9 +32,8 @@ INCLUDE_ACKS = "input_audio_buffer.acks"
 INCLUDE_RESUME = "session.resume"
 INCLUDED = (INCLUDE_LOGPROBS, INCLUDE_WORDS, INCLUDE_ACKS, INCLUDE_RESUME)
 
-# A term has at most so many words; what is longer between two commas is prose.
+# A term has at most so many words; what is longer between two commas, or than a keyword may be, is prose.
 TERM_WORDS = 4
-
 
 # Each with its boost.
 Words = tuple[tuple[str, float], ...]
@@ -190,15 +197,22 @@ def listed_words(prompt: str) -> Words:
     heading, colon, rest = prompt.partition(":")
     headed = bool(colon) and heading.strip().replace(" ", "").isalpha() and len(heading.split()) <= TERM_WORDS
     words = [word.strip().removesuffix(".") for word in re.split("[,;\n]", rest if headed else prompt)]
-    words = [word for word in words if word]
-    if (len(words) < 2 and not headed) or any(len(word.split()) > TERM_WORDS for word in words):
+    words = [_plain(word) for word in words if word]
+    if (len(words) < 2 and not headed) or not all(map(_is_term, words)):
         return ()
-    return tuple((_plain(word), 1.0) for word in words)
+    return tuple((word, 1.0) for word in words)
+
+
+def _is_term(word: str) -> bool:
+    return len(word.split()) <= TERM_WORDS and len(word) <= MAX_KEYWORD_CHARACTERS
 
 
 def _keywords(words: Words) -> Words:
     _check(words, "keywords")
-    return tuple((_plain(word), boost) for word, boost in words)
+    plain = tuple((_plain(word), boost) for word, boost in words)
+    # Some letters are longer then.
+    _check(plain, "keywords")
+    return plain
 
 
 def _check(words: Words, option: str) -> None:

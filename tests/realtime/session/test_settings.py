@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.options import MAX_PROMPT_CHARACTERS, Options
 from engine.spec import ModelSpec
@@ -42,6 +44,8 @@ WITH_WORDS = Options(languages=("en", "de"), detects_language=True, keywords=500
         (WITH_WORDS, {"keywords": (("a\x07b", 1.0),)}, "keywords", "control characters"),
         (WITH_WORDS, {"keywords": (("word", 1e9),)}, "keywords", "lies between 0.1 and 10"),
         (WITH_WORDS, {"prompt": "word," * 501}, "prompt", "At most 500 keywords"),
+        # Each of them is written as two characters.
+        (WITH_WORDS, {"keywords": (("\u0958" * 33, 1.0),)}, "keywords", "at most 64 characters"),
     ],
 )
 def test_what_cannot_be_is_refused(options: Options, asked: dict[str, Any], param: str, text: str) -> None:
@@ -98,6 +102,7 @@ def test_languages_that_may_be_spoken_are_those_the_model_has() -> None:
         ("Tickertape, Kittila,\nTalvivaara", ["Tickertape", "Kittila", "Talvivaara"]),
         ("names to expect: Kittila", ["Kittila"]),
         ("Kittila", None),
+        ("See https://" + "x" * 65, None),
         ("We talk about mines in Finland, and about what becomes of their tailings.", None),
         ("", None),
     ],
@@ -131,3 +136,18 @@ def test_a_keyword_is_written_as_models_write_it() -> None:
     """One space between words, and a letter with its accent as one character."""
     asked = Settings(keywords=(("van  der\u00a0Berg", 1.0), ("Kittila\u0308", 1.0)))
     assert asked.in_force(spec(WITH_WORDS)).keywords == (("van der Berg", 1.0), ("Kittil\u00e4", 1.0))
+
+
+@given(
+    words=st.lists(st.text(min_size=1, max_size=64), max_size=4),
+    prompt=st.text(max_size=80) | st.lists(st.text(max_size=30)).map(", ".join),
+)
+def test_what_is_in_force_stays_so_and_is_what_the_engine_takes(words: list[str], prompt: str) -> None:
+    """Each change of a session puts all of its settings in force again."""
+    for options in (WITH_WORDS, replace(WITH_WORDS, prompt=True)):
+        try:
+            taken = Settings(prompt=prompt, keywords=tuple((word, 1.0) for word in words)).in_force(spec(options))
+        except ClientFault:
+            continue
+        assert taken.in_force(spec(options)) == taken
+        options.check(taken.engine_options())
