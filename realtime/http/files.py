@@ -193,7 +193,8 @@ class Transcriber:
                 words = timed_words(output)
                 transcript.words += words if transcript.words or not words else [first_word(words[0]), *words[1:]]
                 transcript.language = transcript.language or output.language
-                if delta:
+                # The last word may be complete without another letter.
+                if delta or words:
                     yield delta
             elif isinstance(output, messages.Closed):
                 return

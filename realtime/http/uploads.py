@@ -107,7 +107,8 @@ class UploadRoutes:
                 told = 0
                 async for delta in _with_first(first, deltas):
                     extras, told = extras_from(transcript, told, wanted), len(transcript.words)
-                    yield sse({"type": "transcript.text.delta", "delta": delta, **extras})
+                    if delta or any(extras.values()):
+                        yield sse({"type": "transcript.text.delta", "delta": delta, **extras})
                 self.count("ok")
                 for event in sse_done(transcript, wanted):
                     yield event

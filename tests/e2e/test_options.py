@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
+from engine import messages
 from engine.options import Options
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import COMPLETED, greeted_client, raw_client
 from tests.e2e.test_deepgram_client import listen
 from tests.e2e.test_openai_client import wav
-from tests.realtime.gateway_doubles import ENGLISH, MULTILINGUAL, FakeEngine, silence, tone
+from tests.realtime import gateway_doubles
+from tests.realtime.gateway_doubles import ENGLISH, MULTILINGUAL, FakeEngine, FakeStream, silence, tone
 
 EXPECTING = "encoding=linear16&sample_rate=16000&keyterm=Ticker"
 WITH_WORDS = replace(MULTILINGUAL, keywords=500)
@@ -272,6 +275,35 @@ async def test_logprobs_of_a_streamed_upload_are_its_text(serve: Serve) -> None:
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     parts = [chance for event in events[:-1] for chance in event["logprobs"]]
     assert parts == events[-1]["logprobs"] and "".join(part["token"] for part in parts) == events[-1]["text"] == "w1 w2"
+
+
+class LateWords(FakeStream):
+    """Its words are complete when the text goes on, or ends, as those of the models are."""
+
+    late: Sequence[messages.Word] = ()
+
+    def _put(self, output: messages.Output) -> None:
+        if isinstance(output, messages.Text):
+            output.words, self.late = list(self.late), output.words
+        elif isinstance(output, messages.Closed):
+            super()._put(messages.Text(self.id, "", list(self.late), [], output.sample))
+        super()._put(output)
+
+
+async def test_the_last_word_of_a_streamed_upload_is_told(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_doubles, "FakeStream", LateWords)
+    asked = {"timestamp_granularities[]": "word", "include[]": "logprobs"}
+    async with serve(engine_with(ENGLISH)) as running, httpx.AsyncClient() as http:
+        for extras in ({}, asked):
+            answer = await http.post(
+                f"{running.base_url}/audio/transcriptions",
+                data={"stream": "true", **extras},
+                files={"file": ("a.wav", wav(0.9), "audio/wav")},
+            )
+            events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            assert events[-1]["text"] == "w1 w2" and len(events) == (4 if extras else 3), "nothing is told without need"
+    assert [word["word"] for event in events[:-1] for word in event["words"]] == ["w1", "w2"]
+    assert [chance for event in events[:-1] for chance in event["logprobs"]] == events[-1]["logprobs"]
 
 
 async def test_a_translation_is_an_upload_in_english(serve: Serve) -> None:
