@@ -91,13 +91,14 @@ def timed_words(text: messages.Text, base: int = 0) -> list[TimedWord]:
 
 def first_word(word: TimedWord) -> TimedWord:
     """A word that a text begins with: its tokens have no space before it either, so that they are the text."""
-    chances = list(word.chances)
-    while chances:
-        piece, log = chances[0]
-        if piece.lstrip():
-            chances[0] = piece.lstrip(), log
-            break
-        del chances[0]
+    spelled = b"".join(piece for piece, _ in word.chances)
+    # Some spaces have several bytes, and tokens may be cut inside of them.
+    text = spelled.decode(errors="surrogateescape").lstrip().encode(errors="surrogateescape")
+    spaces, chances = len(spelled) - len(text), []
+    for piece, log in word.chances:
+        if len(piece) > spaces:
+            chances.append((piece[spaces:], log))
+        spaces = max(0, spaces - len(piece))
     return replace(word, chances=tuple(chances))
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine import messages
 from realtime.session.events import TimedWord
 from realtime.session.words import (
     WordCutter,
     ends_sentence,
+    first_word,
     languages_of,
     timed_word,
     timed_words,
@@ -69,3 +73,14 @@ def test_a_model_that_tells_no_chances_is_not_sure_of_anything() -> None:
 )
 def test_sentences_end_where_readers_would_say_so(text: str, ends: bool) -> None:
     assert ends_sentence(text) is ends
+
+
+@given(before=st.text(" \t\n\u00a0\u3000", max_size=4), word=st.text("aé漢", min_size=1), data=st.data())
+def test_the_tokens_of_a_first_word_are_the_text_however_it_is_cut(before: str, word: str, data: st.DataObject) -> None:
+    """Models cut inside of letters, and some spaces are letters of several bytes."""
+    spelled = (before + word).encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(spelled)))))
+    pieces = [spelled[start:end] for start, end in pairwise([0, *cuts, len(spelled)])]
+    written = first_word(TimedWord(word, 0, 1, tuple((piece, -0.5) for piece in pieces)))
+    assert b"".join(piece for piece, _ in written.chances).decode() == word
+    assert all(piece for piece, _ in written.chances)
