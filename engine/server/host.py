@@ -254,7 +254,7 @@ class EngineHost:
         peers = list(self._peers.values())
         while peers and left > 0 and self._clock() <= now + TAKE_SECONDS:
             for peer in peers:
-                left -= len(peer.inbox[0][0].commands) if peer.inbox else 0
+                left -= len(peer.inbox[0][0].commands) if peer.waits_for_a_turn else 0
             peers = [peer for peer in peers if self._take_batch(peer, now)]
 
     def _take_batch(self, peer: Peer, now: float) -> bool:

@@ -188,6 +188,21 @@ def test_an_engine_of_a_windowed_model_takes_in_a_stride_of_every_stream() -> No
     assert 2 * stride * streams > LEAST_COMMANDS and not host.host._peers[b"g"].inbox
 
 
+def test_a_gateway_that_is_waited_for_keeps_no_room_from_the_others() -> None:
+    """Its batch is not taken in, however large it is: data of it is missing."""
+    host = Host()
+    for name in (b"g", b"h"):
+        host.greet(name)
+        host.send(name, command(messages.Open("a")))
+    missing = Batch(2, 0, [WireData(b"k" * 16, None, 4 * SAMPLES, None)], [feed("a", 0)] * (LEAST_COMMANDS + 1))
+    host.line.arriving.append((b"g", codec.encode(missing)))
+    host.host.tick()
+    for position in range(5):
+        host.post(b"h", feed("a", position), audio=(audio(position),))
+    host.host.tick()
+    assert {peer.gateway: len(peer.inbox) for peer in host.host._peers.values()} == {"g": 1, "h": 0}
+
+
 def test_an_engine_that_many_streams_come_to_goes_on_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening a stream may take long: those that are open wait for one of them, not for all."""
     host = Host()
