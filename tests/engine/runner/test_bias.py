@@ -226,6 +226,14 @@ def test_a_tree_is_made_when_it_is_first_needed(monkeypatch: pytest.MonkeyPatch)
         trees.check({"keywords": keywords_text([Keyword(f"{number:03d}" + "it" * 30) for number in range(400)])})
 
 
+def test_a_list_that_many_streams_have_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an engine was lost, all of them come to another at once."""
+    trees, option = KeywordTrees(PLAIN), {"keywords": keywords_text([Keyword("Kittila")])}
+    trees.check(option)
+    monkeypatch.setattr(bias, "_Letters", None)
+    trees.check(option)
+
+
 def test_what_keywords_begin_with_in_common_is_spelled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spelled, beginnings = [], Spelling.beginnings
 
