@@ -7,8 +7,8 @@ works: every stride and every pause is heard, on any machine. `cpu` is the path 
 what differs is the batching, the recording and the rounding to 16 bits; `cpu-8bit` has the 8-bit weights of a server on
 a CPU; `batches` is the path of a GPU on the CPU, with float32. Prints for each device how many words differ from those
 of the first, and with references (`NAME.txt` beside `NAME.wav`) the word error rate. Whisper hears a window with 2 s of
-silence on a CPU and as 30 s on a GPU: `--context` short or ample gives both the same. Needs torch, numpy, silero-vad
-and transformers.
+silence on a CPU, or 12 s at a pause, and as 30 s on a GPU: `--context ample` gives both the same. With short a GPU has
+2 s, also at a pause. Needs torch, numpy, silero-vad and transformers.
 """
 
 from __future__ import annotations
