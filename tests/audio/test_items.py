@@ -355,7 +355,7 @@ def test_memory_does_not_grow_with_the_session() -> None:
     early = held_after(100)
     late = held_after(20_000)
     tracemalloc.stop()
-    assert late <= early + 1000
+    assert late <= early + 5_000, "a byte for four chunks at most: what others do in this process is counted too"
 
 
 def test_positions_beyond_ten_million_work() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -78,3 +79,9 @@ async def running_server(engine: FakeEngine | None = None, **sections: dict[str,
 @pytest.fixture
 def serve() -> Serve:
     return running_server
+
+
+def pytest_configure() -> None:
+    """A shell that starts tests in the background lets them ignore interrupts, and with them all that they start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
