@@ -27,9 +27,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from benchmarks.speech_sound import SAMPLE_RATE, resampled, speech
+from realtime.bench.record import SPEECH_STOPPED
 from realtime.client.wire_client import COMPLETED, DELTA
-
-SPEECH_STOPPED = "input_audio_buffer.speech_stopped"
 
 # The silence that ends a turn, as sessions ask for it.
 TURN_SILENCE_MS = 500
