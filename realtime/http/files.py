@@ -20,6 +20,7 @@ from engine.spec import ModelSpec
 from realtime.dialects.json_frames import encode_json
 from realtime.errors import ClientFault, Refusal
 from realtime.http.forms import MAX_FIELD_BYTES
+from realtime.numbers import decimal_number
 from realtime.serving.container_stream import ContainerStream
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.session.events import Samples, TimedWord
@@ -91,12 +92,10 @@ def _chosen(form: FormData, name: str, known: Sequence[str]) -> list[str]:
 def _check_temperature(given: str) -> None:
     """It changes nothing: the text is always the likeliest. What is no temperature is a mistake all the same."""
     try:
-        right = not given or 0 <= float(given) <= 1
-    except ValueError:
-        right = False
-    if not right:
-        text = "'temperature' must be a number from 0 to 1."
-        raise Refusal(400, "invalid_value", text, param="temperature")
+        if given:
+            decimal_number("temperature", given, 0, 1)
+    except ValueError as error:
+        raise Refusal(400, "invalid_value", str(error), param="temperature") from None
 
 
 def _settings(form: FormData, spec: ModelSpec, task: str | None) -> Settings:

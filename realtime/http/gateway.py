@@ -27,6 +27,7 @@ from realtime.dialects.openai_session import MAX_NAME, merge_beta
 from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.auth import BETA_PROTOCOL, select_subprotocol
 from realtime.http.context import Context
+from realtime.numbers import whole_number
 from realtime.serving.caller import Caller
 from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.connection import Connection
@@ -42,6 +43,8 @@ log = logging.getLogger("tickertape.server")
 
 # Where Deepgram's clients come, with sockets and with files.
 LISTEN = "/v1/listen"
+# No session sends so many events.
+MAX_SEQUENCE = 10**15
 # How long a sample of each raw format is.
 SAMPLE_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}
 
@@ -156,9 +159,12 @@ class Gateway:
 
     async def _resume(self, token: str, after: str, caller: Caller) -> tuple[Entry, list[str]]:
         entry = await self.sessions.find(token, caller)
-        if not after.isascii() or not after.isdigit() or len(after) > 18:
-            raise Refusal(400, "invalid_value", "'after' must be the 'seq' of the last event received.", param="after")
-        missed = entry.live.frames_after(int(after))
+        try:
+            last = whole_number("after", after, 0, MAX_SEQUENCE)
+        except ValueError as error:
+            text = f"{error} It is the 'seq' of the last event received."
+            raise Refusal(400, "invalid_value", text, param="after") from None
+        missed = entry.live.frames_after(last)
         if missed is None:
             raise Refusal(410, "resume_too_late", "Events after this one are gone; start a new session.", param="after")
         self.metrics.resumed.inc()

@@ -163,7 +163,7 @@ async def test_an_upload_is_refused_with_the_reason(
         ("keywords=tape:loud", "word with a boost"),
         ("keywords=tape:-3", "between 0.1 and 10"),
         ("keywords=tape:11", "between 0.1 and 10"),
-        ("keywords=tape:nan", "between 0.1 and 10"),
+        ("keywords=tape:nan", "word with a boost"),
     ],
 )
 async def test_a_query_is_refused_in_the_dialects_own_shape(serve: Serve, query: str, text: str) -> None:
