@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from uuid import uuid4
@@ -59,6 +59,9 @@ class _Entrance:
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
 
+_Enter = Callable[[WebSocket], AbstractAsyncContextManager[_Entrance]]
+
+
 class Gateway:
     """Serves sockets, and keeps the sessions' clock ticking while the server runs."""
 
@@ -76,23 +79,27 @@ class Gateway:
     async def listen(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._serve_socket(self._enter_listen, scope, receive, send)
 
-    async def _serve_socket(
-        self, enter: Callable[[WebSocket], Awaitable[_Entrance]], scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _serve_socket(self, enter: _Enter, scope: Scope, receive: Receive, send: Send) -> None:
         websocket = WebSocket(scope, receive, send)
+        entered = False
         try:
-            entrance = await enter(websocket)
+            async with enter(websocket) as entrance:
+                entered = True
+                await self._run_socket(entrance, scope, receive, send)
         except (Refusal, ClientFault) as error:
+            if entered:
+                raise
             await websocket.send_denial_response(refused(scope["path"], error))
-            return
+
+    async def _run_socket(self, entrance: _Entrance, scope: Scope, receive: Receive, send: Send) -> None:
+        """From the handshake to the end of the socket; no session of it is left without an owner."""
         extras = scope.get("extensions", {}).get(EXTENSION) or SocketExtras()
         live, inbox = _joined(entrance.entries)
         connection = Connection(live, inbox, receive, send, extras, self._turnstile)
-        for entry in entrance.entries:
-            self.sessions.attach(entry, connection)
         limits = self.config.limits
         paces = (self._pace(limits.messages_per_second), self._pace(limits.mistakes_per_second))
         try:
+            self.sessions.attach(entrance.entries, connection)
             await receive()
             accept = {"type": "websocket.accept", "subprotocol": entrance.subprotocol, "headers": entrance.headers}
             await send(accept)
@@ -106,15 +113,16 @@ class Gateway:
             log.exception("session %s failed", live.id)
             await connection.close(Hangup(CloseCode.INTERNAL, "internal error", "internal"))
         finally:
-            for entry in entrance.entries:
-                await self.sessions.detach(entry, connection)
+            await self.sessions.detach(entrance.entries, connection)
 
     @staticmethod
     def _pace(per_second: float) -> Pace | None:
         return Pace(per_second, time.monotonic) if per_second else None
 
-    async def _enter(self, websocket: WebSocket) -> _Entrance:
-        """Find or make the session of a socket that asks to be opened; raises Refusal."""
+    @asynccontextmanager
+    async def _enter(self, websocket: WebSocket) -> AsyncIterator[_Entrance]:
+        """Find or make the session of a socket that asks to be opened; raises Refusal. A session that is made belongs
+        to the block until it has a socket."""
         query = websocket.query_params
         offered: list[str] = websocket.scope.get("subprotocols", [])
         address = websocket.client.host if websocket.client else ""
@@ -125,18 +133,20 @@ class Gateway:
         selected = select_subprotocol(offered)
         if "resume" in query:
             entry, missed = await self._resume(query["resume"], query.get("after", "0"), caller)
-            return _Entrance((entry,), missed, selected)
+            yield _Entrance((entry,), missed, selected)
+            return
         beta = websocket.headers.get("openai-beta") == "realtime=v1" or BETA_PROTOCOL in offered
         settings = caller.settings or Settings()
         if "model" in query:
             settings = merge_beta(settings, {"input_audio_transcription": {"model": query["model"][:MAX_NAME]}})
         settings = self._in_force(settings)
-        await self.sessions.admit(caller)
-        entry = self.sessions.create(caller, settings, BetaDialect if beta else OpenAIDialect)
-        greeting = entry.live.dialect.created(entry.live.session.settings)
-        return _Entrance((entry,), [encode_json(greeting)] if greeting else [], selected)
+        async with self.sessions.open(caller, settings, [BetaDialect if beta else OpenAIDialect]) as entries:
+            live = entries[0].live
+            greeting = live.dialect.created(live.session.settings)
+            yield _Entrance(entries, [encode_json(greeting)] if greeting else [], selected)
 
-    async def _enter_listen(self, websocket: WebSocket) -> _Entrance:
+    @asynccontextmanager
+    async def _enter_listen(self, websocket: WebSocket) -> AsyncIterator[_Entrance]:
         """The same for Deepgram's clients, which say everything in the query."""
         offered: list[str] = websocket.scope.get("subprotocols", [])
         query = websocket.query_params
@@ -144,13 +154,10 @@ class Gateway:
         caller = self._context.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
         listening = Listening(read_socket_query(query, query.multi_items()))
         settings = self._in_force(listening.query.settings)
-        await self.sessions.admit(caller, listening.query.channels)
-        entries = tuple(
-            self.sessions.create(caller, settings, partial(_deepgram, listening, channel))
-            for channel in range(listening.query.channels)
-        )
+        dialects = [partial(_deepgram, listening, channel) for channel in range(listening.query.channels)]
         header = (b"dg-request-id", listening.request_id.encode())
-        return _Entrance(entries, [], select_subprotocol(offered), [header])
+        async with self.sessions.open(caller, settings, dialects) as entries:
+            yield _Entrance(entries, [], select_subprotocol(offered), [header])
 
     def _in_force(self, asked: Settings) -> Settings:
         """What the model takes of it; raises ClientFault. Where no model is there yet, nobody is admitted either."""

@@ -79,6 +79,7 @@ class LiveSession:
         self._metrics = metrics
         self.runner = StreamRunner(session_id, session, engine, limits, self.submit)
         self._task: asyncio.Task[None] | None = None
+        self._stopped: asyncio.Task[None] | None = None
         self.sent = SentLog(limits.max_log_events, limits.max_log_bytes)
         # What is entrusted to the engine, where other processes may go on with the session.
         self.will: Will | None = None
@@ -286,14 +287,20 @@ class LiveSession:
 
     # The engine's side
 
-    async def close(self) -> None:
+    def stop(self) -> None:
         """End the session now, without a word to the client. Harmless when done twice."""
         # Nothing that still comes in, a tick for one, may start anything again.
         self.session.abandon()
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            self._stopped, self._task = self._task, None
+
+    async def close(self) -> None:
+        """Stop, and wait until the engine stream is given back. One who does not wait to the end stops it all the
+        same."""
+        self.stop()
+        if self._stopped is not None:
+            await asyncio.wait((self._stopped,))
 
     async def _run(self) -> None:
         try:

@@ -19,6 +19,7 @@ from realtime.metrics.gateway import Metrics
 from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
+from realtime.serving.house import Admission
 from realtime.serving.ids import Ids
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_limits import LiveLimits
@@ -59,6 +60,8 @@ class Entry:
     item_ids: Ids
     event_ids: Ids
     started_at: float
+    # Its part of what is counted; the registry gives it, and has it released when the session ends.
+    admission: Admission | None = None
     connection: Connection | None = None
     # When the socket went away; the session waits to be resumed.
     left_at: float | None = None

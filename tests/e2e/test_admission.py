@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
+from realtime.serving.maker import SessionMaker
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import greeted_client
 from tests.e2e.test_openai_client import wav
+from tests.realtime.gateway_doubles import FakeEngine
 
 RAW = "encoding=linear16&sample_rate=16000"
 # Each is a number to some reader and none to another.
@@ -94,3 +97,50 @@ async def test_a_resume_from_an_event_that_has_no_number_is_refused_and_the_sess
             status, said = await refused(f"{running.ws}?resume={token}&after={after}")
             assert status == 400 and "'after' must be" in said, after
         assert len(running.gateway.sessions) == 1
+
+
+@pytest.mark.parametrize("query", ["", "channels=8&multichannel=true&" + RAW])
+async def test_a_session_that_cannot_be_made_takes_no_place(
+    serve: Serve, query: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of several channels, the last one fails: those before it go as well."""
+    made = 0
+    make = SessionMaker.make
+
+    def fail_at_last(self: SessionMaker, *arguments: Any) -> Any:
+        nonlocal made
+        made += 1
+        if made % (8 if query else 1) == 0:
+            raise RuntimeError("a bug")
+        return make(self, *arguments)
+
+    async with serve(FakeEngine(slots=8), limits={"max_sessions": 8, "sessions_per_key": 8}) as running:
+        url = listen(running, query) if query else running.ws
+        with monkeypatch.context() as broken:
+            broken.setattr(SessionMaker, "make", fail_at_last)
+            for _ in range(9):
+                with pytest.raises(InvalidStatus) as error:
+                    async with connect(url):
+                        pass
+                assert error.value.response.status_code == 500
+        assert len(running.gateway.sessions) == 0
+        async with greeted_client(running.ws):
+            pass
+    assert "a bug" in caplog.text
+
+
+async def test_a_socket_that_fails_at_once_takes_no_place(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    async with serve(limits={"max_sessions": 1}) as running:
+        with monkeypatch.context() as broken:
+            broken.setattr("realtime.http.gateway.Connection", fail)
+            with pytest.raises(InvalidStatus):
+                async with connect(running.ws):
+                    pass
+        async with asyncio.timeout(5):
+            while len(running.gateway.sessions):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        async with greeted_client(running.ws):
+            pass
