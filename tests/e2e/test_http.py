@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from openai import AsyncOpenAI
+from websockets.exceptions import InvalidStatus
 
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import COMPLETED, greeted_client, raw_client
@@ -208,6 +209,25 @@ async def test_a_client_secret_opens_sockets_and_nothing_else(serve: Serve, keys
         ) as client:
             await client.send("CloseStream")
             assert (await client.receive())["type"] == "Metadata"
+
+
+async def test_a_client_secret_goes_with_its_key(serve: Serve) -> None:
+    async with serve(auth={"keys": ("the-real-key", "ek_the-other-key")}) as running, httpx.AsyncClient() as http:
+        secrets = []
+        for key in ("the-real-key", "ek_the-other-key"):
+            url, headers = f"{running.base_url}/realtime/client_secrets", {"Authorization": f"Bearer {key}"}
+            secrets.append((await http.post(url, headers=headers)).json()["value"])
+        bearers = [{"Authorization": f"Bearer {secret}"} for secret in secrets]
+        for bearer in bearers:
+            async with greeted_client(running.ws, additional_headers=bearer):
+                pass
+        running.gateway._context.gatekeeper.replace_keys(("ek_the-other-key",))
+        with pytest.raises(InvalidStatus) as refused:
+            async with greeted_client(running.ws, additional_headers=bearers[0]):
+                pass
+        assert refused.value.response.status_code == 401
+        async with greeted_client(running.ws, additional_headers=bearers[1]):
+            pass
 
 
 async def test_browsers_may_ask_from_anywhere(serve: Serve) -> None:
