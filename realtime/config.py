@@ -14,7 +14,7 @@ import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -56,6 +56,9 @@ class ServerConfig:
     handshake_s: float = 10.0
     # Take items that others prepared into the engines' caches: POST /v1/audio/inject, and its event on the socket.
     inject: bool = False
+    # Addresses and networks (10.0.0.0/8) of proxies whose X-Forwarded-For and X-Forwarded-Proto are believed. Empty:
+    # nobody's. Behind a proxy that is not listed all clients have one address.
+    trusted_proxies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +227,7 @@ def check(config: Config) -> None:
         raise ConfigError(f"limits.max_load is a share and cannot be more than 1, but is {config.limits.max_load:g}")
     if config.session.turn_s < MIN_TURN_S:
         raise ConfigError(f"session.turn_s must be at least {MIN_TURN_S:g}, not {config.session.turn_s:g}")
+    _check_proxies(server)
     _check_model(config)
     _check_workers(config)
     if any(len(key) < 8 for key in auth.keys):
@@ -238,6 +242,15 @@ def check(config: Config) -> None:
         raise ConfigError("auth.secret and fleet.secret_file both say what tokens are signed with: set one of them")
     for section in fields(config):
         _check_not_negative(section.name, getattr(config, section.name))
+
+
+def _check_proxies(server: ServerConfig) -> None:
+    for proxy in server.trusted_proxies:
+        try:
+            ip_network(proxy)
+        except ValueError:
+            text = "must be an address such as 10.0.0.5 or a network such as 10.0.0.0/8"
+            raise ConfigError(f"server.trusted_proxies: {proxy!r} {text}") from None
 
 
 def _check_workers(config: Config) -> None:
