@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import socket
 import tomllib
 import typing
@@ -23,6 +24,10 @@ ENVIRONMENT_PREFIX = "TICKERTAPE_"
 # Shorter turns would be cut in the middle of ordinary speech.
 MIN_TURN_S = 60.0
 MIN_SECRET = 16
+# As browsers write the origin of a page: scheme, name or address, and a port that is not the usual one.
+ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]+)?")
+# Names, and addresses.
+HOST = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
 # More would only wait for one another.
 MOST_WORKERS = 64
 # Longer than any delay after which a model says what it has heard.
@@ -59,6 +64,11 @@ class ServerConfig:
     # Addresses and networks (10.0.0.0/8) of proxies whose X-Forwarded-For and X-Forwarded-Proto are believed. Empty:
     # nobody's. Behind a proxy that is not listed all clients have one address.
     trusted_proxies: tuple[str, ...] = ()
+    # Pages that may use the server from a browser, by their origin (https://example.org), beside its own page; `null`
+    # is a page opened from disk, `*` any page. Empty: none without keys, any with keys.
+    allowed_origins: tuple[str, ...] = ()
+    # Names by which a server without keys may be asked (the Host header), beside those of this machine; `*` is any.
+    allowed_hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +238,7 @@ def check(config: Config) -> None:
     if config.session.turn_s < MIN_TURN_S:
         raise ConfigError(f"session.turn_s must be at least {MIN_TURN_S:g}, not {config.session.turn_s:g}")
     _check_proxies(server)
+    _check_browsers(server)
     _check_model(config)
     _check_workers(config)
     if any(len(key) < 8 for key in auth.keys):
@@ -251,6 +262,17 @@ def _check_proxies(server: ServerConfig) -> None:
         except ValueError:
             text = "must be an address such as 10.0.0.5 or a network such as 10.0.0.0/8"
             raise ConfigError(f"server.trusted_proxies: {proxy!r} {text}") from None
+
+
+def _check_browsers(server: ServerConfig) -> None:
+    for origin in server.allowed_origins:
+        if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
+            text = "must be an origin such as https://example.org, without a path; or null, or *"
+            raise ConfigError(f"server.allowed_origins: {origin!r} {text}")
+    for host in server.allowed_hosts:
+        if host != "*" and not HOST.fullmatch(host):
+            text = "must be a name such as captions.example.org, without scheme and port; or *"
+            raise ConfigError(f"server.allowed_hosts: {host!r} {text}")
 
 
 def _check_workers(config: Config) -> None:

@@ -22,6 +22,7 @@ from realtime.http.context import Context
 from realtime.http.forms import FormReader
 from realtime.http.gateway import LISTEN, Gateway, refused
 from realtime.http.listen import ListenRoute
+from realtime.http.origins import BrowserGuard, BrowserRules
 from realtime.http.page import page_routes
 from realtime.http.prepare import PrepareRoutes
 from realtime.http.uploads import UploadRoutes
@@ -45,10 +46,12 @@ def build_app(engine: EngineApi, config: Config, around: Surroundings | None = N
         404: _on_not_found,
         405: _on_wrong_method,
     }
-    cors = Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+    rules = BrowserRules(config.server, lambda: gatekeeper.asks_for_keys)
+    guard = Middleware(BrowserGuard, rules, around.metrics)
+    cors = Middleware(CORSMiddleware, allow_origins=rules.allowed_origins(), allow_methods=["*"], allow_headers=["*"])
     app = Starlette(
         routes=[*_sockets(gateway), *_answers(context), *page_routes()],
-        middleware=[cors],
+        middleware=[guard, cors],
         exception_handlers=handlers,
         lifespan=gateway.lifespan,
     )

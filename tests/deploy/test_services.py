@@ -4,6 +4,7 @@ unit for systemd. Run on this machine with the installed entry point; what docke
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
 
 from engine.config import DEFAULT_MODEL
 from engine.weights.store import cache_folder
@@ -91,6 +93,22 @@ def container(described: Service, root: Path) -> Iterator[Container]:
             running.process.communicate()
 
 
+def prometheus_target() -> str:
+    """The name by which the server is asked for its metrics."""
+    described = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
+    (target,) = described["scrape_configs"][0]["static_configs"][0]["targets"]
+    return str(target)
+
+
+def asked_by_name(port: int, name: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", "/metrics", headers={"Host": name})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
 @pytest.mark.parametrize("name", ["server", "server-gpu"])
 @pytest.mark.parametrize("keys", [{}, KEYS], ids=["open", "with-keys"])
 def test_service_comes_up_answers_and_drains(
@@ -101,6 +119,7 @@ def test_service_comes_up_answers_and_drains(
         url = f"http://127.0.0.1:{running.port}"
         assert HttpServer(url).get("/ready").json() == {"status": "ready"}
         assert HttpServer(url).get("/v1/models").status == (401 if keys else 200)
+        assert asked_by_name(running.port, prometheus_target()) == 200
         if keys:
             assert HttpServer(url, "another-long-secret").get("/v1/models").status == 200
         code, said = running.stop()

@@ -49,7 +49,7 @@ async def bare_socket(running: Running) -> AsyncIterator[tuple[asyncio.StreamRea
     reader, writer = await asyncio.open_connection(sock=bare, limit=2**16)
     key = base64.b64encode(os.urandom(16)).decode()
     writer.write(
-        f"GET /v1/realtime HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        f"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
         f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n\r\n".encode()
     )
     await reader.readuntil(b"\r\n\r\n")

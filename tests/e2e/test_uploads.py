@@ -138,7 +138,7 @@ async def test_a_client_that_leaves_while_its_file_arrives_is_no_error(
     async with serve(limits={"uploads": 1, "uploads_waiting": 0}) as running, httpx.AsyncClient() as http:
         for path in ("audio/transcriptions", "realtime/client_secrets"):
             _, writer = await asyncio.open_connection("127.0.0.1", running.port)
-            head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: {FORM['Content-Type']}\r\n"
+            head = f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {FORM['Content-Type']}\r\n"
             writer.write(head.encode() + b"Content-Length: 10000\r\n\r\n" + PART)
             await asyncio.sleep(0.1)
             writer.close()
