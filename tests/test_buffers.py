@@ -32,7 +32,6 @@ NO_BOUNDING_CONSTANTS = {
     "engine.boundary.crash_record.RECORD_BYTES": "a file of fixed size",
     "engine.boundary.preparation.KEY_BYTES": "the length of a hash",
     "engine.client.supervisor.MAX_BACKOFF_S": "a time to wait",
-    "realtime.dialects.json_frames.MAX_AUDIO_MARKS": "where a large message is looked at",
     "realtime.dialects.openai_session.MAX_DELAY_MS": "a range of a setting",
     "realtime.dialects.deepgram_query.MAX_UTTERANCE_END_MS": "a range of a setting",
     "realtime.http.gateway.SAMPLE_BYTES": "the size of a sample",
