@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from realtime.serving.inbox import PIECE_BYTES, Inbox
+from realtime.serving.inbox import FED_BYTES, Inbox
 from realtime.serving.live_session import LiveSession
 from realtime.serving.outbox import Outbox
 from realtime.serving.socket_extras import Part
@@ -53,10 +53,10 @@ class ChannelInbox:
         """The same for a part of a long message."""
         if part.is_text:
             return await self._inboxes[0].take_part(part, gone)
-        for start in range(0, len(part.data), PIECE_BYTES):
-            for inbox, samples in zip(self._inboxes, self._deal(part.data[start : start + PIECE_BYTES]), strict=True):
+        for start in range(0, len(part.data), FED_BYTES):
+            for inbox, samples in zip(self._inboxes, self._deal(part.data[start : start + FED_BYTES]), strict=True):
                 await inbox.take_part(Part(samples, is_text=False, is_last=part.is_last), gone)
-            if start + PIECE_BYTES < len(part.data):
+            if start + FED_BYTES < len(part.data):
                 await asyncio.sleep(0)
         return False
 

@@ -28,8 +28,10 @@ from realtime.serving.live_session import LiveSession
 from realtime.serving.socket_extras import Part
 from realtime.session.events import Answered, Clear, Commit, Configure, End, Injected, Problem
 
-# Audio is decoded, and long messages are read, in pieces of at most this size.
+# Long messages are read in pieces of at most this size, and short appends that came together are joined up to it.
 PIECE_BYTES = 64 * 1024
+# Audio is decoded and fed in such pieces: two seconds of sound in the thriftiest format.
+FED_BYTES = 16 * 1024
 
 
 class Inbox:
@@ -240,16 +242,16 @@ class Inbox:
         if self._ended:
             return
         view = memoryview(data)
-        for start in range(0, len(data), PIECE_BYTES):
+        for start in range(0, len(data), FED_BYTES):
             if gone():
                 return
-            piece = view[start : start + PIECE_BYTES]
+            piece = view[start : start + FED_BYTES]
             if self._intake.container is not None:
                 await self._unpack(bytes(piece), gone)
             else:
                 self._live.submit(self._intake.decode(piece))
                 await self._live.room()
-            if start + PIECE_BYTES < len(data):
+            if start + FED_BYTES < len(data):
                 await asyncio.sleep(0)
 
     async def _unpack(self, data: bytes | None, gone: Callable[[], bool]) -> None:
