@@ -87,6 +87,8 @@ FLOORS: dict[str, set[str]] = {
 OPENINGS: dict[str, set[str]] = {
     # The one place in the gateway that starts an engine.
     "engine/client/handles.py": {"engine/server"},
+    # A process of its own: it sets its log up as the others do.
+    "realtime/workers/worker.py": {"engine"},
     # This command is the engine process.
     "realtime/commands/engine.py": {"engine/server", "engine/boundary"},
     # This command alone speaks to a fleet.

@@ -16,6 +16,7 @@ from realtime.dialects.base import (
     InjectRequest,
     Request,
     SessionFacts,
+    Update,
     event_id_of,
 )
 from realtime.dialects.json_frames import Json, audio_of_append, decode_base64, decode_json
@@ -27,6 +28,7 @@ from realtime.serving.intake import Intake
 from realtime.serving.live_session import LiveSession
 from realtime.serving.socket_extras import Part
 from realtime.session.events import Answered, Clear, Commit, Configure, End, Injected, Problem
+from realtime.session.settings import Settings
 
 # Long messages are read in pieces of at most this size, and short appends that came together are joined up to it.
 PIECE_BYTES = 64 * 1024
@@ -114,16 +116,19 @@ class Inbox:
         self.settle()
         return await self._answering(self._part(part, gone))
 
-    async def _answering(self, handling: Coroutine[None, None, None]) -> bool:
+    async def _answering(self, handling: Coroutine[None, None, bool | None]) -> bool:
         """Whether it was a mistake of the client, who is told."""
         try:
-            await handling
+            return bool(await handling)
         except ClientFault as fault:
-            self._live.tell(Problem(fault.code, fault.message, fault.param, fault.event_id))
+            self._tell(fault)
             return True
-        return False
 
-    async def _message(self, raw: str | bytes, gone: Callable[[], bool]) -> None:
+    def _tell(self, fault: ClientFault, event_id: str | None = None) -> None:
+        self._live.tell(Problem(fault.code, fault.message, fault.param, fault.event_id or event_id))
+
+    async def _message(self, raw: str | bytes, gone: Callable[[], bool]) -> bool:
+        """Returns whether there was a mistake in it, of which the client has been told; others are raised."""
         message = decode_json(raw)
         event_id = event_id_of(message)
         if message.get("type") != AUDIO_MESSAGE:
@@ -140,10 +145,11 @@ class Inbox:
             elif isinstance(request, InjectRequest):
                 await self._inject(request)
             else:
-                self._control(request)
+                return self._control(request)
         except ClientFault as fault:
             fault.event_id = fault.event_id or event_id
             raise
+        return False
 
     async def _part(self, part: Part, gone: Callable[[], bool]) -> None:
         """A mistake ends the reading of a long message, and is told when its last part has come."""
@@ -207,12 +213,19 @@ class Inbox:
         self._live.submit(self._intake.flush())
         self._live.submit(End())
 
-    def _control(self, request: Request) -> None:
+    def _control(self, request: Request) -> bool:
+        """Returns whether there was a mistake in it, of which the client has been told."""
         match request:
             case Answer(body):
                 self._live.tell(Answered(body))
-            case Configure():
-                self._configure(request)
+            case Update():
+                return self._update(request)
+            case Configure(settings, event_id):
+                taken, refused = self._in_force(settings)
+                if refused:
+                    refused[0].event_id = event_id
+                    raise refused[0]
+                self._configure(Configure(taken, event_id))
             case GapRequest(samples):
                 self._live.submit(self._intake.flush())
                 self._live.submit(self._intake.silence(samples))
@@ -220,23 +233,31 @@ class Inbox:
                 # The resampler's last samples belong to what is committed or cleared.
                 self._live.submit(self._intake.flush())
                 self._live.submit(request)
+        return False
+
+    def _update(self, asked: Update) -> bool:
+        """Take what is right of it, and tell what is wrong. Returns whether anything was."""
+        taken, refused = self._in_force(asked.settings)
+        faults = [*asked.faults, *refused]
+        for fault in faults:
+            self._tell(fault, asked.event_id)
+        if not faults or taken != self._live.session.settings:
+            self._configure(Configure(taken, asked.event_id))
+        return bool(faults)
+
+    def _in_force(self, asked: Settings) -> tuple[Settings, list[ClientFault]]:
+        """What the model takes, and what it refuses, as the client wrote it."""
+        taken, refused = self._live.in_force(asked)
+        for fault in refused:
+            fault.param = f"{self._live.dialect.option_path}{fault.param}"
+        return taken, refused
 
     def _configure(self, request: Configure) -> None:
-        request = self._in_force(request)
         if request.settings.format != self._intake.format:
             old, self._intake = self._intake, Intake(request.settings.format)
             self._live.submit(old.flush())
             old.close()
         self._live.submit(request)
-
-    def _in_force(self, asked: Configure) -> Configure:
-        """What the model takes of it. A client that asks for something else keeps what it had, and is told."""
-        try:
-            return Configure(self._live.in_force(asked.settings), asked.event_id)
-        except ClientFault as fault:
-            fault.param = f"{self._live.dialect.option_path}{fault.param}"
-            fault.event_id = asked.event_id
-            raise
 
     async def _audio(self, data: bytes, gone: Callable[[], bool]) -> None:
         if self._ended:

@@ -20,6 +20,7 @@ from websockets.exceptions import InvalidState
 from websockets.frames import Frame
 from websockets.protocol import State
 
+from realtime.serving.header_values import clean_headers
 from realtime.serving.socket_extras import EXTENSION, PART, Part, SocketExtras, Taker
 from realtime.serving.whole_frames import PART_BYTES, FrameSplitter, text_of_whole_frame
 
@@ -281,6 +282,8 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         # The transport knows of a lost peer before the protocol is told, and a bad frame closes the socket by itself.
         if self.transport.is_closing() or self.close_sent:
             raise ClientDisconnected
+        if "headers" in message:
+            message = {**message, "headers": clean_headers(message["headers"])}
         await super().send(message)
         if self.close_sent and self._unparsed and self._parsing_later is None:
             self._parse()

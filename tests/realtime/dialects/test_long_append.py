@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from realtime.dialects.json_frames import decode_base64, decode_json
@@ -52,6 +52,7 @@ others = st.dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=90), others, st.sampled_from(["plain", "slashes", "html"]), st.randoms(), cuts)
 def test_audio_is_what_the_whole_message_has_wherever_it_is_cut(
     audio: bytes, more: dict[str, Any], how: str, chance: Any, cuts: list[int]
@@ -89,6 +90,7 @@ LETTERS = [
 SAMPLE = f'{{"type":"{APPEND}","audio":"AAECAAEC"}}'
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(LETTERS), max_size=30).map("".join) | st.just(SAMPLE), cuts, st.integers(0, 60))
 @example('{"audio":"AA==AAAA","type":"input_audio_buffer.append"}', [], 0)
 @example('{"audio":"AA==","type":"input_audio_buffer.append"}', [11], 0)

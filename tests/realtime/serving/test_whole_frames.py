@@ -29,6 +29,7 @@ def cut(whole: bytes, places: list[int]) -> list[bytes]:
     return [whole[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
 
 
+@settings(deadline=None)
 @given(st.lists(frames, min_size=1, max_size=6), st.data())
 def test_a_splitter_knows_where_frames_begin(sent: list[bytes], data: st.DataObject) -> None:
     whole, starts, end = b"".join(sent), {0}, 0
