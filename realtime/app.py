@@ -24,7 +24,7 @@ from realtime.serving.engine_api import EngineApi
 from realtime.serving.house import House
 from realtime.serving.surroundings import Surroundings
 from realtime.serving.tokens import Signer, fleet_secret, signing_secret
-from realtime.serving.uvicorn_patch import RealtimeWebSocket, patient_http
+from realtime.serving.uvicorn_patch import patient_http, realtime_websocket
 
 log = logging.getLogger("tickertape")
 
@@ -127,7 +127,7 @@ def build_server(engine: EngineApi, config: Config, around: Surroundings | None 
         port=settings.port,
         loop="uvloop",
         http=patient_http(settings.handshake_s),
-        ws=RealtimeWebSocket,
+        ws=realtime_websocket(config.limits.control_bytes),
         ws_max_size=config.limits.message_bytes,
         ws_ping_interval=settings.ping_interval_s or None,
         ws_ping_timeout=settings.dead_after_s or None,

@@ -18,7 +18,6 @@ OURS = ("audio", "engine", "fleet", "realtime")
 TORCH = {"torch", "torchaudio", "triton"}
 TORCH_HOMES = ("engine/runner/", "engine/models/", "engine/weights/")
 MOST_MODULES = 10
-MOST_CORE_LINES = 1500
 
 # `engine` and `realtime` stand for the modules at their root: the vocabulary of either.
 FLOORS: dict[str, set[str]] = {
@@ -85,6 +84,8 @@ FLOORS: dict[str, set[str]] = {
 OPENINGS: dict[str, set[str]] = {
     # The one place in the gateway that starts an engine.
     "engine/client/handles.py": {"engine/server"},
+    # A process of its own: it sets its log up as the others do.
+    "realtime/workers/worker.py": {"engine"},
     # This command is the engine process.
     "realtime/commands/engine.py": {"engine/server", "engine/boundary"},
     # This command alone speaks to a fleet.
@@ -219,11 +220,6 @@ def test_examples_speak_the_wire_only() -> None:
 def test_a_root_has_few_modules(package: str) -> None:
     modules = [path for path in (ROOT / package).glob("*.py") if path.name != "__init__.py"]
     assert len(modules) <= MOST_MODULES
-
-
-def test_the_core_is_small() -> None:
-    core = [file for path, file in sources().items() if folder(path) == "engine/core"]
-    assert sum(file.read_text().count("\n") for file in core) < MOST_CORE_LINES
 
 
 def test_every_folder_says_what_lives_there() -> None:

@@ -20,6 +20,7 @@ from engine.boundary.curve import LinkKeys
 from engine.boundary.preparation import WARM_UP_SECONDS, make_cutter, prepare
 from engine.boundary.sockets import EngineSocket, check_address
 from engine.errors import EngineDead, EngineError
+from engine.logs import set_up_logging
 from engine.server.collector import calm_collector
 from engine.server.host import Drain, EngineHost
 from engine.server.loop import EngineLoop
@@ -104,7 +105,7 @@ def run_child(address: str, build: Build, warm: bool, record_path: Path) -> None
     signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
     # Ctrl-C reaches the whole group; the gateway decides when its engine stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    set_up_logging("%(levelname)s %(name)s: %(message)s")
     threading.Thread(target=_stop_with_parent, args=(asked_to_stop,), daemon=True).start()
     try:
         run_engine(address, build, asked_to_stop.is_set, warm, FlightRecord.at(record_path))

@@ -138,10 +138,10 @@ def check_port(host: str, port: int) -> None:
 def set_up_logging() -> None:
     import logging
 
+    from engine import logs
+
     level = logging.DEBUG if is_debugging() else logging.INFO
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # Below that level it logs every frame.
-    logging.getLogger("websockets").setLevel(logging.WARNING)
+    logs.set_up_logging("%(asctime)s %(levelname)s %(name)s: %(message)s", level)
 
 
 async def _serve(config: Config, readiness: Readiness) -> None:

@@ -11,7 +11,7 @@ import hmac
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -49,9 +49,19 @@ class _Issued(msgspec.Struct, array_like=True):
     salt: bytes
 
 
-def select_subprotocol(offered: Iterable[str]) -> str | None:
-    """What the server answers to an offer. Never an entry that carries a secret."""
-    return next((name for name in offered if name in SELECTABLE), None)
+def select_subprotocol(offered: Sequence[str]) -> str | None:
+    """What the server answers to an offer. Never an entry that carries a secret.
+
+    Browsers fail a socket for which nothing of their offer was selected; some offer the beta's name and no other.
+    """
+    otherwise = BETA_PROTOCOL if BETA_PROTOCOL in offered else None
+    return next((name for name in offered if name in SELECTABLE), otherwise)
+
+
+def asks_for_beta(headers: Mapping[str, str], subprotocols: Sequence[str]) -> bool:
+    """Whether the client speaks OpenAI's beta: by its header, which may name several, or as browsers say it."""
+    betas = [name.strip() for name in headers.get("openai-beta", "").split(",")]
+    return "realtime=v1" in betas or BETA_PROTOCOL in subprotocols
 
 
 def offered_key(headers: Mapping[str, str], subprotocols: list[str]) -> str | None:

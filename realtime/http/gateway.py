@@ -25,12 +25,13 @@ from realtime.dialects.json_frames import encode_json
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.openai_session import MAX_NAME, merge_beta
 from realtime.errors import ClientFault, CloseCode, Refusal
-from realtime.http.auth import BETA_PROTOCOL, select_subprotocol
+from realtime.http.auth import asks_for_beta, select_subprotocol
 from realtime.http.context import Context
 from realtime.numbers import whole_number
 from realtime.serving.caller import Caller
 from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.connection import Connection
+from realtime.serving.header_values import header_text
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
 from realtime.serving.maker import Entry
@@ -135,7 +136,7 @@ class Gateway:
             entry, missed = await self._resume(query["resume"], query.get("after", "0"), caller)
             yield _Entrance((entry,), missed, selected)
             return
-        beta = websocket.headers.get("openai-beta") == "realtime=v1" or BETA_PROTOCOL in offered
+        beta = asks_for_beta(websocket.headers, offered)
         settings = caller.settings or Settings()
         if "model" in query:
             settings = merge_beta(settings, {"input_audio_transcription": {"model": query["model"][:MAX_NAME]}})
@@ -219,5 +220,5 @@ def refused(path: str, error: Refusal | ClientFault) -> Response:
     if path != LISTEN:
         return JSONResponse(error.body(), error.status, error.headers())
     request_id = str(uuid4())
-    headers = {"dg-request-id": request_id, "dg-error": error.message.encode("ascii", "replace").decode()}
+    headers = {"dg-request-id": request_id, "dg-error": header_text(error.message)}
     return JSONResponse(error_body(error, request_id), error.status, error.headers() | headers)

@@ -16,7 +16,7 @@ from engine.client.wills import Inheritance
 from engine.errors import AtCapacity, EngineError
 from realtime.dialects.base import Dialect
 from realtime.dialects.json_frames import encode_json
-from realtime.errors import CloseCode, OptionsRefused
+from realtime.errors import ClientFault, CloseCode, OptionsRefused
 from realtime.metrics.gateway import Metrics
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.engine_queue import EngineCommand
@@ -89,12 +89,12 @@ class LiveSession:
 
     # The client's side
 
-    def in_force(self, asked: Settings) -> Settings:
-        """Raises ClientFault."""
-        taken = asked.in_force(self._engine.spec)
+    def in_force(self, asked: Settings) -> tuple[Settings, list[ClientFault]]:
+        """What the model takes of it, and what it refuses: that stays as it was."""
+        taken, faults = asked.in_force_after(self.session.settings, self._engine.spec)
         if missing := asked.untaken(taken):
             log.info("session %s: the model takes no %s", self.id, ", no ".join(missing))
-        return taken
+        return taken, faults
 
     @property
     def has_stream(self) -> bool:

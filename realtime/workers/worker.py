@@ -14,6 +14,7 @@ import sys
 import msgspec
 import uvloop
 
+from engine.logs import set_up_logging
 from realtime.app import gateway_of_several
 from realtime.config import Config
 from realtime.workers.line import Entered, Line, Others, Ready, Retire, Start
@@ -59,8 +60,7 @@ async def work(end: socket.socket) -> None:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s [%(process)d]: %(message)s")
-    logging.getLogger("websockets").setLevel(logging.WARNING)
+    set_up_logging("%(asctime)s %(levelname)s %(name)s [%(process)d]: %(message)s")
     end = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(end.fileno(), False)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,4 +1,5 @@
-"""What each attack costs: bytes sent, memory of both processes, and how long others wait for their words.
+"""What each attack costs: bytes sent, memory of both processes, the longest hold of the gateway's event loop, and how
+long others wait for their words.
 
     python -m tests.attacks.measure [--source CHECKOUT] [NAME...]
 
@@ -27,6 +28,7 @@ MIB = 2**20
 async def measure(server: RealServer, attack: Attack, calm: good_client.Lap) -> str:
     target = Target(server.port)
     audio = good_client.speech()
+    began_at = time.time()
     with watched_memory(server) as seen:
         lap = asyncio.create_task(good_client.one_lap(server.ws, GOOD_KEY, audio))
         await asyncio.sleep(1.0)
@@ -45,10 +47,11 @@ async def measure(server: RealServer, attack: Attack, calm: good_client.Lap) -> 
         except Exception as error:
             others = f"LOST: {type(error).__name__}"
     growth = peak_growth(seen)
+    held = server.longest_hold(began_at)
     restarted = "" if server.engine_is_the_same() else "; THE ENGINE WAS RESTARTED"
     return (
         f"| {attack.name} | {target.sent:,} B in {took:.1f} s | gateway {growth.gateway / MIB:+.0f} MiB, "
-        f"engine {growth.engine / MIB:+.0f} MiB | {others}{restarted} | {outcome} |"
+        f"engine {growth.engine / MIB:+.0f} MiB | {held} | {others}{restarted} | {outcome} |"
     )
 
 

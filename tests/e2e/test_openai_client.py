@@ -235,6 +235,30 @@ async def test_beta_in_a_browser_is_told_by_the_subprotocol(serve: Serve) -> Non
     assert "conversation.item.created" in kinds and "conversation.item.added" not in kinds
 
 
+@pytest.mark.parametrize(
+    ("offered", "headers", "selected"),
+    [
+        (["openai-beta.realtime-v1", "realtime", "openai-insecure-api-key.the-real-key"], {}, "realtime"),
+        (["openai-insecure-api-key.the-real-key", "openai-beta.realtime-v1"], {}, "openai-beta.realtime-v1"),
+        (None, {"Authorization": "Bearer the-real-key", "OpenAI-Beta": "assistants=v2, realtime=v1"}, None),
+    ],
+)
+async def test_beta_greets_as_such_however_it_is_asked_for(
+    serve: Serve, offered: list[Any] | None, headers: dict[str, str], selected: str | None
+) -> None:
+    async with serve(auth={"keys": ("the-real-key",)}) as running:
+        url = f"{running.ws}?intent=transcription"
+        async with raw_client(url, subprotocols=offered, additional_headers=headers) as client:
+            assert client.socket.subprotocol == selected
+            assert (await client.receive())["type"] == "transcription_session.created"
+
+
+async def test_ga_greets_as_such_with_the_intent_of_the_beta(serve: Serve) -> None:
+    """`intent=transcription` does not tell the two apart: clients of GA send it as well."""
+    async with serve() as running, raw_client(f"{running.ws}?intent=transcription") as client:
+        assert (await client.receive())["type"] == "session.created"
+
+
 @pytest.mark.parametrize("query", [{"model": "gpt-4o-transcribe"}, {"model": "m", "intent": "transcription"}])
 async def test_model_in_the_query_is_shown_and_served(serve: Serve, query: dict[str, str]) -> None:
     async with serve() as running, client_for(running.base_url) as client:

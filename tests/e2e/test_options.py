@@ -318,3 +318,78 @@ async def test_a_translation_is_an_upload_in_english(serve: Serve) -> None:
             assert response.status_code == 200 and "w1 w2" in response.text
         assert (response.json()["task"], response.json()["language"]) == ("translate", "english")
         assert engine.opened[-1]["options"] == {"task": "translate", "prompt": "Names."}
+
+
+@pytest.mark.parametrize(
+    ("transcription", "param"),
+    [
+        ({"language": "qq"}, "language"),
+        ({"language": 7}, "language"),
+        ({"task": "sing"}, "task"),
+        ({"keywords": ["x" * 65]}, "keywords"),
+        ({"keywords": "tape"}, "keywords"),
+        ({"prompt": "x" * 20_000}, "prompt"),
+        ({"delay": "never"}, "delay"),
+    ],
+)
+async def test_one_wrong_option_does_not_cost_the_others(serve: Serve, transcription: Any, param: str) -> None:
+    """Audio comes in the new format from here on: it must not be heard in the old one."""
+    async with serve() as running, greeted_client(running.ws) as client:
+        running.engine.keep_audio = True
+        await client.update(transcription={"language": "de", "prompt": "before"}, turn_detection=None)
+        given = {"prompt": "after", **transcription}
+        audio_input = {"format": {"type": "audio/pcm", "rate": 16_000}, "transcription": given}
+        await client.send("session.update", event_id="mine", session={"audio": {"input": audio_input}})
+        error = (await client.receive())["error"]
+        assert error["param"] == f"session.audio.input.transcription.{param}" and error["event_id"] == "mine"
+        updated = await client.receive()
+        assert updated["type"] == "session.updated"
+        shown = updated["session"]["audio"]["input"]
+        assert shown["format"] == {"type": "audio/pcm", "rate": 16_000} and shown["transcription"]["language"] == "de"
+        assert shown["transcription"]["prompt"] == ("before" if param == "prompt" else "after")
+        await client.append(tone(1.0, 16_000))
+        await client.send("input_audio_buffer.commit")
+        await client.until("input_audio_buffer.committed")
+        assert sum(map(len, running.engine.streams[-1].heard)) == 16_000
+
+
+async def test_each_wrong_field_of_an_update_is_named(serve: Serve) -> None:
+    async with serve() as running, greeted_client(running.ws) as client:
+        audio_input = {
+            "format": {"type": "audio/mp9"},
+            "turn_detection": {"type": "server_vad", "threshold": 2},
+            "transcription": {"model": "mine", "language": "qq", "languages": "de", "delay": "never"},
+        }
+        await client.send("session.update", session={"audio": {"input": audio_input}, "include": "words"})
+        events = await client.until("session.updated")
+        wrong = {event["error"]["param"].removeprefix("session.").removeprefix("audio.input.") for event in events[:-1]}
+        assert wrong == {"format.type", "turn_detection.threshold", "include"} | {
+            f"transcription.{name}" for name in ("language", "languages", "delay")
+        }
+        assert events[-1]["session"]["audio"]["input"]["transcription"]["model"] == "mine"
+
+
+async def test_an_update_of_which_nothing_can_be_taken_is_an_error_and_no_more(serve: Serve) -> None:
+    async with serve() as running, greeted_client(running.ws) as client:
+        await client.send("session.update", session={"audio": {"input": {"transcription": {"language": "qq"}}}})
+        assert (await client.receive())["type"] == "error"
+        await client.send("input_audio_buffer.clear")
+        assert (await client.receive())["type"] == "input_audio_buffer.cleared"
+
+
+async def test_words_that_do_not_go_together_leave_those_that_were(serve: Serve) -> None:
+    """A list in the prompt counts as keywords, and both together are too many."""
+    async with serve() as running, greeted_client(running.ws) as client:
+        running.engine.takes(replace(ENGLISH, keywords=True))
+        many = [f"word{number}" for number in range(300)]
+        first = await client.update(transcription={"prompt": ", ".join(many)})
+        audio_input = {
+            "format": {"type": "audio/pcmu"},
+            "transcription": {"keywords": [f"other{n}" for n in range(300)]},
+        }
+        await client.send("session.update", session={"audio": {"input": audio_input}})
+        events = await client.until("session.updated")
+        assert {event["type"] for event in events[:-1]} == {"error"}
+        shown = events[-1]["session"]["audio"]["input"]
+        assert shown["format"] == {"type": "audio/pcmu"}
+        assert shown["transcription"]["keywords"] == first["audio"]["input"]["transcription"]["keywords"]

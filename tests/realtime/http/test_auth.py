@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from realtime.errors import Refusal
-from realtime.http.auth import PURPOSE, SECRET_PREFIX, Gatekeeper, offered_key, select_subprotocol
+from realtime.http.auth import PURPOSE, SECRET_PREFIX, Gatekeeper, asks_for_beta, offered_key, select_subprotocol
 from realtime.serving.caller import Caller
 from realtime.serving.tokens import Signer
 from realtime.session.settings import Settings
@@ -30,6 +30,28 @@ def test_subprotocol_with_a_secret_is_never_selected() -> None:
     assert select_subprotocol(["openai-insecure-api-key.k", "realtime"]) == "realtime"
     assert select_subprotocol(["openai-insecure-api-key.k"]) is None
     assert select_subprotocol([]) is None
+
+
+def test_a_browser_of_the_beta_gets_one_of_the_names_it_offers() -> None:
+    """It fails the socket otherwise."""
+    beta = "openai-beta.realtime-v1"
+    assert select_subprotocol([beta, "openai-insecure-api-key.k", "realtime"]) == "realtime"
+    assert select_subprotocol(["openai-insecure-api-key.k", beta]) == beta
+
+
+@pytest.mark.parametrize(
+    ("header", "offered", "beta"),
+    [
+        ("realtime=v1", [], True),
+        ("assistants=v2, realtime=v1", [], True),
+        ("realtime=v1,assistants=v2", [], True),
+        ("", ["realtime", "openai-beta.realtime-v1"], True),
+        ("assistants=v2", ["realtime"], False),
+        ("realtime=v10", [], False),
+    ],
+)
+def test_the_beta_is_asked_for_in_either_place(header: str, offered: list[str], beta: bool) -> None:
+    assert asks_for_beta({"openai-beta": header} if header else {}, offered) is beta
 
 
 def test_client_secrets_expire_and_are_as_good_at_any_server_with_the_same_secret() -> None:
