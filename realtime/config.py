@@ -8,6 +8,7 @@ Later sources win: file, then environment, then flags. Every key has the same na
 from __future__ import annotations
 
 import difflib
+import hmac
 import os
 import socket
 import tomllib
@@ -31,6 +32,39 @@ MIN_CUT_SILENCE_S = 3.0
 
 class ConfigError(Exception):
     """The configuration cannot be used. The text names the key and what to do about it."""
+
+
+class Secret:
+    """A text that is used and never shown: printing, formatting or dumping it, or what holds it, gives a placeholder.
+
+    Settings that are secret have this type, so that no message can show them by accident. `reveal` is for the code
+    that compares or signs with the text, and for the line from a parent to its workers.
+    """
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str = "") -> None:
+        self._text = text
+
+    def reveal(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return "<secret>" if self._text else "<no secret>"
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        text = other._text if isinstance(other, Secret) else other
+        return isinstance(text, str) and hmac.compare_digest(_as_bytes(self._text), _as_bytes(text))
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
+def _as_bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +95,23 @@ class ServerConfig:
 @dataclass(frozen=True, slots=True)
 class AuthConfig:
     # Keys that clients may use. Empty: anybody may connect, which only a loopback address allows by default.
-    keys: tuple[str, ...] = ()
+    keys: tuple[Secret, ...] = ()
     # Must be set to serve without keys on an address that others can reach.
     no_auth: bool = False
     # Has no effect any more: client secrets (ek_...) are signed, and none has to be remembered.
     max_client_secrets: int = 10_000
     # What client secrets and resume tokens are signed with; empty makes one up at every start. Servers that are to take
     # one another's need the same.
-    secret: str = ""
+    secret: Secret = Secret()
+
+    def __post_init__(self) -> None:
+        """Code may give plain texts; they are secrets from here on."""
+        object.__setattr__(self, "keys", tuple(_as_secret(key) for key in self.keys))
+        object.__setattr__(self, "secret", _as_secret(self.secret))
+
+
+def _as_secret(given: Secret | str) -> Secret:
+    return given if isinstance(given, Secret) else Secret(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +383,8 @@ def _convert(value: Any, wanted: Any, key: str) -> Any:
         if value is None:
             return None
         wanted = next(kind for kind in wanted.__args__ if kind is not type(None))
+    if wanted is Secret or wanted == tuple[Secret, ...]:
+        return _to_secret(value, wanted, key)
     if wanted is bool:
         return _to_bool(value, key)
     if wanted in (int, float):
@@ -349,6 +394,18 @@ def _convert(value: Any, wanted: Any, key: str) -> Any:
             raise ConfigError(f"{key} must be text, not {value!r}")
         return value
     return _to_texts(value, key)
+
+
+def _to_secret(value: Any, wanted: Any, key: str) -> Any:
+    """A wrong value is not shown either: it may be a key without its quotes."""
+    if wanted is Secret:
+        if not isinstance(value, str):
+            raise ConfigError(f"{key} must be text in quotes; its value is not shown")
+        return Secret(value)
+    try:
+        return tuple(map(Secret, _to_texts(value, key)))
+    except ConfigError:
+        raise ConfigError(f"{key} must be a list of texts in quotes; its value is not shown") from None
 
 
 def _to_bool(value: Any, key: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,7 @@ class ClientSettings:
     # A file that says which engines there are, beside those that are given.
     table: str | None = None
     # The fleet's secret, which links over tcp are encrypted with; None: they are not.
-    fleet_secret: bytes | None = None
+    fleet_secret: bytes | None = field(default=None, repr=False)
 
 
 class EngineClient:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from realtime.config import Config, Secret
 from realtime.serving.house import Answer, Figures
 
 # The longest message is the first: the configuration.
@@ -16,12 +17,15 @@ LONGEST_LINE = 1024 * 1024
 
 
 class Start(msgspec.Struct, tag="start"):
-    """First word of a parent. `config` is the whole configuration as JSON."""
+    """First word of a parent. `config` is the whole configuration, as `encode_config` writes it."""
 
     config: msgspec.Raw
     secret: bytes
     engines: list[str]
     port: int
+
+    def __repr__(self) -> str:
+        return f"Start(port={self.port})"
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -67,6 +71,15 @@ Message = Start | Ready | Enter | Entered | Leave | Own | Others | Retire
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Message)
+
+
+def encode_config(config: Config) -> msgspec.Raw:
+    """The whole configuration with its secrets, for a worker and for nobody else."""
+    return msgspec.Raw(msgspec.json.encode(config, enc_hook=Secret.reveal))
+
+
+def decode_config(encoded: msgspec.Raw) -> Config:
+    return msgspec.json.decode(encoded, type=Config, dec_hook=lambda kind, text: kind(text))
 
 
 class Line:

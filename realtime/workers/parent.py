@@ -16,12 +16,11 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-import msgspec
 from prometheus_client import multiprocess
 
 from realtime.config import Config
 from realtime.serving.tokens import signing_secret
-from realtime.workers.line import Enter, Leave, Line, Own, Ready, Retire, Start
+from realtime.workers.line import Enter, Leave, Line, Own, Ready, Retire, Start, encode_config
 from realtime.workers.shared_house import HouseKeeper
 
 log = logging.getLogger("tickertape.workers")
@@ -129,8 +128,7 @@ class Parent:
         worker = Worker(self._numbers, process, await Line.over(ours))
         self.workers[worker.number] = worker
         self._house.add(worker.number, worker.line)
-        config = msgspec.Raw(msgspec.json.encode(self.config))
-        worker.line.send(Start(config, self._secret, self._engines, self.port))
+        worker.line.send(Start(encode_config(self.config), self._secret, self._engines, self.port))
         worker.hearing = asyncio.create_task(self._hear(worker), name=f"worker {worker.number}")
         return worker
 

@@ -11,12 +11,10 @@ import os
 import socket
 import sys
 
-import msgspec
 import uvloop
 
 from realtime.app import gateway_of_several
-from realtime.config import Config
-from realtime.workers.line import Entered, Line, Others, Ready, Retire, Start
+from realtime.workers.line import Entered, Line, Others, Ready, Retire, Start, decode_config
 from realtime.workers.shared_house import SharedHouse
 
 log = logging.getLogger("tickertape.worker")
@@ -33,7 +31,7 @@ async def work(end: socket.socket) -> None:
     messages = aiter(line)
     start = await anext(messages)
     assert isinstance(start, Start), "a parent says first what to do"
-    config = msgspec.json.decode(start.config, type=Config)
+    config = decode_config(start.config)
     house = SharedHouse(line, asyncio.get_running_loop().time)
     listener = port_socket(config.server.host, start.port)
     async with gateway_of_several(config, start.engines, start.secret, house, listener) as server:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+import json
+import pprint
+import re
+import traceback
+import typing
+from dataclasses import FrozenInstanceError, asdict, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from realtime.config import Config, ConfigError, load_config
+from realtime.config import AuthConfig, Config, ConfigError, Secret, known_keys, load_config
 
 
 @pytest.mark.parametrize(
@@ -93,3 +99,60 @@ def test_a_silence_that_is_cut_out_is_longer_than_any_delay() -> None:
     assert load_config(environment={}, flags={"model.cut_silence_s": "0"}).model.cut_silence_s == 0
     with pytest.raises(ConfigError, match=r"model.cut_silence_s must be 0 or at least 3"):
         load_config(environment={}, flags={"model.cut_silence_s": "1"})
+
+
+# Secrets
+
+MARK = "mark-7f3a9c-do-not-show"
+
+
+def test_nothing_that_shows_a_configuration_shows_its_secrets() -> None:
+    config = Config(auth=AuthConfig(keys=(MARK, f"{MARK}-2"), secret=MARK))
+    shown = [repr(config), str(config), f"{config.auth.secret}", f"{config.auth.keys}"]
+    shown += [repr(asdict(config)), pprint.pformat(config), pprint.pformat(asdict(config)), str(vars_of(config.auth))]
+    assert not [text for text in shown if MARK in text]
+    for dump in (json.dumps, msgspec.json.encode):
+        with pytest.raises(TypeError):
+            dump(asdict(config))
+    assert config.auth.keys[0].reveal() == config.auth.secret.reveal() == MARK
+
+
+def vars_of(section: object) -> dict[str, Any]:
+    return {item.name: getattr(section, item.name) for item in fields(section)}  # type: ignore[arg-type]
+
+
+def test_every_setting_whose_name_says_that_it_is_secret_has_the_type_of_a_secret() -> None:
+    hints = {f"auth.{name}": kind for name, kind in typing.get_type_hints(AuthConfig).items()}
+    secret = {key for key, kind in hints.items() if kind in (Secret, tuple[Secret, ...])}
+    assert secret == {"auth.keys", "auth.secret"}
+    named = {key for key in known_keys() if re.search(r"secret$|\.keys?$|password|token", key)}
+    assert named == secret, "a new setting that holds a secret needs the type Secret"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'[auth]\nkeys = ["{MARK}"',
+        f"[auth]\nkeys = {MARK}",
+        f'[auth]\nkeys = [["{MARK}"]]',
+        f'[auth]\nkeys = {{ "{MARK}" = true }}',
+        f'[auth]\nsecret = ["{MARK}"]',
+        f'[auth]\nsecret = {{ of = "{MARK}" }}',
+        f'[auth]\nsecret = "{MARK}" "{MARK}"',
+        f'auth = "{MARK}"',
+        f'[auth]\nkeys = ["{MARK}"]\nno_auth = true',
+        f'[auth]\nsecret = "{MARK}"\n[fleet]\nsecret_file = "x"',
+    ],
+)
+def test_an_error_of_the_configuration_does_not_show_a_secret(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "tickertape.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_config(file, environment={})
+    assert MARK not in "".join(traceback.format_exception(refused.value)).replace(text, "")
+
+
+def test_a_secret_compares_by_its_text() -> None:
+    assert Secret("a") == Secret("a") == "a" and Secret("a") != Secret("b") and Secret("a") != 1
+    assert len(Secret("abc")) == 3 and not Secret() and hash(Secret("a")) == hash(Secret("a"))
+    assert Secret("\udcff") != Secret("é")
