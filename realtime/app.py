@@ -6,11 +6,13 @@ import asyncio
 import gc
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
+import msgspec
 import uvicorn
+from prometheus_client.core import Metric
 
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.handles import START_TIMEOUT_S, EngineHandle, EngineProcess, EngineThread, RemoteEngine
@@ -18,12 +20,13 @@ from engine.config import DEFAULT_MODEL, EngineConfig
 from realtime.config import Config, LimitsConfig, ModelConfig
 from realtime.http.gateway import Gateway
 from realtime.http.routes import build_app
-from realtime.metrics.engine import engine_collector
+from realtime.metrics.engine import COUNTED_BY_EACH_GATEWAY, engine_collector
 from realtime.metrics.gateway import Metrics, name_collector
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.house import House
 from realtime.serving.surroundings import Surroundings
 from realtime.serving.tokens import Signer, fleet_secret, signing_secret
+from realtime.serving.totals import report
 from realtime.serving.uvicorn_patch import RealtimeWebSocket, patient_http
 
 log = logging.getLogger("tickertape")
@@ -192,7 +195,7 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     if not config.engines_elsewhere:
         engines += _own_engines(config.model)
     client = EngineClient(engines, _client_settings(config))
-    metrics.add_collector(engine_collector(client.metrics, client.capacity))
+    metrics.add_collector(engine_collector(client.metrics, client.capacity), COUNTED_BY_EACH_GATEWAY)
     metrics.add_collector(name_collector(config.gateway_name))
     starting = asyncio.create_task(_start(client), name="start of the engine")
     stop_at_once = False
@@ -211,18 +214,33 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
         await client.close(stop_at_once)
 
 
+@dataclass(frozen=True, slots=True)
+class EnginesForWorkers:
+    """`starting` ends when an engine of our own is there. `counters` reports what the engines have counted in all their
+    lives, which workers come too late to see; None for engines that others start."""
+
+    addresses: list[str]
+    starting: asyncio.Task[None]
+    counters: Callable[[], msgspec.Raw] | None = None
+
+
+def _engine_counters(metrics: Iterable[Metric]) -> msgspec.Raw:
+    own = {f"tickertape_{name}" for name in COUNTED_BY_EACH_GATEWAY}
+    return report((metric, True) for metric in metrics if metric.type == "counter" and metric.name not in own)
+
+
 @asynccontextmanager
-async def engine_for_workers(config: Config) -> AsyncIterator[tuple[list[str], asyncio.Task[None]]]:
-    """The addresses of the engines that workers use, and a task that ends when an engine of our own is there: it is
-    started, and started anew, by this process."""
+async def engine_for_workers(config: Config) -> AsyncIterator[EnginesForWorkers]:
+    """The engines that workers use. One of our own is started, and started anew, by this process."""
     if config.engines_elsewhere:
-        yield list(config.model.engines), asyncio.create_task(asyncio.sleep(0))
+        yield EnginesForWorkers(list(config.model.engines), asyncio.create_task(asyncio.sleep(0)))
         return
     engines = _own_engines(config.model)
     client = EngineClient(engines, _client_settings(config))
     starting = asyncio.create_task(_start(client), name="start of the engine")
     try:
-        yield [engine.address for engine in engines], starting
+        collect = engine_collector(client.metrics, client.capacity)
+        yield EnginesForWorkers([engine.address for engine in engines], starting, lambda: _engine_counters(collect()))
     finally:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
@@ -239,7 +257,7 @@ async def gateway_of_several(
     # One that the parent starts may take as long as a model takes to load.
     wait_s = REMOTE_WAIT_S if config.engines_elsewhere else START_TIMEOUT_S
     client = EngineClient([RemoteEngine(address, wait_s) for address in engines], _client_settings(config))
-    metrics.add_collector(engine_collector(client.metrics, client.capacity))
+    metrics.add_collector(engine_collector(client.metrics, client.capacity), COUNTED_BY_EACH_GATEWAY)
     metrics.add_collector(name_collector(config.gateway_name))
     starting = asyncio.create_task(_start(client), name="start of the engine")
     share = replace(config, limits=_share(config.limits, config.server.workers))

@@ -172,8 +172,9 @@ async def _serve_workers(config: Config, workers: int, readiness: Readiness) -> 
     config = replace(config, server=replace(config.server, workers=workers))
     stop = _Stop()
     server = config.server
-    async with reserved_port(server.host, server.port) as port, engine_for_workers(config) as (engines, starting):
-        parent = Parent(config, workers, engines, port)
+    async with reserved_port(server.host, server.port) as port, engine_for_workers(config) as engines:
+        parent = Parent(config, workers, engines.addresses, port, engines.counters)
+        starting = engines.starting
         note(f"starting {workers} workers" + ("" if config.engines_elsewhere else " and the engine"))
         ready = asyncio.create_task(parent.start())
         try:

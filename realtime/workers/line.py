@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -63,11 +64,29 @@ class Others(msgspec.Struct, tag="others"):
     figures: Figures
 
 
+class Counted(msgspec.Struct, tag="counted"):
+    """The metrics of the worker that says it, as `realtime.serving.totals.report` writes them."""
+
+    report: msgspec.Raw
+
+
+class Scrape(msgspec.Struct, tag="scrape"):
+    """The worker is asked for the metrics of the server; these are its own. Answered by `Scraped`."""
+
+    number: int
+    report: msgspec.Raw
+
+
+class Scraped(msgspec.Struct, tag="scraped"):
+    number: int
+    text: str
+
+
 class Retire(msgspec.Struct, tag="retire"):
     """Stop, and leave sessions that can be resumed to the other workers."""
 
 
-Message = Start | Ready | Enter | Entered | Leave | Own | Others | Retire
+Message = Start | Ready | Enter | Entered | Leave | Own | Others | Counted | Scrape | Scraped | Retire
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Message)
@@ -108,6 +127,11 @@ class Line:
             if not line:
                 return
             yield _decoder.decode(line)
+
+    async def drain(self) -> None:
+        """Until what was said has left, or the other side is gone."""
+        with contextlib.suppress(OSError):
+            await self._writer.drain()
 
     def close(self) -> None:
         self._writer.close()

@@ -7,20 +7,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from prometheus_client import multiprocess
+import msgspec
 
 from realtime.config import Config
 from realtime.serving.tokens import signing_secret
-from realtime.workers.line import Enter, Leave, Line, Own, Ready, Retire, Start, encode_config
+from realtime.serving.totals import Totals
+from realtime.workers.line import (
+    Counted,
+    Enter,
+    Leave,
+    Line,
+    Own,
+    Ready,
+    Retire,
+    Scrape,
+    Scraped,
+    Start,
+    encode_config,
+)
 from realtime.workers.shared_house import HouseKeeper
 
 log = logging.getLogger("tickertape.workers")
@@ -29,7 +40,10 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.25, 10.0
 # A worker that lived so long was well: the wait before the next one is the first again.
 WELL_AFTER_S = 10.0
 STOP_POLL_S = 0.05
-METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+# What a worker said before it ended may still wait to be read; then it is read for so long at most.
+LAST_WORDS_S = 1.0
+# Workers have numbers from 1.
+PARENT = 0
 
 
 class WorkerFailed(Exception):
@@ -64,9 +78,17 @@ class Worker:
 
 
 class Parent:
-    """`engines` are the addresses of engines that run already."""
+    """`engines` are the addresses of engines that run already. `engine_counters` reports what they counted, if this
+    process has followed them from their start."""
 
-    def __init__(self, config: Config, workers: int, engines: Sequence[str], reserved: socket.socket) -> None:
+    def __init__(
+        self,
+        config: Config,
+        workers: int,
+        engines: Sequence[str],
+        reserved: socket.socket,
+        engine_counters: Callable[[], msgspec.Raw] | None = None,
+    ) -> None:
         self.config = config
         self.port = int(reserved.getsockname()[1])
         self.workers: dict[int, Worker] = {}
@@ -79,7 +101,8 @@ class Parent:
         self._keepers: set[asyncio.Task[None]] = set()
         self._retiring: set[int] = set()
         self._restarting: asyncio.Task[None] | None = None
-        self._metrics_folder = tempfile.TemporaryDirectory(prefix="tickertape-metrics-")
+        self._engine_counters = engine_counters
+        self.totals = Totals()
 
     async def start(self) -> None:
         """Returns when all workers listen and have an engine. Raises a group of WorkerFailed."""
@@ -103,14 +126,13 @@ class Parent:
         while self.workers or self._keepers or not (self._restarting is None or self._restarting.done()):
             for worker in list(self.workers.values()):
                 if worker.process.returncode is not None:
-                    self._forget(worker)
+                    await self._forget(worker)
                 elif force():
                     worker.signal(signal.SIGKILL)
                 elif worker.number not in told:
                     told.add(worker.number)
                     worker.signal(signal.SIGTERM)
             await asyncio.sleep(STOP_POLL_S)
-        self._metrics_folder.cleanup()
 
     # Inside.
 
@@ -122,7 +144,6 @@ class Parent:
                 pass_fds=(theirs.fileno(),),
                 # Ctrl-C reaches the parent alone, which decides.
                 start_new_session=True,
-                env=os.environ | {METRICS_VARIABLE: self._metrics_folder.name},
             )  # fmt: skip
         self._numbers += 1
         worker = Worker(self._numbers, process, await Line.over(ours))
@@ -139,6 +160,15 @@ class Parent:
                     worker.ready.set_result(None)
             elif isinstance(message, Enter | Leave | Own):
                 self._house.hear(worker.number, message)
+            elif isinstance(message, Counted | Scrape):
+                self.totals.hear(worker.number, message.report)
+                if isinstance(message, Scrape):
+                    worker.line.send(Scraped(message.number, self._exposition()))
+
+    def _exposition(self) -> str:
+        if self._engine_counters is not None:
+            self.totals.hear(PARENT, self._engine_counters())
+        return self.totals.exposition().decode()
 
     def _keep(self, worker: Worker) -> None:
         keeper = asyncio.create_task(self._replace_when_it_dies(worker), name=f"keeper of worker {worker.number}")
@@ -150,7 +180,7 @@ class Parent:
         backoff, began = FIRST_BACKOFF_S, clock()
         while True:
             status = await worker.process.wait()
-            self._forget(worker)
+            await self._forget(worker)
             if self.stopping.is_set() or worker.number in self._retiring:
                 self._retiring.discard(worker.number)
                 return
@@ -162,11 +192,14 @@ class Parent:
             began = clock()
             worker = await self._spawn()
 
-    def _forget(self, worker: Worker) -> None:
+    async def _forget(self, worker: Worker) -> None:
+        """It has ended; its last report counts on."""
         self.workers.pop(worker.number, None)
+        if worker.hearing is not None:
+            await asyncio.wait((worker.hearing,), timeout=LAST_WORDS_S)
         self._house.remove(worker.number)
+        self.totals.forget(worker.number)
         worker.line.close()
-        multiprocess.mark_process_dead(worker.process.pid, self._metrics_folder.name)  # type: ignore[no-untyped-call]
 
     async def _replace_all(self) -> None:
         for old in list(self.workers.values()):

@@ -14,8 +14,9 @@ import sys
 import uvloop
 
 from realtime.app import gateway_of_several
-from realtime.workers.line import Entered, Line, Others, Ready, Retire, Start, decode_config
+from realtime.workers.line import Entered, Line, Others, Ready, Retire, Scraped, Start, decode_config
 from realtime.workers.shared_house import SharedHouse
+from realtime.workers.shared_metrics import SharedMetrics
 
 log = logging.getLogger("tickertape.worker")
 
@@ -35,24 +36,34 @@ async def work(end: socket.socket) -> None:
     house = SharedHouse(line, asyncio.get_running_loop().time)
     listener = port_socket(config.server.host, start.port)
     async with gateway_of_several(config, start.engines, start.secret, house, listener) as server:
+        gateway = server.server.gateway
+        shared = SharedMetrics(line, gateway.metrics.families)
+        gateway.metrics.of_all = shared.of_all
 
         async def hear() -> None:
             async for message in messages:
                 if isinstance(message, Retire):
-                    server.server.gateway.sessions.hands_over = True
+                    gateway.sessions.hands_over = True
                     server.server.should_exit = True
                 elif isinstance(message, Entered | Others):
                     house.hear(message)
+                elif isinstance(message, Scraped):
+                    shared.hear(message)
             log.warning("the parent is gone; stopping")
             server.server.should_exit = True
 
         hearing = asyncio.create_task(hear(), name="what the parent says")
+        reporting = asyncio.create_task(shared.run(), name="metrics for the parent")
         try:
             if await server.wait_until_ready():
                 line.send(Ready())
                 await server.wait()
         finally:
             hearing.cancel()
+            reporting.cancel()
+    # All sockets are closed and counted.
+    shared.tell()
+    await line.drain()
     line.close()
 
 
