@@ -167,7 +167,7 @@ async def _serve_workers(config: Config, workers: int, readiness: Readiness) -> 
 
     from engine.errors import EngineError
     from realtime.app import engine_for_workers
-    from realtime.workers.parent import Parent, reserved_port
+    from realtime.workers.parent import Parent, WorkerFailed, reserved_port
 
     config = replace(config, server=replace(config.server, workers=workers))
     stop = _Stop()
@@ -193,7 +193,7 @@ async def _serve_workers(config: Config, workers: int, readiness: Readiness) -> 
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, parent.restart)
                 await stop.task
                 readiness.stopping()
-        except EngineError as error:
+        except (EngineError, WorkerFailed) as error:
             raise CommandFailed(str(error)) from error
         except ExceptionGroup as group:
             raise CommandFailed(str(group.exceptions[0])) from group

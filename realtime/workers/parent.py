@@ -137,21 +137,55 @@ class Parent:
     # Inside.
 
     async def _spawn(self) -> Worker:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "realtime.workers.worker", str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
-                # Ctrl-C reaches the parent alone, which decides.
-                start_new_session=True,
-            )  # fmt: skip
+        """Raises WorkerFailed if the system has no process, no memory or no descriptor for it."""
+        try:
+            process, line = await self._start_process()
+        except (OSError, MemoryError) as error:
+            reason = getattr(error, "strerror", None) or "out of memory"
+            text = f"a worker cannot be started: {reason}; raise the limits on processes, memory and open files"
+            raise WorkerFailed(text) from error
         self._numbers += 1
-        worker = Worker(self._numbers, process, await Line.over(ours))
+        worker = Worker(self._numbers, process, line)
         self.workers[worker.number] = worker
         self._house.add(worker.number, worker.line)
         worker.line.send(Start(encode_config(self.config), self._secret, self._engines, self.port))
         worker.hearing = asyncio.create_task(self._hear(worker), name=f"worker {worker.number}")
         return worker
+
+    async def _start_process(self) -> tuple[asyncio.subprocess.Process, Line]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "realtime.workers.worker", str(theirs.fileno()),
+                    pass_fds=(theirs.fileno(),),
+                    # Ctrl-C reaches the parent alone, which decides.
+                    start_new_session=True,
+                )  # fmt: skip
+            except BaseException:
+                ours.close()
+                raise
+        return process, await Line.over(ours)
+
+    async def _spawn_again(self) -> Worker | None:
+        """A worker in the place of one that ended, as soon as the system can start it; None if the server stops."""
+        backoff, has_said = FIRST_BACKOFF_S, False
+        while True:
+            try:
+                return await self._spawn()
+            except WorkerFailed as error:
+                if not has_said:
+                    log.error("%s; it is tried again until it works", error)
+                has_said = True
+            if await self._stops_within(backoff):
+                return None
+            backoff = min(2 * backoff, MAX_BACKOFF_S)
+
+    async def _stops_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.stopping.wait(), seconds)
+            return True
+        return False
 
     async def _hear(self, worker: Worker) -> None:
         async for message in worker.line:
@@ -186,11 +220,12 @@ class Parent:
                 return
             log.error("worker %d ended with %d; its clients resume at the others", worker.number, status)
             backoff = FIRST_BACKOFF_S if clock() - began >= WELL_AFTER_S else min(2 * backoff, MAX_BACKOFF_S)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.stopping.wait(), backoff)
+            if await self._stops_within(backoff):
                 return
-            began = clock()
-            worker = await self._spawn()
+            next_one = await self._spawn_again()
+            if next_one is None:
+                return
+            worker, began = next_one, clock()
 
     async def _forget(self, worker: Worker) -> None:
         """It has ended; its last report counts on."""
@@ -205,11 +240,14 @@ class Parent:
         for old in list(self.workers.values()):
             if self.stopping.is_set():
                 return
-            new = await self._spawn()
+            new = None
             try:
+                new = await self._spawn()
                 await new.wait_until_ready()
             except WorkerFailed as error:
                 log.error("the rolling restart ends here: %s; worker %d stays", error, old.number)
+                if new is not None:
+                    await self._forget(new)
                 return
             self._keep(new)
             self._retiring.add(old.number)
