@@ -9,6 +9,8 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
 import msgspec
 import uvicorn
@@ -17,9 +19,10 @@ from prometheus_client.core import Metric
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.handles import START_TIMEOUT_S, EngineHandle, EngineProcess, EngineThread, RemoteEngine
 from engine.config import DEFAULT_MODEL, EngineConfig
-from realtime.config import Config, LimitsConfig, ModelConfig
+from realtime.config import Changes, Config, ModelConfig, take_over
 from realtime.http.gateway import Gateway
 from realtime.http.routes import build_app
+from realtime.log_setup import set_log_level
 from realtime.metrics.engine import COUNTED_BY_EACH_GATEWAY, engine_collector
 from realtime.metrics.gateway import Metrics, name_collector
 from realtime.serving.engine_api import EngineApi
@@ -27,7 +30,7 @@ from realtime.serving.house import House
 from realtime.serving.surroundings import Surroundings
 from realtime.serving.tokens import Signer, fleet_secret, signing_secret
 from realtime.serving.totals import report
-from realtime.serving.uvicorn_patch import RealtimeWebSocket, patient_http
+from realtime.serving.uvicorn_patch import PatientHttp, RealtimeWebSocket, patient_http
 
 log = logging.getLogger("tickertape")
 
@@ -38,11 +41,13 @@ REMOTE_WAIT_S = 10.0
 
 
 class Server(uvicorn.Server):
-    """uvicorn that lets running turns finish before it closes their sockets."""
+    """uvicorn that lets running turns finish before it closes their sockets, and takes over another configuration."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
         self.gateway = gateway
+        # Told of every configuration that was taken over.
+        self.on_reload: list[Callable[[Config], None]] = []
         self._listening = asyncio.Event()
         self.stopping = asyncio.Event()
 
@@ -67,6 +72,24 @@ class Server(uvicorn.Server):
                 yield
             finally:
                 del self._captured_signals[1:]
+
+    def reload(self, new: Config) -> Changes:
+        """Take over what can be taken over at run time; no socket is closed. Raises ConfigError, and then nothing has
+        changed. Files of a certificate are read again, also if their names are the same."""
+        config = self.gateway.config
+        changes = take_over(config, new)
+        if self.config.ssl is not None and config.server.tls_cert is not None:
+            self.config.ssl.load_cert_chain(config.server.tls_cert, config.server.tls_key)
+        # What uvicorn was told at the start it looks up for every connection.
+        self.config.ws_max_size = config.limits.message_bytes
+        self.config.ws_ping_interval = config.server.ping_interval_s or None
+        self.config.ws_ping_timeout = config.server.dead_after_s or None
+        cast(type[PatientHttp], self.config.http_protocol_class).handshake_s = config.server.handshake_s
+        set_log_level(config.server.log_level)
+        self.gateway.reloaded()
+        for listener in self.on_reload:
+            listener(config)
+        return changes
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.stopping.set()
@@ -203,6 +226,7 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
         around = Surroundings(metrics, Signer(signing_secret(config)), client if config.in_fleet else None)
         async with listening(client, config, around) as server:
             server.server.gateway.sessions.hands_over = config.in_fleet
+            server.server.on_reload.append(partial(_limit_engines, client))
             log.info("listening on %s", server.url)
             try:
                 yield replace(server, starting=starting)
@@ -260,10 +284,12 @@ async def gateway_of_several(
     metrics.add_collector(engine_collector(client.metrics, client.capacity), COUNTED_BY_EACH_GATEWAY)
     metrics.add_collector(name_collector(config.gateway_name))
     starting = asyncio.create_task(_start(client), name="start of the engine")
-    share = replace(config, limits=_share(config.limits, config.server.workers))
     try:
-        async with listening(client, share, Surroundings(metrics, Signer(secret), client, house), [listener]) as server:
+        async with listening(
+            client, share_of(config), Surroundings(metrics, Signer(secret), client, house), [listener]
+        ) as server:
             server.server.gateway.sessions.hands_over = config.in_fleet
+            server.server.on_reload.append(partial(_limit_engines, client))
             yield replace(server, starting=starting)
     finally:
         starting.cancel()
@@ -271,15 +297,21 @@ async def gateway_of_several(
         await client.close()
 
 
-def _share(limits: LimitsConfig, workers: int) -> LimitsConfig:
-    """What one of several gateways may spend of what is not counted over all of them."""
-    return replace(
+def share_of(config: Config) -> Config:
+    """The configuration of one of several gateways: what it may spend of what is not counted over all of them."""
+    limits, workers = config.limits, config.server.workers
+    share = replace(
         limits,
         uploads=-(-limits.uploads // workers),
         uploads_waiting=-(-limits.uploads_waiting // workers),
         spool_bytes=limits.spool_bytes // workers,
         inject_bytes=limits.inject_bytes // workers,
     )
+    return replace(config, limits=share)
+
+
+def _limit_engines(client: EngineClient, config: Config) -> None:
+    client.set_limits(config.limits.max_load, config.limits.replay_s)
 
 
 def _client_settings(config: Config) -> ClientSettings:

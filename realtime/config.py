@@ -1,8 +1,9 @@
-"""The configuration: one frozen tree, read once from a TOML file, the environment and command-line flags.
+"""The configuration: one frozen tree, read from a TOML file, the environment and command-line flags.
 
 Later sources win: file, then environment, then flags. Every key has the same name everywhere: `limits.max_sessions` is
 `[limits] max_sessions` in the file, `TICKERTAPE_LIMITS_MAX_SESSIONS` in the environment, and
 `--limits.max-sessions` as a flag. A key that does not exist is an error that names the closest one that does.
+A configuration that is read again changes the tree in one place, `take_over`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import socket
 import tomllib
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
 from types import UnionType
@@ -28,6 +29,24 @@ MIN_SECRET = 16
 MOST_WORKERS = 64
 # Longer than any delay after which a model says what it has heard.
 MIN_CUT_SILENCE_S = 3.0
+LOG_LEVELS = ("debug", "info", "warning", "error")
+# Settings that a running server takes over when the configuration is read again. Every other one needs a restart. Those
+# of [session], and limits on what a session holds, count for sessions that begin afterwards.
+RELOADABLE = frozenset(
+    {
+        *("server.drain_s", "server.drain_spread_s", "server.ping_interval_s", "server.dead_after_s"),
+        *("server.handshake_s", "server.inject", "server.log_level"),
+        *("auth.keys", "auth.no_auth"),
+        *("limits.max_sessions", "limits.max_load", "limits.sessions_per_key", "limits.new_sessions_per_minute"),
+        *("limits.message_bytes", "limits.control_bytes", "limits.messages_per_second", "limits.mistakes_per_second"),
+        *("limits.audio_in_flight_s", "limits.replay_s", "limits.gap_s", "limits.idle_s", "limits.session_s"),
+        *("limits.outbox_events", "limits.outbox_bytes", "limits.outbox_characters"),
+        *("limits.upload_bytes", "limits.upload_s", "limits.uploads_waiting", "limits.spool_bytes"),
+        "limits.inject_bytes",
+        *("session.stall_s", "session.keep_s", "session.turn_s", "session.resume_s"),
+        *("session.resume_events", "session.resume_bytes"),
+    }
+)
 
 
 class ConfigError(Exception):
@@ -90,6 +109,8 @@ class ServerConfig:
     handshake_s: float = 10.0
     # Take items that others prepared into the engines' caches: POST /v1/audio/inject, and its event on the socket.
     inject: bool = False
+    # How much the server logs: debug, info, warning or error.
+    log_level: str = "info"
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +288,7 @@ def check(config: Config) -> None:
         raise ConfigError(f"limits.max_load is a share and cannot be more than 1, but is {config.limits.max_load:g}")
     if config.session.turn_s < MIN_TURN_S:
         raise ConfigError(f"session.turn_s must be at least {MIN_TURN_S:g}, not {config.session.turn_s:g}")
+    _check_log_level(server.log_level)
     _check_model(config)
     _check_workers(config)
     if any(len(key) < 8 for key in auth.keys):
@@ -281,6 +303,38 @@ def check(config: Config) -> None:
         raise ConfigError("auth.secret and fleet.secret_file both say what tokens are signed with: set one of them")
     for section in fields(config):
         _check_not_negative(section.name, getattr(config, section.name))
+
+
+def check_tls(server: ServerConfig) -> None:
+    """Raise ConfigError unless the certificate and its key can be read and belong together. Only the server has to be
+    able to read them, so `check` does not ask for it."""
+    if server.tls_cert is None or server.tls_key is None:
+        return
+    import ssl
+
+    def no_password() -> str:
+        raise ConfigError(f"server.tls_key: {server.tls_key!r} is encrypted; use a key without a password")
+
+    for name, file in (("server.tls_cert", server.tls_cert), ("server.tls_key", server.tls_key)):
+        try:
+            Path(file).read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"{name}: cannot read {file!r}: {error.strerror}; let the server's user read it"
+            ) from None
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.tls_cert, server.tls_key, no_password)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            text = f"server.tls_key {server.tls_key!r} is not the key of the certificate {server.tls_cert!r}"
+        else:
+            text = f"server.tls_cert {server.tls_cert!r} and server.tls_key {server.tls_key!r} must be PEM files"
+        raise ConfigError(f"{text}: use the two that were made together") from None
+
+
+def _check_log_level(level: str) -> None:
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"server.log_level must be one of {', '.join(LOG_LEVELS)}, not {level!r}")
 
 
 def _check_workers(config: Config) -> None:
@@ -303,6 +357,48 @@ def _check_model(config: Config) -> None:
         raise ConfigError(
             f"model.cut_silence_s must be 0 or at least {MIN_CUT_SILENCE_S:g}: until then words may be on their way"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What another configuration changes, by keys: what is in force now, and what is not before a restart."""
+
+    taken_over: tuple[str, ...] = ()
+    need_restart: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        said = ["changed: " + ", ".join(self.taken_over)] if self.taken_over else []
+        said += ["changed and needs a restart: " + ", ".join(self.need_restart)] if self.need_restart else []
+        return "; ".join(said) or "nothing has changed"
+
+
+def take_over(config: Config, new: Config) -> Changes:
+    """Give a configuration that is in force the values of another one, as far as that goes at run time.
+
+    The sections change in place, and only here: all parts of the server hold the configuration or a section of it, and
+    see the new values when they next look. Raises ConfigError, and then nothing has changed.
+    """
+    differing = [
+        (section.name, key.name)
+        for section in fields(config)
+        for key in fields(getattr(config, section.name))
+        if getattr(getattr(config, section.name), key.name) != getattr(getattr(new, section.name), key.name)
+    ]
+    taken = [(section, key) for section, key in differing if f"{section}.{key}" in RELOADABLE]
+    check(_merged(config, new, taken))
+    for section, key in taken:
+        object.__setattr__(getattr(config, section), key, getattr(getattr(new, section), key))
+    return Changes(
+        tuple(".".join(name) for name in taken), tuple(".".join(name) for name in differing if name not in taken)
+    )
+
+
+def _merged(config: Config, new: Config, taken: typing.Iterable[tuple[str, str]]) -> Config:
+    """What would be in force: what was good in the new one may not be so beside what stays as it is."""
+    for section, key in taken:
+        changed = replace(getattr(config, section), **{key: getattr(getattr(new, section), key)})
+        config = replace(config, **{section: changed})
+    return config
 
 
 def is_loopback(host: str) -> bool:

@@ -228,6 +228,12 @@ class EngineClient:
         assert self._supervisor is not None, "start the client first"
         return self._supervisor
 
+    def set_limits(self, max_load: float, keep_seconds: float) -> None:
+        """From now on; streams that are open keep what they were opened with."""
+        self._settings = replace(self._settings, max_load=max_load, keep_seconds=keep_seconds)
+        if self._supervisor is not None:
+            self._supervisor.seats.max_load = max_load
+
     def _limits(self) -> StreamLimits:
         per_second = self.spec.sample_rate / self.spec.samples_per_position
         return StreamLimits(

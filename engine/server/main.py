@@ -102,8 +102,9 @@ def run_child(address: str, build: Build, warm: bool, record_path: Path) -> None
     """Main function of an engine that a gateway starts; it ends with that gateway."""
     asked_to_stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
-    # Ctrl-C reaches the whole group; the gateway decides when its engine stops.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C, or a terminal that is closed, reaches the whole group; the gateway decides when its engine stops.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     threading.Thread(target=_stop_with_parent, args=(asked_to_stop,), daemon=True).start()
     try:

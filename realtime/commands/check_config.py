@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from realtime.commands.terminal import note, out, read_config
-from realtime.config import Config, Secret
+from realtime.config import Config, Secret, check_tls
 
 EPILOG = """\
 Examples:
@@ -28,13 +28,16 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", nargs="?", help="a TOML file; without one, the environment and the defaults")
+    parser.add_argument("--quiet", action="store_true", help="print nothing unless something is wrong")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     config = read_config(options.file, {})
-    out(as_toml(config))
-    note("the configuration is good")
+    check_tls(config.server)
+    if not options.quiet:
+        out(as_toml(config))
+        note("the configuration is good")
     return 0
 
 

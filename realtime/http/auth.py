@@ -75,11 +75,15 @@ class Gatekeeper:
     """Checks keys and issues client secrets."""
 
     def __init__(self, keys: Iterable[str], signer: Signer, clock: Callable[[], float] = time.time) -> None:
-        self._digests = [_digest(key) for key in keys]
-        # What callers are called does not depend on the order of the keys: another gateway may list them otherwise.
-        self._names = [f"key {signer.alias(digest)}" for digest in self._digests]
         self._signer = signer
         self._clock = clock
+        self.use_keys(keys)
+
+    def use_keys(self, keys: Iterable[str]) -> None:
+        """From now on these keys are valid, and no others."""
+        self._digests = [_digest(key) for key in keys]
+        # What callers are called does not depend on the order of the keys: another gateway may list them otherwise.
+        self._names = [f"key {self._signer.alias(digest)}" for digest in self._digests]
 
     def check(self, key: str | None, address: str) -> Caller:
         """Who this is; raises a 401 Refusal for a key that is missing, wrong or expired."""

@@ -82,11 +82,20 @@ class Scraped(msgspec.Struct, tag="scraped"):
     text: str
 
 
+class Reload(msgspec.Struct, tag="reload"):
+    """Take over this configuration, as `encode_config` writes it."""
+
+    config: msgspec.Raw
+
+    def __repr__(self) -> str:
+        return "Reload()"
+
+
 class Retire(msgspec.Struct, tag="retire"):
     """Stop, and leave sessions that can be resumed to the other workers."""
 
 
-Message = Start | Ready | Enter | Entered | Leave | Own | Others | Counted | Scrape | Scraped | Retire
+Message = Start | Ready | Enter | Entered | Leave | Own | Others | Counted | Scrape | Scraped | Reload | Retire
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Message)

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from realtime.config import Config
+from realtime.config import Changes, Config, take_over
 from realtime.serving.tokens import signing_secret
 from realtime.serving.totals import Totals
 from realtime.workers.line import (
@@ -26,6 +26,7 @@ from realtime.workers.line import (
     Line,
     Own,
     Ready,
+    Reload,
     Retire,
     Scrape,
     Scraped,
@@ -117,6 +118,14 @@ class Parent:
         """Replace all workers, one by one; their sessions go on in the others."""
         if self._restarting is None or self._restarting.done():
             self._restarting = asyncio.create_task(self._replace_all(), name="rolling restart")
+
+    def reload(self, new: Config) -> Changes:
+        """Take over another configuration here and in all workers, without closing a socket. Raises ConfigError."""
+        changes = take_over(self.config, new)
+        encoded = encode_config(self.config)
+        for worker in self.workers.values():
+            worker.line.send(Reload(encoded))
+        return changes
 
     async def stop(self, force: Callable[[], bool]) -> None:
         """Let running turns finish, unless `force` says that there is no time for that."""

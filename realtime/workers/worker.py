@@ -8,13 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 
 import uvloop
 
-from realtime.app import gateway_of_several
-from realtime.workers.line import Entered, Line, Others, Ready, Retire, Scraped, Start, decode_config
+from realtime.app import Server, gateway_of_several, share_of
+from realtime.config import Config, ConfigError
+from realtime.log_setup import WITH_PROCESS, set_log_level, set_up_log
+from realtime.workers.line import Entered, Line, Others, Ready, Reload, Retire, Scraped, Start, decode_config
 from realtime.workers.shared_house import SharedHouse
 from realtime.workers.shared_metrics import SharedMetrics
 
@@ -33,6 +36,7 @@ async def work(end: socket.socket) -> None:
     start = await anext(messages)
     assert isinstance(start, Start), "a parent says first what to do"
     config = decode_config(start.config)
+    set_log_level(config.server.log_level)
     house = SharedHouse(line, asyncio.get_running_loop().time)
     listener = port_socket(config.server.host, start.port)
     async with gateway_of_several(config, start.engines, start.secret, house, listener) as server:
@@ -49,6 +53,8 @@ async def work(end: socket.socket) -> None:
                     house.hear(message)
                 elif isinstance(message, Scraped):
                     shared.hear(message)
+                elif isinstance(message, Reload):
+                    _reload(server.server, share_of(decode_config(message.config)))
             log.warning("the parent is gone; stopping")
             server.server.should_exit = True
 
@@ -67,9 +73,19 @@ async def work(end: socket.socket) -> None:
     line.close()
 
 
+def _reload(server: Server, config: Config) -> None:
+    """The parent has checked and logged it."""
+    try:
+        server.reload(config)
+    except (ConfigError, OSError) as error:
+        log.error("this worker did not take over the configuration: %s", error)
+
+
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s [%(process)d]: %(message)s")
-    logging.getLogger("websockets").setLevel(logging.WARNING)
+    set_up_log("info", WITH_PROCESS)
+    # The parent is told, and tells its workers.
+    for number in (signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     end = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(end.fileno(), False)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pprint
 import re
+import subprocess
 import traceback
 import typing
 from dataclasses import FrozenInstanceError, asdict, fields
@@ -14,7 +15,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from realtime.config import AuthConfig, Config, ConfigError, Secret, known_keys, load_config
+from realtime.config import (
+    RELOADABLE,
+    AuthConfig,
+    Config,
+    ConfigError,
+    Secret,
+    ServerConfig,
+    check_tls,
+    known_keys,
+    load_config,
+    take_over,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +47,7 @@ from realtime.config import AuthConfig, Config, ConfigError, Secret, known_keys,
         ({"server.host": "0.0.0.0"}, "can be reached by others"),
         ({"server.host": "example.org"}, "can be reached by others"),
         ({"server.tls_cert": "x.pem"}, "belong together"),
+        ({"server.log_level": "loud"}, "server.log_level must be one of debug, info, warning, error, not 'loud'"),
         ({"model.spare": True, "model.engines": "tcp://gpu1:5555"}, "model.spare is for an engine of our own"),
         ({"server.tls_cert": "x.pem", "server.tls_key": "y.pem"}, "there is no file 'x.pem'"),
     ],
@@ -156,3 +169,66 @@ def test_a_secret_compares_by_its_text() -> None:
     assert Secret("a") == Secret("a") == "a" and Secret("a") != Secret("b") and Secret("a") != 1
     assert len(Secret("abc")) == 3 and not Secret() and hash(Secret("a")) == hash(Secret("a"))
     assert Secret("\udcff") != Secret("é")
+
+
+# Reading it again
+
+
+def test_every_setting_that_can_be_reloaded_exists() -> None:
+    assert set(known_keys()) >= RELOADABLE
+    assert not {"server.port", "server.host", "server.workers", "auth.secret", "fleet.table"} & RELOADABLE
+
+
+def test_what_can_be_reloaded_changes_in_place_and_the_rest_is_named() -> None:
+    config = Config()
+    limits = config.limits
+    new = load_config(
+        environment={}, flags={"limits.max_sessions": 7, "auth.keys": MARK, "server.port": 9, "model.name": "x"}
+    )
+    changes = take_over(config, new)
+    assert changes.taken_over == ("auth.keys", "limits.max_sessions")
+    assert changes.need_restart == ("server.port", "model.name")
+    assert str(changes) == (
+        "changed: auth.keys, limits.max_sessions; changed and needs a restart: server.port, model.name"
+    )
+    assert limits.max_sessions == 7, "whoever holds the section sees it"
+    assert config.auth.keys == (MARK,) and config.server.port == 8000 and config.model.name == "default"
+    assert str(take_over(config, config)) == "nothing has changed"
+
+
+def test_a_configuration_that_is_good_alone_is_refused_beside_what_stays_as_it_is() -> None:
+    """The new one has no keys, on a loopback address. The address needs a restart, and others can reach the old one."""
+    config = Config(server=ServerConfig(host="0.0.0.0"), auth=AuthConfig(keys=(MARK,)))
+    new = load_config(environment={}, flags={"limits.max_sessions": 7})
+    with pytest.raises(ConfigError, match=r"server.host '0.0.0.0' can be reached by others"):
+        take_over(config, new)
+    assert config.auth.keys == (MARK,) and config.limits.max_sessions == 0, "nothing has changed"
+
+
+# Certificates
+
+
+def test_a_certificate_that_cannot_be_used_is_one_sentence_with_the_way_out(tmp_path: Path) -> None:
+    def pair(name: str, *options: str) -> tuple[str, str]:
+        cert, key = str(tmp_path / f"{name}.cert"), str(tmp_path / f"{name}.key")
+        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-days", "1", "-subj", "/CN=x"]
+        subprocess.run([*command, *options, "-keyout", key, "-out", cert], check=True, capture_output=True)
+        return cert, key
+
+    one, other = pair("one", "-nodes"), pair("other", "-nodes")
+    encrypted = pair("encrypted", "-passout", "pass:something")
+    noise = tmp_path / "noise"
+    noise.write_text("no PEM at all")
+    check_tls(ServerConfig(tls_cert=one[0], tls_key=one[1]))
+    check_tls(ServerConfig())
+    for cert, key, said in (
+        (one[0], other[1], "is not the key of the certificate"),
+        (*encrypted, "is encrypted; use a key without a password"),
+        (str(noise), one[1], "must be PEM files"),
+        (one[0], str(noise), "must be PEM files"),
+        (one[0], str(tmp_path), "server.tls_key: cannot read"),
+        (str(tmp_path / "gone"), one[1], "server.tls_cert: cannot read"),
+    ):
+        with pytest.raises(ConfigError, match=said) as refused:
+            check_tls(ServerConfig(tls_cert=cert, tls_key=key))
+        assert "\n" not in str(refused.value)
