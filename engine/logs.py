@@ -15,6 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
+PLAIN = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+WITH_PROCESS = "%(asctime)s %(levelname)s %(name)s [%(process)d]: %(message)s"
+WITHOUT_TIME = "%(levelname)s %(name)s: %(message)s"
+
 # Lines of one kind, which is one place in the code, in each period.
 MOST_LINES = 20
 PERIOD_S = 60.0
@@ -116,10 +120,17 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
         super().close()
 
 
-def set_up_logging(layout: str, level: int = logging.INFO) -> None:
+def set_up_logging(layout: str = PLAIN, level: str = "info") -> None:
     """Have all loggers of this process, also those of libraries, write to its error output."""
     handler = LimitedHandler()
     handler.setFormatter(LineFormatter(layout))
-    logging.basicConfig(level=level, handlers=[handler])
-    # Below that level it logs every frame.
-    logging.getLogger("websockets").setLevel(logging.WARNING)
+    logging.basicConfig(handlers=[handler])
+    set_log_level(level)
+    # Below that level they log what clients send, keys among it.
+    for name in ("websockets", "python_multipart"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def set_log_level(level: str) -> None:
+    """One of `realtime.config.LOG_LEVELS`."""
+    logging.getLogger().setLevel(level.upper())

@@ -182,6 +182,10 @@ class Gateway:
 
     # Life
 
+    def reloaded(self) -> None:
+        """The configuration was read again and has changed."""
+        self._context.gatekeeper.replace_keys(key.reveal() for key in self.config.auth.keys)
+
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         ticker = asyncio.create_task(self.sessions.run_ticker(), name="ticker")

@@ -35,7 +35,7 @@ from realtime.serving.surroundings import Surroundings
 def build_app(engine: EngineApi, config: Config, around: Surroundings | None = None) -> Starlette:
     """The whole gateway as an ASGI application over a running engine."""
     around = around or Surroundings()
-    gatekeeper = Gatekeeper(config.auth.keys, around.signer)
+    gatekeeper = Gatekeeper([key.reveal() for key in config.auth.keys], around.signer)
     sessions = Sessions(engine, config, time.monotonic, time.time, around)
     context = Context(engine, config, around.metrics, gatekeeper, sessions)
     gateway = Gateway(context)

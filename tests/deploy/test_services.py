@@ -210,8 +210,9 @@ def unit() -> dict[str, list[str]]:
 def test_unit_starts_says_ready_and_stopping(engine: dict[str, str], tmp_path: Path) -> None:
     described = unit()
     assert described["Type"] == ["notify"] and described["KillMode"] == ["mixed"], "the engine is needed for draining"
-    arguments = described["ExecStart"][0].split()[1:]
-    arguments[arguments.index("/etc/tickertape/tickertape.toml")] = str(ROOT / "docs/tickertape.toml")
+    config = tmp_path / "tickertape.toml"
+    shutil.copy(ROOT / "docs/tickertape.toml", config)
+    arguments = described["ExecStart"][0].replace("/etc/tickertape/tickertape.toml", str(config)).split()[1:]
     reader, writer = os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
@@ -226,12 +227,26 @@ def test_unit_starts_says_ready_and_stopping(engine: dict[str, str], tmp_path: P
             assert HttpServer(url).get("/ready").status == 200
             with os.fdopen(reader) as file:
                 assert file.read() == f"{url}\n"
+            assert reload(described["ExecReload"], config, process.pid) == [0, 0]
+            config.write_text("[server]\nprot = 1")
+            assert reload(described["ExecReload"][:1], config, process.pid) == [2], "`systemctl reload` fails"
+            assert HttpServer(url).get("/ready").status == 200
             process.send_signal(signal.SIGTERM)
             assert systemd.recv(4096).startswith(b"STOPPING=1\n")
             assert process.wait(STOP_S) == 0
         finally:
             process.kill()
             process.wait()
+
+
+def reload(commands: list[str], config: Path, pid: int) -> list[int]:
+    """What the commands of `systemctl reload` end with."""
+    ended = []
+    for command in commands:
+        command = command.replace("/etc/tickertape/tickertape.toml", str(config)).replace("$MAINPID", str(pid))
+        words = command.replace("/opt/tickertape/bin/tickertape", str(SCRIPT)).split()
+        ended.append(subprocess.run(words, capture_output=True, timeout=60).returncode)
+    return ended
 
 
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
