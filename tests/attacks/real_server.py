@@ -24,10 +24,13 @@ from typing import Any
 GOOD_KEY = "the-key-of-the-good-client"
 BAD_KEY = "the-key-of-the-attacker"
 OTHER_KEY = "the-key-of-somebody-else"
+# What all gateways of the server would sign with.
+SIGNING_SECRET = "what-tokens-are-signed-with"
 # Everything else is as it comes. Two seconds for a request head, and a session that waits to be resumed for three, are
 # there so that a test does not have to wait longer.
 SETTINGS = {
     "auth.keys": ",".join((GOOD_KEY, BAD_KEY, OTHER_KEY)),
+    "auth.secret": SIGNING_SECRET,
     "server.handshake_s": "2",
     "session.resume_s": "3",
     "limits.max_load": "0",
@@ -38,6 +41,13 @@ SETTINGS = {
 }
 # The server itself, with an event loop that writes down how long it was held.
 TIMED_SERVER = Path(__file__).parent / "timed_server.py"
+# A server without keys that is soon full: whoever takes a place and does not give it back is noticed.
+FEW_SESSIONS = 8
+WITHOUT_KEYS = {
+    "auth.keys": "",
+    "limits.max_sessions": str(FEW_SESSIONS),
+    "limits.sessions_per_key": str(FEW_SESSIONS),
+}
 START_S = 120.0
 STOP_S = 30.0
 SAMPLING_S = 0.02
