@@ -353,8 +353,3 @@ class PatientHttp(H11Protocol):
             self._set_deadline()
         else:
             self.transport.abort()
-
-
-def patient_http(handshake_s: float) -> type[PatientHttp]:
-    """The HTTP protocol with this deadline; uvicorn takes a class."""
-    return type("PatientHttp", (PatientHttp,), {"handshake_s": handshake_s})
