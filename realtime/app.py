@@ -21,6 +21,7 @@ from engine.client.handles import START_TIMEOUT_S, EngineHandle, EngineProcess, 
 from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.logs import set_log_level
 from realtime.config import Changes, Config, ModelConfig, take_over
+from realtime.http.descriptors import Descriptors, raise_limit, sparing_http
 from realtime.http.gateway import Gateway
 from realtime.http.routes import build_app
 from realtime.metrics.engine import COUNTED_BY_EACH_GATEWAY, engine_collector
@@ -30,7 +31,7 @@ from realtime.serving.house import House
 from realtime.serving.surroundings import Surroundings
 from realtime.serving.tokens import Signer, fleet_secret, signing_secret
 from realtime.serving.totals import report
-from realtime.serving.uvicorn_patch import PatientHttp, patient_http, realtime_websocket
+from realtime.serving.uvicorn_patch import PatientHttp, realtime_websocket
 
 log = logging.getLogger("tickertape")
 
@@ -147,12 +148,14 @@ def build_server(engine: EngineApi, config: Config, around: Surroundings | None 
     """The gateway over a running engine, ready to `serve()`."""
     app = build_app(engine, config, around)
     settings = config.server
+    metrics = app.state.gateway.metrics
+    descriptors = Descriptors(lambda: metrics.refused.labels("descriptors").inc())
     uvicorn_config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http=patient_http(settings.handshake_s),
+        http=sparing_http(settings.handshake_s, descriptors),
         ws=realtime_websocket(config.limits.control_bytes),
         ws_max_size=config.limits.message_bytes,
         ws_ping_interval=settings.ping_interval_s or None,
@@ -215,6 +218,7 @@ async def _serve(server: Server, sockets: list[socket.socket] | None = None) -> 
 async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     """Everything: the engine (ours or others'), its client, and the gateway, listening. It listens before an engine is
     there, and then refuses sessions: see `wait_until_ready`."""
+    raise_limit()
     metrics = Metrics()
     freeze_modules()
     engines: list[EngineHandle] = [RemoteEngine(address) for address in config.model.engines]
@@ -259,6 +263,7 @@ def _engine_counters(metrics: Iterable[Metric]) -> msgspec.Raw:
 @asynccontextmanager
 async def engine_for_workers(config: Config) -> AsyncIterator[EnginesForWorkers]:
     """The engines that workers use. One of our own is started, and started anew, by this process."""
+    raise_limit()
     if config.engines_elsewhere:
         yield EnginesForWorkers(list(config.model.engines), asyncio.create_task(asyncio.sleep(0)))
         return

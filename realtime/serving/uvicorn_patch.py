@@ -412,8 +412,3 @@ class PatientHttp(H11Protocol):
 def realtime_websocket(control_bytes: int) -> type[RealtimeWebSocket]:
     """The WebSocket protocol that hands on whole what a message that is not audio may have; uvicorn takes a class."""
     return type("RealtimeWebSocket", (RealtimeWebSocket,), {"whole_bytes": max(PART_BYTES, control_bytes)})
-
-
-def patient_http(handshake_s: float) -> type[PatientHttp]:
-    """The HTTP protocol with this deadline; uvicorn takes a class."""
-    return type("PatientHttp", (PatientHttp,), {"handshake_s": handshake_s})

@@ -239,6 +239,12 @@ def test_unit_starts_says_ready_and_stopping(engine: dict[str, str], tmp_path: P
             process.wait()
 
 
+def test_unit_and_services_may_open_many_files() -> None:
+    limits = [int(unit()["LimitNOFILE"][0])]
+    limits += [compose()["services"][name]["ulimits"]["nofile"] for name in ("server", "server-gpu")]
+    assert min(limits) >= 65536
+
+
 def reload(commands: list[str], config: Path, pid: int) -> list[int]:
     """What the commands of `systemctl reload` end with."""
     ended = []

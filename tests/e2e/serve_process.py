@@ -12,21 +12,22 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from engine.server.main import run_engine
 from tests.engine.fakes import until
-from tests.realtime.workers.engines import windowed
+from tests.realtime.workers.engines import build
 
 START_S = 60.0
 
 
 @contextmanager
-def engine_at(folder: Path) -> Iterator[str]:
+def engine_at(folder: Path, max_streams: int = 64) -> Iterator[str]:
     """An engine that runs elsewhere: for the server it makes no difference that it is a thread of this process."""
     stop = threading.Event()
     address = f"ipc://{folder}/engine"
-    thread = threading.Thread(target=run_engine, args=(address, windowed, stop.is_set))
+    thread = threading.Thread(target=run_engine, args=(address, partial(build, True, max_streams), stop.is_set))
     thread.start()
     try:
         yield address
