@@ -54,7 +54,8 @@ class ServerConfig:
     dead_after_s: float = 180.0
     # Seconds a request has to send its whole head. A body that brings less than 1 KiB/s for so long is cut off too.
     handshake_s: float = 10.0
-    # Take items that others prepared into the engines' caches: POST /v1/audio/inject, and its event on the socket.
+    # Prepare audio for others, and take items that others prepared into the engines' caches: POST /v1/audio/render and
+    # /v1/audio/inject, and the event on the socket.
     inject: bool = False
 
 

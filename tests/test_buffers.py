@@ -37,6 +37,7 @@ NO_BOUNDING_CONSTANTS = {
     "realtime.dialects.deepgram_query.MAX_UTTERANCE_END_MS": "a range of a setting",
     "realtime.http.gateway.SAMPLE_BYTES": "the size of a sample",
     "realtime.http.files.READ_BYTES": "the size of a read",
+    "realtime.http.multipart.LETTER_BYTES": "the length of a letter",
     "realtime.serving.inbox.PIECE_BYTES": "how much is decoded at once",
     "realtime.serving.tokens.MAC_BYTES": "the length of a signature",
     "realtime.serving.whole_frames._HEAD_BYTES": "the length of a frame's head",

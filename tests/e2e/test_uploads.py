@@ -63,7 +63,8 @@ async def test_an_upload_without_a_length_is_counted_as_it_arrives(serve: Serve)
 async def test_files_that_wait_are_bounded_and_the_next_is_told_when_to_come_back(serve: Serve) -> None:
     engine = FakeEngine()
     engine.feed_delay_s = 1.0
-    async with serve(engine, limits={"uploads": 1, "uploads_waiting": 1}) as running, httpx.AsyncClient() as http:
+    limits = {"uploads": 1, "uploads_waiting": 1}
+    async with serve(engine, limits=limits, server={"inject": True}) as running, httpx.AsyncClient() as http:
         url = f"{running.base_url}/audio/transcriptions"
         running_one = asyncio.create_task(http.post(url, files=file(60.0)))
         await until(lambda: bool(engine.active))
