@@ -134,7 +134,8 @@ class SessionConfig:
 class ModelConfig:
     # The model to serve: a name from `tickertape models` or the path of a checkpoint; `default` is the embedded one.
     name: str = "default"
-    # Further names under which clients may ask for it. OpenAI clients may use any name at all.
+    # Further names under which clients may ask for it. OpenAI clients may use any name at all. `publisher/model` is
+    # listed in /v1/models only if it names the model that is served.
     aliases: tuple[str, ...] = ("mistralai/Voxtral-Mini-4B-Realtime-2602",)
     # Where it runs: auto, cpu, cuda, or cuda:1 for the second GPU.
     device: str = "auto"
