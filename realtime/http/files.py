@@ -9,15 +9,15 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from audio.errors import AudioError, EmptyAudio, TooManyDecoders
+from audio.errors import AudioError, TooManyDecoders
 from engine import messages
 from engine.errors import AtCapacity, EngineError
 from engine.options import MAX_PROMPT_CHARACTERS
 from engine.spec import ModelSpec
 from realtime.errors import ClientFault, Refusal
 from realtime.http.multipart import MAX_FIELD_BYTES, Form
-from realtime.serving.container_stream import ContainerStream
 from realtime.serving.engine_api import EngineApi, StreamApi
+from realtime.serving.isolated_decoder import decoded_file
 from realtime.session.events import Samples, TimedWord
 from realtime.session.settings import Settings
 from realtime.session.words import first_word, timed_words
@@ -226,23 +226,14 @@ class Transcriber:
 
 async def decoded(file: BinaryIO) -> AsyncGenerator[Samples]:
     """A file as samples, in steps, the next one when the last is taken. Raises Refusal."""
-    container = ContainerStream()
-    size = 0
     try:
-        while piece := await asyncio.to_thread(file.read, READ_BYTES):
-            size += len(piece)
-            async for samples in container.decode(piece):
+        async with aclosing(decoded_file(file)) as steps:
+            async for samples in steps:
                 yield samples
-        if not size:
-            raise EmptyAudio("the file is empty; send one that has sound in it")
-        async for samples in container.decode(None):
-            yield samples
     except TooManyDecoders as error:
-        raise Refusal(503, error.code, f"{error}.", retry_after_s=60, kind="server_error") from error
+        raise Refusal(503, error.code, error.sentence, retry_after_s=60, kind="server_error") from error
     except AudioError as error:
-        raise Refusal(400, error.code, f"{error}.", param="file") from error
-    finally:
-        container.close()
+        raise Refusal(400, error.code, error.sentence, param="file") from error
 
 
 def _engine_gone() -> Refusal:
