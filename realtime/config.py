@@ -112,7 +112,8 @@ class ServerConfig:
     dead_after_s: float = 180.0
     # Seconds a request has to send its whole head. A body that brings less than 1 KiB/s for so long is cut off too.
     handshake_s: float = 10.0
-    # Take items that others prepared into the engines' caches: POST /v1/audio/inject, and its event on the socket.
+    # Prepare audio for others, and take items that others prepared into the engines' caches: POST /v1/audio/render and
+    # /v1/audio/inject, and the event on the socket.
     inject: bool = False
     # Addresses and networks (10.0.0.0/8) of proxies whose X-Forwarded-For and X-Forwarded-Proto are believed. Empty:
     # nobody's. Behind a proxy that is not listed all clients have one address.
@@ -210,7 +211,8 @@ class SessionConfig:
 class ModelConfig:
     # The model to serve: a name from `tickertape models` or the path of a checkpoint; `default` is the embedded one.
     name: str = "default"
-    # Further names under which clients may ask for it. OpenAI clients may use any name at all.
+    # Further names under which clients may ask for it. OpenAI clients may use any name at all. `publisher/model` is
+    # listed in /v1/models only if it names the model that is served.
     aliases: tuple[str, ...] = ("mistralai/Voxtral-Mini-4B-Realtime-2602",)
     # Where it runs: auto, cpu, cuda, or cuda:1 for the second GPU.
     device: str = "auto"

@@ -42,6 +42,7 @@ NO_BOUNDING_CONSTANTS = {
     "realtime.http.files.READ_BYTES": "the size of a read",
     "realtime.serving.inbox.FED_BYTES": "how much is decoded at once",
     "realtime.serving.inbox.PIECE_BYTES": "how much is read at once",
+    "realtime.http.multipart.LETTER_BYTES": "the length of a letter",
     "realtime.serving.tokens.MAC_BYTES": "the length of a signature",
     "realtime.serving.whole_frames._HEAD_BYTES": "the length of a frame's head",
     "realtime.session.settings.MAX_RATE": "a range of a setting",

@@ -189,6 +189,19 @@ def test_torch_stays_where_it_lives() -> None:
             assert not {name.partition(".")[0] for name in imports(file)} & TORCH, path
 
 
+def test_a_gateway_does_not_load_libav() -> None:
+    """What strangers send is decoded in other processes: a fault in libav must not be a fault of the gateway."""
+    edges, seen, stack = graph(), set(), ["realtime/app.py", "realtime/commands/serve.py", "realtime/workers/worker.py"]
+    while stack:
+        path = stack.pop()
+        if path not in seen:
+            seen.add(path)
+            stack += edges[path]
+    assert len(seen) > 50
+    for path in seen:
+        assert "av" not in {name.partition(".")[0] for name in imports(ROOT / path)}, path
+
+
 def test_ray_stays_where_it_lives() -> None:
     """If Ray stops, speech goes on: neither a gateway nor an engine may ever import it."""
     for path, file in sources().items():

@@ -32,7 +32,7 @@ class Answers:
 
     async def models(self, request: Request) -> Response:
         self._context.caller_of(request)
-        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._sessions.models()]})
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._sessions.listed_models()]})
 
     async def model(self, request: Request) -> Response:
         self._context.caller_of(request)

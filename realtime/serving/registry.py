@@ -76,6 +76,9 @@ class Sessions:
     def models(self) -> list[str]:
         return self._maker.models()
 
+    def listed_models(self) -> list[str]:
+        return self._maker.listed_models()
+
     def facts(self) -> SessionFacts:
         """The facts of a session that may be opened later."""
         return self._maker.facts()

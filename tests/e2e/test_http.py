@@ -288,3 +288,30 @@ async def test_page_and_its_files_are_served_and_nothing_else_of_the_folder(serv
         assert script.status_code == 200 and "javascript" in script.headers["content-type"]
         for path in ("/../config.py", "/%2e%2e/config.py", "/web/app.js", "/app.js/x"):
             assert (await http.get(running.http + path)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("served", "aliases", "listed"),
+    [
+        ("moonshine-base-streaming", ("mistralai/Voxtral-Mini-4B-Realtime-2602",), ["moonshine-base-streaming"]),
+        ("moonshine-base-streaming", ("whisper-1", "openai/whisper-tiny"), ["moonshine-base-streaming", "whisper-1"]),
+        (
+            "Voxtral-Mini-4B-Realtime-2602",
+            ("mistralai/Voxtral-Mini-4B-Realtime-2602",),
+            ["Voxtral-Mini-4B-Realtime-2602", "mistralai/Voxtral-Mini-4B-Realtime-2602"],
+        ),
+    ],
+)
+async def test_an_alias_of_another_model_is_taken_and_not_listed(
+    serve: Serve, served: str, aliases: tuple[str, ...], listed: list[str]
+) -> None:
+    engine = FakeEngine()
+    engine.spec = replace(engine.spec, name=served)
+    async with serve(engine, model={"aliases": aliases}) as running, httpx.AsyncClient() as http:
+        models = (await http.get(f"{running.base_url}/models")).json()["data"]
+        assert [model["id"] for model in models] == listed
+        for name in aliases:
+            assert (await http.get(f"{running.base_url}/models/{name}")).status_code == 200
+            async with greeted_client(running.ws) as client:
+                await client.send("session.update", model=name)
+                assert (await client.receive())["type"] == "session.updated", "vLLM's clients may name it"

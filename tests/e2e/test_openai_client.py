@@ -351,9 +351,9 @@ async def test_client_secret_opens_a_session_with_its_settings(serve: Serve) -> 
 
 
 async def test_models_are_listed_and_found(serve: Serve) -> None:
-    async with serve() as running, client_for(running.base_url) as client:
+    async with serve(model={"aliases": ("another-name",)}) as running, client_for(running.base_url) as client:
         names = [model.id async for model in client.models.list()]
-        assert names[0] == "fake-model"
+        assert names == ["fake-model", "another-name"]
         assert (await client.models.retrieve(names[1])).id == names[1]
         with pytest.raises(NotFoundError):
             await client.models.retrieve("no-such-model")

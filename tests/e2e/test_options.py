@@ -112,8 +112,7 @@ async def test_a_mistake_is_named_as_the_client_of_the_beta_wrote_it(
     [
         ("transcriptions", ENGLISH, {"language": "de"}, "language", "no language 'de'. There is en."),
         ("transcriptions", ENGLISH, {"language": "xx"}, "language", "not a language"),
-        ("transcriptions", ENGLISH, {"prompt": "Names."}, "prompt", "takes no prompt"),
-        ("transcriptions", ENGLISH, {"keywords[]": "tape"}, "keywords", "takes no keywords"),
+        ("transcriptions", MULTILINGUAL, {"prompt": "x" * 16_385}, "prompt", "at most 16384 characters"),
         ("transcriptions", WITH_WORDS, {"keywords[]": ["w"] * 501}, "keywords", "At most 500"),
         ("transcriptions", WITH_WORDS, {"keywords[]": ""}, "keywords", "empty"),
         ("transcriptions", WITH_WORDS, {"keywords[]": "x" * 10_000}, "keywords", "at most 64"),
@@ -149,6 +148,23 @@ async def test_an_upload_is_refused_with_the_reason(
         error = response.json()["error"]
         assert response.status_code == 400 and error["type"] == "invalid_request_error"
         assert error["param"] == param and text in error["message"]
+
+
+@pytest.mark.parametrize("hint", [{"prompt": "Names and places."}, {"keywords[]": ["tape", "ticker"]}], ids=str)
+async def test_a_hint_that_the_model_does_not_take_changes_nothing_on_either_side(
+    serve: Serve, hint: dict[str, Any]
+) -> None:
+    """Clients of OpenAI send a prompt whatever the model is: they must work, as they do on a socket."""
+    engine = engine_with(ENGLISH)
+    async with serve(engine) as running, httpx.AsyncClient() as http, greeted_client(running.ws) as client:
+        files = {"file": ("a.wav", wav(0.9), "audio/wav")}
+        response = await http.post(f"{running.base_url}/audio/transcriptions", data=hint, files=files)
+        assert (response.status_code, response.json()["text"]) == (200, "w1 w2")
+        shown = await in_force(client, **{name.removesuffix("[]"): value for name, value in hint.items()})
+        assert not shown.get("prompt") and not shown.get("keywords")
+        await client.append(tone(1.0) + silence(0.8))
+        await client.until(COMPLETED)
+        assert [opened["options"] for opened in engine.opened] == [{}, {}]
 
 
 @pytest.mark.parametrize(
