@@ -39,7 +39,7 @@ SETTINGS = {
     "model.threads": "1",
     "limits.upload_bytes": str(4 * 1024 * 1024),
 }
-# A server without keys that is soon full: whoever takes a place and does not give it back is noticed.
+# A server without keys that is soon full: a place that is not given back is missed.
 FEW_SESSIONS = 8
 WITHOUT_KEYS = {
     "auth.keys": "",
