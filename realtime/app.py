@@ -164,7 +164,7 @@ def build_server(engine: EngineApi, config: Config, around: Surroundings | None 
         ws_per_message_deflate=False,
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
-        # Left to itself, uvicorn believes everybody on this machine.
+        # By default uvicorn believes these headers from every client on this machine.
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=list(settings.trusted_proxies),
         # Request lines may carry tokens; the gateway logs what matters without them.

@@ -116,7 +116,7 @@ class ServerConfig:
     # /v1/audio/inject, and the event on the socket.
     inject: bool = False
     # Addresses and networks (10.0.0.0/8) of proxies whose X-Forwarded-For and X-Forwarded-Proto are believed. Empty:
-    # nobody's. Behind a proxy that is not listed all clients have one address.
+    # none. Behind a proxy that is not listed all clients have one address.
     trusted_proxies: tuple[str, ...] = ()
     # Pages that may use the server from a browser, by their origin (https://example.org), beside its own page; `null`
     # is a page opened from disk, `*` any page. Empty: none without keys, any with keys.
@@ -333,8 +333,9 @@ def _check_proxies(server: ServerConfig) -> None:
 
 def _check_browsers(server: ServerConfig) -> None:
     for origin in server.allowed_origins:
-        if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
-            text = "must be an origin such as https://example.org, without a path; or null, or *"
+        usual_port = origin.startswith("http://") and origin.endswith(":80") or origin.endswith(":443")
+        if origin not in ("*", "null", "file://") and (usual_port or not ORIGIN.fullmatch(origin)):
+            text = "must be an origin such as https://example.org, without a path and the usual port; or null, or *"
             raise ConfigError(f"server.allowed_origins: {origin!r} {text}")
     for host in server.allowed_hosts:
         if host != "*" and not HOST.fullmatch(host):

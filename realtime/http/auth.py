@@ -120,7 +120,7 @@ class Gatekeeper:
         raise _unauthorized("Incorrect API key provided.")
 
     def _vouches_for(self, owner: str) -> bool:
-        """Whether client secrets of this caller count: without keys those of anybody, else those of keys there are."""
+        """Whether client secrets of this owner are valid: without keys all are, else those of the configured keys."""
         return owner in self._names if self._digests else True
 
     def issue(self, caller: Caller, settings: Settings, seconds: int) -> ClientSecret:

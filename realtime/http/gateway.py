@@ -44,7 +44,7 @@ log = logging.getLogger("tickertape.server")
 
 # Where Deepgram's clients come, with sockets and with files.
 LISTEN = "/v1/listen"
-# No session sends so many events.
+# More events than a session can send.
 MAX_SEQUENCE = 10**15
 # How long a sample of each raw format is.
 SAMPLE_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}

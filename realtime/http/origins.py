@@ -49,13 +49,13 @@ class BrowserRules:
         host, origins = headers.get("host"), headers.getlist("origin")
         if host is not None and not self._asks_for_keys() and not self._is_ours(_name(host)):
             text = (
-                "A server without keys answers to names and addresses of its own machine only; whoever runs it can add "
+                "A server without keys answers to names and addresses of its own machine only; its operator can add "
                 "this name to server.allowed_hosts."
             )
             raise Refusal(403, "host_not_allowed", text, param="host")
         if origins and not self._any_page() and not (len(origins) == 1 and self._is_allowed(origins[0], host or "")):
             text = (
-                "Pages of other websites may not use this server; whoever runs it can add this page's origin to "
+                "Pages of other websites may not use this server; its operator can add this page's origin to "
                 "server.allowed_origins."
             )
             raise Refusal(403, "origin_not_allowed", text, param="origin")

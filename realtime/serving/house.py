@@ -48,10 +48,10 @@ class Answer:
 
 
 class Admission:
-    """Sessions of one caller that are counted. It is there before anything is counted, and whoever holds it releases
-    it: once, however often that is asked for.
+    """The right to some sessions of one caller, which are counted for as long as it is held.
 
-    A session that is made takes its own part of the count along. What has not been taken stays with the holder.
+    It exists before anything is counted. `release` gives back what it holds, and a second `release` gives back nothing.
+    A session that is made gets a part of its own (`part`).
     """
 
     __slots__ = ("_caller", "_house", "_sessions")
@@ -62,7 +62,7 @@ class Admission:
         self._sessions = 0
 
     async def enter(self, sessions: int) -> Answer:
-        """Have so many sessions counted, if they may come."""
+        """Ask for this number of sessions. They are counted if the answer has no `reason`."""
         answer = await self._house.enter(self._caller, sessions)
         if answer.reason is None:
             self._sessions += sessions
@@ -74,7 +74,7 @@ class Admission:
         self._sessions += 1
 
     def part(self) -> Admission:
-        """The count of one session, for a holder of its own."""
+        """An admission for one session, taken out of this one."""
         assert self._sessions, "each session is admitted before it is made"
         part = Admission(self._house, self._caller)
         self._sessions, part._sessions = self._sessions - 1, 1
@@ -92,8 +92,7 @@ class House(Protocol):
     others: Figures
 
     async def enter(self, caller: str, sessions: int) -> Answer:
-        """So many sessions of this caller want to come; they are counted if they may. Nothing stays counted if this
-        raises."""
+        """Count this number of sessions of the caller, unless a limit forbids it. Nothing is counted if this raises."""
 
     def enter_again(self, caller: str) -> None:
         """A session came from another process."""

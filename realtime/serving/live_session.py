@@ -296,8 +296,7 @@ class LiveSession:
             self._stopped, self._task = self._task, None
 
     async def close(self) -> None:
-        """Stop, and wait until the engine stream is given back. One who does not wait to the end stops it all the
-        same."""
+        """Stop, and wait until the engine stream is given back. A cancellation while waiting does not undo the stop."""
         self.stop()
         if self._stopped is not None:
             await asyncio.wait((self._stopped,))

@@ -91,8 +91,8 @@ class Sessions:
     ) -> AsyncIterator[tuple[Entry, ...]]:
         """New sessions of this caller, one for each dialect; raises a Refusal if they cannot be served well now.
 
-        However the block ends, a session that has no socket by then ends too, and nothing stays counted of sessions
-        that were not made.
+        At the end of the block, also after an exception, sessions that have no socket are ended, and the count of
+        sessions that were not made is given back.
         """
         admission = Admission(self._house, caller.name)
         entries: list[Entry] = []
@@ -110,7 +110,7 @@ class Sessions:
             await self.end(*(entry for entry in entries if entry.connection is None and entry.left_at is None))
 
     async def _admit(self, admission: Admission, sessions: int) -> None:
-        """Have so many more sessions counted, or raise a Refusal."""
+        """Count this number of sessions, or raise a Refusal."""
         if self.draining:
             raise self._refusal("draining", 503, "server_shutting_down", "The server is restarting.", 5)
         if not self.engine.ready:
@@ -205,8 +205,8 @@ class Sessions:
         await self.end(*over)
 
     async def end(self, *entries: Entry) -> None:
-        """End sessions. All of them have ended before anything is waited for: whoever is cancelled then leaves no
-        session behind."""
+        """End sessions. All of them are removed and stopped before the first await, so that a cancellation there leaves
+        none of them running."""
         ended = [entry for entry in entries if self._remove(entry)]
         for entry in ended:
             if entry.live.will is not None:

@@ -21,12 +21,12 @@ MOST_QUESTIONS = 1024
 
 @dataclass(slots=True)
 class _Question:
-    """Whether so many sessions of a caller may come. The parent answers every one, and counts what it grants."""
+    """A request for sessions of a caller. The parent answers every request, and counts what it grants."""
 
     caller: str
     sessions: int
     answer: asyncio.Future[Answer]
-    # Whoever asked has stopped waiting.
+    # The task that asked does not wait any more.
     given_up: bool = False
 
     @property
@@ -41,7 +41,7 @@ class SharedHouse:
         self.others = Figures()
         self._line = line
         self._clock = clock
-        # Each until its answer has come, also if nobody waits for it any more: a late grant has to be given back.
+        # Each stays until its answer has come, also after a timeout or a cancellation: a late grant is given back.
         self._asked: dict[int, _Question] = {}
         self._number = 0
         self._told_at = 0.0
@@ -55,7 +55,7 @@ class SharedHouse:
         self._line.send(Enter(number, caller, sessions))
         try:
             async with asyncio.timeout(ANSWER_S):
-                # Shielded: that somebody waits no longer does not make the answer go away.
+                # Shielded: a cancellation here must not cancel the answer, which still comes.
                 return await asyncio.shield(question.answer)
         except TimeoutError:
             self._give_up(question)

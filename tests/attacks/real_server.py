@@ -41,7 +41,7 @@ SETTINGS = {
 }
 # The server itself, with an event loop that writes down how long it was held.
 TIMED_SERVER = Path(__file__).parent / "timed_server.py"
-# A server without keys that is soon full: whoever takes a place and does not give it back is noticed.
+# A server without keys that is soon full: a place that is not given back is missed.
 FEW_SESSIONS = 8
 WITHOUT_KEYS = {
     "auth.keys": "",

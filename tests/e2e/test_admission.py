@@ -1,4 +1,4 @@
-"""Admission at a real socket: a client that is refused, fails or leaves takes no place from anybody."""
+"""Admission at a real socket: a client that is refused, fails or leaves holds no place."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def listen(running: Any, query: str) -> str:
 
 
 @pytest.mark.parametrize("channels", [1, 8])
-async def test_upgrades_with_bad_numbers_lock_nobody_out(serve: Serve, channels: int) -> None:
+async def test_upgrades_with_bad_numbers_hold_no_place(serve: Serve, channels: int) -> None:
     several = f"&multichannel=true&channels={channels}" if channels > 1 else ""
     async with serve(limits={"max_sessions": 8, "sessions_per_key": 8}) as running:
         for _ in range(9):

@@ -220,6 +220,8 @@ async def test_keys_that_come_and_go_change_who_is_asked_for_an_origin(serve: Se
         ("server.allowed_origins", "example.org"),
         ("server.allowed_origins", "https://*.example.org"),
         ("server.allowed_origins", "https://user@example.org"),
+        ("server.allowed_origins", "https://example.org:443"),
+        ("server.allowed_origins", "http://example.org:80"),
         ("server.allowed_hosts", "https://example.org"),
         ("server.allowed_hosts", "example.org:8000"),
         ("server.allowed_hosts", "example.org/"),
@@ -229,5 +231,5 @@ async def test_keys_that_come_and_go_change_who_is_asked_for_an_origin(serve: Se
 def test_an_origin_or_a_name_that_would_never_match_is_refused(key: str, wrong: str) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         load_config(environment={}, flags={key: wrong})
-    assert load_config(environment={}, flags={"server.allowed_origins": "*, null, http://[::1]:80, app://x"})
+    assert load_config(environment={}, flags={"server.allowed_origins": "*, null, file://, http://[::1]:8080, app://x"})
     assert load_config(environment={}, flags={"server.allowed_hosts": "*, example.org, ::1, 10.0.0.1, box"})

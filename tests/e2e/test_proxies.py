@@ -16,7 +16,7 @@ ONE_EACH: dict[str, Any] = {"limits": {"sessions_per_key": 1}}
 
 
 async def admitted(url: str, forwarded: list[str]) -> int:
-    """How many sockets are open at once, each of which says that it comes from elsewhere."""
+    """How many sockets with these values of X-Forwarded-For can be open at once."""
     async with AsyncExitStack() as sockets:
         count = 0
         for said in forwarded:
@@ -29,7 +29,7 @@ async def admitted(url: str, forwarded: list[str]) -> int:
         return count
 
 
-async def test_nobody_says_where_it_comes_from_itself(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_forwarded_headers_of_a_client_are_not_believed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     # uvicorn's own variable is not ours.
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
     async with serve(**ONE_EACH) as running:

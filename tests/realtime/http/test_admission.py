@@ -151,7 +151,7 @@ class Place:
     counts: Counts
     now: list[float]
     engine: FakeEngine
-    # Whoever holds a token of this session may go on with it.
+    # Resume tokens of sessions that another process has.
     tokens: list[str] = field(default_factory=list)
 
     @property
@@ -266,7 +266,7 @@ async def adopted(place: Place) -> None:
 
 
 async def nothing_is_left(place: Place, fault: Fault) -> None:
-    """Of anybody, at the latest when a session has waited for its client for long enough."""
+    """No session, count or stream, at the latest when sessions have waited for their clients for long enough."""
     place.now[0] += CONFIG.session.resume_s + 1
     await place.sessions.tick()
     for _ in range(500):

@@ -64,27 +64,27 @@ async def test_a_grant_that_comes_after_its_worker_has_stopped_waiting_is_given_
 ) -> None:
     monkeypatch.setattr(shared_house, "ANSWER_S", 0.02)
     async with two_sides(max_sessions=8) as (house, parent):
-        assert (await house.enter("somebody", 8)).reason == "capacity"
+        assert (await house.enter("a caller", 8)).reason == "capacity"
         await parent.hear(Enter)
         assert parent.keeper.counts.total() == 8
         await parent.hear(Leave)
         assert parent.keeper.counts.total() == 0
         monkeypatch.setattr(shared_house, "ANSWER_S", 10.0)
-        asking = asyncio.create_task(house.enter("somebody else", 8))
+        asking = asyncio.create_task(house.enter("another caller", 8))
         await parent.hear(Enter)
         assert (await asking).reason is None
 
 
 @pytest.mark.parametrize("answered", [False, True], ids=["before the answer", "with the answer"])
-async def test_a_grant_to_somebody_who_has_left_is_given_back(answered: bool) -> None:
+async def test_a_grant_to_a_cancelled_request_is_given_back(answered: bool) -> None:
     async with two_sides(max_sessions=8) as (house, parent):
-        admission = Admission(house, "somebody")
+        admission = Admission(house, "a caller")
         asking = asyncio.create_task(admission.enter(3))
         while parent.unheard.empty():  # noqa: ASYNC110
             await asyncio.sleep(0)
         if answered:
             await parent.hear(Enter)
-            # The answer is there, and whoever asked has not gone on yet.
+            # The answer is there, and the task that asked has not gone on yet.
             while house._asked:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         asking.cancel()
@@ -100,8 +100,8 @@ async def test_a_grant_to_somebody_who_has_left_is_given_back(answered: bool) ->
 async def test_a_late_refusal_gives_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_house, "ANSWER_S", 0.02)
     async with two_sides(max_sessions=2) as (house, parent):
-        parent.keeper.counts.add(1, "somebody", 2)
-        assert (await house.enter("somebody", 1)).reason == "capacity"
+        parent.keeper.counts.add(1, "a caller", 2)
+        assert (await house.enter("a caller", 1)).reason == "capacity"
         await parent.hear(Enter)
         while house._asked:  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -115,7 +115,7 @@ async def test_questions_to_a_parent_that_does_not_answer_are_bounded(monkeypatc
     monkeypatch.setattr(shared_house, "MOST_QUESTIONS", 5)
     async with two_sides() as (house, parent):
         for _ in range(20):
-            assert (await house.enter("somebody", 1)).reason == "capacity"
+            assert (await house.enter("a caller", 1)).reason == "capacity"
         assert len(house._asked) == 5
         for _ in range(5):
             await parent.hear(Enter)
@@ -126,8 +126,8 @@ async def test_questions_to_a_parent_that_does_not_answer_are_bounded(monkeypatc
 
 async def test_what_a_worker_said_before_it_ended_is_not_counted_after() -> None:
     async with two_sides(max_sessions=8) as (house, parent):
-        house.enter_again("somebody")
-        asking = asyncio.create_task(house.enter("somebody", 2))
+        house.enter_again("a caller")
+        asking = asyncio.create_task(house.enter("a caller", 2))
         house.tick(Figures(sessions=3))
         while parent.unheard.qsize() < 3:  # noqa: ASYNC110
             await asyncio.sleep(0)
