@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from engine.client.processor import ItemRefused
 from engine.client.render import Rendered, parse_items
+from engine.messages import Item
 from realtime.dialects.json_frames import decode_json, encode_json
 from realtime.errors import Refusal
 from realtime.http.context import Context
@@ -88,7 +89,10 @@ class PrepareRoutes:
         self._context.caller_of(request)
         self._check_allowed("Items prepared elsewhere are not taken here", "inject_not_allowed")
         async with self._held_body(request) as body:
-            taken = await self._inject(await asyncio.to_thread(decode_json, body))
+            try:
+                taken = await self._context.engine.inject(await asyncio.to_thread(_items_of, body))
+            except ItemRefused as error:
+                raise Refusal(400, "item_refused", f"{error}.", param="items") from error
         return Response(encode_json({"injected": taken}), media_type="application/json")
 
     @asynccontextmanager
@@ -114,14 +118,13 @@ class PrepareRoutes:
             text = "Items of others are on their way; try again."
             raise Refusal(503, "inject_busy", text, retry_after_s=1, kind="server_error")
 
-    async def _inject(self, body: dict[str, Any]) -> int:
-        items = body.get("items")
-        if not isinstance(items, list) or not all(item is None or isinstance(item, dict) for item in items):
-            raise Refusal(400, "invalid_value", "'items' must be a list of items as render gives them.", param="items")
-        try:
-            return await self._context.engine.inject(await asyncio.to_thread(parse_items, items))
-        except ItemRefused as error:
-            raise Refusal(400, "item_refused", f"{error}.", param="items") from error
+
+def _items_of(body: bytes) -> list[Item | None]:
+    """The items in a body, of which there may be millions. Raises Refusal and ItemRefused."""
+    items = decode_json(body).get("items")
+    if not isinstance(items, list) or not all(item is None or isinstance(item, dict) for item in items):
+        raise Refusal(400, "invalid_value", "'items' must be a list of items as render gives them.", param="items")
+    return parse_items(items)
 
 
 class _Held:

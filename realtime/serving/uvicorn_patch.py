@@ -13,6 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 import h11
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -37,6 +38,10 @@ UNREADABLE_HEAD = (
     b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: text/plain\r\n\r\n"
     b"The headers of the upgrade are too long or too many.\n"
 )
+# Requests are parsed in pieces: of this size at first, and smaller where they take long, as in a body of tiny chunks.
+HTTP_PIECE_BYTES = 2048
+MIN_HTTP_PIECE_BYTES = 256
+MAX_HTTP_PIECE_BYTES = 64 * 1024
 # Bytes a second that a body has to bring, and how many times the deadline of a head an answer may wait to be read.
 MIN_BODY_RATE = 1024
 UNREAD_TIMES = 6
@@ -319,16 +324,45 @@ class _Sends(Enum):
     NOTHING = auto()
 
 
+class _HeldFlow(FlowControl):
+    """Reading goes on when nobody has paused it and nothing that was read waits to be parsed."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._holds = False
+
+    def hold(self, holds: bool) -> None:
+        if holds != self._holds and not self.read_paused:
+            self._transport.pause_reading() if holds else self._transport.resume_reading()
+        self._holds = holds
+
+    def pause_reading(self) -> None:
+        if not self.read_paused and not self._holds:
+            self._transport.pause_reading()
+        self.read_paused = True
+
+    def resume_reading(self) -> None:
+        if self.read_paused and not self._holds:
+            self._transport.resume_reading()
+        self.read_paused = False
+
+
 class PatientHttp(H11Protocol):
     """HTTP that gives each request only so long for its head. Bodies that trickle and answers nobody reads are cut off.
 
-    uvicorn has a deadline for the pause between two requests, and none for a request that has begun.
+    uvicorn has a deadline for the pause between two requests, and none for a request that has begun. It also parses all
+    that was read in one go: a body in chunks of a byte each would keep everybody waiting. Here it is parsed in pieces,
+    whose size follows from how long they take.
     """
 
     handshake_s = 10.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = self._held_flow = _HeldFlow(transport)
+        self._unparsed = b""
+        self._parsing_later: asyncio.Handle | None = None
+        self._piece_bytes = HTTP_PIECE_BYTES
         self._sends = _Sends.NOTHING
         self._no_longer_http = False
         self._bytes = 0
@@ -338,13 +372,40 @@ class PatientHttp(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._no_longer_http = True
+        self._unparsed = b""
+        if self._parsing_later is not None:
+            self._parsing_later.cancel()
         self._watch()
         self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._bytes += len(data)
-        super().data_received(data)
+        self._unparsed = self._unparsed + data if self._unparsed else data
+        if self._parsing_later is None:
+            self._parse()
+
+    def _parse(self) -> None:
+        """Parse what was read, until others must have their turn."""
+        self._parsing_later = None
+        data, taken = self._unparsed, 0
+        began = started = self.loop.time()
+        while taken < len(data) and not self._no_longer_http and not self.transport.is_closing():
+            if taken and started - began > PARSING_S:
+                self._parsing_later = self.loop.call_soon(self._parse)
+                break
+            piece = data[taken : taken + self._piece_bytes]
+            super().data_received(piece)
+            taken += len(piece)
+            took, started = self.loop.time() - started, self.loop.time()
+            if took > PARSING_S:
+                self._piece_bytes = max(MIN_HTTP_PIECE_BYTES, self._piece_bytes // 2)
+            elif took < PARSING_S / 4:
+                self._piece_bytes = min(MAX_HTTP_PIECE_BYTES, self._piece_bytes * 2)
+        # What comes behind an upgrade is nothing that anybody waits for.
+        self._unparsed = data[taken:] if self._parsing_later is not None else b""
+        if not self._no_longer_http and not self.transport.is_closing():
+            self._held_flow.hold(bool(self._unparsed))
         self._watch()
 
     def on_response_complete(self) -> None:
