@@ -211,7 +211,8 @@ async def _serve(server: Server, sockets: list[socket.socket] | None = None) -> 
         await server.serve(sockets)
     except SystemExit as error:
         settings = server.config
-        raise OSError(f"cannot listen on {settings.host} port {settings.port}: is it in use?") from error
+        text = f"cannot listen on {settings.host} port {settings.port}: it is in use, or not ours; choose another one"
+        raise OSError(text) from error
 
 
 @asynccontextmanager

@@ -102,6 +102,7 @@ def run(options: argparse.Namespace) -> int:
     readiness = Readiness(options.ready_fd)
     check_tls(config.server)
     check_fleet_secret(config)
+    check_spool()
     check_port(config.server.host, config.server.port)
     from realtime.commands.reloading import Hangup
 
@@ -138,6 +139,21 @@ def check_fleet_secret(config: Config) -> bytes | None:
         return fleet_secret(config)
     except ConfigError as error:
         raise CommandFailed(str(error)) from error
+
+
+def check_spool() -> None:
+    """Raise CommandFailed if the folder for uploads that was asked for cannot be used: Python would take another one
+    without a word, which may be smaller, or in memory."""
+    import tempfile
+
+    folder = next((value for name in ("TMPDIR", "TEMP", "TMP") if (value := os.environ.get(name))), None)
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        where = repr(folder) if folder else "the folder for temporary files"
+        text = f"uploads wait in {where}, where no file can be made: {error.strerror}"
+        raise CommandFailed(f"{text}; create the folder for the server's user, or set TMPDIR to another one") from error
 
 
 def check_port(host: str, port: int) -> None:

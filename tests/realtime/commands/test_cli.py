@@ -12,7 +12,7 @@ import pytest
 
 from realtime import cli
 from realtime.commands import completion, pull
-from realtime.commands.terminal import CommandFailed, UsageError
+from realtime.commands.terminal import CommandFailed, UsageError, read_config
 from realtime.config import Config, load_config
 
 ROOT = Path(__file__).parents[3]
@@ -201,6 +201,13 @@ def test_an_engine_takes_every_setting_of_the_model_that_serve_takes(tmp_path: P
     assert settings == EngineConfig("voxtral", "cuda:1", 7, 2, 512, True, False)
     for name in EngineConfig.setting_names():
         cli.build_parser().parse_args(["engine", "--listen", "ipc:///x", f"--model.{name.replace('_', '-')}", "1"])
+
+
+def test_debugging_is_the_lowest_level_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_config(None, {}).server.log_level == "info"
+    monkeypatch.setenv("TICKERTAPE_DEBUG", "1")
+    assert read_config(None, {}).server.log_level == "debug"
+    assert read_config(None, {"server.log_level": "error"}).server.log_level == "error", "what was said counts"
 
 
 def test_flags_of_serve_reach_the_configuration() -> None:
