@@ -46,6 +46,8 @@ class Inbox:
         self.dialect_fixed = False
         # The client has said that no more audio comes; what comes all the same is not heard.
         self._ended = False
+        # Audio of a client that has left was not heard; nothing behind it is, until the client comes back.
+        self._let_go = False
         # Audio of messages that came together; decoded together, because each call has its price.
         self._pending: list[bytes] = []
         self._pending_bytes = 0
@@ -59,6 +61,7 @@ class Inbox:
         It begins with a whole sample: bytes of an unfinished one were lost with the old socket.
         """
         self.settle()
+        self._let_go = False
         self._intake = self._intake.on_new_socket()
 
     def settle_all(self) -> None:
@@ -91,6 +94,8 @@ class Inbox:
         Returns whether it was a mistake. The rest of a long message is let go when the client is `gone`: a container
         can hold hours of audio in a few bytes, and nobody would hear of them.
         """
+        if self._let_go:
+            return False
         event_id = None
         try:
             if data is not None and self._live.session.settings.format.binary:
@@ -203,6 +208,7 @@ class Inbox:
         view = memoryview(data)
         for start in range(0, len(data), PIECE_BYTES):
             if gone():
+                self._let_go = True
                 return
             piece = view[start : start + PIECE_BYTES]
             if self._intake.container is not None:
@@ -217,6 +223,7 @@ class Inbox:
         async with aclosing(self._intake.unpack(data)) as steps:
             async for append in steps:
                 if gone():
+                    self._let_go = True
                     return
                 self._live.submit(append)
                 await self._live.room()

@@ -4,7 +4,7 @@ import { Archive } from "./archive.js";
 import { Captions } from "./captions.js";
 import { copyText } from "./clipboard.js";
 import { FORMATS, download, toText } from "./export.js";
-import { clock, shortSeconds } from "./format.js";
+import { clock, dateAndTime, shortSeconds } from "./format.js";
 import { Keeper } from "./keeper.js";
 import { Library } from "./library.js";
 import { Overlay } from "./overlay.js";
@@ -52,10 +52,11 @@ let saved = true;
 // What is shown
 
 // A problem stays until it is dismissed, or until `owner`, who told it, has no problem any more.
-function showProblem(text, owner = "page") {
+function showProblem(text, owner = "page", notice = false) {
   const box = $("problem");
   if (!text && owner !== box.dataset.owner) return;
   box.dataset.owner = owner;
+  box.dataset.kind = notice ? "notice" : "problem";
   box.hidden = !text;
   $("problem-text").textContent = text;
 }
@@ -63,19 +64,20 @@ function showProblem(text, owner = "page") {
 function refresh() {
   const running = studio.recording !== null;
   const { link } = studio;
-  $("listen-label").textContent = running ? "Stop" : "Start listening";
+  $("listen-label").textContent = !running ? "Start listening" : link?.file ? "Cancel" : "Stop";
   $("listen").classList.toggle("running", running);
   $("pause").hidden = !link || Boolean(link.file) || link.finishing;
   $("pause").textContent = studio.paused ? "Resume" : "Pause";
   $("device").disabled = $("open-file").disabled = running;
   $("empty").hidden = running || transcript.entries.length > 0;
   $("captions").hidden = !$("empty").hidden;
-  $("after").hidden = !transcript.finished.length;
+  $("after").hidden = !transcript.hasFinished;
   $("clear").disabled = running;
   $("retry").hidden = link?.state !== "lost";
   if (running) $("restored").hidden = true;
   showStatus();
   showMeters(link);
+  showJob(studio.job);
 }
 
 // The countdown changes every second; a screen reader hears only the rest.
@@ -92,18 +94,23 @@ function showMeters(link) {
   $("waiting-box").classList.toggle("warning", Boolean(link?.live) && waiting > SLOW_SECONDS);
   $("elapsed").textContent = clock(link ? link.edge : studio.offset);
   if (!link) $("level").value = 0;
+  if (studio.lag !== null) $("lag").textContent = shortSeconds(studio.lag);
   tape.acked = link?.ackedEdge ?? studio.offset;
-  const progress = link?.file ? link.progress : undefined;
-  $("progress").hidden = progress === undefined;
-  if (progress === null) $("progress").removeAttribute("value");
-  else if (progress !== undefined) $("progress").value = progress;
+}
+
+function showJob(job) {
+  $("job").hidden = !job;
+  if (!job) return;
+  $("job-name").textContent = $("job-name").title = job.name;
+  $("job-facts").textContent = job.facts;
+  if (job.progress === null) $("progress").removeAttribute("value");
+  else $("progress").value = job.progress;
 }
 
 function showRestored(head) {
-  const when = new Date(head.updated).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
-  $("restored-text").textContent = `Captions of ${when}`;
+  $("restored-text").textContent = `Captions of ${dateAndTime(head.id)}, ${clock(transcript.seconds)} long`;
   $("restored").hidden = false;
-  saved = true;
+  saved = !transcript.hasFinished;
   refresh();
 }
 
@@ -168,7 +175,7 @@ function key(event) {
 // Wiring
 
 studio.addEventListener("change", refresh);
-studio.addEventListener("problem", ({ text }) => showProblem(text, "studio"));
+studio.addEventListener("problem", ({ text, notice }) => showProblem(text, "studio", notice));
 studio.addEventListener("key", () => settings.open("key"));
 studio.addEventListener("opened", settings.devicesKnown);
 studio.addEventListener("sound", ({ samples }) => {
@@ -179,10 +186,6 @@ studio.addEventListener("sound", ({ samples }) => {
 keeper.addEventListener("problem", ({ text }) => showProblem(text));
 
 transcript.addEventListener("added", () => $("captions").hidden && refresh());
-transcript.addEventListener("grown", ({ turn }) => {
-  const spoken = turn.words.at(-1)?.end;
-  if (studio.link?.live && spoken) $("lag").textContent = shortSeconds(studio.link.edge - spoken);
-});
 transcript.addEventListener("changed", ({ turn }) => {
   if (turn.state === "open") return;
   saved = false;

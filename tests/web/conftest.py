@@ -36,7 +36,9 @@ class PageServer:
 
 @asynccontextmanager
 async def page_server(engine: FakeEngine | None = None, *keys: str) -> AsyncIterator[PageServer]:
-    engine = engine or FakeEngine(words=WORDS)
+    if engine is None:
+        engine = FakeEngine(words=WORDS)
+        engine.file_window_s = 30.0
     config = Config(server=ServerConfig(port=0, drain_s=0.0), auth=AuthConfig(keys=keys))
     async with listening(engine, config) as running:
         yield PageServer(f"{running.url}/", running.port, engine)

@@ -49,7 +49,7 @@ SHARED_TAB = """
 """
 LANGUAGE = "document.querySelector('#language')"
 SHOWN_LANGUAGE = "!document.querySelector('#language-box').hidden"
-PROGRESS = "document.querySelector('#progress:not([hidden])')"
+PROGRESS = "document.querySelector('#job:not([hidden]) progress')"
 
 
 async def choose_source(page: Page, value: str) -> None:
@@ -102,13 +102,14 @@ async def test_file_goes_whole_and_its_words_come_back_in_turns(page: Page, serv
 async def test_progress_of_sending_and_of_reading_is_shown(page: Page, server: PageServer, talk: Path) -> None:
     """The line lets nothing through, then the engine takes its time."""
     server.engine.feed_delay_s = 0.3
+    server.engine.file_window_s = 2.0
     async with line_to(server.port) as line:
         await page.open(line.url)
         line.clog()
         await page.choose_file("#file", talk)
         await page.until(f"{STATE} === 'Sending the file' && {PROGRESS}")
         line.clear()
-        await page.until(f"{STATE} === 'Reading the file' && {PROGRESS}?.value > 0.1 && {PROGRESS}.value < 1")
+        await page.until(f"{STATE} === 'Transcribing the file' && {PROGRESS}?.value > 0.1 && {PROGRESS}.value < 1")
         # Text is there while the rest is read.
         await page.until(OPEN_TEXT)
         await page.until(f"{STATE} === 'Ready'")
@@ -118,17 +119,20 @@ async def test_progress_of_sending_and_of_reading_is_shown(page: Page, server: P
 
 async def test_stopped_upload_keeps_what_was_read(page: Page, server: PageServer, talk: Path) -> None:
     server.engine.feed_delay_s = 0.5
+    server.engine.file_window_s = 2.0
     await page.open(server.url)
     await page.choose_file("#file", talk)
     shown = await page.until(OPEN_TEXT)
     await stop(page)
-    after = await turns(page)
+    *after, note = await turns(page)
     assert after[-1].state == "cut" and any(turn.text.startswith(shown) for turn in after)
-    await page.until("document.querySelector('#progress').hidden")
+    assert note.state == "note"
+    await page.until("document.querySelector('#job').hidden")
 
 
 async def test_server_that_goes_away_while_it_reads_is_said(page: Page, server: PageServer, talk: Path) -> None:
     server.engine.feed_delay_s = 0.5
+    server.engine.file_window_s = 2.0
     async with line_to(server.port) as line:
         await page.open(line.url)
         await page.choose_file("#file", talk)
