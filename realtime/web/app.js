@@ -4,7 +4,7 @@ import { Archive } from "./archive.js";
 import { Captions } from "./captions.js";
 import { copyText } from "./clipboard.js";
 import { FORMATS, download, toText } from "./export.js";
-import { clock, dateAndTime, shortSeconds } from "./format.js";
+import { clock, dateAndTime, percent, shortSeconds } from "./format.js";
 import { Keeper } from "./keeper.js";
 import { Library } from "./library.js";
 import { Overlay } from "./overlay.js";
@@ -48,6 +48,8 @@ const library = new Library(
 );
 // All that is finished has been saved as a file.
 let saved = true;
+// The name of the one file that all captions come from; empty if they do not.
+let origin = "";
 
 // What is shown
 
@@ -78,6 +80,15 @@ function refresh() {
   showStatus();
   showMeters(link);
   showJob(studio.job);
+  showTitle(studio.job);
+}
+
+// For whoever waits in another tab, or in another program.
+function showTitle(job) {
+  const { state, text } = studio.status;
+  const now = job?.progress ? `${percent(job.progress)} ${job.name}` : state === "idle" ? "" : text;
+  const title = now ? `${now} – Tickertape` : "Tickertape";
+  if (document.title !== title) document.title = title;
 }
 
 // The countdown changes every second; a screen reader hears only the rest.
@@ -86,6 +97,8 @@ function showStatus() {
   $("state").dataset.state = state;
   if ($("state-text").textContent !== text) $("state-text").textContent = text;
   $("countdown").textContent = countdown;
+  // Large captions hide the rest of the page; what is wrong they must not hide.
+  $("overlay-state").textContent = state === "lost" ? text : "";
 }
 
 function showMeters(link) {
@@ -94,7 +107,7 @@ function showMeters(link) {
   $("waiting-box").classList.toggle("warning", Boolean(link?.live) && waiting > SLOW_SECONDS);
   $("elapsed").textContent = clock(link ? link.edge : studio.offset);
   if (!link) $("level").value = 0;
-  if (studio.lag !== null) $("lag").textContent = shortSeconds(studio.lag);
+  if (link?.live) $("lag").textContent = studio.lag === null ? "–" : shortSeconds(studio.lag);
   tape.acked = link?.ackedEdge ?? studio.offset;
 }
 
@@ -110,6 +123,7 @@ function showJob(job) {
 function showRestored(head) {
   $("restored-text").textContent = `Captions of ${dateAndTime(head.id)}, ${clock(transcript.seconds)} long`;
   $("restored").hidden = false;
+  origin = "";
   saved = !transcript.hasFinished;
   refresh();
 }
@@ -117,19 +131,29 @@ function showRestored(head) {
 // What buttons do
 
 function listen() {
-  if (studio.recording) studio.finish();
-  else studio.listen($("device").value);
+  if (studio.recording) {
+    studio.finish();
+    return;
+  }
+  origin = "";
+  studio.listen($("device").value);
 }
 
-function play(file) {
-  if (studio.recording) showProblem("Stop first, then open a file.");
-  else studio.play(file);
+function play([file, ...others]) {
+  if (!file) return;
+  if (studio.recording) {
+    showProblem("Stop first, then open a file.");
+    return;
+  }
+  origin = transcript.entries.length ? "" : file.name.replace(/\.\w+$/, "");
+  studio.play(file);
+  if (others.length) showProblem(`One file at a time: ${file.name} is transcribed, the other ${others.length} were left out.`, "page", true);
 }
 
 function save(format) {
   const { type, write } = FORMATS[format];
   const stamp = new Date().toISOString().slice(0, 16).replace("T", "-").replace(":", "");
-  download(`captions-${stamp}.${format}`, type, write(transcript));
+  download(`${origin || `captions-${stamp}`}.${format}`, type, write(transcript));
   saved = true;
   $("save-menu").hidePopover();
 }
@@ -157,6 +181,7 @@ async function fresh() {
 
 function startedAnew() {
   saved = true;
+  origin = "";
   $("restored").hidden = true;
   tape.clear();
   $("lag").textContent = "–";
@@ -176,6 +201,7 @@ function key(event) {
 
 studio.addEventListener("change", refresh);
 studio.addEventListener("problem", ({ text, notice }) => showProblem(text, "studio", notice));
+studio.addEventListener("transcribed", ({ name }) => announce(`${name} is transcribed.`));
 studio.addEventListener("key", () => settings.open("key"));
 studio.addEventListener("opened", settings.devicesKnown);
 studio.addEventListener("sound", ({ samples }) => {
@@ -190,7 +216,8 @@ transcript.addEventListener("changed", ({ turn }) => {
   if (turn.state === "open") return;
   saved = false;
   $("after").hidden = false;
-  if (preferences.choices.announce) announce(turn.text);
+  // A file is read faster than anybody can speak; its end is told.
+  if (preferences.choices.announce && !studio.link?.file) announce(turn.text);
 });
 
 const buttons = {
@@ -221,9 +248,9 @@ $("turns").addEventListener("click", ({ target }) => {
 });
 words.addEventListener("copy", ({ turn }) => copy(turn.text.trim()));
 $("file").addEventListener("change", () => {
-  const [file] = $("file").files;
+  const files = [...$("file").files];
   $("file").value = "";
-  if (file) play(file);
+  play(files);
 });
 addEventListener("keydown", key);
 addEventListener("dragover", (event) => {
@@ -236,8 +263,7 @@ addEventListener("dragleave", (event) => {
 addEventListener("drop", (event) => {
   event.preventDefault();
   $("drop").hidden = true;
-  const [file] = event.dataTransfer.files;
-  if (file) play(file);
+  play([...event.dataTransfer.files]);
 });
 addEventListener("beforeunload", (event) => {
   if (studio.recording || (!saved && !keeper.complete)) event.preventDefault();

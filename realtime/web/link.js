@@ -32,8 +32,8 @@ const POLICY = 1008;
 const TRY_LATER = 1013;
 
 export class Link extends EventTarget {
-  // `offset` is where this recording begins on the transcript's clock, in seconds; `wishes` are for the model.
-  constructor({ key, rate, live, offset, transcript, wishes = {} }) {
+  // `offset` is where this recording begins on the transcript's clock, in seconds; `wishes()` are for the model.
+  constructor({ key, rate, live, offset, transcript, wishes }) {
     super();
     Object.assign(this, { key, rate, live, offset, transcript, wishes });
     this.backlog = new Backlog(BACKLOG_SECONDS * rate);
@@ -90,6 +90,11 @@ export class Link extends EventTarget {
 
   retryNow() {
     if (this.state === "lost") this.#reconnect();
+  }
+
+  // Older sound goes from now on when new sound comes.
+  get full() {
+    return this.backlog.end - this.backlog.start >= 0.99 * this.backlog.limit;
   }
 
   // Seconds since the server last said something, where it should have; otherwise 0.
@@ -167,7 +172,8 @@ export class Link extends EventTarget {
     this.socket = null;
     this.ready = false;
     if (this.over) return;
-    if (code === TAKEN_OVER) {
+    // A socket that was given up may have reached the server late, and be gone by now.
+    if (code === TAKEN_OVER && !this.gaveUp) {
       this.stop("This session goes on in another window.");
     } else if (this.greeted) {
       if (code === POLICY) this.token = null;
@@ -204,6 +210,7 @@ export class Link extends EventTarget {
   // A dead line says nothing; a new socket tells.
   #giveUp() {
     const { socket } = this;
+    this.gaveUp = true;
     this.socket = null;
     this.ready = false;
     this.tries = this.greeted ? 0 : this.tries;
@@ -275,14 +282,16 @@ export class Link extends EventTarget {
     this.heardEnd = this.backlog.end;
   }
 
-  #begin() {
+  async #begin() {
+    const { socket } = this;
     this.greeted = true;
     this.sessions += 1;
     if (this.sessions > 1) this.#rewind();
     this.base = this.acked = this.cursor;
     this.sequence = 0;
     const format = { type: "audio/pcm", rate: this.rate, transport: "binary" };
-    const input = { format, transcription: this.wishes };
+    const input = { format, transcription: await this.wishes() };
+    if (socket !== this.socket) return;
     this.#send({ type: "session.update", session: { type: "transcription", audio: { input }, include: INCLUDE } });
   }
 

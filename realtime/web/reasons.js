@@ -31,9 +31,11 @@ export function fileProblem(error) {
 export async function whyNotTaken(name, status, body, key) {
   if (status === 401) return wrongKey(key);
   const said = sentence(body);
+  // Other fields of the form may be wrong too, the language for example.
+  const unread = status === 400 && (parsed(body)?.param ?? "file") === "file";
   if (status === 503 || status === 429) return (await whyNotReady()) ?? { full: true, text: said || "The server is full" };
   if (!said) return { final: true, text: `The server did not take ${name} (status ${status}).` };
-  return { final: true, text: status === 400 ? `${name} could not be read: ${said}` : said };
+  return { final: true, text: unread ? `${name} could not be read: ${said}` : said };
 }
 
 // Why an open socket was closed by the other side.
@@ -83,13 +85,18 @@ function ask(path, how = {}) {
   return fetch(path, { cache: "no-store", signal: AbortSignal.timeout(ASK_MS), ...how });
 }
 
-// The sentence in an answer of the server; empty if there is none.
-function sentence(body) {
+// The error in an answer of the server, or undefined.
+function parsed(body) {
   try {
-    return JSON.parse(body).error.message ?? "";
+    return JSON.parse(body).error;
   } catch {
-    return "";
+    return undefined;
   }
+}
+
+// Its sentence; empty if there is none.
+function sentence(body) {
+  return parsed(body)?.message ?? "";
 }
 
 function wrongKey(key) {

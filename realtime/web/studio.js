@@ -16,13 +16,16 @@ const SLEPT_MS = 10_000;
 const LONG_ENOUGH_SECONDS = 5;
 // From the beginning of speech to the end of its first words.
 const SOME_WORDS_SECONDS = 1;
+// What was measured says little about now when nobody has spoken since.
+const LAG_SHOWN_MS = 10_000;
 const OFFLINE = "This device is offline";
 const CONTINUED = { resumed: "Resumed, nothing lost", restarted: "Back, in a new session" };
 // An upload has no source of its own: the file goes as it is.
 const NO_SOURCE = { live: false, start() {}, close() {} };
 
 // Tells `change` when there is something new to show, `problem` with a text and whether it is only a `notice`, `sound`
-// with each chunk, `opened` when a device has been opened, and `key` when the server wants another key.
+// with each chunk, `opened` when a device has been opened, `transcribed` with the name of a file that has been, and `key`
+// when the server wants another key.
 export class Studio extends EventTarget {
   constructor(transcript, preferences) {
     super();
@@ -33,7 +36,7 @@ export class Studio extends EventTarget {
     transcript.addEventListener("reset", () => (this.offset = transcript.settledUntil));
     transcript.addEventListener("grown", ({ turn }) => {
       const said = turn.words.at(-1)?.end;
-      if (this.link?.live && said) this.recording.lag = this.link.edge - said;
+      if (this.link?.live && said) Object.assign(this.recording, { lag: this.link.edge - said, lagAt: Date.now() });
     });
   }
 
@@ -62,10 +65,11 @@ export class Studio extends EventTarget {
 
   #describe() {
     const { link, notice, reason } = this.recording;
-    const recording = link.live && !link.finishing ? ", still recording" : "";
+    const kept = link.full ? ", the last two minutes are kept" : ", still recording";
+    const recording = link.live && !link.finishing ? kept : "";
     if (link.doubtful) return (navigator.onLine ? "No answer from the server" : OFFLINE) + recording;
     if (link.state === "lost") return (navigator.onLine || reason !== "Server lost" ? reason : OFFLINE) + recording;
-    if (link.file) return link.state === "connecting" ? "Sending the file" : "Transcribing the file";
+    if (link.file) return link.state === "connecting" ? "Sending" : "Transcribing";
     switch (link.state) {
       case "connecting":
         return link.sessions ? "Server lost, reconnecting…" : "Connecting…";
@@ -77,10 +81,11 @@ export class Studio extends EventTarget {
     }
   }
 
-  // From a word's end to its caption, in seconds, or null before the first word. It goes on growing while words are owed.
+  // From a word's end to its caption, in seconds, or null if there was no word lately. It grows while words are owed.
   get lag() {
-    const { link, lag } = this.recording ?? {};
+    const { link, lag, lagAt } = this.recording ?? {};
     if (!link?.live || lag === null) return null;
+    if (!this.transcript.openTurns.length && link.silentSeconds < 1 && Date.now() - lagAt > LAG_SHOWN_MS) return null;
     const owedSince = ({ end, text, start }) => end ?? (text ? Infinity : start + SOME_WORDS_SECONDS);
     const oldest = Math.min(Infinity, ...this.transcript.openTurns.map(owedSince));
     return Math.max(lag + (link.silentSeconds > 1 ? link.silentSeconds : 0), link.edge - oldest);
@@ -153,10 +158,10 @@ export class Studio extends EventTarget {
     this.#changed();
   }
 
-  // What the server and its model are told besides the sound.
-  get #wishes() {
-    const { language, keywords } = this.preferences.wishes;
-    return { ...(language && { language }), ...keywords };
+  // What the model is told besides the sound. A server that was starting before has to be asked again what it takes.
+  async #wishes() {
+    if (!this.preferences.options.length) await this.preferences.learn();
+    return this.preferences.wishes;
   }
 
   async #begin(source, explain, name = "") {
@@ -177,7 +182,7 @@ export class Studio extends EventTarget {
     this.dispatchEvent(new Event("opened"));
     const { offset, transcript, preferences } = this;
     const facts = { key: preferences.key, rate: source.rate, live: source.live };
-    this.#connect(mine, new Link({ ...facts, offset, transcript, wishes: this.#wishes }));
+    this.#connect(mine, new Link({ ...facts, offset, transcript, wishes: () => this.#wishes() }));
     // What is said while the server is reached is kept, and sent then.
     if (source.live) source.start();
   }
@@ -185,7 +190,7 @@ export class Studio extends EventTarget {
   #send(file) {
     const mine = this.#enter(NO_SOURCE, file.name);
     const { offset, transcript, preferences } = this;
-    this.#connect(mine, new Upload({ file, key: preferences.key, offset, transcript, fields: this.#wishes }));
+    this.#connect(mine, new Upload({ file, key: preferences.key, offset, transcript, wishes: () => this.#wishes() }));
   }
 
   // `name` is that of a file.
@@ -245,6 +250,7 @@ export class Studio extends EventTarget {
   #end(problem) {
     const { link, source, gone } = this.recording;
     const wordless = link && !problem ? this.#wordless() : "";
+    if (link?.finished && !wordless) this.dispatchEvent(Object.assign(new Event("transcribed"), { name: link.file.name }));
     this.recording = null;
     source.close();
     if (link) this.offset = link.edge;

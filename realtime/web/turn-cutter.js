@@ -82,8 +82,10 @@ export class TurnCutter {
   }
 }
 
+// Generously. A sign that stands for a syllable or more takes longer than a letter.
 function secondsToSay(word) {
-  return 0.25 + 0.07 * word.length;
+  const signs = word.match(/[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Script=Hangul}]/gu)?.length ?? 0;
+  return 0.25 + 0.07 * word.length + 0.15 * signs;
 }
 
 // Whole sentences of at most MOST_CHARACTERS, or else whole words.

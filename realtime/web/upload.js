@@ -22,10 +22,10 @@ export class Upload extends EventTarget {
   // Nothing comes back, and the server does not answer other questions either.
   doubtful = false;
 
-  // `offset` is where it begins on the transcript's clock, `fields` go into the form.
-  constructor({ file, key, offset, transcript, fields }) {
+  // `offset` is where it begins on the transcript's clock, `wishes()` are for the model.
+  constructor({ file, key, offset, transcript, wishes }) {
     super();
-    Object.assign(this, { file, key, offset, transcript, fields });
+    Object.assign(this, { file, key, offset, transcript, wishes });
     this.state = "idle";
     // How long the file lasts, NaN while and if the browser cannot tell.
     this.seconds = NaN;
@@ -62,7 +62,7 @@ export class Upload extends EventTarget {
     this.doubtful = false;
   }
 
-  #send() {
+  async #send() {
     clearTimeout(this.retry);
     this.cutter = new TurnCutter();
     this.taken = this.sent = 0;
@@ -70,8 +70,12 @@ export class Upload extends EventTarget {
     // When sending began, when reading did, and when it had come how far: for what is left.
     this.began = { at: Date.now(), read: 0 };
     this.places = [];
+    this.#stirred();
+    this.#set("connecting");
+    const fields = { model: "default", stream: "true", ...(await this.wishes()) };
+    if (this.over) return;
     const form = new FormData();
-    for (const [name, value] of Object.entries({ model: "default", stream: "true", ...this.fields })) {
+    for (const [name, value] of Object.entries(fields)) {
       if (Array.isArray(value)) value.forEach((one) => form.append(`${name}[]`, one));
       else form.append(name, value);
     }
@@ -95,8 +99,6 @@ export class Upload extends EventTarget {
     };
     request.onload = () => (request.status === 200 ? this.#end() : this.#refused());
     request.onerror = () => this.#broken();
-    this.#stirred();
-    this.#set("connecting");
     request.send(form);
   }
 
@@ -109,6 +111,12 @@ export class Upload extends EventTarget {
   async #broken() {
     if (this.turns || this.cutter.open) {
       this.#end(`The server went away while it transcribed ${this.file.name}.`);
+      return;
+    }
+    try {
+      await this.file.slice(0, 1).arrayBuffer();
+    } catch {
+      this.#notNow({ final: true, text: `${this.file.name} cannot be read on this device: it is a folder, or was changed or moved.` });
       return;
     }
     const why = await whyRefused(this.key);
@@ -139,7 +147,7 @@ export class Upload extends EventTarget {
   // What came so far stays.
   stop(problem = "") {
     if (this.over) return;
-    this.request.abort();
+    this.request?.abort();
     this.#end(problem);
   }
 
@@ -254,7 +262,7 @@ export class Upload extends EventTarget {
     if (this.over) return;
     clearInterval(this.timer);
     clearTimeout(this.retry);
-    if (!problem && this.request.readyState === XMLHttpRequest.DONE && !this.finished) {
+    if (!problem && this.request?.readyState === XMLHttpRequest.DONE && !this.finished) {
       this.#read();
       if (this.over) return;
       if (!this.finished) problem = `The server stopped before ${this.file.name} was read to its end.`;

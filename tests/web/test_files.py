@@ -22,6 +22,7 @@ from tests.web.shown import (
     STATE,
     TURNS,
     check_said,
+    choose,
     play_at_pace,
     send_file,
     stop,
@@ -89,7 +90,7 @@ async def test_name_share_and_time_left_are_shown(page: Page, server: PageServer
         await page.open(line.url)
         line.clog()
         await page.choose_file("#file", large)
-        await page.until(f"{STATE} === 'Sending the file' && /^Sent [1-9]\\d* %/.test({JOB_FACTS})")
+        await page.until(f"{STATE} === 'Sending' && /^Sent [1-9]\\d* %/.test({JOB_FACTS})")
         assert await page.evaluate(JOB_NAME) == large.name
         assert 0 < await page.evaluate(f"{PROGRESS}.value") < 1
         assert await page.evaluate(LISTEN) == "Cancel"
@@ -98,7 +99,7 @@ async def test_name_share_and_time_left_are_shown(page: Page, server: PageServer
         line.clear()
         server.engine.feed_delay_s = 0.1
         await page.choose_file("#file", talk)
-        await page.until(f"{STATE} === 'Transcribing the file' && /^\\d+ %, .* left$/.test({JOB_FACTS})")
+        await page.until(f"{STATE} === 'Transcribing' && /^\\d+ %, .* left$/.test({JOB_FACTS})")
         assert await page.evaluate(JOB_NAME) == talk.name
         # Text is there while the rest is read.
         await page.until(OPEN_TEXT)
@@ -174,7 +175,7 @@ async def test_file_is_sent_again_when_the_line_broke_before_its_first_word(
     async with line_to(server.port) as line:
         await page.open(line.url)
         await page.choose_file("#file", talk)
-        await page.until(f"{STATE} === 'Transcribing the file'")
+        await page.until(f"{STATE} === 'Transcribing'")
         line.close_for_good()
         await page.until(f"/^Server lost: retrying in \\d+ s$/.test({STATE})")
         server.engine.feed_delay_s = 0.0
@@ -221,3 +222,60 @@ async def test_page_that_goes_in_mid_file_notes_where_it_stopped(
         await later.open(server.url)
         await later.until("!document.querySelector('#restored').hidden")
         assert "lecture.wav was stopped at 0:" in (await turns(later))[-1].text
+
+
+async def test_of_several_files_the_others_are_named(page: Page, server: PageServer) -> None:
+    server.engine.feed_delay_s = 0.5
+    await page.open(server.url)
+    sounds = """(async () => {
+      const sound = await (await fetch("/favicon.svg")).blob();
+      const dataTransfer = new DataTransfer();
+      for (const name of ["a.mp3", "b.mp3", "c.mp3"]) dataTransfer.items.add(new File([sound], name));
+      window.seen = [];
+      const text = document.querySelector("#problem-text");
+      new MutationObserver(() => window.seen.push(text.textContent)).observe(text, { childList: true });
+      document.body.dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true }));
+    })()"""
+    await page.evaluate(sounds)
+    said = "One file at a time: a.mp3 is transcribed, the other 2 were left out."
+    await page.until(f"window.seen.includes({said!r})")
+
+
+async def test_captions_of_one_file_are_saved_under_its_name(page: Page, server: PageServer, talk: Path) -> None:
+    await page.open(server.url)
+    await send_file(page, talk)
+    assert await page.evaluate("document.querySelector('#announcer').textContent") == "talk.wav is transcribed."
+    for again, name in ((False, "talk.srt"), (True, "captions-")):
+        if again:
+            await send_file(page, talk)
+        await page.click("#save")
+        await page.click("[data-format=srt]")
+        await page.downloaded("srt")
+        assert page.saved_as.startswith(name)
+
+
+async def test_wrong_field_is_not_blamed_on_the_file(page: Page, server: PageServer, talk: Path) -> None:
+    await page.open(server.url)
+    await page.until("!document.querySelector('#language-box').hidden")
+    await choose(page, "#language", "klingon")
+    await page.choose_file("#file", talk)
+    said = await page.until(PROBLEM)
+    assert "klingon" in said and "could not be read" not in said
+
+
+async def test_language_reaches_a_server_that_was_starting_when_the_page_came(
+    page: Page, server: PageServer, talk: Path
+) -> None:
+    await page.open(server.url)
+    await page.until("!document.querySelector('#language-box').hidden")
+    await choose(page, "#language", "fr")
+    await page.before_load("const ask = fetch; window.fetch = (what, how) => ask(window.late ? what : 'gone', how);")
+    await page.open(server.url)
+    await page.until("document.querySelector('#language-box').hidden")
+    await page.evaluate("(window.late = true, undefined)")
+    await send_file(page, talk)
+    assert server.engine.opened[-1]["options"] == {"language": "fr"}
+    await page.click("#listen")
+    await page.until(f"{STATE} === 'Listening' && document.querySelector('#elapsed').textContent > '0:08'")
+    await stop(page)
+    assert server.engine.opened[-1]["options"] == {"language": "fr"}
