@@ -49,6 +49,8 @@ class Inbox:
         self.dialect_fixed = False
         # The client has said that no more audio comes; what comes all the same is not heard.
         self._ended = False
+        # Audio of a client that has left was not heard; nothing behind it is, until the client comes back.
+        self._let_go = False
         # Audio of messages that came together; decoded together, because each call has its price.
         self._pending: list[bytes] = []
         self._pending_bytes = 0
@@ -66,6 +68,7 @@ class Inbox:
         """
         self.settle()
         self._long = self._mistake = None
+        self._let_go = False
         self._intake = self._intake.on_new_socket()
 
     def settle_all(self) -> None:
@@ -99,6 +102,8 @@ class Inbox:
         Returns whether it was a mistake. The rest of a long message is let go when the client is `gone`: a container
         can hold hours of audio in a few bytes, and nobody would hear of them.
         """
+        if self._let_go:
+            return False
         raw = text if text is not None else data or b""
         is_audio = text is None and self._live.session.settings.format.binary
         if is_audio or len(raw) > self._control_bytes:
@@ -113,6 +118,8 @@ class Inbox:
 
     async def take_part(self, part: Part, gone: Callable[[], bool]) -> bool:
         """Handle the next part of a long message, as `take` does a whole one."""
+        if self._let_go:
+            return False
         self.settle()
         return await self._answering(self._part(part, gone))
 
@@ -265,6 +272,7 @@ class Inbox:
         view = memoryview(data)
         for start in range(0, len(data), FED_BYTES):
             if gone():
+                self._let_go = True
                 return
             piece = view[start : start + FED_BYTES]
             if self._intake.container is not None:
@@ -279,6 +287,7 @@ class Inbox:
         async with aclosing(self._intake.unpack(data)) as steps:
             async for append in steps:
                 if gone():
+                    self._let_go = True
                     return
                 self._live.submit(append)
                 await self._live.room()

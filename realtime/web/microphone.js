@@ -54,6 +54,11 @@ export class Microphone {
     await this.context.resume();
   }
 
+  // A context that the machine has put to sleep is asked to go on.
+  wake() {
+    this.context.resume();
+  }
+
   // The device stays open and silent. A second of silence lets the server end the turn under way.
   pause() {
     this.onChunk(new Int16Array(this.rate));

@@ -146,5 +146,7 @@ async def page(browser: str, tmp_path: Path) -> AsyncIterator[Page]:
 
 @pytest.fixture
 async def server() -> AsyncIterator[PageServer]:
+    """Reads files as windowed models do."""
     async with page_server() as running:
+        running.engine.file_window_s = 30.0
         yield running
