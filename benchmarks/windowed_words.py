@@ -34,7 +34,7 @@ from engine.server.gate import GateSettings
 from engine.server.loop import EngineLoop
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import resolve
-from realtime.bench.words import normaliser, word_errors
+from realtime.bench.words import normaliser, edit_distance
 
 POSITION_SAMPLES = 1280
 # The microphone stays open after the last word.
@@ -107,7 +107,7 @@ def build(model_name: str, device: str, streams: int, threads: int, ample: bool)
 def differing(texts: Sequence[str], others: Sequence[str]) -> tuple[int, int]:
     """Words that differ, of how many."""
     normalise = normaliser()
-    errors = [word_errors(normalise(one), normalise(other)) for one, other in zip(texts, others, strict=True)]
+    errors = [edit_distance(normalise(one), normalise(other)) for one, other in zip(texts, others, strict=True)]
     return sum(errors), sum(len(normalise(text)) for text in texts)
 
 
