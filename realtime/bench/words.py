@@ -102,16 +102,12 @@ class Errors:
         )
 
 
-def count_errors(pairs: Sequence[Pair], reference: Sequence[str], hypothesis: Sequence[str]) -> Errors:
-    """Errors of an alignment, or of a part of one."""
+def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> Errors:
+    pairs = align(reference, hypothesis)
     deletions = sum(j is None for _, j in pairs)
     matched = [(i, j) for i, j in pairs if i is not None and j is not None]
     hits = sum(reference[i] == hypothesis[j] for i, j in matched)
     return Errors(hits, len(matched) - hits, deletions, len(pairs) - deletions - len(matched))
-
-
-def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> Errors:
-    return count_errors(align(reference, hypothesis), reference, hypothesis)
 
 
 def error_rate(pairs: Sequence[tuple[str, str]]) -> float | None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from realtime.bench.words import (
     Errors,
     align,
-    count_errors,
     edit_distance,
     english_normaliser,
     error_rate,
@@ -55,12 +54,6 @@ def test_an_alignment_is_complete_in_order_and_shortest(reference: list[str], hy
 )
 def test_errors_are_counted(reference: str, hypothesis: str, expected: Errors) -> None:
     assert word_errors(reference.split(), hypothesis.split()) == expected
-
-
-def test_errors_of_a_part_of_an_alignment() -> None:
-    pairs = [(0, 0), (1, None), (None, 1)]
-    assert count_errors(pairs[1:], ["a", "b"], ["x", "c"]) == Errors(deletions=1, insertions=1)
-    assert count_errors(pairs[:1], ["a", "b"], ["x", "c"]) == Errors(substitutions=1)
 
 
 def test_error_rate_is_pooled_and_normalised() -> None:
