@@ -75,7 +75,7 @@ test-failed:
 
 # One cluster for the whole run, and no second process beside it: two cores are few.
 test-fleet: setup-fleet
-	$(BIN)/python -m pytest -m "ray or fleet" tests/fleet tests/e2e/test_fleet_processes.py
+	$(BIN)/python -m pytest -m "ray or fleet" tests/fleet tests/e2e/test_fleet_processes.py tests/benchmarks
 
 check: setup-dev
 	$(BIN)/ruff check .
@@ -84,8 +84,8 @@ check: setup-dev
 
 bench: setup-dev
 	$(BIN)/python -m benchmarks.step_cost
-	$(BIN)/python -m benchmarks.gateway
-	$(BIN)/python -m benchmarks.boundary
+	$(BIN)/python -m benchmarks.gateway_cost
+	$(BIN)/python -m benchmarks.link_cost
 
 soak: setup-dev weights
 	$(BIN)/python -m pytest -m soak --timeout 7200

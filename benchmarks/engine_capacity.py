@@ -286,7 +286,7 @@ class Bench:
             times = loop.meter.times
             parts = (times.speech_ns, times.plan_ns, times.execute_ns, times.commit_ns)
             nanoseconds = (now - step_began, submitted - step_began, *parts)
-            trace.steps.append(Step(*(each / 1e6 for each in nanoseconds), device_ms, len(tasks)))
+            trace.steps.append(Step(*[each / 1e6 for each in nanoseconds], device=device_ms, tasks=len(tasks)))
             if self._windowed and trace.lags and trace.lags[-1][1] > HOPELESS_LAG_MS:
                 break
         waiting = sum(stream.available - stream.computed for stream in loop.scheduler.streams.values())
@@ -464,7 +464,7 @@ def start_windowed(options: argparse.Namespace, report: dict[str, Any]) -> Bench
     if not options.small:
         runner.warm_up()
     bench = Bench(runner, limits, options)
-    memory = runner._windows._memory  # type: ignore[union-attr]
+    memory = runner._windows._memory  # type: ignore[attr-defined]
     report |= {"model": runner.spec.name, "memory": asdict(memory) | {"total_gib": memory.total_bytes / GIB}}
     report |= {"room_for": memory.streams, "free_gib": free_memory(device) / GIB}
     report["start_s"] = time.perf_counter() - began

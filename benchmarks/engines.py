@@ -27,11 +27,8 @@ from numpy.typing import NDArray
 from engine.core.limits import Limits
 from engine.core.plan import SILENCE_ROW, DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
-from engine.fleet_secret import read_secret
 from engine.messages import Open, Saved, Speech
-from engine.server.host import Drain
 from engine.server.loop import EngineLoop
-from engine.server.main import run_engine
 from engine.spec import KvGroup, ModelSpec
 from engine.vocabulary import Vocabulary
 
@@ -193,6 +190,11 @@ def main() -> None:
     parser.add_argument("--config", help="accepted and not read: there is nothing to set")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    # Here, because benchmarks of an engine alone run where ZeroMQ is not installed.
+    from engine.fleet_secret import read_secret
+    from engine.server.host import Drain
+    from engine.server.main import run_engine
+
     if options.voxtral or options.whisper:
         from benchmarks.random_weights import voxtral_loop, whisper_loop
 

@@ -130,7 +130,7 @@ def attention(options: argparse.Namespace) -> dict[str, Any]:
         options.streams, options.window = [1], 64
     fields = ("warps", "stages", "splits")
     shapes = [dict(zip(fields, map(int, shape.split(",")), strict=False)) for shape in options.shapes] or [{}]
-    report = {}
+    report: dict[str, Any] = {}
     for name, kv, streams, shape in itertools.product(options.stacks, options.kv, options.streams, shapes):
         heads, rows = stacks(options.window)[name]
         title = f"{name} {kv} {streams} streams {shape or ''}"

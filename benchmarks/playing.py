@@ -228,11 +228,11 @@ class Run:
         if isinstance(output, Dead | Failed | Refused):
             raise RunFailed(output.message)
         for players in self._players.values():
-            player = players.get(output.stream)
+            player = players.get(getattr(output, "stream", ""))
             if player is None:
                 continue
             player.played.take(output, self.clock.now - player.starts_at)
             if isinstance(output, Closed):
                 self._done.append(player.played)
-                del players[output.stream]
+                del players[player.played.session.name]
                 progress(player.played)

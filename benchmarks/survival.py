@@ -177,7 +177,8 @@ def random_engine(options: argparse.Namespace, share_of: int) -> EngineProcess:
 def compare_words(options: argparse.Namespace) -> Figures:
     """`survival engine`."""
     # How long an engine lives until it is killed, on average.
-    make, alive_s = partial(real_engine, options), 4.0
+    make: MakeEngine = partial(real_engine, options)
+    alive_s = 4.0
     if options.small:
         make, alive_s, options.kills = null_engine, 0.3, 2
         sessions = [[voice(2.0, pitch, seed=number)] * 2 for number, pitch in enumerate((95.0, 190.0))]
@@ -269,7 +270,8 @@ async def measure_pauses(
 
 def compare_spares(options: argparse.Namespace) -> list[Figures]:
     """`survival spare`."""
-    alive_s, make, audio = (2.0, 4.0), partial(real_engine, options), None
+    make: MakeEngine = partial(real_engine, options)
+    alive_s, audio = (2.0, 4.0), None
     if options.small:
         options.kills, options.sessions, alive_s, make, audio = 1, 1, (0.0, 0.2), null_engine, speech()
     if options.voxtral:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -51,10 +52,8 @@ def align(reference: Sequence[str], hypothesis: Sequence[str]) -> list[Pair]:
 
 def edit_distance(reference: Sequence[str], hypothesis: Sequence[str]) -> int:
     """The number of errors alone, in memory that grows with one of the texts: they may be hours long."""
-    row = np.zeros(1, np.int32)
-    for row in _edit_costs(reference, hypothesis):
-        pass
-    return int(row[-1])
+    (last,) = deque(_edit_costs(reference, hypothesis), maxlen=1)
+    return int(last[-1])
 
 
 def _edit_costs(reference: Sequence[str], hypothesis: Sequence[str]) -> Iterator[NDArray[np.int32]]:

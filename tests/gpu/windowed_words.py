@@ -33,7 +33,7 @@ from engine.server.gate import GateSettings
 from engine.server.loop import EngineLoop
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import resolve
-from realtime.bench.words import normaliser, edit_distance
+from realtime.bench.words import edit_distance, normaliser
 
 POSITION_SAMPLES = 1280
 # The microphone stays open after the last word.
