@@ -1,7 +1,7 @@
 """Recordings with known words: manifests, audio, and sessions made of them.
 
-A manifest is JSON lines; each line has `path` (relative to the manifest), `text` (what is said; empty: nobody speaks)
-and `seconds`. `kind` groups recordings; every other key is ignored.
+A manifest is JSON lines; each line has `path` (relative to the manifest), `text` (what is said; empty: no speech) and
+`seconds`. `kind` groups recordings; every other key is ignored.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from audio.containers import read_file
 from audio.errors import AudioError
+from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16
+from engine.weights.store import pull
 
-SAMPLE_RATE = 16_000
+# The recording that `tickertape pull` fetches, and the words of its beginning.
+SAMPLE = "sample-two-cities"
+SAMPLE_SECONDS = 6.4
+SAMPLE_TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom"
 
 
 class ManifestError(Exception):
@@ -50,9 +54,9 @@ class Session:
     clips: tuple[Clip, ...]
     pause_seconds: float
 
-    def load(self) -> tuple[NDArray[np.float32], list[Part]]:
+    def load(self) -> tuple[Samples, list[Part]]:
         pause = np.zeros(round(self.pause_seconds * SAMPLE_RATE), np.float32)
-        pieces: list[NDArray[np.float32]] = []
+        pieces: list[Samples] = []
         parts = []
         count = 0
         for clip in self.clips:
@@ -61,6 +65,16 @@ class Session:
             parts.append(Part(clip, count / SAMPLE_RATE, end / SAMPLE_RATE))
             count = end
         return np.concatenate(pieces), parts
+
+
+def one_session_per_clip(clips: Sequence[Clip], pause_seconds: float) -> list[Session]:
+    return [Session(f"clip-{number}", (clip,), pause_seconds) for number, clip in enumerate(clips)]
+
+
+def joined_sessions(clips: Sequence[Clip], count: int, pause_seconds: float, rounds: int = 1) -> list[Session]:
+    """All clips, dealt to `count` sessions; each session plays its own `rounds` times over."""
+    dealt = [tuple(clips[first::count]) * rounds for first in range(count)]
+    return [Session(f"session-{number}", mine, pause_seconds) for number, mine in enumerate(dealt) if mine]
 
 
 def read_manifest(path: Path, kind: str | None = None, limit: int | None = None) -> list[Clip]:
@@ -115,18 +129,30 @@ def _field(entry: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> A
     return entry[name]
 
 
-def load_audio(path: Path) -> NDArray[np.float32]:
+def load_audio(path: Path) -> Samples:
     try:
         return np.concatenate(list(read_file(path)))
     except (AudioError, OSError) as error:
         raise ManifestError(f"cannot use {path}: {error}") from error
 
 
-def one_session_per_clip(clips: Sequence[Clip], pause_seconds: float) -> list[Session]:
-    return [Session(f"clip-{number}", (clip,), pause_seconds) for number, clip in enumerate(clips)]
+def sample_path() -> Path:
+    path = pull(SAMPLE)
+    return path if path.is_file() else next(path.glob("*.wav"))
 
 
-def joined_sessions(clips: Sequence[Clip], count: int, pause_seconds: float, rounds: int = 1) -> list[Session]:
-    """All clips, dealt to `count` sessions; each session plays its own `rounds` times over."""
-    dealt = [tuple(clips[first::count]) * rounds for first in range(count)]
-    return [Session(f"session-{number}", mine, pause_seconds) for number, mine in enumerate(dealt) if mine]
+def sample_speech(seconds: float | None = None) -> Samples:
+    """The recording that `tickertape demo` plays, or its beginning."""
+    return load_audio(sample_path())[: None if seconds is None else round(seconds * SAMPLE_RATE)]
+
+
+def sample_manifest(folder: Path) -> Path:
+    """A manifest of the beginning of that recording, for small runs."""
+    import wave
+
+    with wave.open(str(folder / "sample.wav"), "wb") as file:
+        file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
+        file.writeframes(pcm16(sample_speech(SAMPLE_SECONDS)))
+    path = folder / "manifest.jsonl"
+    path.write_text(json.dumps({"path": "sample.wav", "text": SAMPLE_TEXT, "seconds": SAMPLE_SECONDS}) + "\n")
+    return path

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.gpu_checks import in_turns
 from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan
 from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Failed, Finish, Item, Open, Output
@@ -36,6 +35,7 @@ from tests.engine.runner.frames.voxtral_driver import (
     small_runner,
     speech_like,
 )
+from tests.gpu.steps import in_turns
 
 PAD = 32
 CPU = RunnerSettings("cpu", torch.float32, torch.float32, 24, max_streams=1)
