@@ -6,7 +6,7 @@ import asyncio
 import io
 import time
 import wave
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.messages import Open
+from engine.runner.base import SynchronousRunner, never
 from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
 from engine.vocabulary import Vocabulary
@@ -36,7 +37,7 @@ SPEC = ModelSpec(name="costly", sample_rate=16_000, samples_per_position=1280)
 
 
 @dataclass
-class CostlyRunner:
+class CostlyRunner(SynchronousRunner):
     """One word per position; a step takes a time of its own and one for each stream in it."""
 
     spec: ModelSpec = SPEC
@@ -45,13 +46,7 @@ class CostlyRunner:
     def check_open(self, message: Open) -> None:
         """Every option is fine."""
 
-    def warm_up(self) -> None:
-        """Nothing to warm."""
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-    def execute(self, plan: StepPlan) -> list[DecodeResult]:
+    def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
         if plan.decode:
             time.sleep(STEP_SECONDS + STREAM_SECONDS * len(plan.decode))
         return [DecodeResult(tokens=[1] * (task.end - task.start)) for task in plan.decode]
