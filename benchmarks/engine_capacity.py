@@ -49,6 +49,7 @@ from engine.core.scheduler import Scheduler
 from engine.messages import Abort, Dead, Feed, Item, Open, Output, Speech, Text
 from engine.models.voxtral_realtime import STREAMING_PAD
 from engine.models.whisper import Whisper
+from engine.runner.base import never
 from engine.runner.device import GIB, free_memory, require_device
 from engine.runner.device_speech import DeviceSpeechDetector
 from engine.runner.frames.batch import Payloads, StepRows
@@ -132,8 +133,10 @@ class Watch:
             self._time_calls(runner._graphs or runner._passes, "run" if runner._graphs else "batch")
             launch = runner.launch
 
-            def launch_and_note(plan: StepPlan) -> Callable[[], list[DecodeResult]]:
-                answers = launch(plan)
+            def launch_and_note(
+                plan: StepPlan, time_is_up: Callable[[], bool] = never
+            ) -> Callable[[], list[DecodeResult]]:
+                answers = launch(plan, time_is_up)
                 self._launched.append(self._passes[:])
                 self._passes.clear()
                 return answers

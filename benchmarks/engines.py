@@ -18,6 +18,7 @@ import logging
 import signal
 import threading
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -28,6 +29,7 @@ from engine.core.limits import Limits
 from engine.core.plan import SILENCE_ROW, DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.messages import Open, Saved, Speech
+from engine.runner.base import Detector, SynchronousRunner, never
 from engine.server.loop import EngineLoop
 from engine.spec import KvGroup, ModelSpec
 from engine.vocabulary import Vocabulary
@@ -65,7 +67,7 @@ def room_for(streams: int, spec: ModelSpec, step_positions: int | None = None) -
     return Limits(streams, spec.embeds_per_stream * streams + 4096, pages, step_positions=step, step_embeds=step)
 
 
-class NullRunner:
+class NullRunner(SynchronousRunner):
     """Answers at once: a word piece every so many positions and blanks between, as in speech."""
 
     def __init__(self, spec: ModelSpec, words_every: int = 5) -> None:
@@ -76,21 +78,15 @@ class NullRunner:
     def check_open(self, message: Open) -> None:
         pass
 
-    def execute(self, plan: StepPlan) -> list[DecodeResult]:
+    def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
         every = self._words_every
         return [
             DecodeResult([2 + place % 30 if place % every == 0 else 0 for place in range(task.start, task.end)])
             for task in plan.decode
         ]
 
-    def warm_up(self) -> None:
-        pass
 
-    def close(self) -> None:
-        pass
-
-
-class NullDetector:
+class NullDetector(Detector):
     """Hears speech by the clock alone."""
 
     def __init__(self, rate: int) -> None:
@@ -116,7 +112,11 @@ class NullDetector:
     def resume(self, stream: str, saved: Saved) -> None:
         self._frames[stream] = (saved["sample"], saved["rest"])
 
-    def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
+    def launch(self, batch: list[tuple[str, NDArray[np.float32]]]) -> Callable[[], list[Speech]]:
+        found = self.find(batch)
+        return lambda: found
+
+    def find(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
         found = []
         for stream, samples in batch:
             start, rest = self._frames[stream]
@@ -135,7 +135,7 @@ class AudioRunner(NullRunner):
         super().__init__(spec)
         self._tokens = {SILENCE_ROW: 0}
 
-    def execute(self, plan: StepPlan) -> list[DecodeResult]:
+    def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
         for task in plan.encode:
             is_word = zlib.crc32(task.payload) % 3 == 0 and np.abs(task.payload).mean() > LOUD
             token = 2 + zlib.adler32(task.payload) % (len(PIECES) - 2) if is_word else 0
@@ -155,11 +155,11 @@ class LoudnessDetector(NullDetector):
         super().close(stream)
         self._rests.pop(stream, None)
 
-    def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
+    def find(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
         empty = np.zeros(0, np.float32)
         sounds = {stream: np.concatenate((self._rests.get(stream, empty), samples)) for stream, samples in batch}
         self._rests |= {stream: sound[len(sound) // FRAME * FRAME :] for stream, sound in sounds.items()}
-        found = super().detect(batch)
+        found = super().find(batch)
         for speech in found:
             sound = sounds[speech.stream]
             loudness = np.abs(sound[: len(sound) // FRAME * FRAME].reshape(-1, FRAME)).mean(axis=1)

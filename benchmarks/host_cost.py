@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,6 @@ from engine.boundary import codec
 from engine.boundary.preparation import hash_payload
 from engine.client.batch import OutgoingBatch
 from engine.config import EngineConfig
-from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.messages import Item, Speech
 from engine.server.collector import calm_collector
@@ -43,24 +41,24 @@ SAMPLES = SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look_ahead_s
 class LaunchingRunner(NullRunner):
     """Steps overlap as on a device: answers are asked for later."""
 
-    def launch(self, plan: StepPlan) -> Callable[[], list[DecodeResult]]:
-        results = self.execute(plan)
-        return lambda: results
+    overlaps_steps = True
 
 
 class LaunchingDetector(NullDetector):
     """The same of the detector. One of `silent_every` streams has no speech; 0: all have."""
 
+    overlaps_steps = True
+
     def __init__(self, silent_every: int) -> None:
         super().__init__(SPEC.sample_rate)
         self._silent_every = silent_every
 
-    def launch(self, batch: list[tuple[str, Any]]) -> Callable[[], list[Speech]]:
-        found = self.detect(batch)
+    def find(self, batch: list[tuple[str, Any]]) -> list[Speech]:
+        found = super().find(batch)
         for speech in found:
             if self._silent_every and int(speech.stream[-6:]) % self._silent_every == 0:
                 speech.probabilities = [0.0] * len(speech.probabilities)
-        return lambda: found
+        return found
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.messages import Command, Feed, Finish, Open, Speech, StepOutput, Text
+from engine.runner.base import Detector, SynchronousRunner, never
 from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
 from engine.vocabulary import Vocabulary
@@ -27,7 +29,7 @@ POSITION_SECONDS = 0.08
 SPEC = ModelSpec("stand-in", 16_000, 1280, default_delay_positions=2, max_delay_positions=2)
 
 
-class EveryFifth:
+class EveryFifth(SynchronousRunner):
     """Says a word at every fifth position."""
 
     def __init__(self, broken: str = "") -> None:
@@ -38,7 +40,7 @@ class EveryFifth:
     def check_open(self, message: Open) -> None:
         pass
 
-    def execute(self, plan: StepPlan) -> list[DecodeResult]:
+    def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
         if self._broken == "dead":
             raise RuntimeError("out of luck")
         if self._broken == "failed":
@@ -47,14 +49,8 @@ class EveryFifth:
             DecodeResult([int(position % 5 == 2) for position in range(task.start, task.end)]) for task in plan.decode
         ]
 
-    def warm_up(self) -> None:
-        pass
 
-    def close(self) -> None:
-        pass
-
-
-class Ears:
+class Ears(Detector):
     """Hears speech in every frame."""
 
     def open(self, stream: str, sample: int = 0) -> None:
@@ -63,8 +59,11 @@ class Ears:
     def close(self, stream: str) -> None:
         pass
 
-    def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
-        return [Speech(stream, 0, 512, [0.9] * (len(samples) // 512)) for stream, samples in batch]
+    def launch(self, batch: list[tuple[str, NDArray[np.float32]]]) -> Callable[[], list[Speech]]:
+        return lambda: [Speech(stream, 0, 512, [0.9] * (len(samples) // 512)) for stream, samples in batch]
+
+    def pass_silence(self, stream: str, samples: int) -> Speech:
+        return Speech(stream, 0, samples, [0.0])
 
 
 def make_loop(broken: str = "") -> EngineLoop:

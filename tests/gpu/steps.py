@@ -4,6 +4,7 @@ overlapping or one by one; speech detection on a device against that on the CPU,
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from engine.core.scheduler import Scheduler
 from engine.messages import Abort, Feed, Finish, Item, Open, Output
 from engine.models.silero import load_silero
 from engine.models.voxtral_realtime import VoxtralRealtime, voxtral_mini_4b
+from engine.runner.base import SynchronousRunner, never
 from engine.runner.bias import AT_WORD
 from engine.runner.device_speech import DeviceSpeechDetector
 from engine.runner.frames.memory import plan_memory
@@ -103,13 +105,18 @@ def compare_paths(kv_dtype: torch.dtype, positions: int) -> Outcome:
     return Outcome(recorded, eager, errors)
 
 
-class OneByOne:
+class OneByOne(SynchronousRunner):
     """A runner that hides that its steps can overlap."""
 
     def __init__(self, runner: VoxtralRunner) -> None:
         self.spec, self.vocabulary = runner.spec, runner.vocabulary
-        self.check_open, self.execute = runner.check_open, runner.execute
-        self.warm_up, self.close = runner.warm_up, runner.close
+        self._runner = runner
+
+    def check_open(self, message: Open) -> None:
+        self._runner.check_open(message)
+
+    def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
+        return self._runner.execute(plan)
 
 
 def in_turns(runner: VoxtralRunner, positions: int, overlap: bool) -> dict[str, list[int]]:
