@@ -89,13 +89,13 @@ class Gatekeeper:
         self._clock = clock
         self._digests: list[bytes] = []
         self._names: list[str] = []
-        self.replace_keys(keys)
+        self.use_keys(keys)
 
     @property
     def asks_for_keys(self) -> bool:
         return bool(self._digests)
 
-    def replace_keys(self, keys: Iterable[str]) -> None:
+    def use_keys(self, keys: Iterable[str]) -> None:
         """From now on these are the keys. Client secrets of keys that are gone are gone with them."""
         self._digests = [_digest(key) for key in keys]
         # What callers are called does not depend on the order of the keys: another gateway may list them otherwise.

@@ -208,7 +208,7 @@ async def test_keys_that_come_and_go_change_who_is_asked_for_an_origin(serve: Se
         headers = {"Authorization": "Bearer the-real-key"}
         async with greeted_client(running.ws, origin=FOREIGN, additional_headers=headers):
             pass
-        running.gateway._context.gatekeeper.replace_keys(())
+        running.gateway._context.gatekeeper.use_keys(())
         assert (await upgrade(running.port, SOCKETS[0], f"127.0.0.1:{running.port}", FOREIGN))[0] == 403
 
 

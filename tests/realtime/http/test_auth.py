@@ -115,12 +115,12 @@ def test_a_client_secret_is_valid_only_while_its_key_is_configured() -> None:
         other.check(old, "")
     assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
     # The same gateway, when its keys are replaced while it runs.
-    keeper.replace_keys(("the-new-key",))
+    keeper.use_keys(("the-new-key",))
     assert keeper.check(new, "").is_secret
     for gone in (old, "the-old-key"):
         with pytest.raises(Refusal):
             keeper.check(gone, "")
-    keeper.replace_keys(("the-new-key", "the-old-key"))
+    keeper.use_keys(("the-new-key", "the-old-key"))
     assert keeper.check(old, "").is_secret
 
 
