@@ -184,7 +184,7 @@ class Gateway:
 
     def reloaded(self) -> None:
         """The configuration was read again and has changed."""
-        self._context.gatekeeper.replace_keys(key.reveal() for key in self.config.auth.keys)
+        self._context.gatekeeper.use_keys(key.reveal() for key in self.config.auth.keys)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
