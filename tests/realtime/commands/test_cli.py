@@ -160,8 +160,8 @@ def test_no_command_shows_a_secret_whatever_is_wrong(
         ["status", "--ready", "http://127.0.0.1:9"],
         ["status", "--ready", url],
         ["status", "--json", url.replace("http", "ftp")],
-        ["bench", url, "--streams", "1"],
-        ["bench", url.replace("http", "ftp"), "--streams", "1"],
+        ["bench", url, "--streams", "1", "--hold", "2", "--warm-up", "1", "--output", str(tmp_path)],
+        ["bench", url.replace("http", "ftp"), "--streams", "1", "--output", str(tmp_path)],
         ["transcribe", "--server", url, str(file)],
         ["transcribe", "--live", "--server", url, str(file)],
     ):
