@@ -4,14 +4,18 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 APT := $(if $(shell command -v apt-get),$(if $(filter 0,$(shell id -u)),apt-get,$(if $(shell command -v sudo),sudo -n apt-get)))
 
-.PHONY: help setup setup-dev setup-fleet weights system demo serve test test-failed test-fleet check bench soak clean
+.PHONY: help setup setup-dev setup-fleet weights system demo serve test test-failed test-fleet test-lowest check lock \
+	audit bench soak clean
 
 help:
 	@echo "make demo    set up, fetch and verify the embedded model, show live captions from real speech"
 	@echo "make serve   start the server; the page is at http://127.0.0.1:8000"
 	@echo "make test    set up, then run the whole test suite"
 	@echo "make test-fleet   set up Ray too, then run the tests that need a cluster or several processes"
+	@echo "make test-lowest  run the gateway's tests with the oldest versions that pyproject.toml allows"
 	@echo "make check   lint and type-check"
+	@echo "make lock    resolve what the image installs, with hashes, into requirements.lock"
+	@echo "make audit   look for known vulnerabilities in what pyproject.toml allows and the image installs"
 	@echo "make bench   run the quick benchmarks, which need neither a GPU nor recordings"
 	@echo "make soak    hours of sessions in compressed time, a million fuzzed messages"
 
@@ -77,6 +81,43 @@ test-failed:
 test-fleet: setup-fleet
 	$(BIN)/python -m pytest -m "ray or fleet" tests/fleet tests/e2e/test_fleet_processes.py
 
+# The oldest version of each direct dependency that pyproject.toml allows, in an environment of its own. What the gateway
+# depends on through others and what matters to it (h11, anyio) is a direct dependency for this reason. Test tools are
+# the newest. uv is the installer that can resolve to the lowest versions.
+LOWEST := .venv-lowest
+UV := .venv-uv/bin/uv
+# Runs several servers, which the tests of the gateway have done already, or needs packages of others.
+NOT_LOWEST := --ignore tests/e2e/test_bench.py --ignore tests/e2e/test_examples.py --ignore tests/e2e/test_ecosystem.py
+
+$(UV):
+	$(PYTHON) -m venv .venv-uv
+	.venv-uv/bin/pip install --quiet 'uv>=0.9,<1'
+
+$(LOWEST)/.installed: pyproject.toml $(UV)
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) $(LOWEST)
+	@if $(wants_cpu_torch); then torch="--torch-backend cpu"; fi; set -x; \
+	$(UV) pip compile --quiet --python $(LOWEST)/bin/python --resolution lowest-direct --no-annotate --no-header $$torch \
+		pyproject.toml --output-file $(LOWEST)/lowest.txt && \
+	$(UV) pip install --quiet --python $(LOWEST)/bin/python $$torch --constraints $(LOWEST)/lowest.txt --editable '.[dev]'
+	touch $@
+
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/tickertape pull moonshine-tiny sample-two-cities
+	$(LOWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile -p no:cacheprovider $(NOT_LOWEST) \
+		tests/test_dependencies.py tests/realtime tests/audio tests/engine/boundary tests/e2e
+	$(LOWEST)/bin/python -m pytest -m parsers -p no:cacheprovider tests/attacks
+
+# For Linux on x86-64 and arm64, with the Python of the image. `make lock UPGRADE=--upgrade` takes newer versions.
+lock: $(UV)
+	$(UV) pip compile --quiet --universal --generate-hashes --no-annotate $(UPGRADE) \
+		--custom-compile-command "make lock" --python-version 3.12 pyproject.toml --output-file requirements.lock
+
+# Exit code 1: a known vulnerability. Exit code 2: the database of vulnerabilities could not be asked.
+audit:
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/pip install --quiet --upgrade 'pip-audit>=2.9' packaging
+	.venv-audit/bin/python deploy/audit.py
+
 check: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -91,4 +132,4 @@ soak: setup-dev weights
 	$(BIN)/python -m pytest -m soak --timeout 7200
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-lowest .venv-uv .venv-audit build dist *.egg-info

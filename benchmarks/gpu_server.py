@@ -170,7 +170,7 @@ class Bench:
             if what == KILLED:
                 os.kill(workers_of(parent)[0], signal.SIGKILL)
             elif what == REPLACED:
-                os.kill(parent, signal.SIGHUP)
+                os.kill(parent, signal.SIGUSR2)
             findings = [json.loads(client.hear()) for client in clients]
         finally:
             for client in clients:

@@ -5,7 +5,7 @@
 The whole server: `tickertape serve --workers N` with the model's own engine process, and clients that ask for
 `session.resume`, over real sockets in this process. Each session hears the same recording at the pace of speech, at
 16 kHz with server-side turn detection, three times: nothing happens; one worker is killed (SIGKILL) in the middle; all
-workers are replaced (SIGHUP). The time to resume runs from the moment a client misses its connection to the first
+workers are replaced (SIGUSR2). The time to resume runs from the moment a client misses its connection to the first
 event on the next one. Words are those of all completed items.
 """
 
@@ -82,7 +82,7 @@ async def run(what: str, url: str, parent: int, audio: bytes, sessions: int, alo
     if what == "a worker killed":
         os.kill(workers_of(parent)[0], signal.SIGKILL)
     elif what == "all workers replaced":
-        os.kill(parent, signal.SIGHUP)
+        os.kill(parent, signal.SIGUSR2)
     await asyncio.wait_for(speaking, PATIENCE_S)
     waits = [wait for speaker in speakers for wait in speaker.resumed_s]
     differ, words = differences([" ".join(speaker.transcripts) for speaker in speakers], [alone] * sessions)

@@ -23,6 +23,12 @@ NAMES = {
     "ba": "bashkir", "jw": "javanese", "su": "sundanese", "yue": "cantonese",
 }  # fmt: skip
 
+# Text tokens of Whisper's two vocabularies; a multilingual one has one token more, so its size gives it away.
+ENGLISH_TEXT_TOKENS = 50_256
+ENGLISH_VOCABULARY = 51_864
+# Tokens that are neither text nor a language: start, translate, transcribe, ..., 1501 time stamps.
+_SPECIALS_WITHOUT_LANGUAGES = 1_509
+
 # Other codes and names of the same.
 _ALSO = {
     "cmn": "zh", "mandarin": "zh", "iw": "he", "jv": "jw", "nb": "no", "bokmal": "no", "fil": "tl", "filipino": "tl",
@@ -32,6 +38,17 @@ _ALSO = {
 _CODES = {**{name: code for code, name in NAMES.items()}, **_ALSO}
 # What clients send for "find out yourself".
 _ANY = frozenset({"auto", "multi", "detect"})
+
+
+def whisper_language_tokens(vocabulary: int) -> int:
+    """Languages that a Whisper model with so many tokens was trained on; each has a token, also in the English ones."""
+    text = ENGLISH_TEXT_TOKENS + int(vocabulary > ENGLISH_VOCABULARY)
+    return vocabulary - text - _SPECIALS_WITHOUT_LANGUAGES
+
+
+def whisper_languages(vocabulary: int) -> tuple[str, ...]:
+    """Codes of the languages that a Whisper model with so many tokens can be told."""
+    return tuple(NAMES)[: whisper_language_tokens(vocabulary)] if vocabulary > ENGLISH_VOCABULARY else ("en",)
 
 
 def language_code(written: str) -> str | None:

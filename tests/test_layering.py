@@ -18,9 +18,6 @@ OURS = ("audio", "engine", "fleet", "realtime")
 TORCH = {"torch", "torchaudio", "triton"}
 TORCH_HOMES = ("engine/runner/", "engine/models/", "engine/weights/")
 MOST_MODULES = 10
-MOST_LINES = 400
-MOST_FUNCTION_LINES = 60
-MOST_CORE_LINES = 1500
 
 # `engine` and `realtime` stand for the modules at their root: the vocabulary of either.
 FLOORS: dict[str, set[str]] = {
@@ -87,6 +84,8 @@ FLOORS: dict[str, set[str]] = {
 OPENINGS: dict[str, set[str]] = {
     # The one place in the gateway that starts an engine.
     "engine/client/handles.py": {"engine/server"},
+    # A process of its own: it sets its log up as the others do.
+    "realtime/workers/worker.py": {"engine"},
     # This command is the engine process.
     "realtime/commands/engine.py": {"engine/server", "engine/boundary"},
     # This command alone speaks to a fleet.
@@ -190,6 +189,19 @@ def test_torch_stays_where_it_lives() -> None:
             assert not {name.partition(".")[0] for name in imports(file)} & TORCH, path
 
 
+def test_a_gateway_does_not_load_libav() -> None:
+    """What strangers send is decoded in other processes: a fault in libav must not be a fault of the gateway."""
+    edges, seen, stack = graph(), set(), ["realtime/app.py", "realtime/commands/serve.py", "realtime/workers/worker.py"]
+    while stack:
+        path = stack.pop()
+        if path not in seen:
+            seen.add(path)
+            stack += edges[path]
+    assert len(seen) > 50
+    for path in seen:
+        assert "av" not in {name.partition(".")[0] for name in imports(ROOT / path)}, path
+
+
 def test_ray_stays_where_it_lives() -> None:
     """If Ray stops, speech goes on: neither a gateway nor an engine may ever import it."""
     for path, file in sources().items():
@@ -221,25 +233,6 @@ def test_examples_speak_the_wire_only() -> None:
 def test_a_root_has_few_modules(package: str) -> None:
     modules = [path for path in (ROOT / package).glob("*.py") if path.name != "__init__.py"]
     assert len(modules) <= MOST_MODULES
-
-
-def test_files_and_functions_are_short_enough_to_read() -> None:
-    long = []
-    for path, file in sources().items():
-        text = file.read_text()
-        if text.count("\n") > MOST_LINES:
-            long.append(f"{path}: {text.count(chr(10))} lines")
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                if lines > MOST_FUNCTION_LINES:
-                    long.append(f"{path}: {node.name} has {lines} lines")
-    assert not long, "\n".join(long)
-
-
-def test_the_core_is_small() -> None:
-    core = [file for path, file in sources().items() if folder(path) == "engine/core"]
-    assert sum(file.read_text().count("\n") for file in core) < MOST_CORE_LINES
 
 
 def test_every_folder_says_what_lives_there() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,7 @@ class ClientSettings:
     # A file that says which engines there are, beside those that are given.
     table: str | None = None
     # The fleet's secret, which links over tcp are encrypted with; None: they are not.
-    fleet_secret: bytes | None = None
+    fleet_secret: bytes | None = field(default=None, repr=False)
 
 
 class EngineClient:
@@ -227,6 +227,12 @@ class EngineClient:
     def _running(self) -> Supervisor:
         assert self._supervisor is not None, "start the client first"
         return self._supervisor
+
+    def set_limits(self, max_load: float, keep_seconds: float) -> None:
+        """From now on; streams that are open keep what they were opened with."""
+        self._settings = replace(self._settings, max_load=max_load, keep_seconds=keep_seconds)
+        if self._supervisor is not None:
+            self._supervisor.seats.max_load = max_load
 
     def _limits(self) -> StreamLimits:
         per_second = self.spec.sample_rate / self.spec.samples_per_position

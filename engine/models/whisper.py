@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, pad, scaled_dot_product_attention
 
-from engine.languages import NAMES
+from engine.languages import ENGLISH_TEXT_TOKENS, ENGLISH_VOCABULARY, whisper_language_tokens, whisper_languages
 from engine.models.mel import FRAME_SAMPLES, HOP_SAMPLES, SAMPLE_RATE, slaney_filters
 from engine.models.seq2seq import (
     DecoderPass,
@@ -40,11 +40,6 @@ LIVE_SLACK_SECONDS = 2.0
 # of their texts ended: 7 with 2 s, 10 with 4, 12 with 6, 18 with 8, 20 with 12 and with 30; an encoder's pass took
 # 0.16 CPU-s with 2 s, 0.49 with 12 and 1.11 with 30.
 END_SLACK_SECONDS = 12.0
-# Text tokens of the two vocabularies; a multilingual one has one token more, so its size gives it away.
-_ENGLISH_TEXT_TOKENS = 50_256
-_ENGLISH_VOCABULARY = 51_864
-# Tokens that are neither text nor a language: start, translate, transcribe, ..., 1501 time stamps.
-_SPECIALS_WITHOUT_LANGUAGES = 1_509
 
 # What OpenAI bars from transcripts, but for notes: they say that there is music, and its words are left out.
 _SYMBOLS = [*'"#()*+/:;<=>@[\\]^_`{|}~「」『』', "<<", ">>", "<<<", ">>>", "--", "---", "-(", "-[", "('", '("']
@@ -107,21 +102,21 @@ class WhisperConfig:
 
     @property
     def multilingual(self) -> bool:
-        return self.vocabulary > _ENGLISH_VOCABULARY
+        return self.vocabulary > ENGLISH_VOCABULARY
 
     @property
     def end_token(self) -> int:
-        return _ENGLISH_TEXT_TOKENS + int(self.multilingual)
+        return ENGLISH_TEXT_TOKENS + int(self.multilingual)
 
     @property
     def languages(self) -> int:
         """Languages it was trained on; each has a token right behind the start token, also in the English files."""
-        return self.vocabulary - self.end_token - _SPECIALS_WITHOUT_LANGUAGES
+        return whisper_language_tokens(self.vocabulary)
 
     @property
     def codes(self) -> tuple[str, ...]:
         """Of the languages that it can be told."""
-        return tuple(NAMES)[: self.languages] if self.multilingual else ("en",)
+        return whisper_languages(self.vocabulary)
 
     @property
     def start(self) -> int:

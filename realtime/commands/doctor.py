@@ -63,41 +63,54 @@ def run(options: argparse.Namespace) -> int:
     here = Path(name) if name not in available_models() else cache_folder() / name
     if not here.exists():
         fix = f"run `tickertape pull {name}`" if name in available_models() else "see `tickertape models` for names"
-        report.bad("weights", f"{name} is not here; {fix}")
-        return report.code
+        report.bad("model", f"{name} is not on this machine; {fix}")
+        return report.close()
     size = sum(file.stat().st_size for file in ([here] if here.is_file() else here.iterdir()) if file.is_file())
-    report.good("weights", f"{name}, {size / 1e6:.0f} MB, in {here}")
+    report.good("model", f"{name} is on this machine: {size / 1e6:.0f} MB in {here}")
     _look_at_memory(report, size)
     if options.no_measure:
-        return report.code
+        return report.close()
     recording = cache_folder() / SAMPLE
     if not recording.exists():
-        report.bad("streams", f"not measured: there is no recording to play; run `tickertape pull {SAMPLE}`")
-        return report.code
+        report.bad("streams", f"not measured: the recording to play is missing; run `tickertape pull {SAMPLE}`")
+        return report.close()
     sound = next(file for file in recording.iterdir() if file.suffix == ".wav")
     asyncio.run(_measure(report, options, sound))
-    return report.code
+    return report.close()
 
 
 class Report:
     """Prints each finding as it is made."""
 
     def __init__(self) -> None:
-        self.code = OK
+        self._problems = 0
 
     def good(self, what: str, text: str) -> None:
         out(f"  ok   {what:10} {text}")
 
     def bad(self, what: str, text: str) -> None:
-        self.code = FAILED
+        self._problems += 1
         out(f"  !!   {what:10} {text}")
+
+    def close(self) -> int:
+        """Says what the findings mean; returns the exit code of the command."""
+        if not self._problems:
+            out("No problems found: `tickertape serve` can start.")
+            return OK
+        out(f"{_count(self._problems, 'problem')} found; a line with !! says what to do.")
+        return FAILED
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _look_at_machine(report: Report) -> None:
     report.good("python", platform.python_version())
-    report.good("machine", f"{platform.system()} {platform.machine()}, {usable_cores()} cores for this process")
+    cores = _count(usable_cores(), "CPU core")
+    report.good("machine", f"{platform.system()} on {platform.machine()}; this process may use {cores}")
     gpus = graphics_cards()
-    report.good("device", "; ".join(gpus) if gpus else "no NVIDIA GPU; models run on the CPU")
+    report.good("gpu", "; ".join(gpus) if gpus else "no NVIDIA GPU is available; models run on the CPU")
 
 
 def usable_cores() -> int:
@@ -129,15 +142,15 @@ def _look_at_packages(report: Report) -> None:
 def _look_at_memory(report: Report, weight_bytes: int) -> None:
     available = available_memory()
     if available is None:
-        report.good("memory", "this system does not say how much is free")
+        report.good("memory", "not checked: this system does not report how much memory is free")
         return
     needed = MEMORY_BASE_BYTES + MEMORY_FACTOR * weight_bytes
-    text = f"{available / 2**30:.1f} GiB free, about {needed / 2**30:.1f} GiB needed on the CPU"
+    text = f"{available / 2**30:.1f} GiB are free, and the model needs about {needed / 2**30:.1f} GiB on the CPU"
     if needed <= available:
-        twice = "fits" if 2 * needed <= available else "does not fit"
-        report.good("memory", f"{text}; a spare engine (model.spare) takes as much again and {twice}")
+        twice = "and fits too" if 2 * needed <= available else "and does not fit"
+        report.good("memory", f"{text}; a spare engine (model.spare) needs the same again {twice}")
     else:
-        report.bad("memory", f"{text}; choose a smaller model")
+        report.bad("memory", f"{text}; choose a smaller model with --model")
 
 
 def available_memory() -> int | None:
@@ -171,7 +184,7 @@ async def _measure(report: Report, options: argparse.Namespace, sound: Path) -> 
     from realtime.commands.local_engine import local_engine
     from realtime.commands.quick_measure import measure_load
 
-    out("  ..   streams    playing speech into the engine for a few seconds")
+    out("  ..   streams    the model is loaded and hears speech for some seconds, to measure how fast it is")
     before, free_before = resident_memory(), free_on_cards()
     try:
         async with local_engine(options.model, options.device) as client:
@@ -180,14 +193,17 @@ async def _measure(report: Report, options: argparse.Namespace, sound: Path) -> 
     except EngineError as error:
         report.bad("engine", " ".join(str(error).split()))
         return
-    report.good("engine", f"{client.spec.name} is loaded and heard: {measured.text[:60]!r}")
+    report.good("engine", f"{client.spec.name} works; it transcribed {measured.text[:60]!r}")
     if before is not None and after is not None:
-        used = f"the engine and {measured.streams} streams took {(after - before) / 2**20:.0f} MiB"
+        used = f"the engine with {measured.streams} streams uses {(after - before) / 2**20:.0f} MiB"
         on_cards = (free_before - free_after) / 2**20
         report.good("memory", f"{used}, and {on_cards:.0f} MiB on the GPU" if on_cards >= 1 else used)
-    per_stream = f"{measured.load:.0%} of the engine's time for {measured.streams} streams of continuous speech"
-    per_stream += f", {measured.cpu_share:.2f} processor seconds a second each"
+    cost = (
+        f"{measured.streams} streams of continuous speech kept the engine busy {measured.load:.0%} of the time, with "
+        f"{measured.cpu_share:.2f} CPU cores for each"
+    )
     if measured.expected < 1:
-        report.bad("streams", f"{per_stream}: too slow for live captions here; choose a smaller model")
+        report.bad("streams", f"too slow for live captions: {cost}; choose a smaller model with --model")
     else:
-        report.good("streams", f"about {measured.expected} at once ({per_stream}); `tickertape bench` measures it")
+        report.good("streams", f"expect about {_count(measured.expected, 'live stream')} at once: {cost}")
+        report.good("", "`tickertape bench` measures that with a whole server")

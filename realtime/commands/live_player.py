@@ -102,8 +102,9 @@ async def caption(
 async def _through_engine(
     sound: Sound, options: argparse.Namespace, clock: AudioClock, file: TranscriptFile | None
 ) -> None:
+    wishes = Wishes.of(options).fit_for(options.model)
     async with local_engine.local_engine(options.model, options.device) as client:
-        wanted = Wishes.of(options).options_for(client.spec)
+        wanted = wishes.options_for(client.spec)
         try:
             stream = await client.open("live", live=True, options=wanted)
         except ValueError as error:

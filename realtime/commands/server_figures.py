@@ -21,6 +21,14 @@ ROOM = (
 
 
 @dataclass(frozen=True, slots=True)
+class Quantile:
+    """An estimate in seconds. `is_beyond`: the value is larger than the last bound of the histogram, which this is."""
+
+    seconds: float
+    is_beyond: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Histogram:
     """Upper bounds, and how many observations lie at or below each."""
 
@@ -36,21 +44,30 @@ class Histogram:
             return self
         return Histogram({bound: count - before.counts.get(bound, 0) for bound, count in self.counts.items()})
 
-    def quantile(self, share: float) -> float | None:
-        """The value below which so many lie, as far as the bounds tell; None if there is nothing."""
+    def quantile(self, share: float) -> Quantile | None:
+        """The value that this share of the observations does not exceed; None if nothing was observed."""
         wanted, lower, below = share * self.total, 0.0, 0.0
         if not self.total:
             return None
         for bound, count in sorted(self.counts.items()):
             if count >= wanted and count > below:
-                # Beyond the last bound nothing is known but that.
-                return lower if bound == float("inf") else lower + (bound - lower) * (wanted - below) / (count - below)
+                if bound == float("inf"):
+                    return Quantile(lower, is_beyond=True)
+                return Quantile(lower + (bound - lower) * (wanted - below) / (count - below))
             lower, below = bound, count
-        return lower
+        return Quantile(lower)
 
-    def quantiles(self) -> dict[str, float | None]:
-        found = {name: self.quantile(share) for name, share in SHARES.items()}
-        return {name: None if value is None else round(value, 3) for name, value in found.items()}
+    def quantiles(self) -> dict[str, Quantile | None]:
+        return {name: self.quantile(share) for name, share in SHARES.items()}
+
+    def as_json(self) -> dict[str, float | None]:
+        """A quantile is null if nothing was counted, or if it is larger than `last_bound`."""
+        values = {
+            name: None if value is None or value.is_beyond else round(value.seconds, 3)
+            for name, value in self.quantiles().items()
+        }
+        bounds = [bound for bound in self.counts if bound != float("inf")]
+        return {**values, "count": int(self.total), "last_bound": max(bounds, default=None)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +86,8 @@ class Snapshot:
             "url": url,
             "status": self.status,
             **self.capacity,
-            "lag_seconds": self.lag.quantiles(),
-            "final_seconds": self.final.quantiles(),
+            "lag_seconds": self.lag.as_json(),
+            "final_seconds": self.final.as_json(),
             "engine_restarts": self.restarts,
             "refused": dict(self.refused),
         }

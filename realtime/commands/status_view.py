@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,11 +14,17 @@ from rich.text import Text
 
 from realtime.client.http_client import HttpServer
 from realtime.client.wire_client import CannotConnect
-from realtime.commands.server_figures import Histogram, Snapshot, look
+from realtime.commands.server_figures import Histogram, Quantile, Snapshot, look
 from realtime.commands.terminal import CommandFailed
 
 # Lag and time to final are those of the last looks, within this time.
 RECENT_S = 60.0
+NOT_COUNTED = "n/a"
+# What a server that is not ready says in a word.
+STATES = {
+    "starting": "starting: it takes no sessions until an engine has loaded its model",
+    "draining": "draining: it takes no new sessions and lets the running turns finish",
+}
 
 
 class StatusView:
@@ -47,7 +54,9 @@ class StatusView:
         style = "dim" if self._trouble else ""
         for name, text in self._rows(now):
             lines.add_row(Text(name, "dim"), Text(text, style))
-        head = Text.assemble((self._url, "bold"), "  ", (now.status, _colour(now.status)), "  ", (clock, "dim"))
+        head = Text.assemble(
+            (self._url, "bold"), "  ", (STATES.get(now.status, now.status), _colour(now.status)), "  ", (clock, "dim")
+        )
         if self._trouble is None:
             return Group(head, lines)
         reason, since = self._trouble
@@ -57,36 +66,40 @@ class StatusView:
     def line(self, clock: str) -> str:
         _, now = self._looks[-1]
         room, lag, final = now.capacity, self._recent("lag"), self._recent("final")
+        load = f"{room['load']:.2f}" if room.get("engines") else NOT_COUNTED
         return (
             f"{clock} {now.status} sessions={room['sessions']} connected={room['connected']} "
-            f"speaking={room['speaking']} free={room['streams_free']} load={room['load']:.2f} "
+            f"speaking={room['speaking']} free={room['streams_free']} load={load} "
             f"lag_p95={_seconds(lag.quantile(0.95))} final_p95={_seconds(final.quantile(0.95))} "
             f"engines={len(room.get('engines', ()))}/{room.get('engines_wanted', 0)}"
         )
 
     def _rows(self, now: Snapshot) -> list[tuple[str, str]]:
         room = now.capacity
-        most = f" of {room['max_load']:.0%} allowed" if room["max_load"] else ""
-        streams = (
-            f"{room['streams_used']} of {room['streams_total']} places; {room['streams_counted']} speak of "
-            f"{room['streams_that_hold']} that could; room for {room['streams_free']} more"
-        )
+        engines, wanted = room.get("engines", ()), room.get("engines_wanted", 0)
         rows = [
-            ("sessions", f"{room['sessions']}, {room['connected']} connected, {room['speaking']} speaking"),
-            ("streams", streams),
-            ("load", f"{room['load']:.0%}{most}"),
-            ("lag", _spread(self._recent("lag"))),
-            ("to final", _spread(self._recent("final"))),
-            ("engines", f"{len(room.get('engines', ()))} of {room.get('engines_wanted', 0)}, restarts {now.restarts}"),
+            ("sessions", f"{room['sessions']} open, {room['connected']} connected, {room['speaking']} speaking"),
+            ("streams", _streams(room)),
+            ("load", _load(room)),
+            ("lag", _spread(self._recent("lag"), "from received to processed audio", "no audio came")),
+            ("finals", _spread(self._recent("final"), "from the end of a turn to its final text", "no turn ended")),
+            (
+                "engines",
+                f"{len(engines)} of {wanted} connected, {_count(now.restarts, 'restart')}",
+            ),
         ]
-        for number, engine in enumerate(room.get("engines", ()), start=1):
+        for number, engine in enumerate(engines, start=1):
             text = (
-                f"{engine['streams_used']} of {engine['streams_total']} streams, {engine['speaking']} speaking, "
-                f"load {engine['load']:.0%}, behind {engine['lag_ms']} ms"
+                f"{engine['streams_used']} of {_count(engine['streams_total'], 'stream')} open, {engine['speaking']} "
+                f"speaking, load {engine['load']:.0%}, {engine['lag_ms'] / 1000:.2f} s of audio not processed yet"
             )
             rows.append((f"  {number}", text))
+        rows += [
+            ("  missing", f"{engine['name'] or engine['address']}: {engine['problem'] or 'no answer'}")
+            for engine in room.get("engines_missing", ())
+        ]
         if now.refused:
-            rows.append(("refused", ", ".join(f"{reason} {count}" for reason, count in sorted(now.refused.items()))))
+            rows.append(("refused", ", ".join(f"{count} ({reason})" for reason, count in sorted(now.refused.items()))))
         return rows
 
     def _recent(self, name: str) -> Histogram:
@@ -143,12 +156,33 @@ def _colour(status: str) -> str:
     return "green" if status == "ready" else "yellow"
 
 
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _streams(room: Mapping[str, Any]) -> str:
+    used = f"{room['streams_used']} of {room['streams_total']} open"
+    more = f"{_count(room['streams_free'], 'more session')} can start"
+    if not room.get("load_per_stream"):
+        return f"{used}; {more}; how many can speak at once is not measured yet"
+    return f"{used}; {room['streams_counted']} speaking, {room['streams_that_hold']} can speak at once; {more}"
 
 
-def _spread(histogram: Histogram) -> str:
+def _load(room: Mapping[str, Any]) -> str:
+    if not room.get("engines"):
+        return f"{NOT_COUNTED}: no engine is connected"
+    limit = f"; new sessions are refused above {room['max_load']:.0%}" if room["max_load"] else ""
+    return f"the engine is busy {room['load']:.0%} of the time{limit}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _seconds(value: Quantile | None) -> str:
+    if value is None:
+        return NOT_COUNTED
+    return f">{value.seconds:g}" if value.is_beyond else f"{value.seconds:.2f}"
+
+
+def _spread(histogram: Histogram, about: str, nothing: str) -> str:
     if not histogram.total:
-        return "nothing was said lately"
-    shown = "  ".join(f"{name} {_seconds(value)}" for name, value in histogram.quantiles().items())
-    return f"{shown} s"
+        return f"{NOT_COUNTED}: {nothing} in the last minute"
+    shown = ", ".join(f"{name} {_seconds(value).replace('>', '> ')} s" for name, value in histogram.quantiles().items())
+    return f"{shown} {about}"

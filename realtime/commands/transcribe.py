@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from realtime.commands.terminal import FAILED, OK, STANDARD_INPUT, UsageError, note, out, shown_name
+from audio.errors import AudioError
+from realtime.commands.terminal import FAILED, OK, STANDARD_INPUT, CommandFailed, UsageError, note, out, shown_name
 from realtime.commands.wishes import add_wishes
 from realtime.config import ModelConfig
 
@@ -69,12 +70,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     formats = [name for name in ("json", "srt", "vtt") if getattr(options, name)] or ["txt"]
     _check(options, formats)
-    files = _readable(options.files)
+    # Everything that can be found wrong is, before a model is loaded.
+    if options.output_dir is not None:
+        _check_writable(options.output_dir, [f"{_stem(file)}.{name}" for file in options.files for name in formats])
+    files = _readable(options.files, here=not options.server)
     failed = len(options.files) - len(files)
     if not files:
         return FAILED
-    if options.output_dir is not None:
-        options.output_dir.mkdir(parents=True, exist_ok=True)
     if options.live:
         failed += asyncio.run(_play_all(files, options))
     elif options.server:
@@ -114,8 +116,9 @@ async def _transcribe_all(files: list[Path], options: argparse.Namespace, format
     from realtime.commands.wishes import Wishes
 
     failed = 0
+    wishes = Wishes.of(options).fit_for(options.model)
     async with local_engine.local_engine(options.model, options.device) as client:
-        transcriber = FileTranscriber(client, Wishes.of(options))
+        transcriber = FileTranscriber(client, wishes)
         for file in files:
             size = _size(file)
             try:
@@ -171,21 +174,59 @@ async def _play_all(files: list[Path], options: argparse.Namespace) -> int:
     return failed
 
 
-def _readable(files: list[Path]) -> list[Path]:
-    """Say at once what is missing, before a model is loaded."""
+def _check_writable(folder: Path, names: list[str]) -> None:
+    """Raises CommandFailed if the files of these names cannot be written there."""
+    import tempfile
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CommandFailed(f"cannot write to {folder}: {error.strerror}; name another --output-dir") from error
+    for name in names:
+        if (folder / name).is_dir():
+            raise CommandFailed(
+                f"cannot write {folder / name}: a folder of that name is there; name another --output-dir"
+            )
+
+
+def _readable(files: list[Path], *, here: bool) -> list[Path]:
+    """Those that can be read, and decoded if that is done here. The others are named on standard error."""
     good = []
     for file in files:
-        if file == STANDARD_INPUT:
+        fault = _fault_of(file, here)
+        if fault is None:
             good.append(file)
-        elif file.is_dir():
-            note(f"error: {file}: this is a folder; name the files in it")
-        elif not file.exists():
-            note(f"error: {file}: there is no such file")
-        elif not file.stat().st_size and file.is_file():
-            note(f"error: {file}: the file is empty")
         else:
-            good.append(file)
+            note(f"error: {file}: {fault}")
     return good
+
+
+def _fault_of(file: Path, here: bool) -> str | None:
+    """Why the file cannot be transcribed, as far as its beginning tells. A pipe is left alone: what is read is gone."""
+    if file == STANDARD_INPUT:
+        return None
+    if file.is_dir():
+        return "this is a folder; name the files in it"
+    if not file.exists():
+        return "there is no such file"
+    if not file.is_file():
+        return None
+    if not file.stat().st_size:
+        return "the file is empty"
+    from audio.containers import read_file
+
+    try:
+        if here:
+            next(read_file(file), None)
+        else:
+            file.open("rb").close()
+    except OSError as error:
+        return error.strerror or str(error)
+    except AudioError as error:
+        return str(error)
+    return None
 
 
 def _write_good_part(file: Path, error: FileFailed, options: argparse.Namespace, formats: list[str]) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from engine.options import TRANSLATE
 from engine.spec import ModelSpec
+from realtime.commands.pull import model_name
 from realtime.commands.terminal import CommandFailed, note
 from realtime.errors import ClientFault
 from realtime.session.settings import Settings, listed_words
@@ -38,6 +40,28 @@ class Wishes:
         all_of_them = {"language": self.language, "prompt": self.prompt, "keywords": ", ".join(self.keywords)}
         return {name: value for name, value in all_of_them.items() if value}
 
+    def fit_for(self, model: str) -> Wishes:
+        """Those that the model of this name or path takes, as far as that is known before it is loaded.
+
+        A note says which it does not take. Raises CommandFailed for a language or a task that it lacks.
+        """
+        from audio.resample import MODEL_RATE
+        from engine.weights import facts
+
+        name = model_name(model)
+        options = facts.options_of(name)
+        if options is None:
+            return self
+        spec = ModelSpec(Path(name).name, MODEL_RATE, samples_per_position=1, options=options)
+        self.options_for(spec)
+        taken = self.taken(options.names)
+        return replace(
+            self,
+            language=taken.get("language"),
+            prompt=taken.get("prompt"),
+            keywords=self.keywords if "keywords" in taken else (),
+        )
+
     def options_for(self, spec: ModelSpec) -> dict[str, str]:
         """As an engine with this model takes them. A note says which it does not. Raises CommandFailed."""
         words = tuple((word, 1.0) for word in self.keywords)
@@ -51,10 +75,13 @@ class Wishes:
 
     def taken_by(self, model: str, known: Sequence[str]) -> dict[str, str]:
         """Those that the model knows. A note says which it does not."""
-        given = self.given()
-        # A prompt that is a list of words is taken as keywords.
-        taken = {*known, "prompt"} if "keywords" in known and listed_words(self.prompt or "") else set(known)
-        unknown = [name for name in given if name not in taken]
+        taken = self.taken(known)
+        unknown = [name for name in self.given() if name not in taken]
         if unknown:
             note(f"note: {model} takes no {', no '.join(unknown)}; going on without")
-        return {name: value for name, value in given.items() if name in taken}
+        return taken
+
+    def taken(self, known: Sequence[str]) -> dict[str, str]:
+        """Those that a model knows. A prompt that is a list of words is taken as keywords."""
+        names = {*known, "prompt"} if "keywords" in known and listed_words(self.prompt or "") else set(known)
+        return {name: value for name, value in self.given().items() if name in names}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from uuid import uuid4
@@ -25,11 +25,13 @@ from realtime.dialects.json_frames import encode_json
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.openai_session import MAX_NAME, merge_beta
 from realtime.errors import ClientFault, CloseCode, Refusal
-from realtime.http.auth import BETA_PROTOCOL, select_subprotocol
+from realtime.http.auth import asks_for_beta, select_subprotocol
 from realtime.http.context import Context
+from realtime.numbers import whole_number
 from realtime.serving.caller import Caller
 from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.connection import Connection
+from realtime.serving.header_values import header_text
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
 from realtime.serving.maker import Entry
@@ -42,6 +44,8 @@ log = logging.getLogger("tickertape.server")
 
 # Where Deepgram's clients come, with sockets and with files.
 LISTEN = "/v1/listen"
+# More events than a session can send.
+MAX_SEQUENCE = 10**15
 # How long a sample of each raw format is.
 SAMPLE_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}
 
@@ -54,6 +58,9 @@ class _Entrance:
     first_frames: list[str]
     subprotocol: str | None
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+_Enter = Callable[[WebSocket], AbstractAsyncContextManager[_Entrance]]
 
 
 class Gateway:
@@ -73,23 +80,27 @@ class Gateway:
     async def listen(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._serve_socket(self._enter_listen, scope, receive, send)
 
-    async def _serve_socket(
-        self, enter: Callable[[WebSocket], Awaitable[_Entrance]], scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _serve_socket(self, enter: _Enter, scope: Scope, receive: Receive, send: Send) -> None:
         websocket = WebSocket(scope, receive, send)
+        entered = False
         try:
-            entrance = await enter(websocket)
+            async with enter(websocket) as entrance:
+                entered = True
+                await self._run_socket(entrance, scope, receive, send)
         except (Refusal, ClientFault) as error:
+            if entered:
+                raise
             await websocket.send_denial_response(refused(scope["path"], error))
-            return
+
+    async def _run_socket(self, entrance: _Entrance, scope: Scope, receive: Receive, send: Send) -> None:
+        """From the handshake to the end of the socket; no session of it is left without an owner."""
         extras = scope.get("extensions", {}).get(EXTENSION) or SocketExtras()
         live, inbox = _joined(entrance.entries)
         connection = Connection(live, inbox, receive, send, extras, self._turnstile)
-        for entry in entrance.entries:
-            self.sessions.attach(entry, connection)
         limits = self.config.limits
         paces = (self._pace(limits.messages_per_second), self._pace(limits.mistakes_per_second))
         try:
+            self.sessions.attach(entrance.entries, connection)
             await receive()
             accept = {"type": "websocket.accept", "subprotocol": entrance.subprotocol, "headers": entrance.headers}
             await send(accept)
@@ -103,15 +114,16 @@ class Gateway:
             log.exception("session %s failed", live.id)
             await connection.close(Hangup(CloseCode.INTERNAL, "internal error", "internal"))
         finally:
-            for entry in entrance.entries:
-                await self.sessions.detach(entry, connection)
+            await self.sessions.detach(entrance.entries, connection)
 
     @staticmethod
     def _pace(per_second: float) -> Pace | None:
         return Pace(per_second, time.monotonic) if per_second else None
 
-    async def _enter(self, websocket: WebSocket) -> _Entrance:
-        """Find or make the session of a socket that asks to be opened; raises Refusal."""
+    @asynccontextmanager
+    async def _enter(self, websocket: WebSocket) -> AsyncIterator[_Entrance]:
+        """Find or make the session of a socket that asks to be opened; raises Refusal. A session that is made belongs
+        to the block until it has a socket."""
         query = websocket.query_params
         offered: list[str] = websocket.scope.get("subprotocols", [])
         address = websocket.client.host if websocket.client else ""
@@ -122,18 +134,20 @@ class Gateway:
         selected = select_subprotocol(offered)
         if "resume" in query:
             entry, missed = await self._resume(query["resume"], query.get("after", "0"), caller)
-            return _Entrance((entry,), missed, selected)
-        beta = websocket.headers.get("openai-beta") == "realtime=v1" or BETA_PROTOCOL in offered
+            yield _Entrance((entry,), missed, selected)
+            return
+        beta = asks_for_beta(websocket.headers, offered)
         settings = caller.settings or Settings()
         if "model" in query:
             settings = merge_beta(settings, {"input_audio_transcription": {"model": query["model"][:MAX_NAME]}})
         settings = self._in_force(settings)
-        await self.sessions.admit(caller)
-        entry = self.sessions.create(caller, settings, BetaDialect if beta else OpenAIDialect)
-        greeting = entry.live.dialect.created(entry.live.session.settings)
-        return _Entrance((entry,), [encode_json(greeting)] if greeting else [], selected)
+        async with self.sessions.open(caller, settings, [BetaDialect if beta else OpenAIDialect]) as entries:
+            live = entries[0].live
+            greeting = live.dialect.created(live.session.settings)
+            yield _Entrance(entries, [encode_json(greeting)] if greeting else [], selected)
 
-    async def _enter_listen(self, websocket: WebSocket) -> _Entrance:
+    @asynccontextmanager
+    async def _enter_listen(self, websocket: WebSocket) -> AsyncIterator[_Entrance]:
         """The same for Deepgram's clients, which say everything in the query."""
         offered: list[str] = websocket.scope.get("subprotocols", [])
         query = websocket.query_params
@@ -141,13 +155,10 @@ class Gateway:
         caller = self._context.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
         listening = Listening(read_socket_query(query, query.multi_items()))
         settings = self._in_force(listening.query.settings)
-        await self.sessions.admit(caller, listening.query.channels)
-        entries = tuple(
-            self.sessions.create(caller, settings, partial(_deepgram, listening, channel))
-            for channel in range(listening.query.channels)
-        )
+        dialects = [partial(_deepgram, listening, channel) for channel in range(listening.query.channels)]
         header = (b"dg-request-id", listening.request_id.encode())
-        return _Entrance(entries, [], select_subprotocol(offered), [header])
+        async with self.sessions.open(caller, settings, dialects) as entries:
+            yield _Entrance(entries, [], select_subprotocol(offered), [header])
 
     def _in_force(self, asked: Settings) -> Settings:
         """What the model takes of it; raises ClientFault. Where no model is there yet, nobody is admitted either."""
@@ -156,9 +167,12 @@ class Gateway:
 
     async def _resume(self, token: str, after: str, caller: Caller) -> tuple[Entry, list[str]]:
         entry = await self.sessions.find(token, caller)
-        if not after.isascii() or not after.isdigit() or len(after) > 18:
-            raise Refusal(400, "invalid_value", "'after' must be the 'seq' of the last event received.", param="after")
-        missed = entry.live.frames_after(int(after))
+        try:
+            last = whole_number("after", after, 0, MAX_SEQUENCE)
+        except ValueError as error:
+            text = f"{error} It is the 'seq' of the last event received."
+            raise Refusal(400, "invalid_value", text, param="after") from None
+        missed = entry.live.frames_after(last)
         if missed is None:
             raise Refusal(410, "resume_too_late", "Events after this one are gone; start a new session.", param="after")
         self.metrics.resumed.inc()
@@ -167,6 +181,10 @@ class Gateway:
         return entry, [entry.live.greeting_again(), *missed]
 
     # Life
+
+    def reloaded(self) -> None:
+        """The configuration was read again and has changed."""
+        self._context.gatekeeper.replace_keys(key.reveal() for key in self.config.auth.keys)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -206,5 +224,5 @@ def refused(path: str, error: Refusal | ClientFault) -> Response:
     if path != LISTEN:
         return JSONResponse(error.body(), error.status, error.headers())
     request_id = str(uuid4())
-    headers = {"dg-request-id": request_id, "dg-error": error.message.encode("ascii", "replace").decode()}
+    headers = {"dg-request-id": request_id, "dg-error": header_text(error.message)}
     return JSONResponse(error_body(error, request_id), error.status, error.headers() | headers)

@@ -19,6 +19,7 @@ from realtime.metrics.gateway import Metrics
 from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
+from realtime.serving.house import Admission
 from realtime.serving.ids import Ids
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_limits import LiveLimits
@@ -59,6 +60,8 @@ class Entry:
     item_ids: Ids
     event_ids: Ids
     started_at: float
+    # Its part of what is counted; the registry gives it, and has it released when the session ends.
+    admission: Admission | None = None
     connection: Connection | None = None
     # When the socket went away; the session waits to be resumed.
     left_at: float | None = None
@@ -98,8 +101,19 @@ class SessionMaker:
         self._heirs = around.heirs
 
     def models(self) -> list[str]:
-        names = [self._engine.spec.name, self._config.model.name, *self._config.model.aliases]
-        return list(dict.fromkeys(name for name in names if name != "default"))
+        """All names that a client may ask for."""
+        return list(dict.fromkeys((*self._own_names(), *self._config.model.aliases)))
+
+    def listed_models(self) -> list[str]:
+        """Those that name the model that is served. `publisher/model` names a published model, which may be another."""
+        own = self._own_names()
+        known = {_bare(name) for name in own}
+        aliases = [name for name in self._config.model.aliases if "/" not in name or _bare(name) in known]
+        return list(dict.fromkeys((*own, *aliases)))
+
+    def _own_names(self) -> list[str]:
+        names = (self._engine.spec.name, self._config.model.name)
+        return [name for name in names if name != "default"]
 
     def facts(self, caller: str = "", session_id: str | None = None, created: int | None = None) -> SessionFacts:
         """The facts of one more session, or of one that was begun elsewhere."""
@@ -234,3 +248,8 @@ class SessionMaker:
         entry.started_at = saved.started_at + shift
         live.take_over(saved, inherited, core, np.frombuffer(saved.rest, np.float32))
         entry.received_s, entry.heard_s = core.source_ms / 1000, core.heard_seconds
+
+
+def _bare(name: str) -> str:
+    """A model's name without its publisher, or the folder it is in."""
+    return name.rstrip("/").rpartition("/")[2].lower()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 from engine.config import COUNTED_SECONDS
 from engine.errors import EngineDead
@@ -17,7 +18,7 @@ from realtime.errors import CloseCode, IllegalEvent, Refusal, UnreadableValue
 from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.house import Figures, House, LocalHouse
+from realtime.serving.house import Admission, Figures, House, LocalHouse
 from realtime.serving.maker import Entry, SessionMaker
 from realtime.serving.surroundings import Surroundings
 from realtime.session.events import Hangup
@@ -75,21 +76,47 @@ class Sessions:
     def models(self) -> list[str]:
         return self._maker.models()
 
+    def listed_models(self) -> list[str]:
+        return self._maker.listed_models()
+
     def facts(self) -> SessionFacts:
         """The facts of a session that may be opened later."""
         return self._maker.facts()
 
     # Admission
 
-    async def admit(self, caller: Caller, sessions: int = 1) -> None:
-        """Count so many more sessions of this caller, which must then be created; or raise a Refusal if they cannot be
-        served well now."""
+    @asynccontextmanager
+    async def open(
+        self, caller: Caller, settings: Settings, dialects: Sequence[Callable[[SessionFacts], Dialect]]
+    ) -> AsyncIterator[tuple[Entry, ...]]:
+        """New sessions of this caller, one for each dialect; raises a Refusal if they cannot be served well now.
+
+        At the end of the block, also after an exception, sessions that have no socket are ended, and the count of
+        sessions that were not made is given back.
+        """
+        admission = Admission(self._house, caller.name)
+        entries: list[Entry] = []
+        try:
+            await self._admit(admission, len(dialects))
+            for make_dialect in dialects:
+                entry = self._maker.make(caller, settings, make_dialect)
+                self._metrics.opened.labels(entry.live.dialect.name).inc()
+                entry.admission = admission.part()
+                self._entries[entry.live.id] = entry
+                entries.append(entry)
+            yield tuple(entries)
+        finally:
+            admission.release()
+            await self.end(*(entry for entry in entries if entry.connection is None and entry.left_at is None))
+
+    async def _admit(self, admission: Admission, sessions: int) -> None:
+        """Count this number of sessions, or raise a Refusal."""
         if self.draining:
             raise self._refusal("draining", 503, "server_shutting_down", "The server is restarting.", 5)
         if not self.engine.ready:
             raise self._refusal("not_ready", 503, "engine_not_ready", "The engine is not ready yet.", 5)
         self._check_capacity(self._house.others, sessions)
-        answer = await self._house.enter(caller.name, sessions)
+        answer = await admission.enter(sessions)
         limits = self._config.limits
         match answer.reason:
             case "sessions_per_key":
@@ -100,11 +127,7 @@ class Sessions:
                 raise self._refusal("rate", 429, "rate_limit_exceeded", text, answer.retry_s)
             case "capacity":
                 raise self._busy()
-        try:
-            self._check_capacity(answer.others, sessions)
-        except Refusal:
-            self._house.leave(caller.name, sessions)
-            raise
+        self._check_capacity(answer.others, sessions)
 
     def _check_capacity(self, others: Figures, sessions: int) -> None:
         """Sessions without a stream have yet to send audio. Their places are taken all the same, and while they are new
@@ -136,16 +159,6 @@ class Sessions:
 
     # Life of a session
 
-    def create(self, caller: Caller, settings: Settings, make_dialect: Callable[[SessionFacts], Dialect]) -> Entry:
-        """A new session, admitted before."""
-        entry = self._maker.make(caller, settings, make_dialect)
-        self._add(entry)
-        self._metrics.opened.labels(entry.live.dialect.name).inc()
-        return entry
-
-    def _add(self, entry: Entry) -> None:
-        self._entries[entry.live.id] = entry
-
     async def find(self, token: str, caller: Caller) -> Entry:
         """The session a resume token belongs to, wherever it is. Tokens work for the caller they were given to, and for
         nobody else."""
@@ -169,36 +182,45 @@ class Sessions:
             raise Refusal(404, "resume_token_unknown", "There is no session to resume with this token.")
         return entry
 
-    def attach(self, entry: Entry, connection: Connection) -> None:
-        """Give a session its socket; a socket it still has is closed: the client has come back on another one."""
-        if entry.connection is not None:
-            entry.connection.hang_up(Hangup(CloseCode.TAKEN_OVER, "resumed on another connection", "taken_over"))
-        entry.connection, entry.left_at = connection, None
+    def attach(self, entries: Sequence[Entry], connection: Connection) -> None:
+        """Give sessions their socket; a socket one still has is closed: the client has come back on another one."""
+        for entry in entries:
+            if entry.connection is not None:
+                entry.connection.hang_up(Hangup(CloseCode.TAKEN_OVER, "resumed on another connection", "taken_over"))
+            entry.connection, entry.left_at = connection, None
 
-    async def detach(self, entry: Entry, connection: Connection) -> None:
+    async def detach(self, entries: Sequence[Entry], connection: Connection) -> None:
         """The socket is gone. A session that can be resumed waits, unless its client said goodbye; any other ends."""
-        if entry.connection is not connection:
-            return
-        entry.connection = None
-        may_return = entry.live.resumable and not connection.said_goodbye
-        # One that drains hands it over in a moment, if it hands over at all.
-        if may_return and self._config.session.resume_s and (not self.draining or self.hands_over):
-            entry.left_at = self._clock()
-            return
-        await self.end(entry)
+        over = []
+        for entry in entries:
+            if entry.connection is not connection:
+                continue
+            entry.connection = None
+            may_return = entry.live.resumable and not connection.said_goodbye
+            # One that drains hands it over in a moment, if it hands over at all.
+            if may_return and self._config.session.resume_s and (not self.draining or self.hands_over):
+                entry.left_at = self._clock()
+            else:
+                over.append(entry)
+        await self.end(*over)
 
-    async def end(self, entry: Entry) -> None:
-        if not self._remove(entry):
-            return
-        if entry.live.will is not None:
-            entry.live.will.close()
-        await entry.live.close()
+    async def end(self, *entries: Entry) -> None:
+        """End sessions. All of them are removed and stopped before the first await, so that a cancellation there leaves
+        none of them running."""
+        ended = [entry for entry in entries if self._remove(entry)]
+        for entry in ended:
+            if entry.live.will is not None:
+                entry.live.will.close()
+            entry.live.stop()
+        for entry in ended:
+            await entry.live.close()
 
     def _remove(self, entry: Entry) -> bool:
         if self._entries.pop(entry.live.id, None) is None:
             return False
+        if entry.admission is not None:
+            entry.admission.release()
         entry.count_audio(self._metrics)
-        self._house.leave(entry.caller)
         entry.inbox.close()
         return True
 
@@ -220,15 +242,18 @@ class Sessions:
             return None
         try:
             entry = self._maker.go_on(session_id, caller, inherited)
-        except (UnreadableValue, IllegalEvent) as error:
-            log.error("session %s cannot be gone on with: %s", session_id, error)
+        except Exception as error:
             if inherited.stream is not None:
                 await inherited.stream.abort()
+            if not isinstance(error, UnreadableValue | IllegalEvent):
+                raise
+            log.error("session %s cannot be gone on with: %s", session_id, error)
             return None
-        self._add(entry)
-        self._house.enter_again(caller)
         # Until its client is here, it waits as one does whose client has left.
         entry.left_at = self._clock()
+        entry.admission = Admission(self._house, caller)
+        self._entries[session_id] = entry
+        entry.admission.enter_again()
         return entry
 
     def _wanted(self, session_id: str) -> None:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 # Where a scope's extensions have it.
 EXTENSION = "tickertape.socket"
 
+# Where a received message has a part of a long one, in place of `text` or `bytes`.
+PART = "tickertape.part"
+
 # Takes a message at once, or says that it has to be read in its turn.
 Taker = Callable[[str], bool]
 
@@ -33,6 +36,15 @@ def _no_hurry(text: str) -> bool:
 
 def _nobody_is_asked(taker: Taker) -> None:
     """Everything is read in its turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The next bytes of a message that is too long to be handled in one go. The others come in order."""
+
+    data: bytes
+    is_text: bool
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)

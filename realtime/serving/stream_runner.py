@@ -17,6 +17,7 @@ from realtime.serving.engine_queue import EngineCommand, EngineQueue
 from realtime.serving.failing import fail
 from realtime.serving.live_limits import LiveLimits, delay_positions
 from realtime.serving.saved_live import SavedLive
+from realtime.serving.throttle import SHARE_S
 from realtime.session.core import Session
 from realtime.session.endpointing import turn_rule
 from realtime.session.events import (
@@ -128,11 +129,17 @@ class StreamRunner:
         if self.stream is not None and self.queue.reanchor is None:
             # It came from another process.
             self._listen_to(self.stream, group)
+        clock = asyncio.get_running_loop().time
         while not self.session.closed:
+            began = clock()
             while self.queue and not self.session.closed:
                 await self._execute(self.queue.take(), group)
                 if not self.full:
                     self.queue.make_room()
+                if clock() - began >= SHARE_S:
+                    # A minute of audio may wait here, and a stream that has room for it does not make us wait.
+                    await asyncio.sleep(0)
+                    began = clock()
             self.queue.rest()
             if not self.queue and not self.session.closed:
                 self._rests = True

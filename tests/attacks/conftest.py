@@ -66,11 +66,15 @@ class Beside:
             self.laps.append(lap)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RealServer]:
+def skip_without_models() -> None:
     missing = [name for name in NEEDED if not (cache_folder() / name).exists()]
     if missing:
         pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RealServer]:
+    skip_without_models()
     with real_server() as running:
         yield running
 

@@ -24,10 +24,13 @@ from typing import Any
 GOOD_KEY = "the-key-of-the-good-client"
 BAD_KEY = "the-key-of-the-attacker"
 OTHER_KEY = "the-key-of-somebody-else"
+# What all gateways of the server would sign with.
+SIGNING_SECRET = "what-tokens-are-signed-with"
 # Everything else is as it comes. Two seconds for a request head, and a session that waits to be resumed for three, are
 # there so that a test does not have to wait longer.
 SETTINGS = {
     "auth.keys": ",".join((GOOD_KEY, BAD_KEY, OTHER_KEY)),
+    "auth.secret": SIGNING_SECRET,
     "server.handshake_s": "2",
     "session.resume_s": "3",
     "limits.max_load": "0",
@@ -35,6 +38,15 @@ SETTINGS = {
     "model.name": "moonshine-tiny",
     "model.threads": "1",
     "limits.upload_bytes": str(4 * 1024 * 1024),
+}
+# The server itself, with an event loop that writes down how long it was held.
+TIMED_SERVER = Path(__file__).parent / "timed_server.py"
+# A server without keys that is soon full: a place that is not given back is missed.
+FEW_SESSIONS = 8
+WITHOUT_KEYS = {
+    "auth.keys": "",
+    "limits.max_sessions": str(FEW_SESSIONS),
+    "limits.sessions_per_key": str(FEW_SESSIONS),
 }
 START_S = 120.0
 STOP_S = 30.0
@@ -52,6 +64,24 @@ class Memory:
         return Memory(self.gateway - other.gateway, self.engine - other.engine)
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A stretch in which the gateway's event loop served nobody else. See `timed_server`."""
+
+    at: float
+    wall_ms: float
+    cpu_ms: float
+    by: str
+
+    @property
+    def ms(self) -> float:
+        """How long the gateway itself held its loop: not the time in which other processes had the processors."""
+        return min(self.wall_ms, self.cpu_ms)
+
+    def __str__(self) -> str:
+        return f"{self.ms:.1f} ms by {self.by}"
+
+
 @dataclass(slots=True)
 class RealServer:
     """A server that is ready."""
@@ -60,6 +90,7 @@ class RealServer:
     port: int
     engine_pid: int
     log_path: Path
+    holds_path: Path
 
     @property
     def http(self) -> str:
@@ -99,6 +130,16 @@ class RealServer:
         lines = self.log_path.read_text(errors="replace").splitlines()
         return [line for line in lines if " ERROR " in line or line.startswith(("ERROR", "Traceback", "CRITICAL"))]
 
+    def longest_hold(self, since: float = 0.0, until: float = float("inf")) -> Hold:
+        """The longest hold of the gateway's event loop that ended between two moments."""
+        holds = [
+            Hold(**json.loads(line))
+            for line in self.holds_path.read_text().splitlines(keepends=True)
+            if line[-1] == "\n"
+        ]
+        nothing = Hold(0.0, 0.0, 0.0, "nothing")
+        return max((hold for hold in holds if since <= hold.at <= until), key=lambda hold: hold.ms, default=nothing)
+
     def _get(self, path: str) -> str:
         with urllib.request.urlopen(self.http + path, timeout=30) as answer:
             text: str = answer.read().decode()
@@ -116,10 +157,10 @@ def real_server(source: Path | None = None, settings: dict[str, str] | None = No
     environment["PYTHONPATH"] = str(source or Path(__file__).parents[2])
     flags = [part for key, value in {**SETTINGS, **(settings or {})}.items() for part in (_flag(key), value)]
     with tempfile.TemporaryDirectory() as folder:
-        log_path = Path(folder) / "log"
+        log_path, holds_path = Path(folder) / "log", Path(folder) / "holds"
         with log_path.open("w") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "realtime.cli", "serve", "--port", "0", *flags],
+                [sys.executable, "-P", str(TIMED_SERVER), str(holds_path), "serve", "--port", "0", *flags],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -127,7 +168,7 @@ def real_server(source: Path | None = None, settings: dict[str, str] | None = No
                 cwd=environment["PYTHONPATH"],
             )
         try:
-            yield RealServer(process, _port(process, log_path), _engine_of(process.pid), log_path)
+            yield RealServer(process, _port(process, log_path), _engine_of(process.pid), log_path, holds_path)
         finally:
             process.terminate()
             try:

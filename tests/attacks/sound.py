@@ -96,18 +96,40 @@ async def bad_base64(target: Target) -> None:
 
 @attack(gateway_mib=180)
 async def the_largest_bad_base64(target: Target) -> None:
-    """Twenty megabytes of base64 with one wrong letter at the end, from two sockets at once.
-
-    A message costs up to four times its size while it is read: as frames, as text, and as bytes.
-    """
+    """Twenty megabytes of base64 with one wrong letter at the end, from two sockets at once."""
 
     async def send() -> None:
         async with target.client() as client:
+            await client.update(format={"type": "audio/pcm", "rate": 48000}, turn_detection=None)
             await client.send(APPEND, audio="A" * 20_000_000 + "!AAA")
             assert (await client.error())["code"] == "invalid_audio"
             await client.still_works()
 
     await asyncio.gather(send(), send())
+
+
+@attack()
+async def the_largest_appends(target: Target) -> None:
+    """Fifteen megabytes of audio in one append, as much as OpenAI takes, in raw samples and in G.711."""
+    for audio_format in ({"type": "audio/pcm", "rate": 48000}, {"type": "audio/pcmu"}):
+        async with target.client() as client:
+            await client.update(format=audio_format, turn_detection=None, include=["input_audio_buffer.acks"])
+            message = json.dumps({"type": APPEND, "audio": "A" * (20 * 2**20)})
+            sending = asyncio.create_task(client.send_raw(message))
+            # Its first part is heard while the last is on its way.
+            assert (await client.until("input_audio_buffer.acknowledged"))["samples"] > 0
+            await asyncio.wait((sending,), timeout=2)
+            sending.cancel()
+
+
+@attack()
+async def one_frame_of_eight_channels(target: Target) -> None:
+    """A binary frame of 21 MiB with the samples of eight channels: dealt out to eight sessions in pieces."""
+    query = "encoding=linear16&sample_rate=48000&channels=8&multichannel=true"
+    async with target.client(f"{target.listen}?{query}", greeted=False) as client:
+        await client.send_raw(bytes(21 * 2**20))
+        await client.send("CloseStream")
+        assert await client.close_code() == 1000
 
 
 @attack()

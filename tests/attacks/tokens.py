@@ -8,7 +8,10 @@ from typing import Any
 
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from tests.attacks.real_server import GOOD_KEY, OTHER_KEY
+from realtime.http.auth import Gatekeeper
+from realtime.serving.tokens import Signer
+from realtime.session.settings import Settings
+from tests.attacks.real_server import BAD_KEY, GOOD_KEY, OTHER_KEY, SIGNING_SECRET
 from tests.attacks.sound import flac
 from tests.attacks.target import BOUNDARY, FORM, Answer, Client, Target, attack, form_file
 
@@ -43,6 +46,19 @@ async def forged_secrets(target: Target) -> None:
     for forged in ("ek_", "ek_forged", secret[:-1] + "!", secret.upper(), "ek_" + GOOD_KEY, secret + " "):
         if forged.strip() != secret:
             assert await target.refused(target.ws, key=forged) == (401, "invalid_api_key")
+
+
+@attack()
+async def secrets_of_a_key_that_is_gone(target: Target) -> None:
+    """Secrets that this server would have signed for a key that it does not have any more, or for no key at all."""
+    signer = Signer(SIGNING_SECRET.encode())
+    before, without = Gatekeeper(("a-key-that-is-gone", BAD_KEY), signer), Gatekeeper((), signer)
+    good = before.issue(before.check(BAD_KEY, ""), Settings(), 60).value
+    async with target.client(key=good) as client:
+        await client.still_works()
+    for keeper, key in ((before, "a-key-that-is-gone"), (without, "")):
+        secret = keeper.issue(keeper.check(key, "127.0.0.1"), Settings(), 60).value
+        assert await target.refused(target.ws, key=secret) == (401, "invalid_api_key")
 
 
 @attack()

@@ -56,7 +56,7 @@ async def test_captions_are_cut_as_the_server_cuts_them(run: Run) -> None:
         return [all.toSrt(t), all.toVtt(t), all.toText(t), all.toJson(t)];""",
     )
     assert files[0] == to_srt(lines)
-    assert files[1].replace("&lt;", "<").replace("&gt;", ">") == to_vtt(lines) and "&lt;so&gt;" in files[1]
+    assert files[1] == to_vtt(lines) and "&lt;so&gt;" in files[1]
     assert files[2] == spoken + "\n"
     assert json.loads(files[3])["turns"][0]["words"] == words
 

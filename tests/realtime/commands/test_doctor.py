@@ -20,8 +20,9 @@ from tests.realtime.gateway_doubles import FakeEngine
 def test_missing_weights_say_what_to_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--model", "whisper-tiny.en"]) == 1
     shown = capsys.readouterr().out
-    assert "whisper-tiny.en is not here; run `tickertape pull whisper-tiny.en`" in shown
-    assert "torch 2" in shown and "cores for this process" in shown
+    assert "whisper-tiny.en is not on this machine; run `tickertape pull whisper-tiny.en`" in shown
+    assert "torch 2" in shown and "this process may use" in shown
+    assert shown.endswith("1 problem found; a line with !! says what to do.\n")
 
 
 def test_model_too_large_for_the_memory_fails(
@@ -30,10 +31,10 @@ def test_model_too_large_for_the_memory_fails(
     (tmp_path / "model.safetensors").write_bytes(bytes(2_000_000))
     monkeypatch.setattr(doctor, "available_memory", lambda: 700 * 2**20)
     assert cli.main(["doctor", "--model", str(tmp_path), "--no-measure"]) == 0
-    assert "a spare engine (model.spare) takes as much again and does not fit" in capsys.readouterr().out
+    assert "a spare engine (model.spare) needs the same again and does not fit" in capsys.readouterr().out
     monkeypatch.setattr(doctor, "available_memory", lambda: 1400 * 2**20)
     assert cli.main(["doctor", "--model", str(tmp_path), "--no-measure"]) == 0
-    assert "takes as much again and fits" in capsys.readouterr().out
+    assert "needs the same again and fits too" in capsys.readouterr().out
     monkeypatch.setattr(doctor, "available_memory", lambda: 500 * 2**20)
     assert cli.main(["doctor", "--model", str(tmp_path), "--no-measure"]) == 1
     assert "choose a smaller model" in capsys.readouterr().out
@@ -42,7 +43,10 @@ def test_model_too_large_for_the_memory_fails(
 def test_without_a_recording_streams_are_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x")
     assert cli.main(["doctor", "--model", str(tmp_path)]) == 1
-    assert "not measured: there is no recording to play" in capsys.readouterr().out
+    assert (
+        "not measured: the recording to play is missing; run `tickertape pull sample-two-cities`"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(("load", "expected"), [(0.2, 8), (0.8, 2), (1.0, 1), (0.0, 1600)])
@@ -80,10 +84,11 @@ def test_speech_is_played_and_streams_are_counted(
 ) -> None:
     assert cli.main(measurable) == 0
     shown = capsys.readouterr().out
-    assert "heard: 'w1 w2" in shown and "about 16 at once (10% of the engine's time for 2 streams" in shown
+    assert "transcribed 'w1 w2" in shown and "No problems found: `tickertape serve` can start.\n" in shown
+    assert "expect about 16 live streams at once: 2 streams of continuous speech kept the engine busy 10% of" in shown
     assert len(engine.opened) == 2 and not engine.active
-    assert re.search(r"the engine and 2 streams took \d+ MiB\n", shown)
-    assert re.search(r", 0\.\d\d processor seconds a second each\); `tickertape bench`", shown)
+    assert re.search(r"the engine with 2 streams uses \d+ MiB\n", shown)
+    assert re.search(r"of the time, with 0\.\d\d CPU cores for each\n.*`tickertape bench`", shown)
 
 
 def test_memory_on_the_gpu_is_what_was_free_before_and_is_not_any_more(

@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.console import Console
 from realtime import cli
 from realtime.client.http_client import HttpServer
 from realtime.commands import status_view
-from realtime.commands.server_figures import Histogram, Snapshot
+from realtime.commands.server_figures import Histogram, Quantile, Snapshot
 from realtime.commands.status import own_url
 from realtime.commands.status_view import StatusView
 from realtime.config import ServerConfig
@@ -33,6 +34,7 @@ CAPACITY: dict[str, Any] = {
     "streams_that_hold": 5,
     "streams_free": 3,
     "load": 0.5,
+    "load_per_stream": 0.15,
     "max_load": 0.95,
     "engines_wanted": 2,
     "engines": [ENGINE],
@@ -107,7 +109,8 @@ def test_json_is_one_object_with_the_figures(capsys: pytest.CaptureFixture[str])
     body = json.loads(shown)
     assert shown.count("\n") == 1
     assert (body["url"], body["status"], body["sessions"], body["load"]) == (url, "ready", 4, 0.5)
-    assert body["lag_seconds"] == {"p50": 0.1, "p95": 0.46, "p99": 0.492} and body["final_seconds"]["p50"] is None
+    assert body["lag_seconds"] == {"p50": 0.1, "p95": 0.46, "p99": 0.492, "count": 100, "last_bound": 0.5}
+    assert body["final_seconds"] == {"p50": None, "p95": None, "p99": None, "count": 0, "last_bound": None}
     assert body["engines"] == [ENGINE] and body["engine_restarts"] == 1 and body["refused"] == {"capacity": 7}
 
 
@@ -131,10 +134,10 @@ def test_server_that_goes_away_is_said_once_and_waited_for(capsys: pytest.Captur
         with pytest.raises(KeyboardInterrupt):
             status_view.watch(HttpServer(url), 1.0, sleep)
     lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in capsys.readouterr().out.splitlines()]
-    figures = "sessions=4 connected=3 speaking=2 free=3 load=0.50 lag_p95={} final_p95=- engines=1/2"
+    figures = "sessions=4 connected=3 speaking=2 free=3 load=0.50 lag_p95={} final_p95=n/a engines=1/2"
     assert lines[0] == f"ready {figures.format('0.46')}"
     assert lines[1].startswith("no answer: no server answers at") and lines[1].endswith("; trying again")
-    assert lines[2] == f"starting {figures.format('-')}" and len(lines) == 3
+    assert lines[2] == f"starting {figures.format('n/a')}" and len(lines) == 3
 
 
 def snapshot(lag: Histogram, **changes: Any) -> Snapshot:
@@ -156,10 +159,10 @@ def test_screen_keeps_the_last_figures_while_nobody_answers() -> None:
     view.missed("timed out", "12:03:06")
     text = shown(view)
     assert "no answer since 12:03:05: no server answers; trying again" in text
-    assert "4, 3 connected, 2 speaking" in text and "1 of 2, restarts 1" in text and "capacity 7" in text
-    assert "3 of 8 streams, 2 speaking, load 50%, behind 120 ms" in text
+    assert "4 open, 3 connected, 2 speaking" in text and "1 of 2 connected, 1 restart" in text
+    assert "7 (capacity)" in text and "3 of 8 streams open, 2 speaking, load 50%, 0.12 s of audio not" in text
     view.saw(snapshot(Histogram(), sessions=9), 60.0)
-    assert "no answer" not in shown(view) and "9, 3 connected" in shown(view)
+    assert "no answer" not in shown(view) and "9 open, 3 connected" in shown(view)
 
 
 def test_lag_is_that_of_the_last_minute() -> None:
@@ -178,8 +181,42 @@ def test_server_started_again_counts_from_zero() -> None:
 
 def test_quantiles_lie_within_their_bucket() -> None:
     assert Histogram().quantile(0.5) is None
-    assert Histogram({0.1: 0, 0.5: 0, float("inf"): 3}).quantile(0.5) == 0.5, "beyond the last bound"
-    assert Histogram({0.1: 10, 0.5: 20, float("inf"): 20}).quantile(0.75) == pytest.approx(0.3)
+    assert Histogram({0.1: 10, 0.5: 20, float("inf"): 20}).quantile(0.75) == Quantile(pytest.approx(0.3))
+
+
+def test_what_lies_beyond_the_last_bound_is_no_measurement() -> None:
+    """A server that takes longer than its histogram can tell: "8.00 s" would be a figure that nobody measured."""
+    slow = Histogram({0.1: 0, 8.0: 1, float("inf"): 3})
+    assert slow.quantile(0.3) == Quantile(pytest.approx(7.21)) and slow.quantile(0.5) == Quantile(8.0, is_beyond=True)
+    assert slow.as_json() == {"p50": None, "p95": None, "p99": None, "count": 3, "last_bound": 8.0}
+    view = StatusView("http://box:8000")
+    view.saw(snapshot(slow), 0.0)
+    assert "p50 > 8 s, p95 > 8 s, p99 > 8 s from received to processed audio" in shown(view)
+    assert "lag_p95=>8 final_p95=n/a" in view.line("12:00:00")
+
+
+def test_what_was_not_measured_is_said_in_words() -> None:
+    view = StatusView("http://box:8000")
+    view.saw(snapshot(Histogram(), load_per_stream=0, engines=[], load=1.0, streams_free=1), 0.0)
+    text = shown(view)
+    assert "3 of 8 open; 1 more session can start; how many can speak at once is not measured yet" in text
+    assert "n/a: no engine is connected" in text and "n/a: no audio came in the last minute" in text
+    assert "n/a: no turn ended in the last minute" in text and "load=n/a" in view.line("12:00:00")
+    missing = {"name": "", "address": "tcp://box:9", "problem": "another secret"}
+    view.saw(snapshot(Histogram(), engines_missing=[missing]), 1.0)
+    text = shown(view)
+    assert "3 of 8 open; 2 speaking, 5 can speak at once; 3 more sessions can start" in text
+    assert "the engine is busy 50% of the time; new sessions are refused above 95%" in text
+    assert "tcp://box:9: another secret" in text
+
+
+@pytest.mark.parametrize(
+    ("state", "said"), [("starting", "until an engine has loaded"), ("draining", "no new sessions")]
+)
+def test_a_server_that_takes_no_sessions_is_said_in_words(state: str, said: str) -> None:
+    view = StatusView("http://box:8000")
+    view.saw(replace(snapshot(Histogram()), status=state), 0.0)
+    assert f"{state}: it takes no" in shown(view) and said in shown(view)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 
 from realtime import cli
+from realtime.commands import local_engine
 from realtime.commands.file_reader import duration_of, pieces_of
 from tests.realtime.commands.conftest import sound, write_wav
 from tests.realtime.gateway_doubles import MULTILINGUAL, FakeEngine
@@ -31,6 +35,87 @@ def test_what_cannot_be_is_a_usage_error(
     assert cli.main(["transcribe", *arguments]) == 2
     assert said in capsys.readouterr().err
     assert not engine.opened
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that begins to load a model fails the test. What models take is as the product knows it."""
+
+    def loads(model: str, device: str, max_streams: int = 4) -> None:
+        pytest.fail("a model would be loaded")
+
+    monkeypatch.setattr(local_engine, "local_engine", loads)
+
+
+@pytest.mark.parametrize("mode", [[], ["--live"]])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--language", "de"], "error: The model has no language 'de'. There is en."),
+        (["--language", "klingon"], "error: 'klingon' is not a language"),
+        (["--language", "de", "--model", "whisper-base.en"], "error: The model has no language 'de'. There is en."),
+        (["--translate"], "it does not translate"),
+        (["--keyword", "a\x00b"], "holds control characters"),
+        (["--keyword", "x" * 65], "a keyword has at most 64 characters"),
+        (["--prompt", "x" * 17_000, "--model", "whisper-base"], "A prompt may have at most 16384 characters."),
+    ],
+)
+def test_what_the_model_cannot_do_is_said_before_it_is_loaded(
+    tmp_path: Path,
+    no_engine: None,
+    mode: list[str],
+    arguments: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["transcribe", *mode, *arguments, str(write_wav(tmp_path / "a.wav", sound(0.5)))]) == 1
+    assert said.lower() in capsys.readouterr().err.lower()
+
+
+def test_what_the_model_cannot_do_is_said_before_torch_is_imported(tmp_path: Path) -> None:
+    """As a user would: the import alone takes seconds, and a model that is not here would be fetched first."""
+    script = """
+import sys
+from realtime import cli
+code = cli.main(sys.argv[1:])
+sys.exit(99 if "torch" in sys.modules else code)
+"""
+    file = write_wav(tmp_path / "a.wav", sound(0.5))
+    command = [sys.executable, "-c", script, "transcribe", "--language", "de", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (1, "error: The model has no language 'de'. There is en.\n")
+
+
+def test_files_that_cannot_be_read_are_said_before_the_model_is_loaded(
+    tmp_path: Path, no_engine: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.wav").write_text("this is not audio at all, only words in a file")
+    forbidden = write_wav(tmp_path / "forbidden.wav", sound(0.5))
+
+    def refused(path: object, *arguments: object, **options: object) -> object:
+        if path == forbidden:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **options)  # type: ignore[call-overload]
+
+    real = builtins.open
+    monkeypatch.setattr(builtins, "open", refused)
+    assert cli.main(["transcribe", str(tmp_path / "text.wav"), str(forbidden)]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert "text.wav: " in said[0] and "not audio" in said[0]
+    assert said[1] == f"error: {forbidden}: Permission denied" and len(said) == 2
+
+
+def test_outputs_that_cannot_be_written_are_said_before_the_model_is_loaded(
+    tmp_path: Path, no_engine: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(write_wav(tmp_path / "a.wav", sound(0.5)))
+    assert cli.main(["transcribe", "--output-dir", file, file]) == 1
+    assert capsys.readouterr().err == f"error: cannot write to {file}: File exists; name another --output-dir\n"
+    assert cli.main(["transcribe", "--output-dir", "/proc", file]) == 1
+    assert capsys.readouterr().err.startswith("error: cannot write to /proc: ")
+    (tmp_path / "out" / "a.srt").mkdir(parents=True)
+    assert cli.main(["transcribe", "--srt", "--output-dir", str(tmp_path / "out"), file]) == 1
+    assert "a.srt: a folder of that name is there" in capsys.readouterr().err
 
 
 def test_bad_files_are_named_and_the_others_are_done(
@@ -120,6 +205,7 @@ def test_what_the_model_does_not_take_is_said_once_and_left_out(
     engine.takes(replace(MULTILINGUAL, prompt=False))
     files = [str(write_wav(tmp_path / name, sound(1.0))) for name in ("a.wav", "b.wav")]
     wishes = ["--language", "de", "--prompt", "Hello.", "--keyword", "tape", "--keyword", "ticker"]
+    wishes += ["--model", "fake-model"]
     for mode in ([], ["--live"]):
         engine.opened.clear()
         assert cli.main(["transcribe", *mode, *wishes, *files[: 1 if mode else 2]]) == 0
