@@ -87,7 +87,7 @@ class Inbox:
     def take_now(self, text: str) -> bool:
         """Take a short piece of raw samples without a detour. False if it is anything else, or others wait before it:
         then it was not taken, and `take` has to look at it."""
-        plain = self._live.dialect.has_appends and self._intake.takes_anything and not self._ended
+        plain = self._live.dialect.has_appends and self._intake.takes_anything and not (self._ended or self._let_go)
         if not plain or self._pending or len(text) > min(self._control_bytes, PIECE_BYTES):
             return False
         audio = audio_of_append(text)
