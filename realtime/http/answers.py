@@ -16,6 +16,7 @@ from realtime.errors import Refusal
 from realtime.http.bodies import read_body
 from realtime.http.context import Context
 from realtime.http.fleet_figures import fleet_figures
+from realtime.http.scrapes import Scrapes
 from realtime.session.settings import Settings
 
 MIN_SECRET_S, DEFAULT_SECRET_S, MAX_SECRET_S = 10, 600, 7200
@@ -29,6 +30,7 @@ class Answers:
         self._context = context
         self._sessions = context.sessions
         self._started = int(time.time())
+        self._scrapes = Scrapes(self._figures, time.monotonic)
 
     async def models(self, request: Request) -> Response:
         self._context.caller_of(request)
@@ -141,9 +143,12 @@ class Answers:
         }
 
     async def prometheus(self, request: Request) -> Response:
+        return Response(await self._scrapes.read(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _figures(self) -> bytes:
         # Counting them takes a moment, so it is done when somebody looks.
         self._context.metrics.tasks.set(len(asyncio.all_tasks()))
-        return Response(self._context.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return self._context.metrics.exposition()
 
 
 async def _json_body(request: Request) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -20,9 +21,12 @@ LATER_S = 5.0
 
 
 @pytest.mark.parametrize("attack", [pytest.param(attack, id=name) for name, attack in ATTACKS.items()])
-def test_attack_harms_nobody(server: RealServer, beside: Beside, attack: Attack) -> None:
-    with harmless(server, beside, attack.name, attack.gateway_mib, attack.engine_mib):
+def test_attack_harms_nobody(
+    server: RealServer, beside: Beside, attack: Attack, record_property: Callable[[str, object], None]
+) -> None:
+    with harmless(server, beside, attack.name, attack.gateway_mib, attack.engine_mib) as cost:
         asyncio.run(asyncio.wait_for(attack.run(Target(server.port)), 60))
+    cost.report(record_property)
 
 
 def test_words_of_all_sessions_beside_the_attacks_are_those_of_the_calm_one(beside: Beside) -> None:
