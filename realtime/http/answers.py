@@ -16,6 +16,7 @@ from realtime.errors import Refusal
 from realtime.http.bodies import read_body
 from realtime.http.context import Context
 from realtime.http.fleet_figures import fleet_figures
+from realtime.http.scrapes import Scrapes
 from realtime.session.settings import Settings
 
 MIN_SECRET_S, DEFAULT_SECRET_S, MAX_SECRET_S = 10, 600, 7200
@@ -29,6 +30,7 @@ class Answers:
         self._context = context
         self._sessions = context.sessions
         self._started = int(time.time())
+        self._scrapes = Scrapes(self._context.metrics.scrape, time.monotonic)
 
     async def models(self, request: Request) -> Response:
         self._context.caller_of(request)
@@ -142,7 +144,7 @@ class Answers:
 
     async def prometheus(self, request: Request) -> Response:
         try:
-            figures = await self._context.metrics.scrape()
+            figures = await self._scrapes.read()
         except TimeoutError as error:
             text = "The other processes of the server do not answer; try again."
             raise Refusal(503, "metrics_not_ready", text, retry_after_s=5, kind="server_error") from error

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,8 @@ from engine.weights.store import cache_folder
 from tests.attacks.good_client import Lap
 from tests.attacks.real_server import GOOD_KEY, RealServer, real_server
 
+# What the reports of tests call the longest hold of the gateway's event loop.
+HOLD = "longest hold of the event loop"
 NEEDED = ("moonshine-tiny", "sample-two-cities")
 LAP_S = 60.0
 
@@ -64,6 +67,23 @@ class Beside:
             lap = Lap(**json.loads(line))
             lap.words = [(text, start, end) for text, start, end in lap.words]
             self.laps.append(lap)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How long one attack kept the gateway from all others, which no test can assert on a busy machine."""
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
+    holds = [
+        (ms, by, report.nodeid.rpartition("::")[2])
+        for report in reports
+        for name, (ms, by) in getattr(report, "user_properties", [])
+        if name == HOLD
+    ]
+    if holds:
+        terminalreporter.section("longest hold of the gateway's event loop")
+        for ms, by, test in sorted(holds, reverse=True):
+            terminalreporter.write_line(f"{ms:6.1f} ms  {test}: {by}")
+        ms, by, test = max(holds)
+        terminalreporter.write_line(f"over all {len(holds)}: {ms:.1f} ms, by {by} in {test}")
 
 
 def skip_without_models() -> None:

@@ -125,10 +125,15 @@ class RealServer:
         lines = re.findall(rf"^tickertape_{name}(?:{{.*}})? (\S+)$", self._get("/metrics"), re.MULTILINE)
         return sum(map(float, lines))
 
+    def log_lines(self) -> list[str]:
+        """The log so far, cut at ends of lines as a terminal or a collector of logs would, and nowhere else."""
+        return self.log_path.read_text(errors="replace").split("\n")[:-1]
+
     def complaints(self) -> list[str]:
         """Lines of the log that say that something broke."""
-        lines = self.log_path.read_text(errors="replace").splitlines()
-        return [line for line in lines if " ERROR " in line or line.startswith(("ERROR", "Traceback", "CRITICAL"))]
+        return [
+            line for line in self.log_lines() if re.match(r"\S+ \S+ (ERROR|CRITICAL) |ERROR|CRITICAL|Traceback", line)
+        ]
 
     def longest_hold(self, since: float = 0.0, until: float = float("inf")) -> Hold:
         """The longest hold of the gateway's event loop that ended between two moments."""
