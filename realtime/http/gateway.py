@@ -42,6 +42,9 @@ log = logging.getLogger("tickertape.server")
 
 # Where Deepgram's clients come, with sockets and with files.
 LISTEN = "/v1/listen"
+# A request to resume that has waited longer in a socket of this process is not believed: its client may have gone
+# elsewhere, without a word of it that has come here.
+STALE_S = 3.0
 # How long a sample of each raw format is.
 SAMPLE_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}
 
@@ -82,9 +85,11 @@ class Gateway:
         except (Refusal, ClientFault) as error:
             await websocket.send_denial_response(refused(scope["path"], error))
             return
-        extras = scope.get("extensions", {}).get(EXTENSION) or SocketExtras()
         live, inbox = _joined(entrance.entries)
-        connection = Connection(live, inbox, receive, send, extras, self._turnstile)
+        line = (receive, send, _extras(scope))
+        if self.sessions.standstill is not None:
+            line = self.sessions.standstill.guard(*line)
+        connection = Connection(live, inbox, *line, self._turnstile)
         for entry in entrance.entries:
             self.sessions.attach(entry, connection)
         limits = self.config.limits
@@ -121,7 +126,8 @@ class Gateway:
         caller = self._context.caller(websocket.headers, offered, address)
         selected = select_subprotocol(offered)
         if "resume" in query:
-            entry, missed = await self._resume(query["resume"], query.get("after", "0"), caller)
+            extras = _extras(websocket.scope)
+            entry, missed = await self._resume(query["resume"], query.get("after", "0"), caller, extras)
             return _Entrance((entry,), missed, selected)
         beta = websocket.headers.get("openai-beta") == "realtime=v1" or BETA_PROTOCOL in offered
         settings = caller.settings or Settings()
@@ -154,8 +160,11 @@ class Gateway:
         engine = self._context.engine
         return asked.in_force(engine.spec) if engine.ready else asked
 
-    async def _resume(self, token: str, after: str, caller: Caller) -> tuple[Entry, list[str]]:
-        entry = await self.sessions.find(token, caller)
+    async def _resume(self, token: str, after: str, caller: Caller, extras: SocketExtras) -> tuple[Entry, list[str]]:
+        if extras.waited_s() > STALE_S:
+            self.metrics.refused.labels("left").inc()
+            raise Refusal(503, "request_too_old", "The request waited too long; try again.", retry_after_s=1)
+        entry = await self.sessions.find(token, caller, extras.has_closed)
         if not after.isascii() or not after.isdigit() or len(after) > 18:
             raise Refusal(400, "invalid_value", "'after' must be the 'seq' of the last event received.", param="after")
         missed = entry.live.frames_after(int(after))
@@ -184,6 +193,10 @@ def check_once(query: QueryParams, names: tuple[str, ...]) -> None:
     for name in names:
         if len(query.getlist(name)) > 1:
             raise Refusal(400, "invalid_query_parameter", f"'{name}' came more than once; send it once.", param=name)
+
+
+def _extras(scope: Scope) -> SocketExtras:
+    return scope.get("extensions", {}).get(EXTENSION) or SocketExtras()
 
 
 def _deepgram(listening: Listening, channel: int, facts: SessionFacts) -> DeepgramDialect:
