@@ -7,7 +7,7 @@ rebuilt from what the gateway kept, and goes on: its reader sees a pause, not a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -84,6 +84,7 @@ class EngineClient:
             settings.max_load,
             settings.spares,
             self.wills.heard,
+            self.wills.claim,
             self._make_place,
             None if settings.fleet_secret is None else LinkKeys.from_secret(settings.fleet_secret),
         )
@@ -170,9 +171,17 @@ class EngineClient:
         """Where the value of a session with this stream is kept; None if there is no such place at the moment."""
         return keeper_for(stream, self._running.seats)
 
-    async def adopt(self, key: str) -> Inheritance | None:
+    async def adopt(self, key: str, is_wanted: Callable[[], bool] = lambda: True) -> Inheritance | None:
         """A session of another gateway, with its stream; None if no engine knows of it."""
-        return await self.wills.adopt(self._running.seats, key)
+        return await self.wills.adopt(self._running.seats, key, is_wanted)
+
+    async def newest(self, key: str) -> int:
+        """The highest number under which any engine has this session."""
+        return await self.wills.newest(self._running.seats, key)
+
+    async def confirm(self) -> None:
+        """Until the engines have said which of our sessions are another gateway's by now."""
+        await self.wills.confirm(self._running.seats)
 
     def _make_place(self, stream: EngineStream) -> EngineStream:
         """A stream that holds a place for another one."""

@@ -46,6 +46,9 @@ log = logging.getLogger("tickertape.server")
 LISTEN = "/v1/listen"
 # More events than a session can send.
 MAX_SEQUENCE = 10**15
+# A request to resume that has waited longer in a socket of this process is not believed: its client may have gone
+# elsewhere, without a word of it that has come here.
+STALE_S = 3.0
 # How long a sample of each raw format is.
 SAMPLE_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}
 
@@ -94,9 +97,11 @@ class Gateway:
 
     async def _run_socket(self, entrance: _Entrance, scope: Scope, receive: Receive, send: Send) -> None:
         """From the handshake to the end of the socket; no session of it is left without an owner."""
-        extras = scope.get("extensions", {}).get(EXTENSION) or SocketExtras()
         live, inbox = _joined(entrance.entries)
-        connection = Connection(live, inbox, receive, send, extras, self._turnstile)
+        line = (receive, send, _extras(scope))
+        if self.sessions.standstill is not None:
+            line = self.sessions.standstill.guard(*line)
+        connection = Connection(live, inbox, *line, self._turnstile)
         limits = self.config.limits
         paces = (self._pace(limits.messages_per_second), self._pace(limits.mistakes_per_second))
         try:
@@ -133,7 +138,8 @@ class Gateway:
         caller = self._context.caller(websocket.headers, offered, address)
         selected = select_subprotocol(offered)
         if "resume" in query:
-            entry, missed = await self._resume(query["resume"], query.get("after", "0"), caller)
+            extras = _extras(websocket.scope)
+            entry, missed = await self._resume(query["resume"], query.get("after", "0"), caller, extras)
             yield _Entrance((entry,), missed, selected)
             return
         beta = asks_for_beta(websocket.headers, offered)
@@ -165,8 +171,11 @@ class Gateway:
         engine = self._context.engine
         return asked.in_force(engine.spec) if engine.ready else asked
 
-    async def _resume(self, token: str, after: str, caller: Caller) -> tuple[Entry, list[str]]:
-        entry = await self.sessions.find(token, caller)
+    async def _resume(self, token: str, after: str, caller: Caller, extras: SocketExtras) -> tuple[Entry, list[str]]:
+        if extras.waited_s() > STALE_S:
+            self.metrics.refused.labels("left").inc()
+            raise Refusal(503, "request_too_old", "The request waited too long; try again.", retry_after_s=1)
+        entry = await self.sessions.find(token, caller, extras.has_closed)
         try:
             last = whole_number("after", after, 0, MAX_SEQUENCE)
         except ValueError as error:
@@ -202,6 +211,10 @@ def check_once(query: QueryParams, names: tuple[str, ...]) -> None:
     for name in names:
         if len(query.getlist(name)) > 1:
             raise Refusal(400, "invalid_query_parameter", f"'{name}' came more than once; send it once.", param=name)
+
+
+def _extras(scope: Scope) -> SocketExtras:
+    return scope.get("extensions", {}).get(EXTENSION) or SocketExtras()
 
 
 def _deepgram(listening: Listening, channel: int, facts: SessionFacts) -> DeepgramDialect:

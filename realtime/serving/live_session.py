@@ -80,7 +80,7 @@ class LiveSession:
         self.runner = StreamRunner(session_id, session, engine, limits, self.submit)
         self._task: asyncio.Task[None] | None = None
         self._stopped: asyncio.Task[None] | None = None
-        self.sent = SentLog(limits.max_log_events, limits.max_log_bytes)
+        self.sent = SentLog(session_id, limits.max_log_events, limits.max_log_bytes)
         # What is entrusted to the engine, where other processes may go on with the session.
         self.will: Will | None = None
         # Of a session that another process began: audio that its engine never got, and a new stream decided on.
@@ -280,9 +280,13 @@ class LiveSession:
             return Gap(rest, event.source_samples, event.source_ms)
         return Append(rest, event.source_samples, event.source_ms)
 
-    async def let_go(self) -> None:
-        """The session goes on in another process: end it here without a word to its engine stream."""
-        await self.runner.lay_down()
+    async def let_go(self, is_fenced: bool) -> None:
+        """The session goes on in another process: end it here without a word to its engine stream. If it was taken from
+        us, this process may have begun another stream for it since."""
+        if is_fenced:
+            self.runner.drop()
+        else:
+            self.runner.lay_down()
         await self.close()
 
     # The engine's side

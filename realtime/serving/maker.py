@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -58,7 +58,6 @@ class Entry:
     caller: str
     facts: SessionFacts
     item_ids: Ids
-    event_ids: Ids
     started_at: float
     # Its part of what is counted; the registry gives it, and has it released when the session ends.
     admission: Admission | None = None
@@ -125,6 +124,7 @@ class SessionMaker:
             sample_rate=self._engine.spec.sample_rate,
             model=models[0],
             models=frozenset(models),
+            # Of events without a number: each process that has the session makes ids of its own.
             new_event_id=Ids.anew("event"),
             resume_token=self._signer.resume_token(session_id, caller) if resume_s else "",
             resume_seconds=int(resume_s),
@@ -135,23 +135,19 @@ class SessionMaker:
         facts = self.facts(caller.name)
         dialect = make_dialect(facts)
         may_inject = self._config.server.inject and not caller.is_secret
-        event_ids = facts.new_event_id
-        assert isinstance(event_ids, Ids)
         start = dialect.start_settings(settings)
-        return self._entry(facts, dialect, start, caller.name, may_inject, Ids.anew("item"), event_ids, 1)
+        return self._entry(facts, dialect, start, caller.name, may_inject, Ids.anew("item"), 1)
 
     def go_on(self, session_id: str, caller: str, inherited: Inheritance) -> Entry:
         """A session that another process began. Raises UnreadableValue."""
         saved = decode_live(inherited.base)
         if saved.caller != caller or saved.dialect not in RESUMABLE:
             raise UnreadableValue("the value of somebody else's session")
-        event_ids = Ids(*saved.event_ids)
-        facts = replace(self.facts(caller, session_id, saved.created), new_event_id=event_ids)
+        facts = self.facts(caller, session_id, saved.created)
         dialect = RESUMABLE[saved.dialect](facts)
         vars(dialect).update(saved.dialect_state)
         entry = self._entry(
-            facts, dialect, saved.session.settings, caller, saved.may_inject, Ids(*saved.item_ids), event_ids,
-            inherited.number,
+            facts, dialect, saved.session.settings, caller, saved.may_inject, Ids(*saved.item_ids), inherited.number
         )  # fmt: skip
         entry.inbox.dialect_fixed = saved.dialect_fixed
         self._reenact(entry, saved, inherited)
@@ -165,7 +161,6 @@ class SessionMaker:
         caller: str,
         may_inject: bool,
         item_ids: Ids,
-        event_ids: Ids,
         number: int,
     ) -> Entry:
         limits = self._config.limits
@@ -179,7 +174,7 @@ class SessionMaker:
         )
         session = self._core(settings, item_ids)
         live = LiveSession(facts.session_id, session, dialect, self._engine, live_limits, self._metrics, self._clock)
-        entry = Entry(live, Inbox(live, facts, may_inject), caller, facts, item_ids, event_ids, self._clock())
+        entry = Entry(live, Inbox(live, facts, may_inject), caller, facts, item_ids, self._clock())
         if self._heirs is not None and self._config.session.resume_s:
             keep = WillSettings(self._config.session.resume_s, self._config.session.resume_bytes)
             live.will = Will(
@@ -220,7 +215,6 @@ class SessionMaker:
             dialect_state=state,
             dialect_fixed=entry.inbox.dialect_fixed,
             item_ids=(entry.item_ids.prefix, entry.item_ids.number),
-            event_ids=(entry.event_ids.prefix, entry.event_ids.number),
             outbox=[named(event) for event in live.outbox.waiting()],
             sequence=live.sent.sequence,
             now=self._clock(),

@@ -29,6 +29,11 @@ def _not_known_to_be_gone() -> bool:
     return False
 
 
+def _no_wait() -> float:
+    """Nobody knows how long a request has waited."""
+    return 0.0
+
+
 def _no_hurry(text: str) -> bool:
     """Everything is sent in its turn."""
     return False
@@ -50,11 +55,14 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class SocketExtras:
     """`abort` cuts the socket; `nothing_waits` says that no further message has arrived yet; `gone`, that the client
-    has left. `send_now` sends a text if nothing has to be waited for, and says whether it did. `offer_to` names who is
-    asked to take a text message at once when the reader waits for one."""
+    has left, and `has_closed` says so even if what it sent before was not read yet. `waited_s` is for how long the last
+    bytes have been here. `send_now` sends a text if nothing has to be waited for, and says whether it did. `offer_to`
+    names who is asked to take a text message at once when the reader waits for one."""
 
     abort: Callable[[], None] = _no_abort
     nothing_waits: Callable[[], bool] = _unknown
     gone: Callable[[], bool] = _not_known_to_be_gone
+    has_closed: Callable[[], bool] = _not_known_to_be_gone
+    waited_s: Callable[[], float] = _no_wait
     send_now: Callable[[str], bool] = _no_hurry
     offer_to: Callable[[Taker], None] = _nobody_is_asked

@@ -36,7 +36,7 @@ from realtime.session.events import (
 log = logging.getLogger("tickertape.session")
 
 FINAL = (messages.Closed, messages.Failed, messages.Dead)
-NOT_FOR_SESSIONS = (messages.StreamState, messages.Wanted, messages.Fenced, messages.Inherited)
+NOT_FOR_SESSIONS = (messages.StreamState, messages.SessionOutput)
 
 
 class StreamRunner:
@@ -112,11 +112,18 @@ class StreamRunner:
             self._fed = self.session.engine_base + inherited.goes_on_at
         return self._fed
 
-    async def lay_down(self) -> None:
+    def lay_down(self) -> None:
         """The stream goes on in another process."""
         stream, self.stream = self.engine_stream, None
         if stream is not None:
             stream.lay_down()
+
+    def drop(self) -> None:
+        """The session goes on in another process, without this stream: if an engine runs it for us, it is to end. The
+        one that another process has by now is not ours to end, and engines know that."""
+        stream, self.stream = self.engine_stream, None
+        if stream is not None:
+            stream.drop()
 
     async def abandon(self) -> None:
         """End the stream, if there still is one."""

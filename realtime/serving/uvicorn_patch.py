@@ -22,6 +22,7 @@ from websockets.frames import Frame
 from websockets.protocol import State
 
 from realtime.serving.header_values import clean_headers
+from realtime.serving.peer_socket import peer_has_closed, seconds_since_data
 from realtime.serving.socket_extras import EXTENSION, PART, Part, SocketExtras, Taker
 from realtime.serving.whole_frames import PART_BYTES, FrameSplitter, text_of_whole_frame
 
@@ -309,7 +310,13 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
     async def run_asgi(self) -> None:
         extensions: dict[str, Any] = self.scope["extensions"]
         extensions[EXTENSION] = SocketExtras(
-            self.transport.abort, self._mailbox.empty, self.transport.is_closing, self._send_now, self._offer_to
+            abort=self.transport.abort,
+            nothing_waits=self._mailbox.empty,
+            gone=self.transport.is_closing,
+            has_closed=lambda: self.transport.is_closing() or peer_has_closed(self.transport),
+            waited_s=lambda: seconds_since_data(self.transport),
+            send_now=self._send_now,
+            offer_to=self._offer_to,
         )
         await super().run_asgi()
 

@@ -215,7 +215,7 @@ async def test_a_session_taken_over_while_its_options_change_hears_all_of_its_au
     core = live.session
     core.handle(audio(2 * RATE), 0.0)
     saved = SavedLive(
-        LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), ("", 0), [], 0, now=0.0,
+        LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), [], 0, now=0.0,
         **{**live.runner.save(last=False), "reopen": True, "runs_out": True},
     )  # fmt: skip
     inherited = Inheritance(1, b"", [], [], former, goes_on_at=RATE)  # type: ignore[arg-type]
@@ -234,7 +234,7 @@ async def test_a_session_taken_over_before_its_new_stream_was_begun_asks_that_on
     for event in (audio(RATE, 0.5), Commit()):
         core.handle(event, 0.0)
     saved = SavedLive(
-        LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), ("", 0), [], 0, now=0.0,
+        LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), [], 0, now=0.0,
         **{**live.runner.save(last=False), "reanchor": (0, RATE // 2)},
     )  # fmt: skip
     for tag in (1, 2):
@@ -258,7 +258,7 @@ async def test_a_session_taken_over_before_its_first_audio_hears_by_the_last_set
     live = live_session(engine)
     core = live.session
     saved = SavedLive(
-        LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), ("", 0), [], 0, now=0.0,
+        LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), [], 0, now=0.0,
         **live.runner.save(last=False),
     )  # fmt: skip
     live.take_over(saved, Inheritance(1, b"", [], []), core, np.zeros(0, np.float32))
