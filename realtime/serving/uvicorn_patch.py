@@ -471,7 +471,7 @@ class PatientHttp(H11Protocol):
     def _time_is_over(self) -> None:
         fast_enough = self._bytes >= MIN_BODY_RATE * self.handshake_s
         # While we do not read, silence is our own doing.
-        if self._sends is _Sends.BODY and (fast_enough or self.flow.read_paused):
+        if self._sends is _Sends.BODY and (fast_enough or self.flow.read_paused or self._unparsed):
             self._set_deadline()
         else:
             self.transport.abort()

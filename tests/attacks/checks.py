@@ -19,6 +19,8 @@ MOST_LOG_LINES = 200
 WELL_FORMED = re.compile(
     "(?:[0-9]{4}-[0-9]{2}-[0-9]{2} |(?:INFO|WARNING|ERROR) | {4}[|] )[^\\x00-\\x1f\\x7f-\\x9f\u2028\u2029]*"
 )
+# What decoders may have at once: the program that forks them, a few MB for each, and four files at their limit.
+DECODERS_MIB = 1200
 # How long a session, a task or a socket of an attacker may outlive it.
 SETTLE_S = 20.0
 # The good client has a session, a socket and a handful of tasks of its own, or is between two sessions.
@@ -75,6 +77,7 @@ def harmless(server: RealServer, beside: Beside, name: str, gateway_mib: float, 
     growth = peak_growth(seen)
     assert server.engine_is_the_same(), "the engine was restarted"
     assert growth.gateway <= gateway_mib * MIB, f"the gateway grew by {growth.gateway / MIB:.1f} MiB"
+    assert growth.decoders <= DECODERS_MIB * MIB, f"decoders had {growth.decoders / MIB:.1f} MiB at once"
     assert growth.engine <= engine_mib * MIB, f"the engine grew by {growth.engine / MIB:.1f} MiB"
     nothing_is_left(server, rest)
     assert server.complaints()[complaints:] == []

@@ -55,13 +55,14 @@ SAMPLING_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Resident bytes of the two processes."""
+    """Resident bytes of the two processes, and what decoders have for themselves."""
 
     gateway: int
     engine: int
+    decoders: int = 0
 
     def __sub__(self, other: Memory) -> Memory:
-        return Memory(self.gateway - other.gateway, self.engine - other.engine)
+        return Memory(self.gateway - other.gateway, self.engine - other.engine, self.decoders - other.decoders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,10 @@ class RealServer:
     def engine_is_the_same(self) -> bool:
         return _engine_of(self.process.pid) == self.engine_pid
 
-    def memory(self) -> Memory:
-        return Memory(resident_bytes(self.process.pid), resident_bytes(self.engine_pid))
+    def memory(self, decoders: bool = False) -> Memory:
+        """Decoders come and go, and take a while to find."""
+        found = _decoder_bytes(self) if decoders else 0
+        return Memory(resident_bytes(self.process.pid), resident_bytes(self.engine_pid), found)
 
     def open_files(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
@@ -193,7 +196,7 @@ def watched_memory(server: RealServer) -> Iterator[list[Memory]]:
 
     def watch() -> None:
         while not done.wait(SAMPLING_S):
-            seen.append(server.memory())
+            seen.append(server.memory(decoders=len(seen) % 10 == 0))
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -207,7 +210,11 @@ def watched_memory(server: RealServer) -> Iterator[list[Memory]]:
 
 def peak_growth(seen: list[Memory]) -> Memory:
     """How far the processes went above what they held at the start."""
-    return Memory(max(m.gateway for m in seen) - seen[0].gateway, max(m.engine for m in seen) - seen[0].engine)
+    return Memory(
+        max(m.gateway for m in seen) - seen[0].gateway,
+        max(m.engine for m in seen) - seen[0].engine,
+        max(m.decoders for m in seen),
+    )
 
 
 def resident_bytes(pid: int) -> int:
@@ -215,6 +222,33 @@ def resident_bytes(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (FileNotFoundError, ProcessLookupError):
         return 0
+
+
+def _decoder_bytes(server: RealServer) -> int:
+    """Of the program that forks decoders, and of those there are: all children of the gateway but the engine's."""
+    engines_parent = _parent(server.engine_pid)
+    programs = [pid for pid in _below(server.process.pid) if pid != engines_parent]
+    return sum(private_bytes(pid) for program in programs for pid in (program, *_below(program)))
+
+
+def private_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
+def _parent(pid: int) -> int:
+    try:
+        # The name of a process may hold anything; what follows it is a state and the parent.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def _below(pid: int) -> list[int]:
+    return _children().get(pid, [])
 
 
 def _flag(key: str) -> str:
@@ -236,12 +270,8 @@ def _port(process: subprocess.Popen[str], log_path: Path) -> int:
 def _children() -> dict[int, list[int]]:
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            # The name of a process may hold anything; what follows it is a state and the parent.
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        children.setdefault(parent, []).append(int(folder.name))
+        if parent := _parent(int(folder.name)):
+            children.setdefault(parent, []).append(int(folder.name))
     return children
 
 

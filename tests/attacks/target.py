@@ -150,6 +150,12 @@ class Target:
         body = b"".join(parts) + f"--{BOUNDARY}--\r\n".encode()
         return await self.post("/v1/audio/transcriptions", body, FORM, key)
 
+    async def listened(self, data: bytes) -> int:
+        """The status of a file on Deepgram's path, whose refusals have Deepgram's shape."""
+        answer = await self.post("/v1/listen", data, "application/octet-stream")
+        assert answer.status == 200 or json.loads(answer.body)["err_msg"], answer.body
+        return answer.status
+
 
 FORM = f"multipart/form-data; boundary={BOUNDARY}"
 
