@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from uuid import uuid4
 
+from anyio import open_file
 from starlette.applications import Starlette
 from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse, Response
@@ -86,6 +88,8 @@ class Gateway:
     async def _serve_socket(self, enter: _Enter, scope: Scope, receive: Receive, send: Send) -> None:
         websocket = WebSocket(scope, receive, send)
         entered = False
+        # Many who come at once are let in one by one, so that those who are in have their turns between them.
+        await self._turnstile.wait()
         try:
             async with enter(websocket) as entrance:
                 entered = True
@@ -197,6 +201,11 @@ class Gateway:
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        # Threads and files come from libraries that load most of themselves at their first use: a tenth of a second in
+        # which nobody would be served.
+        await asyncio.to_thread(bool)
+        async with await open_file(os.devnull):
+            pass
         ticker = asyncio.create_task(self.sessions.run_ticker(), name="ticker")
         try:
             yield

@@ -91,6 +91,8 @@ class LiveSession:
 
     def in_force(self, asked: Settings) -> tuple[Settings, list[ClientFault]]:
         """What the model takes of it, and what it refuses: that stays as it was."""
+        if asked == self.session.settings:
+            return asked, []
         taken, faults = asked.in_force_after(self.session.settings, self._engine.spec)
         if missing := asked.untaken(taken):
             log.info("session %s: the model takes no %s", self.id, ", no ".join(missing))

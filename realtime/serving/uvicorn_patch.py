@@ -139,12 +139,16 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         self._max_size = self.config.ws_max_size
         self._splitter = FrameSplitter(self._max_size)
         self._incoming: _Incoming | None = None
+        # Bytes since the deadline of a message that has begun was set.
+        self._message_bytes = 0
+        self._message_deadline: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self.loop.time()
         self._may_be_taken = True
         if self.handshake_initiated and self._taken_whole(data):
             return
+        self._message_bytes += len(data)
         self._unparsed = self._unparsed + data if self._unparsed else data
         if self._parsing_later is None and not self.read_paused:
             self._parse()
@@ -172,6 +176,34 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
             self._read_on()
         else:
             self._read_no_further()
+        self._watch_message()
+
+    def _watch_message(self) -> None:
+        """A message that has begun has to go on, at the pace of a request's body."""
+        if self._incoming is None and self._splitter.at_start:
+            if self._message_deadline is not None:
+                self._message_deadline.cancel()
+                self._message_deadline = None
+        elif self._message_deadline is None and self.ping_timeout is not None:
+            self._message_bytes = 0
+            self._message_deadline = self.loop.call_later(self.ping_timeout, self._message_is_late)
+
+    def _message_is_late(self) -> None:
+        self._message_deadline = None
+        if self.close_sent or self.transport.is_closing():
+            return
+        assert self.ping_timeout is not None
+        # While we do not read, silence is our own doing.
+        if self.read_paused or self._message_bytes >= MIN_BODY_RATE * self.ping_timeout:
+            self._watch_message()
+        else:
+            self.conn.fail(1008, "a message that has begun must go on")
+            self.handle_parser_exception()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._message_deadline is not None:
+            self._message_deadline.cancel()
+        super().connection_lost(exc)
 
     @property
     def _takes_more(self) -> bool:

@@ -59,7 +59,7 @@ class Cost:
     def report(self, record_property: Callable[[str, object], None]) -> None:
         """Have it printed at the end of the run."""
         assert self.hold is not None
-        record_property(HOLD, [self.hold.ms, self.hold.by])
+        record_property(HOLD, [self.hold.ms, str(self.hold)])
 
 
 @contextmanager

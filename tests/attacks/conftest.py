@@ -73,17 +73,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """How long one attack kept the gateway from all others, which no test can assert on a busy machine."""
     reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
     holds = [
-        (ms, by, report.nodeid.rpartition("::")[2])
+        (ms, text, report.nodeid.rpartition("::")[2])
         for report in reports
-        for name, (ms, by) in getattr(report, "user_properties", [])
+        for name, (ms, text) in getattr(report, "user_properties", [])
         if name == HOLD
     ]
     if holds:
         terminalreporter.section("longest hold of the gateway's event loop")
-        for ms, by, test in sorted(holds, reverse=True):
-            terminalreporter.write_line(f"{ms:6.1f} ms  {test}: {by}")
-        ms, by, test = max(holds)
-        terminalreporter.write_line(f"over all {len(holds)}: {ms:.1f} ms, by {by} in {test}")
+        for _, text, test in sorted(holds, reverse=True):
+            terminalreporter.write_line(f"{test}: {text}")
+        terminalreporter.write_line(f"the longest of {len(holds)}: {max(holds)[1]}")
 
 
 def skip_without_models() -> None:

@@ -69,18 +69,30 @@ class Memory:
 class Hold:
     """A stretch in which the gateway's event loop served nobody else. See `timed_server`."""
 
-    at: float
-    wall_ms: float
-    cpu_ms: float
-    by: str
+    at: float = 0.0
+    wall_ms: float = 0.0
+    # Processor time of the loop, of other threads of the gateway, and of the callback that took the largest part.
+    loop_ms: float = 0.0
+    threads_ms: float = 0.0
+    callbacks: int = 0
+    longest: str = "nothing"
+    longest_ms: float = 0.0
+    longest_wall_ms: float = 0.0
 
     @property
     def ms(self) -> float:
-        """How long the gateway itself held its loop: not the time in which other processes had the processors."""
-        return min(self.wall_ms, self.cpu_ms)
+        """How long a single callback held the loop, or a thread that may have kept the interpreter's lock. Not the time
+        in which other processes had the processors, and not that of several clients who came at once."""
+        return max(self.longest_ms, min(self.wall_ms - self.loop_ms, self.threads_ms))
+
+    @property
+    def away_ms(self) -> float:
+        """How long the gateway served nobody else, whoever had their turns meanwhile."""
+        return min(self.wall_ms, self.loop_ms + self.threads_ms)
 
     def __str__(self) -> str:
-        return f"{self.ms:.1f} ms by {self.by}"
+        by = self.longest if self.longest_ms == self.ms else "another thread"
+        return f"{self.ms:.1f} ms by {by} (in all {self.away_ms:.1f} ms for {self.callbacks} callbacks)"
 
 
 @dataclass(slots=True)
@@ -145,8 +157,7 @@ class RealServer:
             for line in self.holds_path.read_text().splitlines(keepends=True)
             if line[-1] == "\n"
         ]
-        nothing = Hold(0.0, 0.0, 0.0, "nothing")
-        return max((hold for hold in holds if since <= hold.at <= until), key=lambda hold: hold.ms, default=nothing)
+        return max((hold for hold in holds if since <= hold.at <= until), key=lambda hold: hold.ms, default=Hold())
 
     def _get(self, path: str) -> str:
         with urllib.request.urlopen(self.http + path, timeout=30) as answer:

@@ -3,10 +3,10 @@
     python -P timed_server.py HOLDS_FILE serve --port 0 ...
 
 A heartbeat runs on the gateway's loop every 2 ms. When it comes late, nobody else was served meanwhile: a callback took
-long, many short ones came in a row, or another thread kept the interpreter's lock. Each such hold becomes a line of the
-file: when it ended, how long it lasted, how much processor time this process spent meanwhile, and which callback took
-the largest part of it. On a busy machine a loop is also late because others had the processors; the processor time
-tells these apart.
+long, many short ones came in a row, or another thread kept the interpreter's lock. Each such stretch becomes a line of
+the file: when it ended, how long it lasted, how much processor time the loop and other threads of the process spent in
+it, and the same of the callback that took the largest part. On a busy machine a loop is also late because others had
+the processors; processor time tells these apart.
 
 It imports nothing of the tests: it must be able to start the server of another checkout.
 """
@@ -39,35 +39,45 @@ class HoldRecorder:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._longest = 0.0
         self._callback: Any = None
-        self._beat_at = self._beat_cpu = 0.0
+        self._callback_cpu = self._callback_wall = 0.0
+        self._callbacks = 0
+        self._wall = self._loop_cpu = self._all_cpu = 0.0
 
     def timed(self, callback: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            began = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.thread_time()
             try:
                 return callback(*args)
             finally:
-                took = time.perf_counter() - began
-                if took > self._longest:
-                    self._longest, self._callback = took, callback
+                self._callbacks += 1
+                cpu = time.thread_time() - cpu
+                if cpu >= self._callback_cpu:
+                    self._callback, self._callback_cpu = callback, cpu
+                    self._callback_wall = time.perf_counter() - wall
 
         return call
 
     def begin(self) -> None:
-        self._beat_at, self._beat_cpu = time.perf_counter(), time.process_time()
+        self._callback, self._callback_cpu, self._callback_wall, self._callbacks = None, 0.0, 0.0, 0
+        self._wall, self._loop_cpu, self._all_cpu = time.perf_counter(), time.thread_time(), time.process_time()
 
     def beat(self) -> None:
-        held = time.perf_counter() - self._beat_at - BEAT_S
+        held = time.perf_counter() - self._wall - BEAT_S
         if held > WORTH_NOTING_S:
-            computed = time.process_time() - self._beat_cpu
-            # A callback that is a small part of it did not hold the loop: another thread or another process did.
-            by = _name(self._callback) if self._longest > held / 4 else "no single callback"
-            line = {"at": time.time(), "wall_ms": held * 1e3, "cpu_ms": computed * 1e3, "by": by}
+            loop_cpu = time.thread_time() - self._loop_cpu
+            line = {
+                "at": time.time(),
+                "wall_ms": held * 1e3,
+                "loop_ms": loop_cpu * 1e3,
+                "threads_ms": (time.process_time() - self._all_cpu - loop_cpu) * 1e3,
+                "callbacks": self._callbacks,
+                "longest": _name(self._callback),
+                "longest_ms": self._callback_cpu * 1e3,
+                "longest_wall_ms": self._callback_wall * 1e3,
+            }
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
-        self._longest, self._callback = 0.0, None
         self.begin()
 
 

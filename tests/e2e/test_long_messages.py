@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import struct
 from contextlib import AsyncExitStack
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
+from realtime.serving import uvicorn_patch
 from realtime.serving.intake import Intake
 from realtime.serving.uvicorn_patch import MAX_WAITING_BYTES, RealtimeWebSocket
 from realtime.serving.whole_frames import PART_BYTES
@@ -192,6 +194,62 @@ async def test_fragments_of_a_long_message_may_have_pings_between_them(serve: Se
         writer.write(frame(CONTINUED, message[200_000:]))
         await reader.readuntil(b"still there?")
         assert np.array_equal(await heard(running, 200_000) * 32768, np.frombuffer(audio, "<i2"))
+
+
+def close_code_in(data: bytes) -> int:
+    """The code of the close frame that ends the data."""
+    found = re.search(rb"\x88[\x02-\x7d](..)[ -~]*$", data, re.DOTALL)
+    assert found is not None, data[-200:]
+    return int(struct.unpack("!H", found[1])[0])
+
+
+@pytest.mark.parametrize("begun", ["head", "short message", "long message", "fragment"])
+async def test_a_message_that_has_begun_must_go_on(serve: Serve, begun: str) -> None:
+    """A client that answers pings and sends a byte now and then is alive, but its message never ends."""
+    starts = {
+        "head": b"\x81",
+        "short message": frame(TEXT, b"x" * 1000)[:500],
+        "long message": frame(TEXT, append_of(ramp(10**6)))[:-10_000],
+        "fragment": frame(TEXT, b"{", final=False),
+    }
+    async with serve(server={"dead_after_s": 1.0, "ping_interval_s": 0.2}) as running:
+        async with bare_socket(running) as (reader, writer):
+            writer.write(starts[begun])
+            reading = asyncio.create_task(reader.read(-1))
+            while not reading.done():
+                # Each is a sign of life.
+                signs = {"head": b"", "fragment": frame(CONTINUED, b"", final=False)}
+                writer.write(signs.get(begun, b"x"))
+                await asyncio.wait((reading,), timeout=0.1)
+            assert close_code_in(reading.result()) == 1008
+
+
+async def test_a_message_that_comes_slowly_is_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_patch, "MIN_BODY_RATE", 20)
+    async with serve(server={"dead_after_s": 0.5}) as running, bare_socket(running) as (reader, writer):
+        message = frame(TEXT, json.dumps({"type": "session.update", "session": {}, "x": "y" * 100}).encode())
+        for start in range(0, len(message), 5):
+            writer.write(message[start : start + 5])
+            await asyncio.sleep(0.05)
+        async with asyncio.timeout(10):
+            await reader.readuntil(b"session.updated")
+
+
+async def test_a_long_message_that_we_do_not_read_is_not_late(serve: Serve) -> None:
+    limits = {"audio_in_flight_s": 0.5}
+    async with serve(limits=limits, server={"dead_after_s": 0.3}) as running, greeted_client(running.ws) as client:
+        running.engine.feed_delay_s = 0.3
+        await client.update(**RAW)
+        await client.socket.send(append_of(ramp(160_000)).decode())
+        await client.send("session.update", session={})
+        await client.until("session.updated")
+        await heard_samples(running, 80_000)
+
+
+async def heard_samples(running: Running, samples: int) -> None:
+    async with asyncio.timeout(30):
+        while running.engine.streams[0].samples < samples:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("size", [900, 60_000])

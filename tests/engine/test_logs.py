@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from engine import logs
 from engine.logs import CONTINUED, MOST_LINES, PERIOD_S, LimitedHandler, LineFormatter, printable
 
+ROOT = Path(__file__).parents[2]
 FORGED = "2026-01-01 00:00:00 ERROR tickertape: the engine is on fire"
 
 
@@ -47,6 +50,17 @@ class Log:
 @pytest.fixture
 def log() -> Log:
     return Log()
+
+
+def test_no_process_of_the_server_sets_its_log_up_by_itself() -> None:
+    """What is escaped and limited holds for all of them, also for what libraries log."""
+    elsewhere = [
+        path.relative_to(ROOT).as_posix()
+        for package in ("audio", "engine", "fleet", "realtime")
+        for path in (ROOT / package).rglob("*.py")
+        if re.search(r"basicConfig|dictConfig|addHandler|StreamHandler|FileHandler", path.read_text())
+    ]
+    assert elsewhere == ["engine/logs.py"]
 
 
 @settings(deadline=None)
