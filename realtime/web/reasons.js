@@ -19,7 +19,12 @@ const FILE = {
   QuotaExceededError: `This file is too large for a browser (more than ${MAX_FILE_BYTES / 2 ** 20} MB). In the settings, let files be sent whole.`,
 };
 
-export function microphoneProblem(error) {
+export async function microphoneProblem(error, key) {
+  if (error.name === "NoRecorderError") {
+    // The server did not give the page its recorder.
+    const why = await whyRefused(key);
+    return why.final ? why.text : `${why.text}. Start again in a moment.`;
+  }
   return MICROPHONE[error.name] ?? `The microphone could not be opened: ${error.message}`;
 }
 

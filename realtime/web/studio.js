@@ -169,8 +169,9 @@ export class Studio extends EventTarget {
     try {
       await source.open();
     } catch (error) {
-      if (this.recording === mine) this.#end(explain(error));
-      else source.close();
+      source.close();
+      const problem = await explain(error, this.preferences.key);
+      if (this.recording === mine) this.#end(problem);
       return;
     }
     if (this.recording !== mine) {

@@ -1,8 +1,9 @@
-"""A line between browser and server that a test can cut, clog upwards, freeze both ways, or have refuse sockets."""
+"""A line between browser and server that a test can cut, clog upwards or freeze both ways."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -17,8 +18,8 @@ class Line:
         self._flowing.set()
         self._answering.set()
         self._closed = False
-        # What sockets and posted requests are answered with in place of the server, for example by a proxy.
-        self.refusal = b""
+        # The name that the server is told in place of the one the browser asked for, as by some proxies.
+        self.host = ""
 
     @property
     def url(self) -> str:
@@ -55,28 +56,18 @@ class Line:
             return
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target)
         self._writers += [writer, up_writer]
-        if self.refusal and await self._refused(reader, writer, up_writer):
-            return
+        if self.host:
+            await self._rename(reader, up_writer)
         for pump in (self._pump(reader, up_writer, self._flowing), self._pump(up_reader, writer, self._answering)):
             task = asyncio.create_task(pump)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _refused(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, up_writer: asyncio.StreamWriter
-    ) -> bool:
-        """Answer an upgrade or a posted request here; anything else goes up."""
+    async def _rename(self, reader: asyncio.StreamReader, up_writer: asyncio.StreamWriter) -> None:
+        """Send the head of a request on under another name. No other request follows on this connection unseen."""
         head = await reader.readuntil(b"\r\n\r\n")
-        if not head.startswith(b"POST") and b"\r\nupgrade: websocket" not in head.lower():
-            # No other request may follow on this connection unseen.
-            up_writer.write(head.replace(b"\r\nConnection: keep-alive", b"\r\nConnection: close"))
-            return False
-        length = len(self.refusal)
-        answer = f"HTTP/1.1 403 Forbidden\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n"
-        writer.write(f"{answer}Connection: close\r\n\r\n".encode() + self.refusal)
-        writer.close()
-        up_writer.close()
-        return True
+        head = re.sub(rb"\r\nHost: [^\r]*", b"\r\nHost: " + self.host.encode(), head)
+        up_writer.write(head.replace(b"\r\nConnection: keep-alive", b"\r\nConnection: close"))
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event) -> None:
         try:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import av
 import httpx
+import numpy as np
 import pytest
 
 from tests.realtime.gateway_doubles import silence, tone
-from tests.web.conftest import PageServer, page_server, write_wav
+from tests.web.conftest import PageServer, page_server, spoken, write_wav
 from tests.web.devtools import Page, open_page
 from tests.web.line import line_to
 from tests.web.page_server import SENTENCES
@@ -155,6 +156,22 @@ async def test_sentence_of_the_server_is_shown(page: Page, server: PageServer, t
         said = f"{file.name} could not be read: {answer.json()['error']['message']}"
         await page.until(f"{PROBLEM} === {said!r}")
         assert await page.evaluate(STATE) == "Ready"
+
+
+async def test_recording_of_a_phone_is_read(page: Page, server: PageServer, tmp_path: Path) -> None:
+    """An M4A as phones and ffmpeg write it, with its index at the end."""
+    memo = tmp_path / "memo.m4a"
+    with av.open(str(memo), "w", format="mp4") as container:
+        stream = container.add_stream("aac", rate=16_000, layout="mono")
+        samples = np.frombuffer(spoken(16_000) + silence(0.8, 16_000), "<i2").reshape(1, -1)
+        frame = av.AudioFrame.from_ndarray(samples, "s16", "mono")
+        frame.sample_rate = 16_000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    assert memo.read_bytes().index(b"moov") > memo.read_bytes().index(b"mdat")
+    await page.open(server.url)
+    await send_file(page, memo)
+    assert await texts(page) == list(SENTENCES[:3])
 
 
 async def test_file_waits_for_a_server_that_starts(page: Page, server: PageServer, talk: Path) -> None:
