@@ -426,7 +426,7 @@ def transformers_step_ms(history: int = 200, steps: int = 30) -> float:
         tokens = torch.full((1, positions), STREAMING_PAD, device="cuda")
         out = model(input_ids=tokens, input_features=features, num_delay_tokens=6, use_cache=True, **caches)
         out.logits[:, -1].argmax(-1).item()
-        return {name: out[name] for name in ("past_key_values", "encoder_past_key_values", "padding_cache")}
+        return {name: getattr(out, name) for name in ("past_key_values", "encoder_past_key_values", "padding_cache")}
 
     caches, times = step(history, {}), []
     for _ in range(steps):

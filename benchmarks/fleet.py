@@ -134,8 +134,8 @@ class Links:
 
     async def _through(self, name: str, address: str) -> int:
         if name not in self._servers:
-            port, cut = urlsplit(address).port or 0, self._table.with_name(f"cut-{name}")
-            take = lambda *near: self._keep(self._join(near, port, cut.exists))  # noqa: E731
+            far, cut = urlsplit(address), self._table.with_name(f"cut-{name}")
+            take = lambda *near: self._keep(self._join(near, str(far.hostname), far.port or 0, cut.exists))  # noqa: E731
             self._servers[name] = await asyncio.start_server(take, "127.0.0.1", 0)
         return int(self._servers[name].sockets[0].getsockname()[1])
 
@@ -144,13 +144,13 @@ class Links:
         self._joined.add(task)
         task.add_done_callback(self._joined.discard)
 
-    async def _join(self, near: Any, port: int, is_cut: Callable[[], bool]) -> None:
+    async def _join(self, near: Any, host: str, port: int, is_cut: Callable[[], bool]) -> None:
         """Waits for an engine that is not there yet, as for a machine that boots: to be taken and closed would look
         like a refusal."""
         deadline = time.monotonic() + 30.0
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError):
-                far = await asyncio.open_connection("127.0.0.1", port)
+                far = await asyncio.open_connection(host, port)
                 return await pump_both(near, far, is_cut)
             await asyncio.sleep(0.1)
         near[1].close()
