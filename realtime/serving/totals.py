@@ -16,8 +16,9 @@ from prometheus_client.registry import Collector
 # When a counter was made: a moment of one process, which says nothing about several.
 CREATED = "_created"
 
-# A sample by the name of its family, its own name and its labels.
-_Key = tuple[str, str, tuple[tuple[str, str], ...]]
+# A sample is known by one text: the name of its family, its own name, and its labels by name and value. Tuples would
+# take most of the time of a scrape: their hash is worked out at every look.
+_BETWEEN = "\0"
 
 
 class _Sample(msgspec.Struct, array_like=True, frozen=True):
@@ -57,6 +58,11 @@ def _samples(metric: Metric) -> list[_Sample]:
     ]
 
 
+def _key(family: _Family, sample: _Sample) -> str:
+    labels = (text.replace(_BETWEEN, "") for label in sample.labels.items() for text in label)
+    return _BETWEEN.join((family.name, sample.name, *labels))
+
+
 class Totals:
     """The last report of each living process, and what those that have ended had counted.
 
@@ -67,28 +73,28 @@ class Totals:
     def __init__(self) -> None:
         # Every family that was ever reported, without its samples.
         self._families: dict[str, _Family] = {}
-        self._living: dict[int, dict[_Key, float]] = {}
-        self._ended: dict[_Key, float] = {}
+        self._living: dict[int, dict[str, float]] = {}
+        self._ended: dict[str, float] = {}
         # The highest value of each counter that every process sees alike.
-        self._highest: dict[_Key, float] = {}
+        self._highest: dict[str, float] = {}
 
     def __len__(self) -> int:
         """How many numbers are kept."""
         return len(self._ended) + len(self._highest) + sum(map(len, self._living.values()))
 
     def hear(self, process: int, reported: msgspec.Raw) -> None:
-        values: dict[_Key, float] = {}
+        values: dict[str, float] = {}
         for family in _decoder.decode(reported):
             self._families[family.name] = msgspec.structs.replace(family, samples=[])
             for sample in family.samples:
                 if sample.value is not None:
-                    values[family.name, sample.name, tuple(sample.labels.items())] = sample.value
+                    values[_key(family, sample)] = sample.value
         self._living[process] = values
 
     def forget(self, process: int) -> None:
         """It has ended. What it counted stays in the sums."""
         for key, value in self._living.pop(process, {}).items():
-            family = self._families[key[0]]
+            family = self._families[key.partition(_BETWEEN)[0]]
             if family.kind != "gauge" and not family.seen_alike:
                 self._ended[key] = self._ended.get(key, 0.0) + value
 
@@ -99,21 +105,21 @@ class Totals:
         return generate_latest(registry)
 
     def _collect(self) -> list[Metric]:
+        sums, highest = dict(self._ended), dict[str, float]()
+        for values in self._living.values():
+            for key, value in values.items():
+                sums[key] = sums.get(key, 0.0) + value
+                highest[key] = max(value, highest.get(key, value))
         shown = {name: Metric(name, family.text, family.kind) for name, family in self._families.items()}
-        keys = dict.fromkeys(key for values in (*self._living.values(), self._ended) for key in values)
-        for key in keys:
-            name, sample, labels = key
-            shown[name].add_sample(sample, dict(labels), self._value(self._families[name], key))
+        for key, value in sums.items():
+            name, sample, *labels = key.split(_BETWEEN)
+            family = self._families[name]
+            if family.seen_alike:
+                value = highest[key]
+                if family.kind != "gauge":
+                    self._highest[key] = value = max(value, self._highest.get(key, 0.0))
+            shown[name].add_sample(sample, dict(zip(labels[::2], labels[1::2], strict=True)), value)
         return list(shown.values())
-
-    def _value(self, family: _Family, key: _Key) -> float:
-        living = [values[key] for values in self._living.values() if key in values]
-        if not family.seen_alike:
-            return sum(living) + self._ended.get(key, 0.0)
-        if family.kind == "gauge":
-            return max(living)
-        self._highest[key] = max(*living, self._highest.get(key, 0.0))
-        return self._highest[key]
 
 
 class _Collected(Collector):

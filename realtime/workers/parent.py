@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from realtime.config import Changes, Config, take_over
+from realtime.log_setup import set_log_level
 from realtime.serving.tokens import signing_secret
 from realtime.serving.totals import Totals
 from realtime.workers.line import (
@@ -122,6 +123,7 @@ class Parent:
     def reload(self, new: Config) -> Changes:
         """Take over another configuration here and in all workers, without closing a socket. Raises ConfigError."""
         changes = take_over(self.config, new)
+        set_log_level(self.config.server.log_level)
         encoded = encode_config(self.config)
         for worker in self.workers.values():
             worker.line.send(Reload(encoded))
