@@ -16,8 +16,8 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
+from engine.logs import set_log_level
 from realtime.config import Changes, Config, take_over
-from realtime.log_setup import set_log_level
 from realtime.serving.tokens import signing_secret
 from realtime.serving.totals import Totals
 from realtime.workers.line import (
