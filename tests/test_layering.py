@@ -62,7 +62,7 @@ FLOORS: dict[str, set[str]] = {
         "realtime/serving",
         "realtime/session",
     },
-    "realtime/workers": {"realtime", "realtime/serving"},
+    "realtime/workers": {"engine", "realtime", "realtime/serving"},
     "realtime/client": set(),
     "realtime/bench": {"audio", "realtime/client"},
     "realtime/commands": {
