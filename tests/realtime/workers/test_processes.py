@@ -77,7 +77,8 @@ async def test_workers_that_are_killed_and_replaced_under_sessions_change_no_wor
         for speaker in speakers:
             speaker.hold_at(4.0)
         speaking = asyncio.gather(*(speaker.speak() for speaker in speakers))
-        await fakes.until(lambda: all(speaker.events for speaker in speakers))
+        # Each has said something: before that, nothing of a session is with the engine yet.
+        await fakes.until(lambda: all(speaker.text for speaker in speakers))
         # A worker that is killed takes with it what it counted in its last moment.
         while await opened(parent) != SESSIONS + 1:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
