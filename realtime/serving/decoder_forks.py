@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from contextlib import suppress
 from typing import BinaryIO
 
@@ -97,6 +98,9 @@ def _live(line: socket.socket, file: BinaryIO | None) -> None:
         _decode(_Line(line), file)
     except (OSError, EOFError):
         pass  # the gateway does not wait any more
+    except Exception:
+        # A fault of ours. The gateway sees that the line is cut.
+        traceback.print_exc()
     finally:
         os._exit(0)
 

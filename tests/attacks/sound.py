@@ -302,8 +302,8 @@ async def codecs_that_are_not_served(target: Target) -> None:
 @attack(gateway_mib=12)
 async def a_codec_that_wants_gigabytes(target: Target) -> None:
     """ALAC whose head asks for the largest frames of eight channels: its decoder has bounds, apart from the gateway."""
-    data = bytearray(written("ipod", "alac", 44_100))
-    head = data.rindex(b"alac", data.index(b"moov")) + 8
+    data = bytearray(written("matroska", "alac", 44_100))
+    head = data.index(struct.pack(">I", 4096))
     data[head : head + 4], data[head + 9] = struct.pack(">I", 4096 * 4096), 8
     answers = await asyncio.gather(*(target.upload(form_file(bytes(data))) for _ in range(8)))
     for answer in answers:

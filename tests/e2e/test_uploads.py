@@ -29,7 +29,7 @@ def file(seconds: float = 0.2) -> dict[str, Any]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
