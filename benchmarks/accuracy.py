@@ -28,8 +28,8 @@ import torch
 from benchmarks.measuring import RunFailed, parser_of, percentiles, show, write_json
 from benchmarks.playing import Cost, Played, Run
 from benchmarks.recordings import (
+    BadManifest,
     Clip,
-    ManifestError,
     Part,
     Session,
     joined_sessions,
@@ -424,7 +424,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             manifest = sample_manifest(Path(folder)) if options.small else options.manifest
             report = measure(read_manifest(manifest, options.kind, options.limit), options)
-        except (ManifestError, EngineError, RunFailed) as error:
+        except (BadManifest, EngineError, RunFailed) as error:
             return complain(error)
     write_json(options, report)
     return 0
