@@ -261,8 +261,9 @@ async def audio_beside_mistakes(target: Target) -> None:
             async with asyncio.timeout(20):
                 acknowledged = 0
                 while acknowledged < number * 4800:
-                    event = json.loads((await socket.read_frame())[1])
-                    if event["type"] == "input_audio_buffer.acknowledged":
+                    opcode, payload = await socket.read_frame()
+                    event = json.loads(payload) if opcode == TEXT else {}
+                    if event.get("type") == "input_audio_buffer.acknowledged":
                         acknowledged = event["samples"]
 
 
