@@ -56,8 +56,10 @@ export class Link extends EventTarget {
     this.#connect();
   }
 
+  // Sound also keeps the time: timers of a page that nobody looks at may run once a minute.
   push(samples) {
     this.backlog.push(samples);
+    this.#watch();
     this.#pump();
   }
 
@@ -138,7 +140,6 @@ export class Link extends EventTarget {
 
   // Whether there is a server is asked by HTTP first: browsers hold back sockets to where sockets have failed.
   async #reconnect() {
-    clearTimeout(this.retry);
     this.#set("connecting");
     const why = await whyNotReady();
     if (this.over || this.socket) return;
@@ -147,7 +148,6 @@ export class Link extends EventTarget {
   }
 
   #connect() {
-    clearTimeout(this.retry);
     this.openBy = Date.now() + GREET_SECONDS * 1000;
     this.#set("connecting");
     this.greeted = this.ready = this.commitSent = false;
@@ -203,7 +203,6 @@ export class Link extends EventTarget {
     const seconds = secondsToWait(why, this.tries);
     this.tries += 1;
     this.retryAt = Date.now() + seconds * 1000;
-    this.retry = setTimeout(() => this.#reconnect(), seconds * 1000);
     this.#set("lost", why.text);
   }
 
@@ -225,7 +224,6 @@ export class Link extends EventTarget {
 
   #leave(problem) {
     clearInterval(this.timer);
-    clearTimeout(this.retry);
     this.left?.abort();
     if (this.socket?.readyState === WebSocket.OPEN) {
       // Otherwise the server would keep the session's place for a client that might come back.
@@ -368,12 +366,18 @@ export class Link extends EventTarget {
 
   #tick() {
     this.#pump();
-    const silent = (Date.now() - this.heardAt) / 1000;
-    if (this.ready && this.finishing && silent > FINISH_SECONDS) {
-      this.stop("The server did not send the last words in time.");
-    } else if (this.ready ? this.silentSeconds > DEAD_SECONDS : this.socket && Date.now() > this.openBy) {
-      this.#giveUp();
-    }
+    this.#watch();
     this.dispatchEvent(new Event("tick"));
+  }
+
+  #watch() {
+    const now = Date.now();
+    if (this.ready && this.finishing && now - this.heardAt > FINISH_SECONDS * 1000) {
+      this.stop("The server did not send the last words in time.");
+    } else if (this.ready ? this.silentSeconds > DEAD_SECONDS : this.socket && now > this.openBy) {
+      this.#giveUp();
+    } else if (this.state === "lost" && now > this.retryAt) {
+      this.#reconnect();
+    }
   }
 }

@@ -43,8 +43,11 @@ ADD_CAPTIONS = """(() => {
   document.querySelector("#problem").hidden = false;
   document.querySelector("#problem-text").textContent = "Something is wrong.";
   document.querySelector("#state").dataset.state = "lost";
-  for (const id of ["retry", "restored", "pause", "after", "search"]) document.querySelector(`#${id}`).hidden = false;
+  const hidden = ["retry", "restored", "pause", "after", "search", "job"];
+  for (const id of hidden) document.querySelector(`#${id}`).hidden = false;
   document.querySelector("#restored-text").textContent = "Captions of 14 November";
+  document.querySelector("#job-name").textContent = "a name that is longer than any screen is wide ".repeat(5);
+  document.querySelector("#job-facts").textContent = "43 %, about 20 min left";
   for (const state of ["done", "open", "cut", "note"]) {
     const item = document.createElement("li");
     item.dataset.state = state;
@@ -99,7 +102,11 @@ async def test_every_control_has_a_name(page: Page, server: PageServer) -> None:
     await page.open(server.url)
     await page.evaluate(ADD_CAPTIONS)
     unnamed, roles = await names(page)
-    assert unnamed == [] and {"button", "searchbox", "region", "status", "alert", "meter"} <= roles
+    assert unnamed == [] and {"button", "searchbox", "region", "status", "alert", "progressbar"} <= roles
+    # A file has no level.
+    await page.evaluate("document.querySelector('#job').hidden = true")
+    unnamed, roles = await names(page)
+    assert unnamed == [] and "meter" in roles
     # An open dialog hides everything else from a screen reader.
     await page.evaluate("document.querySelector('#settings').showModal()")
     unnamed, roles = await names(page)
@@ -109,7 +116,7 @@ async def test_every_control_has_a_name(page: Page, server: PageServer) -> None:
 async def names(page: Page) -> tuple[list[Any], set[str]]:
     tree = (await page.call("Accessibility.getFullAXTree"))["nodes"]
     nodes = [node for node in tree if not node.get("ignored")]
-    asked = {"button", "combobox", "textbox", "slider", "checkbox", "meter", "region", "dialog", "group"}
+    asked = {"button", "combobox", "textbox", "slider", "checkbox", "meter", "progressbar", "region", "dialog", "group"}
     unnamed = [node for node in nodes if node["role"]["value"] in asked and not node.get("name", {}).get("value")]
     return unnamed, {node["role"]["value"] for node in nodes}
 

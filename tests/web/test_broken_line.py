@@ -149,6 +149,29 @@ async def test_device_that_is_online_again_does_not_wait_for_the_next_try(page: 
         await stop(page)
 
 
+async def test_page_in_the_background_comes_back_without_its_timers(page: Page, server: PageServer) -> None:
+    """Browsers let the timers of a page that nobody looks at run once a minute; its sound comes all the same."""
+    await page.before_load(
+        """const [once, often] = [setTimeout, setInterval];
+        const late = (delay) => (window.hushed && delay > 100 ? 6e4 : delay);
+        window.setTimeout = (action, delay, ...rest) => once(action, late(delay), ...rest);
+        window.setInterval = (action, delay, ...rest) => often(() => window.hushed || action(), delay, ...rest);"""
+    )
+    async with line_to(server.port) as line:
+        await listen(page, line.url)
+        await page.evaluate("(window.hushed = true, undefined)")
+        line.cut()
+        await page.until(f"{STATE}.startsWith('Server lost')")
+        await page.until(f"{STATE} === 'Resumed, nothing lost'", 15)
+        line.freeze()
+        await page.until(f"{STATE}.startsWith('Server lost')", 20)
+        line.clear()
+        await page.until(f"{STATE} === 'Resumed, nothing lost'", 20)
+        await page.evaluate("(window.hushed = false, undefined)")
+        await stop(page)
+    check_said(await turns(page))
+
+
 async def test_turns_without_words_share_one_row(page: Page, server: PageServer, talk: Path) -> None:
     """After an outage all sound comes at once: speech is found soon, and its words come later."""
     server.engine.mute_first = 1

@@ -201,6 +201,22 @@ async def test_file_is_sent_again_when_the_line_broke_before_its_first_word(
     assert await texts(page) == list(SENTENCES[:3])
 
 
+async def test_dead_line_is_said_while_a_file_is_transcribed(page: Page, server: PageServer, talk: Path) -> None:
+    """No text may come for long, so the page asks the server something else before it says so."""
+    server.engine.feed_delay_s = 2.0
+    async with line_to(server.port) as line:
+        await page.open(line.url)
+        await page.choose_file("#file", talk)
+        await page.until(f"{STATE} === 'Transcribing'")
+        await page.until("performance.now() > 12000")
+        assert await page.evaluate(STATE) == "Transcribing"
+        line.freeze()
+        await page.until(f"/^No answer from the server \\(\\d+ s\\)$/.test({STATE})")
+        line.clear()
+        await page.until(f"{STATE} === 'Ready'")
+    assert await texts(page) == list(SENTENCES[:3])
+
+
 async def test_large_file_without_a_key_says_that_a_key_is_needed(page: Page, tmp_path: Path) -> None:
     """The server answers before it has read the file, which a browser may take for a broken line."""
     large = write_wav(tmp_path / "large.wav", tone(12, 1_000_000), 1_000_000)

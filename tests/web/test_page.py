@@ -197,7 +197,7 @@ async def test_dropped_file_that_is_no_sound_is_said(page: Page, server: PageSer
           document.body.dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true }));
         })()"""
     )
-    assert "notes.mp3 could not be read: the stream is none of" in await page.until(PROBLEM)
+    assert "notes.mp3 could not be read: The stream is none of" in await page.until(PROBLEM)
     assert await page.evaluate(STATE) == "Ready"
 
 
