@@ -79,7 +79,7 @@ test-failed:
 
 # One cluster for the whole run, and no second process beside it: two cores are few.
 test-fleet: setup-fleet
-	$(BIN)/python -m pytest -m "ray or fleet" tests/fleet tests/e2e/test_fleet_processes.py
+	$(BIN)/python -m pytest -m "ray or fleet" tests/fleet tests/e2e/test_fleet_processes.py tests/benchmarks
 
 # The oldest version of each direct dependency that pyproject.toml allows, in an environment of its own. What the gateway
 # depends on through others and what matters to it (h11, anyio) is a direct dependency for this reason. Test tools are
@@ -125,8 +125,8 @@ check: setup-dev
 
 bench: setup-dev
 	$(BIN)/python -m benchmarks.step_cost
-	$(BIN)/python -m benchmarks.gateway
-	$(BIN)/python -m benchmarks.boundary
+	$(BIN)/python -m benchmarks.gateway_cost
+	$(BIN)/python -m benchmarks.link_cost
 
 soak: setup-dev weights
 	$(BIN)/python -m pytest -m soak --timeout 7200

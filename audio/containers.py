@@ -1,7 +1,8 @@
 """Containers and codecs (WebM, Ogg, MP3, FLAC, WAV, MP4, ...) -> float32 mono at 16 kHz, through PyAV.
 
-`read_file` pulls blocks out of a file of any length. `ContainerDecoder` takes the bytes of a stream that may never end,
-as they arrive. Both decode the same way, and hold no more than the piece at hand and what the codec needs.
+`read_file` pulls blocks out of a file of one's own, `read_upload` out of one that a stranger sent, and `read_stream`
+out of a stranger's stream, which may never end. `ContainerDecoder` takes the bytes of such a stream as they arrive. All
+decode the same way, and hold no more than the piece at hand and what the codec needs.
 
 PyAV pulls bytes from a file object, so a `ContainerDecoder` has a thread on which PyAV runs, used as a coroutine: it
 gets one piece, and goes on when what it made of it is taken. Nothing queues up, a small piece that holds hours of
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from os import PathLike
 from queue import SimpleQueue
@@ -25,10 +26,19 @@ from av.audio.stream import AudioStream
 from av.container import InputContainer
 from numpy.typing import NDArray
 
-from audio.errors import AudioError, CorruptAudio, EmptyAudio, NoAudioTrack, NotAudio, TooCompressed, TooManyDecoders
+from audio.errors import (
+    AudioError,
+    CorruptAudio,
+    EmptyAudio,
+    NoAudioTrack,
+    NotAudio,
+    NotServed,
+    TooCompressed,
+)
 from audio.formats import checked_samples
-from audio.mp4 import Mp4Boxes
-from audio.pipes import READ_BYTES, BytePipe, Filtered, Parts, PipeClosed
+from audio.mp4 import MAX_HEADER_BYTES, Mp4Boxes
+from audio.mp4_file import MAX_INDEX_BYTES, index_first
+from audio.pipes import READ_BYTES, BytePipe, ByteReader, Filtered, Parts, PartsReader, PipeClosed
 from audio.resample import MODEL_RATE, Resampler
 from audio.tagless import WAV_UNKNOWN_LENGTH, without_tags
 
@@ -41,19 +51,55 @@ MAX_CHANNELS = 64
 # Codecs for speech take 80 bytes for a second, and 20 when nobody speaks; a stream may begin with a minute of less.
 MAX_SECONDS_PER_BYTE = 0.1
 FREE_SECONDS = 60.0
-# Decoders that may still be at work although nobody waits for them.
-MAX_LEFT_BEHIND = 64
 
 Source = BinaryIO | Filtered
 
-# What may be opened. Other formats are not sound (subtitles, images) or refer to further files (playlists).
-FILE_FORMATS = "aac,ac3,aiff,amr,asf,au,avi,caf,eac3,flac,flv,matroska,mov,mp3,mp4,mpeg,mpegts,ogg,w64,wav,webm"
-OPEN_OPTIONS = {"format_whitelist": FILE_FORMATS, "protocol_whitelist": "none"}
-# Decoders that may be used, by how their names begin: what people record and send. Rare ones are where libav is weak.
-CODECS = tuple("aac ac3 adpcm_ alac amr eac3 flac g722 g726 gsm mp1 mp2 mp3 opus libopus pcm_ speex vorbis wma".split())
+# What is served: the containers and the codecs that people record with and send. Whatever else libav has, a stranger
+# cannot reach it; rare decoders are where libav is weak. Decoders of libav by their names, where some have two.
+SERVED_FORMATS = "flac,matroska,mov,mp3,mp4,ogg,wav,webm"
+SERVED_CODECS = (
+    *("aac", "alac", "flac", "libopus", "libvorbis", "mp3", "mp3float", "opus", "vorbis"),
+    *("pcm_alaw", "pcm_mulaw", "pcm_u8", "pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_s24be", "pcm_s32le", "pcm_s32be"),
+    *("pcm_f32le", "pcm_f32be", "pcm_f64le", "pcm_f64be"),
+)
+# How formats that are not served begin, so that they can be refused by their name: place, bytes, name.
+UNSERVED_FORMATS = (
+    (8, b"AVI ", "AVI"),
+    (8, b"AIFF", "AIFF"),
+    (8, b"AIFC", "AIFF"),
+    (0, b"#!AMR", "AMR"),
+    (0, b"caff", "CAF"),
+    (0, b".snd", "AU"),
+    (0, b"FLV\x01", "FLV"),
+    (0, b"\x30\x26\xb2\x75\x8e\x66\xcf\x11", "WMA"),
+    (0, b"riff\x2e\x91\xcf\x11", "Wave64"),
+    (0, b"\x0b\x77", "AC-3"),
+    (0, b"\x00\x00\x01\xba", "MPEG"),
+    (0, b"\xff\xf1", "AAC without a container"),
+    (0, b"\xff\xf9", "AAC without a container"),
+    (0, b"MThd", "MIDI"),
+    (0, b"ADIF", "AAC without a container"),
+)
+SEND_FORMATS = "send WebM, Ogg, MP3, FLAC, WAV or MP4"
+SEND_CODECS = "send Opus, AAC, MP3, FLAC, Vorbis, ALAC or PCM"
+# What `read_file` opens besides: it reads what people have on their own disks. Formats that are no sound (subtitles,
+# images) or refer to further files (playlists) are not among it.
+FILE_FORMATS = f"{SERVED_FORMATS},aac,ac3,aiff,amr,asf,au,avi,caf,eac3,flv,mpeg,mpegts,w64"
+FILE_CODECS = tuple(
+    "aac ac3 adpcm_ alac amr eac3 flac g722 g726 gsm mp1 mp2 mp3 opus libopus pcm_ speex vorbis wma".split()
+)
+
+
+def _rules(formats: str, codecs: Iterable[str]) -> dict[str, str]:
+    """What libav may open, also to find out what is in a file. Nothing refers to another file."""
+    return {"format_whitelist": formats, "codec_whitelist": ",".join(codecs), "protocol_whitelist": "none"}
+
+
+SERVED = _rules(SERVED_FORMATS, SERVED_CODECS)
+OPEN_OPTIONS = _rules(FILE_FORMATS, sorted(name for name in av.codecs_available if name.startswith(FILE_CODECS)))
 # libav would read five seconds before it trusts a header, and a stream's first samples must not wait for that.
 # Nobody seeks in a stream, so libav's index of it stays small.
-STREAM_OPTIONS = OPEN_OPTIONS | {"analyzeduration": "1", "indexmem": "16384"}
+STREAM_OPTIONS = SERVED | {"analyzeduration": "1", "indexmem": "16384", "max_streams": "64"}
 
 # Formats whose declared duration is a fact and not an estimate from the bit rate.
 EXACT_DURATION_FORMATS = frozenset({"matroska,webm", "ogg", "flac", "mov,mp4,m4a,3gp,3g2,mj2"})
@@ -73,13 +119,25 @@ def read_file(path: str | PathLike[str]) -> Iterator[NDArray[np.float32]]:
         yield from _decode(file, head, None, OPEN_OPTIONS)
 
 
+def read_upload(file: BinaryIO) -> Iterator[NDArray[np.float32]]:
+    """A file that a stranger sent, in short blocks like `read_file`, with every bound that streams have.
+
+    The file can be read anywhere: an MP4 may have its index at the end. Raises AudioError.
+    """
+    head = file.read(HEAD_BYTES)
+    file.seek(0)
+    if sniff(head) == "mp4":
+        return read_stream(PartsReader(index_first(file)), MAX_INDEX_BYTES)
+    return read_stream(PartsReader(iter(partial(file.read, READ_BYTES), b"")))
+
+
 def sniff(head: bytes) -> str | None:
     """The name of the container that begins with these bytes, as libav calls it; None if it is none that streams."""
     if head.startswith(b"\x1aE\xdf\xa3"):
         return "matroska"
     if head[:4] in (b"RIFF", b"RF64") and head[8:12] == b"WAVE":
         return "wav"
-    if head[4:8] in (b"ftyp", b"styp", b"moov"):
+    if head[4:8] in (b"ftyp", b"styp", b"moov", b"mdat", b"wide"):
         return "mp4"
     if head.startswith(b"OggS"):
         return "ogg"
@@ -102,13 +160,9 @@ class ContainerDecoder:
     to flow after 128 KiB and FLAC after about a second: libav reads that much before it is sure what is inside.
     """
 
-    def __init__(self, on_turn: Callable[[], None] | None = None) -> None:
-        """`on_turn` is called, on another thread, when what was given is used up or a step of samples is ready.
-
-        With it, call `give` and `take` in turns and never wait; without it, `decode` and `flush` wait.
-        """
+    def __init__(self) -> None:
         self._turns: SimpleQueue[None] = SimpleQueue()
-        self._pipe = BytePipe(on_turn or partial(self._turns.put, None))
+        self._pipe = BytePipe(partial(self._turns.put, None))
         self._made = _Made()
         self._ended = False
         # The thread does not know the decoder: one that nobody holds any more is collected, and its thread ends.
@@ -121,32 +175,29 @@ class ContainerDecoder:
 
         Raises AudioError when the stream cannot be decoded (any further), on this and every later call.
         """
-        self.give(data)
+        self._give(data)
         return self._blocks()
 
     def flush(self) -> Iterator[NDArray[np.float32]]:
         """End the stream: the remaining blocks. Raises AudioError as `decode` does, and for no audio at all."""
-        self.give(None)
+        self._give(None)
         return self._blocks()
 
     def close(self) -> None:
         """End the stream without waiting for its thread, which may be in the middle of a piece. Harmless twice."""
         self._ended = True
         self._pipe.close()
-        if self._thread.is_alive():
-            _left_behind.add(self._thread)
 
-    def give(self, data: bytes | None) -> None:
-        """Hand over a piece, nothing to let it go on, or None for the end; `on_turn` says when it is done with it."""
+    def _give(self, data: bytes | None) -> None:
+        """Hand over a piece, nothing to let it go on, or None for the end."""
         if self._ended and data != b"":
             raise ValueError("the stream has been flushed or closed")
         self._ended = self._ended or data is None
         if not self._thread.ident:
-            _check_left_behind()
             self._thread.start()
         self._pipe.hand_over(data)
 
-    def take(self) -> list[NDArray[np.float32]]:
+    def _take(self) -> list[NDArray[np.float32]]:
         """After a turn: the blocks made in it, a step at most and one packet. Raises AudioError."""
         if isinstance(self._pipe.failure, AudioError):
             raise type(self._pipe.failure)(str(self._pipe.failure))
@@ -154,28 +205,14 @@ class ContainerDecoder:
             raise self._pipe.failure
         return self._made.take()
 
-    @property
-    def has_more(self) -> bool:
-        """After a turn: more can be made of what was given already."""
-        return not self._pipe.hungry and not self._pipe.finished
-
     def _blocks(self) -> Iterator[NDArray[np.float32]]:
         self._turns.get()
-        yield from self.take()
-        while self.has_more:
-            self.give(b"")
+        yield from self._take()
+        # More can be made of what was given already.
+        while not self._pipe.hungry and not self._pipe.finished:
+            self._give(b"")
             self._turns.get()
-            yield from self.take()
-
-
-# Threads of decoders that were closed in the middle of a piece. libav cannot be stopped, so their number is bounded.
-_left_behind: set[threading.Thread] = set()
-
-
-def _check_left_behind() -> None:
-    _left_behind.intersection_update([thread for thread in _left_behind if thread.is_alive()])
-    if len(_left_behind) >= MAX_LEFT_BEHIND:
-        raise TooManyDecoders("the server is still busy with other recordings; try again in a minute")
+            yield from self._take()
 
 
 class _Made:
@@ -212,37 +249,50 @@ def _pump(pipe: BytePipe, made: _Made) -> None:
 
 
 def _make(pipe: BytePipe, made: _Made) -> None:
-    """Decode the stream in steps, each when the one before is taken. What the stream did wrong comes before what libav
-    makes of it."""
+    """Decode the stream in steps, each when the one before is taken."""
     pipe.begin()
-    head = pipe.peek(HEAD_BYTES)
+    for block in read_stream(pipe):
+        made.add(block)
+        if made.samples >= STEP_SAMPLES:
+            pipe.pause()
+
+
+def read_stream(reader: ByteReader, most_index_bytes: int = MAX_HEADER_BYTES) -> Iterator[NDArray[np.float32]]:
+    """Blocks of a stream that a stranger sends. What it did wrong comes before what libav makes of it."""
+    head = reader.peek(HEAD_BYTES)
     container_format = sniff(head)
     if head and container_format is None:
-        raise NotAudio("the stream is none of WebM, Ogg, MP3, FLAC, WAV and MP4, or does not start at its beginning")
-    source: Filtered = Mp4Boxes(pipe)
+        raise _not_served(head)
+    source: Filtered = Mp4Boxes(reader, most_index_bytes)
     if container_format is not None and container_format != "mp4":
-        source = Parts(without_tags(container_format, pipe))
+        source = Parts(without_tags(container_format, reader))
     try:
-        _make_steps(_decode(source, head, container_format, STREAM_OPTIONS), pipe, made)
+        yield from _not_too_small(_decode(source, head, container_format, STREAM_OPTIONS), reader)
     except AudioError as error:
         raise source.fault or error from error
     if source.fault is not None:
         raise source.fault
 
 
-def _make_steps(blocks: Iterator[NDArray[np.float32]], pipe: BytePipe, made: _Made) -> None:
+def _not_served(head: bytes) -> NotAudio:
+    name = next((name for at, magic, name in UNSERVED_FORMATS if head[at:].startswith(magic)), None)
+    if name is not None:
+        return NotServed(f"the format {name} is not served; {SEND_FORMATS}")
+    return NotAudio("the stream is none of WebM, Ogg, MP3, FLAC, WAV and MP4, or does not start at its beginning")
+
+
+def _not_too_small(blocks: Iterator[NDArray[np.float32]], reader: ByteReader) -> Iterator[NDArray[np.float32]]:
+    """The blocks, as long as their bytes may hold so much sound."""
     seconds = 0.0
     for block in blocks:
-        pipe.sound_came()
+        reader.sound_came()
         seconds += len(block) / MODEL_RATE
-        if seconds > FREE_SECONDS + MAX_SECONDS_PER_BYTE * pipe.bytes_read:
+        if seconds > FREE_SECONDS + MAX_SECONDS_PER_BYTE * reader.bytes_read:
             raise TooCompressed(
-                f"{seconds:.0f} s of sound came out of {pipe.bytes_read} bytes, less than any codec needs for speech; "
-                "send Opus, MP3 or raw samples, or FLAC in blocks of 4096 samples"
+                f"{seconds:.0f} s of sound came out of {reader.bytes_read} bytes, less than any codec needs for "
+                "speech; send Opus, MP3 or raw samples, or FLAC in blocks of 4096 samples"
             )
-        made.add(block)
-        if made.samples >= STEP_SAMPLES:
-            pipe.pause()
+        yield block
 
 
 def _decode(
@@ -282,9 +332,7 @@ def _open(source: Source, head: bytes, container_format: str | None, options: di
         )
     except av.error.FFmpegError as error:
         if known is None:
-            raise NotAudio(
-                "the file is not audio in a format that can be read; send WAV, FLAC, MP3, Ogg, WebM or MP4"
-            ) from error
+            raise NotAudio(f"the file is not audio in a format that can be read; {SEND_FORMATS}") from error
         raise CorruptAudio(f"the {known} header is damaged or incomplete; send the file from its start") from error
     if not container.streams.audio:
         with container:
@@ -293,9 +341,10 @@ def _open(source: Source, head: bytes, container_format: str | None, options: di
             raise NoAudioTrack("the file has no audio track; send one that has sound in it")
     # The type does not say so, but an unknown codec has no context.
     decoder: AudioCodecContext | None = container.streams.audio[0].codec_context
-    if decoder is None or not decoder.name.startswith(CODECS):
+    if decoder is None or decoder.name not in options["codec_whitelist"].split(","):
         with container:
-            raise NotAudio("the audio track is in a codec that cannot be read; send Opus, AAC, MP3, FLAC or PCM")
+            named = "an unknown codec" if decoder is None else f"the codec {decoder.name!r}"
+            raise NotServed(f"{named} is not served; {SEND_CODECS}")
     decoder.options = {"max_samples": str(MAX_PACKET_SAMPLES)}
     return container
 

@@ -11,6 +11,12 @@ class AudioError(Exception):
 
     code = "invalid_audio"
 
+    @property
+    def sentence(self) -> str:
+        """As a client reads it."""
+        text = str(self)
+        return f"{text[:1].upper()}{text[1:]}."
+
 
 class BadSamples(AudioError):
     """Samples that are not numbers, or far outside [-1, 1]."""
@@ -28,6 +34,12 @@ class NotAudio(AudioError):
     """The bytes are not a format we read."""
 
     code = "not_audio"
+
+
+class NotServed(NotAudio):
+    """A format or a codec that is known and not served."""
+
+    code = "format_not_served"
 
 
 class EmptyAudio(AudioError):
@@ -58,6 +70,12 @@ class DecodingTooSlow(AudioError):
     """A piece that the decoder does not get through."""
 
     code = "decoding_too_slow"
+
+
+class TooLargeToDecode(AudioError):
+    """A file for which the decoder wants more memory than it may have."""
+
+    code = "audio_too_large"
 
 
 class TooManyDecoders(AudioError):

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from audio.errors import CorruptAudio, NoAudioTrack
-from audio.pipes import BytePipe, Filtered
+from audio.pipes import ByteReader, Filtered
 
 # A box that describes media takes kilobytes. A box of size 0 lasts to the end.
 MAX_BOX_BYTES = 1 << 20
@@ -47,9 +50,10 @@ class Mp4Boxes(Filtered):
     loses its place otherwise. A long stream is also ended now and then and opened again with the same header.
     """
 
-    def __init__(self, pipe: BytePipe) -> None:
+    def __init__(self, pipe: ByteReader, most_index_bytes: int = MAX_HEADER_BYTES) -> None:
         super().__init__()
         self._pipe = pipe
+        self._most_index_bytes = most_index_bytes
         self._box = b""
         self._taken = 0
         self._media_bytes = 0
@@ -98,8 +102,8 @@ class Mp4Boxes(Filtered):
         if kind == b"mdat" or (content > MAX_BOX_BYTES and kind == b"free"):
             self._media_bytes = content
             return header
-        if content > MAX_BOX_BYTES:
-            raise CorruptAudio(f"a box that describes the sound is larger than {MAX_BOX_BYTES} bytes; {_REMEDY}")
+        if content > (self._most_index_bytes if kind == b"moov" else MAX_BOX_BYTES):
+            raise CorruptAudio(f"a box that describes the sound is larger than {MAX_BOX_BYTES} bytes; {REMEDY}")
         box = header + self._pipe.read_all(content)
         if kind == b"moof" and len(box) < size:
             return b""
@@ -107,11 +111,11 @@ class Mp4Boxes(Filtered):
 
     def _check_prologue(self, kind: bytes, size: int) -> None:
         if kind == b"mdat":
-            raise CorruptAudio(f"the MP4 stream has its index (moov) at the end; {_REMEDY}")
+            raise CorruptAudio(f"the MP4 stream has its index (moov) at the end; {REMEDY}")
         self._header_bytes += size
-        if self._header_bytes > MAX_HEADER_BYTES:
+        if self._header_bytes > self._most_index_bytes:
             raise CorruptAudio(
-                f"more than {MAX_HEADER_BYTES} bytes come before the end of the MP4 index (moov); {_REMEDY}"
+                f"more than {self._most_index_bytes} bytes come before the end of the MP4 index (moov); {REMEDY}"
             )
 
     def _described(self, kind: bytes, box: bytes, header: int) -> bytes:
@@ -135,14 +139,17 @@ class Mp4Boxes(Filtered):
         return b""
 
 
-_REMEDY = "put the index in front (ffmpeg -movflags faststart) or send fragmented MP4, WebM, Ogg, FLAC or WAV"
+REMEDY = (
+    "put the index in front (ffmpeg -i IN -c copy -movflags +faststart OUT), send fragmented MP4, WebM, Ogg, FLAC or "
+    "WAV, or upload the file"
+)
 
 
 def checked_index(box: bytes, header: int) -> bytes:
     """A `moov` box of which only the description of sound is left. Raises CorruptAudio and NoAudioTrack."""
     entries, tracks = 0, 0
     shown = bytearray(box)
-    for kind, start, content, end in _boxes(box, header, len(box)):
+    for kind, start, content, end in boxes_of(box, header, len(box)):
         if kind == b"trak" and (track := _sound_track(box, content, end)) is not None:
             tracks += 1
             entries += _entries(track)
@@ -152,7 +159,7 @@ def checked_index(box: bytes, header: int) -> bytes:
         elif kind != b"mvhd":
             shown[start + 4 : start + 8] = b"free"
     if entries > MAX_INDEX_ENTRIES:
-        raise CorruptAudio(f"the MP4 index describes {entries} packets, more than {MAX_INDEX_ENTRIES}; {_REMEDY}")
+        raise CorruptAudio(f"the MP4 index describes {entries} packets, more than {MAX_INDEX_ENTRIES}; {REMEDY}")
     if not tracks:
         raise NoAudioTrack("the file has no audio track; send one that has sound in it")
     return bytes(shown)
@@ -167,7 +174,7 @@ def checked_fragment(box: bytes, header: int) -> bytes:
     return bytes(shown)
 
 
-def _boxes(data: bytes | bytearray, start: int, end: int) -> Iterator[tuple[bytes, int, int, int]]:
+def boxes_of(data: bytes | bytearray, start: int, end: int) -> Iterator[tuple[bytes, int, int, int]]:
     """Kind, start, start of the content, and end of each box between two places."""
     while start + 8 <= end:
         size, content = int.from_bytes(data[start : start + 4], "big"), start + 8
@@ -182,7 +189,7 @@ def _boxes(data: bytes | bytearray, start: int, end: int) -> Iterator[tuple[byte
 
 def _blank(shown: bytearray, parent: bytes, start: int, end: int) -> None:
     """Make every box in there `free` that the parent needs not."""
-    for kind, at, content, stop in _boxes(shown, start, end):
+    for kind, at, content, stop in boxes_of(shown, start, end):
         if kind not in KEPT[parent]:
             shown[at + 4 : at + 8] = b"free"
         elif kind in KEPT:
@@ -195,7 +202,7 @@ def _sound_track(box: bytes, start: int, end: int) -> dict[bytes, bytes] | None:
     places = [(b"trak", start, end)]
     while places:
         parent, at, stop = places.pop()
-        for kind, _, content, last in _boxes(box, at, stop):
+        for kind, _, content, last in boxes_of(box, at, stop):
             if kind not in KEPT[parent]:
                 continue
             if kind in found:
@@ -214,25 +221,29 @@ def _sound_track(box: bytes, start: int, end: int) -> dict[bytes, bytes] | None:
 def _entries(track: dict[bytes, bytes]) -> int:
     """How many entries libav would make for a track."""
     chunks = _number(track.get(b"stco", track.get(b"co64", b"")), 4)
-    runs = [(_number(run, 0), _number(run, 4)) for run in _rows(track.get(b"stsc", b""), 12)]
-    ends = [first for first, _ in runs[1:]] + [chunks + 1]
-    lengths = [(max(0, end - first), samples) for (first, samples), end in zip(runs, ends, strict=False)]
-    times = [(_number(row, 0), _number(row, 4)) for row in _rows(track.get(b"stts", b""), 8)]
+    runs = _rows(track.get(b"stsc", b""), 3)
+    ends = np.append(runs[1:, 0], chunks + 1)
+    lengths = np.maximum(0, ends[: len(runs)] - runs[:, 0])
+    times = _rows(track.get(b"stts", b""), 2)
     if len(times) == 1 and times[0][1] == 1:
-        entries = sum(count * -(-samples // PCM_SAMPLES_PER_ENTRY) for count, samples in lengths)
+        entries = _product(lengths, -(-runs[:, 1] // PCM_SAMPLES_PER_ENTRY))
     else:
-        offsets = sum(_number(row, 0) for row in _rows(track.get(b"ctts", b""), 8))
+        offsets = int(_rows(track.get(b"ctts", b""), 2)[:, 0].sum())
         sizes = max(_number(track.get(b"stsz", b""), 8), _number(track.get(b"stz2", b""), 8))
-        in_chunks = sum(count * samples for count, samples in lengths)
-        entries = max(in_chunks, sizes, offsets, sum(count for count, _ in times))
+        entries = max(_product(lengths, runs[:, 1]), sizes, offsets, int(times[:, 0].sum()))
     # libav goes through the index once for each edit.
     return entries * max(1, _number(track.get(b"elst", b""), 4))
 
 
-def _rows(table: bytes, width: int) -> list[bytes]:
-    """The rows of a table, after its version, flags and number of rows."""
-    count = min(_number(table, 4), (len(table) - 8) // width)
-    return [table[8 + width * row : 8 + width * (row + 1)] for row in range(count)]
+def _rows(table: bytes, numbers: int) -> NDArray[np.int64]:
+    """The rows of a table, of so many numbers each, after its version, flags and number of rows."""
+    count = max(0, min(_number(table, 4), (len(table) - 8) // (4 * numbers)))
+    return np.frombuffer(table, ">u4", count * numbers, 8 if count else 0).reshape(-1, numbers).astype(np.int64)
+
+
+def _product(counts: NDArray[np.int64], each: NDArray[np.int64]) -> int:
+    """The sum of the products, also where it is larger than any number of the machine."""
+    return int((counts.astype(np.float64) * each).sum())
 
 
 def _number(table: bytes, at: int) -> int:

@@ -21,49 +21,18 @@ class PipeClosed(Exception):
     """Nobody waits for the reader any more."""
 
 
-class BytePipe:
-    """Read like a file by one thread, fed by another."""
+class ByteReader:
+    """Reads a stream from front to back. What it has read without a sound among it is bounded."""
 
-    def __init__(self, on_turn: Callable[[], None]) -> None:
-        """`on_turn` is called on the reader's thread whenever it gives the turn back, and when it is done."""
-        self.failure: Exception | None = None
-        self.finished = False
-        # True: the reader has used up what it was given. False: it waits until what it made is taken.
-        self.hungry = True
+    def __init__(self) -> None:
         self.bytes_read = 0
-        self._on_turn = on_turn
-        self._pieces: SimpleQueue[bytes | None] = SimpleQueue()
         self._piece = b""
         self._taken = 0
-        self._ended = False
-        self._closed = False
         self._sound_at = 0
 
-    # The side that feeds. It may hand over when it has the turn, and close at any time; neither waits.
-
-    def hand_over(self, piece: bytes | None) -> None:
-        """Give the turn away, with more bytes, with none to let the reader go on, or with None for the end."""
-        if self.finished:
-            self._on_turn()
-        else:
-            self._pieces.put(piece)
-
-    def close(self) -> None:
-        """Let the reader stop as soon as it asks for anything; nothing more comes of it."""
-        self._closed = True
-        self._pieces.put(None)
-
-    # The side that reads
-
-    def begin(self) -> None:
-        """Wait for the first turn."""
-        self._take(self._pieces.get())
-
     def read(self, size: int) -> bytes:
-        """Up to `size` bytes. Waits for the next piece if nothing is there; returns nothing only at the end."""
-        while self._taken == len(self._piece) and not self._ended:
-            self._take(self._give_turn(hungry=True))
-        return self._next(size)
+        """Up to `size` bytes; nothing only at the end. Raises CorruptAudio."""
+        raise NotImplementedError
 
     def sound_came(self) -> None:
         """What was read so far has led to samples."""
@@ -98,6 +67,73 @@ class BytePipe:
         self.bytes_read -= len(head)
         return head
 
+    def _next(self, size: int) -> bytes:
+        """Up to `size` bytes of the piece at hand."""
+        part = self._piece[self._taken : self._taken + size]
+        self._taken += len(part)
+        self.bytes_read += len(part)
+        if self.bytes_read - self._sound_at > MAX_SILENT_BYTES:
+            raise CorruptAudio(
+                f"more than {MAX_SILENT_BYTES >> 20} MiB came without any sound among them; send the sound alone, "
+                "without pictures"
+            )
+        return part
+
+
+class PartsReader(ByteReader):
+    """Reads parts as a generator gives them; none of them is empty."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def read(self, size: int) -> bytes:
+        if self._taken == len(self._piece):
+            self._piece, self._taken = next(self._parts, b""), 0
+        return self._next(size)
+
+
+class BytePipe(ByteReader):
+    """Read like a file by one thread, fed by another."""
+
+    def __init__(self, on_turn: Callable[[], None]) -> None:
+        """`on_turn` is called on the reader's thread whenever it gives the turn back, and when it is done."""
+        super().__init__()
+        self.failure: Exception | None = None
+        self.finished = False
+        # True: the reader has used up what it was given. False: it waits until what it made is taken.
+        self.hungry = True
+        self._on_turn = on_turn
+        self._pieces: SimpleQueue[bytes | None] = SimpleQueue()
+        self._ended = False
+        self._closed = False
+
+    # The side that feeds. It may hand over when it has the turn, and close at any time; neither waits.
+
+    def hand_over(self, piece: bytes | None) -> None:
+        """Give the turn away, with more bytes, with none to let the reader go on, or with None for the end."""
+        if self.finished:
+            self._on_turn()
+        else:
+            self._pieces.put(piece)
+
+    def close(self) -> None:
+        """Let the reader stop as soon as it asks for anything; nothing more comes of it."""
+        self._closed = True
+        self._pieces.put(None)
+
+    # The side that reads
+
+    def begin(self) -> None:
+        """Wait for the first turn."""
+        self._take(self._pieces.get())
+
+    def read(self, size: int) -> bytes:
+        """Up to `size` bytes. Waits for the next piece if nothing is there; returns nothing only at the end."""
+        while self._taken == len(self._piece) and not self._ended:
+            self._take(self._give_turn(hungry=True))
+        return self._next(size)
+
     def pause(self) -> None:
         """Wait until what was made is taken. Raises PipeClosed if nobody will take it."""
         if self._give_turn(hungry=False) is None:
@@ -110,18 +146,7 @@ class BytePipe:
         self._on_turn()
 
     def _next(self, size: int) -> bytes:
-        """Up to `size` bytes of the piece at hand."""
-        if self._closed:
-            return b""
-        part = self._piece[self._taken : self._taken + size]
-        self._taken += len(part)
-        self.bytes_read += len(part)
-        if self.bytes_read - self._sound_at > MAX_SILENT_BYTES:
-            raise CorruptAudio(
-                f"more than {MAX_SILENT_BYTES >> 20} MiB came without any sound among them; send the sound alone, "
-                "without pictures"
-            )
-        return part
+        return b"" if self._closed else super()._next(size)
 
     def _give_turn(self, *, hungry: bool) -> bytes | None:
         if self._closed:

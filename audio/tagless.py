@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from audio.errors import CorruptAudio
-from audio.pipes import BytePipe
+from audio.pipes import ByteReader
 
 # Writers that cannot go back and fill in the length of a WAV file leave zero or nearly the largest value.
 WAV_UNKNOWN_LENGTH = 0x7FFF_0000
@@ -36,12 +36,12 @@ MAX_OGG_STREAMS = 16
 MAX_OGG_TAGS = 256
 
 
-def without_tags(container: str, pipe: BytePipe) -> Iterator[bytes]:
+def without_tags(container: str, pipe: ByteReader) -> Iterator[bytes]:
     """The bytes of a stream, as they come, without its tags. Parts are never empty; raises CorruptAudio."""
     return {"wav": _wav, "flac": _flac, "mp3": _mp3, "ogg": _ogg, "matroska": _matroska}[container](pipe)
 
 
-def _wav(pipe: BytePipe) -> Iterator[bytes]:
+def _wav(pipe: ByteReader) -> Iterator[bytes]:
     yield pipe.read_all(12)
     while len(head := pipe.read_all(8)) == 8:
         kind, length = head[:4], int.from_bytes(head[4:], "little")
@@ -58,7 +58,7 @@ def _wav(pipe: BytePipe) -> Iterator[bytes]:
             pipe.skip(length)
 
 
-def _flac(pipe: BytePipe) -> Iterator[bytes]:
+def _flac(pipe: ByteReader) -> Iterator[bytes]:
     yield pipe.read_all(4)
     last = False
     while not last and len(head := pipe.read_all(4)) == 4:
@@ -71,7 +71,7 @@ def _flac(pipe: BytePipe) -> Iterator[bytes]:
     yield from pipe.rest()
 
 
-def _mp3(pipe: BytePipe) -> Iterator[bytes]:
+def _mp3(pipe: ByteReader) -> Iterator[bytes]:
     while (head := pipe.peek(10)).startswith(b"ID3") and len(head) == 10:
         # Seven bits to a byte. A footer repeats the header.
         length = sum((byte & 0x7F) << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=True))
@@ -79,7 +79,7 @@ def _mp3(pipe: BytePipe) -> Iterator[bytes]:
     yield from pipe.rest()
 
 
-def _matroska(pipe: BytePipe) -> Iterator[bytes]:
+def _matroska(pipe: ByteReader) -> Iterator[bytes]:
     while head := pipe.read_all(1):
         name = head + pipe.read_all(_bytes_behind(head[0], 4))
         first = pipe.read_all(1)
@@ -111,7 +111,7 @@ def _ebml_length(size: bytes) -> int | None:
     return None if not size or value == (1 << bits) - 1 else value
 
 
-def _ogg(pipe: BytePipe) -> Iterator[bytes]:
+def _ogg(pipe: ByteReader) -> Iterator[bytes]:
     """Pages of sound. Each page names the stream it belongs to; streams of something else are left out."""
     codecs: dict[bytes, bytes] = {}
     packets: dict[bytes, int] = {}

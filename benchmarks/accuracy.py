@@ -1,12 +1,12 @@
 """How accurate and how fast the transcripts of a windowed model are, on recordings with known words.
 
-    python -m benchmarks.accuracy MANIFEST [--file] [--live [--paced]] [--model NAME] [--kind KIND] [--limit N]
-                                  [--streams N] [--joined [--rounds N]] [--pause SECONDS] [--json FILE]
+    python -m benchmarks.accuracy MANIFEST [--file] [--live] [--model NAME] [--kind KIND] [--limit N] [--streams N]
+                                  [--joined [--rounds N]] [--pause SECONDS] [--json FILE]
 
 Without --live: the weights alone, on whole clips, greedy. With --live: that, and the real engine fed at the pace of a
-microphone, in the same run, so that the difference is the price of being live. With --file: that, and the real engine
-with the recordings as uploads, --streams of them at a time. --joined plays all clips as one long session per stream,
-with --rounds again and again, so that early and late error rates are of the same words.
+microphone in simulated time, in the same run, so that the difference is the price of being live. With --file: that, and
+the real engine with the recordings as uploads, --streams of them at a time. --joined plays all clips as one long
+session per stream, with --rounds again and again, so that early and late error rates are of the same words.
 Exit status: 0 done, 1 the engine failed, 2 the manifest or the model cannot be used.
 """
 
@@ -15,135 +15,357 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from benchmarks.accuracy_report import (
-    HeardPart,
-    Transcript,
-    accuracy,
-    delays_of,
-    drift_of,
-    heard_parts,
-    print_accuracy,
-    print_live,
-    rounds_of,
-    seams_in,
-    transcripts_of,
-)
-from benchmarks.file_run import FileOutcome, FileRun
-from benchmarks.live_run import LiveRun, RunFailed, SessionRun, VirtualClock, WallClock, complain
-from benchmarks.offline_run import OfflineTranscriber
+from benchmarks.measuring import RunFailed, parser_of, percentiles, show, write_json
+from benchmarks.playing import Cost, Played, Run
 from benchmarks.recordings import (
+    BadManifest,
     Clip,
-    ManifestError,
+    Part,
+    Session,
     joined_sessions,
     load_audio,
     one_session_per_clip,
     read_manifest,
+    sample_manifest,
 )
+from benchmarks.scoring import (
+    SeamErrors,
+    Word,
+    bootstrap_interval,
+    calibration,
+    compare_seams,
+    plain_words,
+    pooled,
+    right_words,
+    seams_of,
+    times_to_final,
+)
+from benchmarks.sounds import SAMPLE_RATE, Samples, utterances
 from engine.config import DEFAULT_MODEL, EngineConfig
+from engine.core.text import Detokenizer
 from engine.errors import EngineError
+from engine.models.seq2seq import Encoded, SpeechModel
 from engine.models.silero import load_silero
+from engine.options import Keyword
+from engine.runner.bias import KeywordTree, Spelling
 from engine.runner.speech import SpeechDetector
+from engine.runner.windowed.greedy import GreedyDecoder, Row
 from engine.server.build import build_loop
+from engine.server.loop import EngineLoop
 from engine.server.main import warm_up
+from engine.vocabulary import Vocabulary
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import WeightsError, pull, resolve
-from realtime.bench.words import Normaliser, english_normaliser
+from realtime.bench.words import Normaliser, english_normaliser, word_errors
 
 # The microphone stays open after the last word; the engine must find the end of speech by itself.
 PAUSE_SECONDS = 1.5
 SPELLING_TABLE = "english-spelling"
+SMALL_MODEL = "moonshine-tiny"
+
+Figures = dict[str, Any]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse_arguments(arguments)
-    torch.set_num_threads(options.threads)
-    try:
-        clips = read_manifest(options.manifest, options.kind, options.limit)
-        report = _measure(clips, options)
-    except (ManifestError, EngineError, RunFailed) as error:
-        return complain(error)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
+def warm_loop(model: str, streams: int, threads: int = 1) -> EngineLoop:
+    loop = build_loop(EngineConfig(model, "cpu", max_streams=streams, threads=threads))
+    warm_up(loop)
+    return loop
 
 
-def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__.split("\n")[0])
-    parser.add_argument("manifest", type=Path, help="JSON lines with path, text and seconds")
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="a name that `tickertape pull` knows, or a folder")
-    parser.add_argument("--live", action="store_true", help="also run the real engine at the pace of a microphone")
-    parser.add_argument("--file", action="store_true", help="also send the recordings as uploads to the real engine")
-    parser.add_argument("--paced", action="store_true", help="with --live: wait in real time, do not simulate it")
-    parser.add_argument("--only-live", action="store_true", help="with --live: leave the offline run out")
-    parser.add_argument("--kind", help="only recordings of this kind")
-    parser.add_argument("--limit", type=_positive, help="only the first N recordings")
-    parser.add_argument("--streams", type=_positive, default=1, help="live sessions or files at the same time")
-    parser.add_argument("--joined", action="store_true", help="all clips as one long session per stream")
-    parser.add_argument("--rounds", type=_positive, default=1, help="with --joined: play the clips so many times over")
-    parser.add_argument("--pause", type=float, default=PAUSE_SECONDS, help="seconds of silence after each recording")
-    parser.add_argument("--threads", type=_positive, default=1, help="threads of torch")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    options = parser.parse_args(arguments)
-    if not options.live and (options.paced or options.joined or options.only_live):
-        parser.error("--paced, --joined and --only-live need --live")
-    if not (options.live or options.file) and options.streams > 1:
-        parser.error("--streams needs --live or --file")
-    if options.rounds > 1 and not options.joined:
-        parser.error("--rounds needs --joined")
-    return options
+def complain(error: Exception) -> int:
+    """Say why there are no figures. Returns the command's exit status: 1 if the engine failed, else 2."""
+    failed = isinstance(error, RunFailed)
+    print(f"error: the engine failed: {error}" if failed else f"error: {error}", file=sys.stderr)
+    return 1 if failed else 2
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
+# The same weights without a live edge: what a live transcript is compared with
 
 
-def _measure(clips: list[Clip], options: argparse.Namespace) -> dict[str, Any]:
-    spelling = _spelling_table()
+@dataclass(slots=True)
+class Piece:
+    """An encoded part of a clip, the most tokens it can have, and its last tokens: a draft, which saves time and
+    changes nothing."""
+
+    encoded: Encoded
+    most: int
+    tokens: list[int] = field(default_factory=list)
+
+
+class OfflineTranscriber:
+    """Whole clips, greedy. Windowed models are trained on at most half a minute: what is longer is cut where it is
+    quietest, which no listener would hear as a cut."""
+
+    LONGEST_PIECE, SHORTEST_PIECE = 30 * SAMPLE_RATE, 20 * SAMPLE_RATE
+    # More than is said in a second; a model that repeats itself stops here.
+    TOKENS_PER_SECOND = 6.5
+
+    def __init__(self, model: SpeechModel, pieces: list[bytes], detector: SpeechDetector) -> None:
+        self._model = model
+        self._decoder = GreedyDecoder(model)
+        self._vocabulary = Vocabulary(pieces)
+        self._spelling = Spelling(self._vocabulary)
+        self._detector = detector
+
+    @classmethod
+    def load(cls, model: str) -> OfflineTranscriber:
+        """With the weights as the engine runs them."""
+        weights, pieces = load_speech_model(resolve(model))
+        weights.quantise()
+        return cls(weights, pieces, SpeechDetector(load_silero(), max_streams=1))
+
+    def transcribe(self, samples: Samples) -> str:
+        return self.decode(self.encode(samples))
+
+    @torch.inference_mode()
+    def encode(self, samples: Samples) -> list[Piece]:
+        """A clip, to be transcribed once or several times."""
+        model, pieces = self._model, []
+        for part in self._cut(samples):
+            part = np.pad(part, (0, max(0, model.min_samples - len(part))))
+            encoded = model.encode(torch.from_numpy(part)[None], [len(part)])
+            room = model.max_tokens - len(model.start_tokens) - 1
+            pieces.append(Piece(encoded, min(room, int(len(part) / SAMPLE_RATE * self.TOKENS_PER_SECOND) + 8)))
+        return pieces
+
+    @torch.inference_mode()
+    def decode(self, pieces: Sequence[Piece], keywords: Sequence[Keyword] = ()) -> str:
+        tree, texts = KeywordTree(keywords, self._spelling) if keywords else None, []
+        for piece in pieces:
+            row = Row([], piece.tokens, piece.most, None, piece.encoded.audio[0], keywords=tree)
+            self._decoder.run([row], piece.encoded)
+            piece.tokens = row.tokens
+            detokenizer = Detokenizer(self._vocabulary)
+            text = "".join(detokenizer.push(token) for token in row.tokens) + detokenizer.flush()
+            texts.append(text.strip())
+        return " ".join(texts).strip()
+
+    def _cut(self, samples: Samples) -> list[Samples]:
+        if len(samples) <= self.LONGEST_PIECE:
+            return [samples]
+        self._detector.open("offline")
+        heard = self._detector.detect([("offline", samples)])[0]
+        self._detector.close("offline")
+        # The quietest quarter of a second: the mean of the probabilities around each frame.
+        calm = np.convolve(heard.probabilities, np.full(8, 1 / 8), mode="same")
+        pieces, start = [], 0
+        while len(samples) - start > self.LONGEST_PIECE:
+            first = (start + self.SHORTEST_PIECE) // heard.frame_samples
+            last = (start + self.LONGEST_PIECE) // heard.frame_samples
+            end = int(first + calm[first:last].argmin()) * heard.frame_samples
+            pieces.append(samples[start:end])
+            start = end
+        return [*pieces, samples[start:]]
+
+
+# From transcripts and runs to figures
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    clip: Clip
+    text: str
+
+
+def accuracy(transcripts: Sequence[Transcript], normalise: Normaliser) -> Figures:
+    """Error rate of clips with speech, and words that appeared in clips without."""
+    silent = [item for item in transcripts if not item.clip.text.strip()]
+    spoken = [item for item in transcripts if item.clip.text.strip()]
+    errors = [word_errors(normalise(item.clip.text), normalise(item.text)) for item in spoken]
+    figures: Figures = {}
+    if errors:
+        total = pooled(errors)
+        figures |= {
+            "clips": len(errors),
+            "words": total.words,
+            "wer": total.rate,
+            "wer_interval": bootstrap_interval(errors),
+            "substitutions": total.substitutions,
+            "deletions": total.deletions,
+            "insertions": total.insertions,
+        }
+    if silent:
+        minutes = sum(item.clip.seconds for item in silent) / 60
+        inserted = {item.clip.path.name: item.text for item in silent if normalise(item.text)}
+        words = sum(len(normalise(text)) for text in inserted.values())
+        figures |= {
+            "silent_minutes": minutes,
+            "words_in_silence": words,
+            "insertions_per_silent_minute": words / minutes,
+            "texts_in_silence": inserted,
+        }
+    return figures
+
+
+def words_of(part: Part, words: Sequence[Word]) -> list[Word]:
+    return [word for word in words if part.start <= word.middle < part.end]
+
+
+def transcripts_of(run: Played) -> list[Transcript]:
+    """The text of each clip of a session: all of it if there is one clip, or the words that fall into each."""
+    if len(run.parts) == 1:
+        return [Transcript(run.parts[0].clip, run.emissions.text)]
+    words = run.emissions.words
+    return [Transcript(part.clip, " ".join(word.text for word in words_of(part, words))) for part in run.parts]
+
+
+def seams_in(runs: Sequence[Played], whole: dict[Path, str]) -> Figures:
+    """Marks and capitals at pauses, where the text of the whole clip is at hand."""
+    errors, compared = SeamErrors(), False
+    for run in runs:
+        spoken = utterances(run.probabilities, run.frame_seconds)
+        for part in run.parts:
+            if part.clip.path in whole:
+                words, compared = words_of(part, run.emissions.words), True
+                texts = [word.text for word in words]
+                errors += compare_seams(whole[part.clip.path], texts, seams_of(words, spoken))
+    return {"seams": asdict(errors)} if compared else {}
+
+
+def delays_of(runs: Sequence[Played]) -> Figures:
+    """Seconds, over all live sessions."""
+    emission, final, lag, after_end = list[float](), list[float](), list[float](), list[float]()
+    judged: list[tuple[float, bool]] = []
+    for run in runs:
+        shown = run.emissions.shown()
+        for part in run.parts:
+            words = right_words(plain_words(part.clip.text), words_of(part, shown))
+            emission += [word.shown_at - word.end for word, is_right in words if is_right]
+            judged += [(word.confidence, is_right) for word, is_right in words if word.confidence is not None]
+        final += times_to_final(utterances(run.probabilities, run.frame_seconds), shown)
+        lag += run.lags
+        if run.closed_at is not None:
+            after_end.append(run.closed_at - run.seconds)
+    return {
+        "words_timed": len(emission),
+        **percentiles("emission_delay", emission, 50, 95),
+        "utterances_timed": len(final),
+        **percentiles("time_to_final", final, 50, 95),
+        **percentiles("lag", lag, 50, 95),
+        "lag_max": max(lag, default=None),
+        "closed_after_end_max": max(after_end, default=None),
+        "wrong_in_lowest_tenth_and_upper_half": calibration(judged),
+    }
+
+
+def rounds_of(runs: Sequence[Played], rounds: int, costs: Sequence[Cost], normalise: Normaliser) -> list[Figures]:
+    """Error rate and cost of each round of sessions that play the same recordings over and over."""
+    transcripts: list[list[Transcript]] = [[] for _ in range(rounds)]
+    ends = [0.0] * rounds
+    for run in runs:
+        items = transcripts_of(run)
+        for index, (item, part) in enumerate(zip(items, run.parts, strict=True)):
+            number = index * rounds // len(items)
+            transcripts[number].append(item)
+            ends[number] = max(ends[number], part.end)
+    figures, start = list[Figures](), 0.0
+    for items, end in zip(transcripts, ends, strict=True):
+        first, last = (min(costs, key=lambda cost: abs(cost.at - moment)) for moment in (start, end))
+        figures.append(
+            {
+                "seconds": end - start,
+                "wer": accuracy(items, normalise).get("wer"),
+                "cpu_per_audio_second": (last.cpu_seconds - first.cpu_seconds) / max(last.at - first.at, 1e-9),
+                "resident_mib": last.resident_bytes / 2**20,
+            }
+        )
+        start = end
+    return figures
+
+
+# The command
+
+
+def offline(clips: list[Clip], model: str, normalise: Normaliser) -> tuple[Figures, dict[Path, str]]:
+    """Only clips with speech: without a speech gate a windowed model makes up words elsewhere. Returns the figures, and
+    the text of each clip."""
+    transcriber = OfflineTranscriber.load(model)
+    transcripts = []
+    cpu = seconds = 0.0
+    for clip in clips:
+        if clip.text.strip():
+            samples = load_audio(clip.path)
+            began = time.process_time()
+            transcripts.append(Transcript(clip, transcriber.transcribe(samples)))
+            cpu += time.process_time() - began
+            seconds += len(samples) / SAMPLE_RATE
+            progress("offline", len(transcripts))
+    figures = accuracy(transcripts, normalise)
+    figures |= {"cpu_per_audio_second": cpu / seconds} if seconds else {}
+    return figures, {item.clip.path: item.text for item in transcripts}
+
+
+def through_the_engine(
+    what: str, sessions: list[Session], options: argparse.Namespace, normalise: Normaliser, whole: dict[Path, str]
+) -> Figures:
+    """`live` or `file`."""
+    loop = warm_loop(options.model, options.streams, options.threads)
+    finished: list[Played] = []
+
+    def note(played: Played) -> None:
+        finished.append(played)
+        progress(what, len(finished))
+
+    if what == "live":
+        run = Run(loop, streams=options.streams)
+        run.play(live=sessions, progress=note)
+    else:
+        run = Run(loop, uploads=options.streams)
+        run.play(uploads=sessions, progress=note)
+    figures = accuracy([item for played in finished for item in transcripts_of(played)], normalise)
+    figures |= delays_of(finished) if what == "live" else {}
+    figures |= seams_in(finished, whole)
+    if options.rounds > 1:
+        figures["rounds"] = rounds_of(finished, options.rounds, run.costs, normalise)
+    heard = sum(played.seconds for played in finished)
+    return figures | {"streams": options.streams, "cpu_per_audio_second": run.clock.cpu_seconds / heard}
+
+
+def measure(clips: list[Clip], options: argparse.Namespace) -> Figures:
+    spelling = spelling_table()
     normalise = english_normaliser(spelling)
-    seconds = sum(clip.seconds for clip in clips)
-    print(f"{len(clips)} recordings, {seconds / 60:.1f} minutes; model {options.model}; {options.threads} thread(s)")
-    report: dict[str, Any] = {
+    report: Figures = {
         "model": options.model,
         "recordings": len(clips),
-        "seconds": seconds,
+        "seconds": sum(clip.seconds for clip in clips),
         "threads": options.threads,
         "spelling_table": bool(spelling),
     }
+    show("Accuracy", report)
     whole: dict[Path, str] = {}
     if not options.only_live:
-        report["offline"], whole = _run_offline(clips, options, normalise)
-        print_accuracy("Offline: whole clips, greedy", report["offline"])
+        report["offline"], whole = offline(clips, options.model, normalise)
+        show("Offline: whole clips, greedy", report["offline"])
     if options.file:
-        report["file"] = _run_file(clips, options, normalise, whole)
-        print_accuracy(f"File: uploads, {options.streams} at a time", report["file"])
-        _compare("file", report)
+        sessions = one_session_per_clip(clips, 0.0)
+        report["file"] = through_the_engine("file", sessions, options, normalise, whole)
+        show(f"File: uploads, {options.streams} at a time", report["file"])
     if options.live:
-        report["live"] = _run_live(clips, options, normalise, whole)
-        pace = "in real time" if options.paced else "in simulated time"
-        print_accuracy(f"Live: {options.streams} stream(s) {pace}", report["live"])
-        print_live(report["live"])
-        _compare("live", report)
+        if options.joined:
+            sessions = joined_sessions(clips, options.streams, options.pause, options.rounds)
+        else:
+            sessions = one_session_per_clip(clips, options.pause)
+        report["live"] = through_the_engine("live", sessions, options, normalise, whole)
+        show(f"Live: {options.streams} stream(s) in simulated time", report["live"])
+    for what in ("file", "live"):
+        before, after = (report.get(name, {}).get("wer") for name in ("offline", what))
+        if before is not None and after is not None:
+            report[f"{what}_minus_offline_points"] = 100 * (after - before)
+            print(f"\n{what.capitalize()} is {100 * (after - before):+.2f} points from offline.")
     return report
 
 
-def _compare(what: str, report: dict[str, Any]) -> None:
-    offline, other = report.get("offline", {}).get("wer"), report[what].get("wer")
-    if offline is not None and other is not None:
-        report[f"{what}_minus_offline_points"] = 100 * (other - offline)
-        print(f"\n{what.capitalize()} is {100 * (other - offline):+.2f} points from offline.")
-
-
-def _spelling_table() -> dict[str, str]:
+def spelling_table() -> dict[str, str]:
     """British to American spellings, as the normaliser's authors publish them; transformers does not carry them."""
     try:
         path = pull(SPELLING_TABLE, lambda line: print(line, file=sys.stderr))
@@ -154,83 +376,58 @@ def _spelling_table() -> dict[str, str]:
     return table
 
 
-def _run_offline(
-    clips: list[Clip], options: argparse.Namespace, normalise: Normaliser
-) -> tuple[dict[str, Any], dict[Path, str]]:
-    """Only where somebody speaks: without a speech gate a windowed model makes up words elsewhere. Returns the figures,
-    and the text of each clip."""
-    spoken = [clip for clip in clips if clip.text.strip()]
-    transcriber = _transcriber(options.model)
-    transcripts = []
-    cpu = seconds = 0.0
-    for number, clip in enumerate(spoken, 1):
-        samples = load_audio(clip.path)
-        began = time.process_time()
-        transcripts.append(Transcript(clip, transcriber.transcribe(samples)))
-        cpu += time.process_time() - began
-        seconds += len(samples) / 16_000
-        _progress("offline", number, len(spoken))
-    figures = accuracy(transcripts, normalise)
-    figures |= {"cpu_per_audio_second": cpu / seconds} if seconds else {}
-    return figures, {item.clip.path: item.text for item in transcripts}
-
-
-def _run_live(
-    clips: list[Clip], options: argparse.Namespace, normalise: Normaliser, whole: dict[Path, str]
-) -> dict[str, Any]:
-    if options.joined:
-        sessions = joined_sessions(clips, options.streams, options.pause, options.rounds)
-    else:
-        sessions = one_session_per_clip(clips, options.pause)
-    loop = build_loop(EngineConfig(options.model, "cpu", max_streams=options.streams, threads=options.threads))
-    warm_up(loop)
-    clock = WallClock() if options.paced else VirtualClock()
-    finished: list[SessionRun] = []
-
-    def note(run: SessionRun) -> None:
-        finished.append(run)
-        _progress("live", len(finished), len(sessions))
-
-    live = LiveRun(loop, clock, options.streams)
-    live.play(sessions, note)
-    transcripts = [item for run in finished for item in transcripts_of(run)]
-    figures = accuracy(transcripts, normalise) | delays_of(finished).figures() | drift_of(finished, normalise)
-    figures |= seams_in([part for run in finished for part in heard_parts(run)], whole)
-    if options.rounds > 1:
-        figures["rounds"] = rounds_of(finished, options.rounds, live.costs, normalise)
-    heard = sum(run.seconds for run in finished)
-    return figures | {"streams": options.streams, "cpu_per_audio_second": clock.cpu_seconds / heard}
-
-
-def _run_file(
-    clips: list[Clip], options: argparse.Namespace, normalise: Normaliser, whole: dict[Path, str]
-) -> dict[str, Any]:
-    loop = build_loop(EngineConfig(options.model, "cpu", max_streams=options.streams, threads=options.threads))
-    warm_up(loop)
-    outcomes: list[FileOutcome] = []
-
-    def note(outcome: FileOutcome) -> None:
-        outcomes.append(outcome)
-        _progress("file", len(outcomes), len(clips))
-
-    run = FileRun(loop, options.streams)
-    run.send(clips, note)
-    seconds = sum(outcome.seconds for outcome in outcomes)
-    figures = accuracy([outcome.transcript for outcome in outcomes], normalise)
-    figures |= seams_in([HeardPart(o.transcript.clip, o.words, o.utterances) for o in outcomes], whole)
-    return figures | {"streams": options.streams, "cpu_per_audio_second": run.cpu_seconds / seconds}
-
-
-def _transcriber(model: str) -> OfflineTranscriber:
-    """With the weights as the engine runs them."""
-    weights, pieces = load_speech_model(resolve(model))
-    weights.quantise()
-    return OfflineTranscriber(weights, pieces, SpeechDetector(load_silero(), max_streams=1))
-
-
-def _progress(what: str, done: int, total: int) -> None:
+def progress(what: str, done: int) -> None:
     if sys.stderr.isatty():
-        print(f"\r{what} {done}/{total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+        print(f"\r{what} {done}", end="", file=sys.stderr, flush=True)
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.add_argument("manifest", type=Path, nargs="?", help="JSON lines with path, text and seconds")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a name that `tickertape pull` knows, or a folder")
+    parser.add_argument("--live", action="store_true", help="also run the real engine at the pace of a microphone")
+    parser.add_argument("--file", action="store_true", help="also send the recordings as uploads to the real engine")
+    parser.add_argument("--only-live", action="store_true", help="with --live: leave the offline run out")
+    parser.add_argument("--kind", help="only recordings of this kind")
+    parser.add_argument("--limit", type=positive, help="only the first N recordings")
+    parser.add_argument("--streams", type=positive, default=1, help="live sessions or files at the same time")
+    parser.add_argument("--joined", action="store_true", help="all clips as one long session per stream")
+    parser.add_argument("--rounds", type=positive, default=1, help="with --joined: play the clips so many times over")
+    parser.add_argument("--pause", type=float, default=PAUSE_SECONDS, help="seconds of silence after each recording")
+    parser.add_argument("--threads", type=positive, default=1, help="threads of torch")
+    options = parser.parse_args(arguments)
+    if options.small:
+        options.live = options.file = True
+        options.model = SMALL_MODEL
+    elif options.manifest is None:
+        parser.error("the manifest is missing")
+    if not options.live and (options.joined or options.only_live):
+        parser.error("--joined and --only-live need --live")
+    if not (options.live or options.file) and options.streams > 1:
+        parser.error("--streams needs --live or --file")
+    if options.rounds > 1 and not options.joined:
+        parser.error("--rounds needs --joined")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parsed(arguments)
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            manifest = sample_manifest(Path(folder)) if options.small else options.manifest
+            report = measure(read_manifest(manifest, options.kind, options.limit), options)
+        except (BadManifest, EngineError, RunFailed) as error:
+            return complain(error)
+    write_json(options, report)
+    return 0
 
 
 if __name__ == "__main__":

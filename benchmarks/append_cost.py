@@ -2,10 +2,10 @@
 
     python -m benchmarks.append_cost [--sessions 100] [--periods 100] [--profile FILE] [--json FILE]
 
-This process is one worker of several as `tickertape serve --workers N` starts them: sockets, sessions, wills, client of
-an engine. The engine is a process of its own without a model (`benchmarks.null_engine`), and so are the clients, who
-ask for turn detection, times of words, acknowledgements and to be able to resume. All kinds of messages are in the
-figure: audio in, and the engine's and the clients' part out.
+This process is one worker of several as `tickertape serve --workers N` starts them: sockets, sessions, saved sessions,
+client of an engine. The engine is a process without a model (`benchmarks.engines`), and so are the clients, which ask
+for turn detection, times of words, acknowledgements and to be able to resume. All messages are in the figure: audio in,
+and the engine's and the clients' part out.
 
 Appends come in slices of 5 ms of speech, spread evenly over the clients. The next slice is sent when 5 ms are over and
 this one was read, so a machine that is too busy for so many clients lets time pass more slowly, and measures the same.
@@ -13,29 +13,23 @@ this one was read, so a machine that is too busy for so many clients lets time p
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import json
 import multiprocessing
 import os
 import selectors
-import signal
 import socket
-import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import uvloop
 
-from benchmarks.null_engine import build
+from benchmarks.engines import null_loop
+from benchmarks.measuring import Profile, parser_of, write_json
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.handles import EngineProcess
 from realtime.app import freeze_modules, listening
@@ -73,11 +67,11 @@ class Case:
 CASES = (Case(16_000, 80), Case(24_000, 50))
 
 
-# The clients' process
+# The process of the clients
 
 
 def text_frame(text: str) -> bytes:
-    """As a client sends it; the mask changes nothing about the work to take it off."""
+    """A masked WebSocket frame. The value of the mask changes nothing about the work to take it off."""
     data, mask = text.encode(), bytes((1, 2, 3, 4))
     key = np.resize(np.frombuffer(mask, np.uint8), len(data))
     head = bytes((0x81, 0x80 | len(data))) if len(data) < 126 else bytes((0x81, 0xFE)) + len(data).to_bytes(2)
@@ -100,7 +94,7 @@ def connected(port: int, case: Case) -> socket.socket:
 
 
 def run_clients(port: int, case: Case, sessions: int, orders: socket.socket) -> None:
-    """Sends a slice for each byte of the orders, and reads what comes."""
+    """Sends a slice for each byte of the orders, and reads whatever comes."""
     noise = np.random.default_rng(1).integers(-8000, 8000, (POOL, case.samples)).astype("<i2")
     pool = [
         text_frame(json.dumps({"type": "input_audio_buffer.append", "audio": base64.b64encode(row.tobytes()).decode()}))
@@ -125,59 +119,7 @@ def run_clients(port: int, case: Case, sessions: int, orders: socket.socket) -> 
                     sent[client] += 1
 
 
-# The gateway's process
-
-
-class Sampler:
-    """Looks at the stack for every millisecond of processor time; whose code runs is told by the last file."""
-
-    PARTS = (
-        ("engine/client/", "engine client"),
-        ("engine/boundary/", "engine client"),
-        ("engine/", "engine client"),
-        ("audio/", "samples: decode, resample, cut"),
-        ("realtime/session/", "session core"),
-        ("realtime/dialects/", "dialect and JSON"),
-        ("realtime/serving/", "serving"),
-        ("realtime/", "other of the gateway"),
-        ("zmq/", "ZeroMQ"),
-        ("websockets/", "WebSocket"),
-        ("uvicorn/", "WebSocket"),
-        ("starlette/", "WebSocket"),
-        ("asyncio/runners", "event loop and system calls"),
-        ("asyncio/", "asyncio"),
-        ("benchmarks/", "this benchmark"),
-    )
-
-    def __init__(self) -> None:
-        self.parts: Counter[str] = Counter()
-        self.stacks: Counter[str] = Counter()
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        signal.signal(signal.SIGPROF, self._look)
-        signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-
-    def _look(self, number: int, frame: FrameType | None) -> None:
-        stack = []
-        while frame is not None:
-            stack.append(f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})")
-            frame = frame.f_back
-        self.stacks[";".join(reversed(stack))] += 1
-        file = stack[0].partition("(")[2]
-        self.parts[next((name for place, name in self.PARTS if place in file), "other")] += 1
-
-
-async def _read(sessions: Sessions, case: Case, slices: list[int], number: int) -> None:
-    """Until every append of this slice was read."""
-    wanted = slices[number] * case.samples
-    for entry in list(sessions._entries.values())[number :: case.slices]:
-        while entry.live.session.source_samples < wanted:  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.0005)
+# The process of the gateway
 
 
 async def speak(orders: socket.socket, sessions: Sessions, case: Case, slices: list[int], periods: int) -> None:
@@ -187,13 +129,16 @@ async def speak(orders: socket.socket, sessions: Sessions, case: Case, slices: l
             slices[number] += 1
             orders.send(bytes((number,)))
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            await _read(sessions, case, slices, number)
+            # Until every append of this slice was read.
+            for entry in list(sessions._entries.values())[number :: case.slices]:
+                while entry.live.session.source_samples < slices[number] * case.samples:  # noqa: ASYNC110
+                    await asyncio.sleep(0.0005)
 
 
-async def measure(case: Case, clients: int, periods: int, sampler: Sampler | None) -> float:
+async def measure(case: Case, clients: int, periods: int, profile: Profile | None) -> float:
     """Microseconds of processor time per append."""
     freeze_modules()
-    engine = EngineClient([EngineProcess(build, preload=())], ClientSettings(max_load=0.0))
+    engine = EngineClient([EngineProcess(null_loop, preload=())], ClientSettings(max_load=0.0))
     await engine.start()
     config = Config(server=ServerConfig(port=0, drain_s=0.0), limits=LimitsConfig(max_load=0.0, sessions_per_key=0))
     ours, theirs = socket.socketpair()
@@ -205,13 +150,10 @@ async def measure(case: Case, clients: int, periods: int, sampler: Sampler | Non
         theirs.close()
         await asyncio.get_running_loop().run_in_executor(None, ours.recv, 1)
         slices = [0] * case.slices
-        await speak(ours, sessions, case, slices, WARM_UP_PERIODS)
+        await speak(ours, sessions, case, slices, min(WARM_UP_PERIODS, periods))
         began = time.process_time()
-        if sampler is None:
+        with profile.running() if profile else nullcontext():
             await speak(ours, sessions, case, slices, periods)
-        else:
-            with sampler.running():
-                await speak(ours, sessions, case, slices, periods)
         took = time.process_time() - began
         ours.close()
         await asyncio.to_thread(process.join)
@@ -219,28 +161,24 @@ async def measure(case: Case, clients: int, periods: int, sampler: Sampler | Non
     return 1e6 * took / (clients * periods)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--sessions", type=int, default=100)
     parser.add_argument("--periods", type=int, default=100, help="appends of each session that are counted")
-    parser.add_argument("--profile", type=Path, help="split the figures by layer, and write the stacks here")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    report: dict[str, Any] = {"sessions": options.sessions, "periods": options.periods, "us_per_append": {}}
+    parser.add_argument("--profile", type=Path, help="split the figures by folder, and write the stacks here")
+    options = parser.parse_args(arguments)
+    if options.small:
+        options.sessions, options.periods = 4, 3
+    costs = {}
     for case in CASES:
-        sampler = Sampler() if options.profile else None
-        cost = uvloop.run(measure(case, options.sessions, options.periods, sampler))
-        report["us_per_append"][case.name] = cost
+        profile = Profile() if options.profile else None
+        cost = costs[case.name] = uvloop.run(measure(case, options.sessions, options.periods, profile))
         print(f"{case.name} appends, {options.sessions} sessions: {cost:.0f} us of the gateway for each", flush=True)
-        if sampler is not None:
-            total = max(1, sampler.parts.total())
-            for name, count in sampler.parts.most_common():
-                print(f"  {cost * count / total:6.1f} us  {name}")
-            file = options.profile.with_suffix(f".{case.rate}.txt")
-            file.write_text("".join(f"{stack} {count}\n" for stack, count in sampler.stacks.items()))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        if profile is not None:
+            profile.show(cost, "us")
+            profile.write(options.profile.with_suffix(f".{case.rate}.txt"))
+    write_json(options, {"sessions": options.sessions, "periods": options.periods, "us_per_append": costs})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

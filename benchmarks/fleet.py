@@ -1,15 +1,19 @@
-"""Parts of a fleet lost under live sessions: does a word change, and how long until every session goes on?
-
-    python -m benchmarks.fleet [--null] [--kinds engine:10,gateway:10,...,upgrade:2,scale:1] [--json FILE]
+"""Parts of a fleet lost under live sessions, for `python -m benchmarks.survival fleet`.
 
 A Ray cluster of a head and four nodes on this machine, made by `tickertape fleet up` and `tickertape fleet join`, with
-real `tickertape engine` and `tickertape serve` processes, encrypted links, and a load balancer in this process. People
+real `tickertape engine` and `tickertape serve` processes, encrypted links, and a load balancer in this process. Clients
 speak one session after the other, the same recording at the pace of speech, and resume through any gateway. For each
-kind a part is lost as often as asked, each time when all is whole again; `calm` loses nothing and is what the others
-are compared with. Times to go on are those of the last of all who speak: from the loss until sound spoken after it has
-been heard. `head-long` is a head that is away for `--head-away` seconds; `scale` is a load that asks for three engines
-and then for one. With --null the engines are `benchmarks.null_engine`: for numbers, not for words.
-Needs the extra tickertape[fleet].
+kind of `LOSSES` a part is lost as often as asked, each time when all is whole again; `calm` loses nothing and is what
+the others are compared with. `went_on` is the time of the last of all who speak: from the loss until audio spoken after
+it has been acknowledged. `head-long` is a head that is away for `--head-away` seconds; `scale` is a load that asks for
+three engines and then for one. With --null the engines have no model (`benchmarks.engines`): for numbers, not for
+words. Needs the extra tickertape[fleet].
+
+    python -m benchmarks.fleet serve ...
+
+is what runs there in place of `tickertape serve`: a gateway whose links to engines go through another process. A file
+`cut-NAME` beside the gateway's table stops the link to that engine: bytes are neither sent nor refused, as when a cable
+is pulled.
 """
 
 from __future__ import annotations
@@ -19,35 +23,40 @@ import asyncio
 import contextlib
 import json
 import os
-import statistics
+import random
+import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import numpy as np
+from benchmarks.clients import ResumingClient, resume_at_once
+from benchmarks.measuring import ROOT, percentiles, row, until
+from benchmarks.recordings import sample_speech
+from benchmarks.sounds import SAMPLE_RATE, pcm16
+from realtime.client.wire_client import CannotConnect
 
-from audio.containers import read_file
-from benchmarks.fleet_cluster import Fleet, Shape
-from benchmarks.fleet_sessions import Crowd, Session
-from benchmarks.scoring import plain_words
-from benchmarks.survival import differences
-from benchmarks.workers import RATE
-from engine.weights.store import cache_folder
-from realtime.client import lasting_session
-from realtime.commands.pull import SAMPLE
-
-KINDS = "calm:3,engine:10,gateway:10,keeper:10,node:10,head:10,network:10,head-long:1,upgrade:2,scale:1"
+# Engines on some nodes, gateways on the others: a machine with both would take both holders of a session with it.
+ENGINE_NODES, EDGES = ("n1", "n2"), ("n3", "n4")
+NODES = (*ENGINE_NODES, *EDGES)
+PATIENCE_S = 300.0
+# A status that is older is that of a manager that is away.
+FRESH_S = 5.0
+# Longer than the 4 s after which a link counts as dead.
+CUT_S = 6.0
+HEAD_SHORT_S = 5.0
 # Until an engine has forgotten a gateway that it does not hear, and then some.
 SETTLE_S = 60.0
-HEAD_SHORT_S = 5.0
-# A load that three engines carry, and that one of them does not.
-LOAD = 0.75
-ARRIVE_S = 1.0
-STAY_S = 10.0
+# Short times, so that a benchmark sees what takes minutes in earnest; and a load that three engines carry and one does
+# not: the share of their room that is taken, seconds between arrivals, and seconds that it stays.
+SCALE = "[scale]\nabove = 0.8\nabove_s = 2\nbelow = 0.5\nbelow_s = 5\ncool_down_s = 3\n"
+LOAD, ARRIVE_S, STAY_S = 0.75, 1.0, 10.0
+# A client that has its session back after more than this is looked into.
+LONG_S = 3.0
 # Ray looks after a node this often, and gives it up after so many misses: its own 15 s would be most of the run.
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "1000",
@@ -55,152 +64,545 @@ HEALTH = {
     "RAY_health_check_failure_threshold": "3",
 }
 
-
-@dataclass(frozen=True, slots=True)
-class Fates:
-    """What became of the sessions of one kind."""
-
-    sessions: int
-    # Sessions that did not come to their end, and those that had to begin anew (410).
-    lost: int
-    # Connections that were lost, and seconds from each loss until the client had its session again.
-    connections_lost: int
-    reconnected_p50_s: float
-    reconnected_max_s: float
-    # Longest time in which nothing new of a session was heard.
-    longest_wait_s: float
-    words: int
-    words_that_differ: int
-    sessions_that_differ: int
-    wrong_numbers: int
-    wrong_items: int
-    # Samples that a client had to drop because nobody took them.
-    samples_lost: int
+Status = dict[str, Any]
+# Whether a status was written when the loss was over: one that is whole may be from before it.
+Mended = Callable[[Status], bool]
 
 
-def fates(crowd: Iterable[Session], failures: int, alone: str) -> Fates:
-    sessions = list(crowd)
-    waits = [wait for session in sessions for wait in session.resumed_s]
-    said = [session.text for session in sessions]
-    differ, words = differences(said, [alone] * len(said))
-    return Fates(
-        len(sessions),
-        failures + sum(session.begun > 1 for session in sessions),
-        len(waits),
-        round(statistics.median(waits), 2) if waits else 0.0,
-        round(max(waits, default=0.0), 2),
-        round(max((session.longest_wait_s for session in sessions), default=0.0), 2),
-        words,
-        differ,
-        sum(plain_words(text) != plain_words(alone) for text in said),
-        sum(session.wrong_numbers for session in sessions),
-        sum(session.wrong_items for session in sessions),
-        sum(session.kept.lost for session in sessions),
+# The network: a load balancer, and links that can be cut
+
+
+async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_cut: Callable[[], bool]) -> None:
+    """Bytes one way, until either end closes."""
+    try:
+        while data := await reader.read(65_536):
+            while is_cut():  # noqa: ASYNC110 - a cut has no event
+                await asyncio.sleep(0.1)
+            writer.write(data)
+            await writer.drain()
+    except OSError:
+        pass
+    finally:
+        writer.close()
+
+
+async def pump_both(near: Any, far: Any, is_cut: Callable[[], bool] = lambda: False) -> None:
+    await asyncio.gather(pump(near[0], far[1], is_cut), pump(far[0], near[1], is_cut))
+
+
+class Balancer:
+    """One address before all gateways: each connection goes to one that accepts it, chosen at random."""
+
+    def __init__(self) -> None:
+        self.ports: list[int] = []
+        self.port = 0
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._take, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _take(self, *near: Any) -> None:
+        for port in random.sample(self.ports, len(self.ports)):
+            with contextlib.suppress(OSError):
+                far = await asyncio.open_connection("127.0.0.1", port)
+                return await pump_both(near, far)
+        near[1].close()
+
+
+class Links:
+    """The engines of a gateway's table, each behind a port of this process."""
+
+    def __init__(self, table: Path) -> None:
+        self._table = table
+        self.shown = table.with_suffix(".through.json")
+        self._servers: dict[str, asyncio.Server] = {}
+        self._joined: set[asyncio.Task[None]] = set()
+
+    async def follow(self) -> None:
+        last = ""
+        while True:
+            text = self._table.read_text() if self._table.is_file() else ""
+            if text and text != last:
+                table = json.loads(text)
+                for engine in table["engines"]:
+                    engine["address"] = f"tcp://127.0.0.1:{await self._through(engine['name'], engine['address'])}"
+                beside = self.shown.with_suffix(".new")
+                beside.write_text(json.dumps(table))
+                os.replace(beside, self.shown)
+                last = text
+            await asyncio.sleep(0.1)
+
+    async def _through(self, name: str, address: str) -> int:
+        if name not in self._servers:
+            far, cut = urlsplit(address), self._table.with_name(f"cut-{name}")
+            take = lambda *near: self._keep(self._join(near, str(far.hostname), far.port or 0, cut.exists))  # noqa: E731
+            self._servers[name] = await asyncio.start_server(take, "127.0.0.1", 0)
+        return int(self._servers[name].sockets[0].getsockname()[1])
+
+    def _keep(self, joined: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(joined)
+        self._joined.add(task)
+        task.add_done_callback(self._joined.discard)
+
+    async def _join(self, near: Any, host: str, port: int, is_cut: Callable[[], bool]) -> None:
+        """Waits for an engine that is not there yet, as for a machine that boots: to be taken and closed would look
+        like a refusal."""
+        deadline = time.monotonic() + 30.0
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                far = await asyncio.open_connection(host, port)
+                return await pump_both(near, far, is_cut)
+            await asyncio.sleep(0.1)
+        near[1].close()
+
+    async def run_out(self) -> None:
+        """Until what a gateway sent before it ended has been handed on."""
+        if self._joined:
+            await asyncio.wait(self._joined, timeout=2.0)
+
+
+async def serve(arguments: list[str]) -> int:
+    """The gateway behind its links."""
+    place = arguments.index("--engine-table") + 1
+    links = Links(Path(arguments[place]))
+    arguments[place] = str(links.shown)
+    following = asyncio.create_task(links.follow())
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "realtime.cli", *arguments)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, process.terminate)
+    code = await process.wait()
+    following.cancel()
+    await links.run_out()
+    return code
+
+
+# The fleet
+
+
+class Fleet:
+    """A cluster on this machine, run by an operator's command line. `status` is what the manager wrote down last: a
+    command would take processor time from the speech."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self.folder = folder
+        self.balancer = Balancer()
+        self.head_away_s = options.head_away
+        self._streams, self._null = options.streams, options.null
+        self.nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self._port = 21_000 + os.getpid() % 400 * 20
+        self._head_port = 6400 + os.getpid() % 500
+        model = "" if options.null else f'name = "{options.model}"\n'
+        (folder / "server.toml").write_text(
+            f"[model]\n{model}threads = 1\nmax_streams = {options.streams}\n[limits]\nmax_load = 0.0\n"
+        )
+        self.write_plan(least=2, most=3)
+
+    def write_plan(self, least: int, most: int) -> None:
+        null = [sys.executable, "-m", "benchmarks.engines", "--max-streams", str(self._streams)]
+        gateway = [sys.executable, "-m", "benchmarks.fleet"]
+        (self.folder / "fleet.toml").write_text(
+            f'name = "bench"\ncluster = "127.0.0.1:{self._head_port}"\nstate_folder = "{self.folder}/state"\n'
+            f'config = "server.toml"\nhead_works = false\nlook_s = 0.5\n'
+            f"[engine]\nleast = {least}\nmost = {most}\ncpus = 0.2\nport = {self._port}\ndrain_s = 20\n"
+            f"program = {json.dumps(null if self._null else [])}\n"
+            f"[gateway]\ncount = 2\ncpus = 0.2\nport = {self._port + 10}\ndrain_s = 2\n"
+            f"program = {json.dumps(gateway)}\n" + SCALE
+        )
+
+    @property
+    def url(self) -> str:
+        return f"ws://127.0.0.1:{self.balancer.port}/v1/realtime"
+
+    @property
+    def state(self) -> Path:
+        return self.folder / "state" / "bench"
+
+    async def run(self, *arguments: str) -> None:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "realtime.cli", "fleet", *arguments),
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        _, err = await process.communicate()
+        if process.returncode:
+            raise RuntimeError(f"tickertape fleet {' '.join(arguments)}: {err.decode().strip()}")
+
+    def status(self) -> Status:
+        """The balancer learns from it which gateways serve, as others do by asking for /ready."""
+        found: Status = json.loads((self.state / "status.json").read_text())
+        gateways = [unit for unit in found["units"] if unit["kind"] == "gateway" and unit["pid"]]
+        serving = [unit for unit in gateways if unit["state"] == "serving"] or gateways
+        self.balancer.ports = [unit["port"] for unit in serving]
+        return found
+
+    async def start(self) -> None:
+        from fleet.cluster.connect import start_head
+        from fleet.plan import read_plan
+
+        await self.balancer.start()
+        file = self.folder / "fleet.toml"
+        await asyncio.to_thread(start_head, read_plan(file))
+        # One after the other: nodes of one machine that start together take each other's ports.
+        for there, name in enumerate(NODES, 2):
+            self.join(name)
+            await asyncio.to_thread(wait_for_nodes, file, there)
+        # The first look finds all nodes, so that engines and gateways are spread over them.
+        await self.run("up", "--wait", str(PATIENCE_S))
+        await self.until_whole()
+
+    def join(self, name: str) -> None:
+        edge = ("--edge",) if name in EDGES else ()
+        command = (sys.executable, "-m", "realtime.cli", "fleet", "join", "--name", name, *edge)
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, start_new_session=True)
+        self.nodes[name] = process
+
+    def is_whole(self, status: Status) -> bool:
+        # The process of a lost keeper is not known, and what it kept counts as it was until the node is missed.
+        serving = [unit for unit in status["units"] if unit["state"] == "serving" and unit["pid"]]
+        wanted = status["engines_wanted"] + status["gateways_wanted"]
+        is_fresh = time.time() - (self.state / "status.json").stat().st_mtime < FRESH_S
+        return is_fresh and len(serving) == wanted == len(status["units"]) and len(status["nodes"]) > len(NODES)
+
+    async def until_whole(self, is_mended: Mended = lambda status: True) -> Status:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            with contextlib.suppress(OSError):
+                if self.is_whole(status := self.status()) and is_mended(status):
+                    return status
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the fleet did not become whole: {self.status()}")
+            await asyncio.sleep(0.2)
+
+    async def spread(self) -> None:
+        """What was started elsewhere when a node was lost stays there until the operator has it spread anew."""
+        units = (await self.until_whole())["units"]
+        if len({(unit["kind"], unit["node"]) for unit in units}) < len(units):
+            await self.run("upgrade", "--wait", str(PATIENCE_S))
+            await self.until_whole()
+
+    async def stop(self) -> None:
+        from fleet.keepers.process import Records, kill_family
+
+        with contextlib.suppress(RuntimeError):
+            await self.run("down", "--wait", "90")
+        for process in self.nodes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        for folder in (self.state / "cluster", *(self.state / "nodes").glob("*")):
+            for record in Records(folder).running():
+                kill_family(record)
+
+
+def wait_for_nodes(file: Path, count: int) -> None:
+    """Until the cluster has so many nodes, asked in a process of its own: one that has once spoken to Ray ends with
+    it."""
+    script = (
+        "import sys, time, ray; from fleet.cluster.connect import connect; from fleet.plan import read_plan\n"
+        "connect(read_plan(sys.argv[1]), 200.0)\n"
+        "while sum(node['Alive'] for node in ray.nodes()) < int(sys.argv[2]): time.sleep(0.5)"
     )
+    subprocess.run([sys.executable, "-c", script, str(file), str(count)], check=True, stdout=subprocess.DEVNULL)
+
+
+# Ways to lose a part. Each takes the fleet and its status before the loss, and returns when the loss is mended.
+
+
+def one(status: Status, kind: str = "") -> Status:
+    """An engine or gateway that serves, one that carries something if there is one."""
+    kind = kind or random.choice(("engine", "gateway"))
+    units = [unit for unit in status["units"] if unit["kind"] == kind and unit["state"] == "serving"]
+    chosen: Status = random.choice([unit for unit in units if unit["busy"]] or units)
+    return chosen
+
+
+def processes_of(unit: Status) -> list[int]:
+    """A gateway without the process that stands between it and the engines: what it has sent is on its way."""
+    if unit["kind"] != "gateway":
+        return [unit["pid"]]
+    return [int(pid) for pid in Path(f"/proc/{unit['pid']}/task/{unit['pid']}/children").read_text().split()]
+
+
+def are_gone(units: list[Status]) -> Mended:
+    pids = {unit["pid"] for unit in units}
+    return lambda now: not pids & {unit["pid"] for unit in now["units"]}
+
+
+def kill(units: list[Status]) -> Mended:
+    for pid in [pid for unit in units for pid in processes_of(unit)]:
+        os.kill(pid, signal.SIGKILL)
+    return are_gone(units)
+
+
+async def lose_nothing(fleet: Fleet, status: Status) -> Mended:
+    return lambda now: bool(now["looks"] > status["looks"] + 2)
+
+
+async def lose_engine(fleet: Fleet, status: Status) -> Mended:
+    return kill([one(status, "engine")])
+
+
+async def lose_gateway(fleet: Fleet, status: Status) -> Mended:
+    return kill([one(status, "gateway")])
+
+
+async def lose_keeper(fleet: Fleet, status: Status) -> Mended:
+    node = fleet.nodes[one(status)["node"]].pid
+    killed = set(keepers_of(node))
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    return lambda now: len(set(keepers_of(node)) - killed) == len(killed)
+
+
+def keepers_of(node: int) -> list[int]:
+    """Ray's workers of a node that are keepers."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            session = int((path / "stat").read_text().rpartition(")")[2].split()[3])
+            if session == node and (path / "cmdline").read_text().startswith("ray::KeeperActor"):
+                found.append(int(path.name))
+    return found
+
+
+async def lose_node(fleet: Fleet, status: Status) -> Mended:
+    """The machine is gone: Ray's part and ours. It comes back empty."""
+    name = one(status)["node"]
+    gone = [unit for unit in status["units"] if unit["node"] == name]
+    print(f"{name} goes, of {[(unit['name'], unit['node']) for unit in status['units']]}", flush=True)
+    # The keepers first: they would start again what is killed.
+    os.killpg(fleet.nodes[name].pid, signal.SIGKILL)
+    kill(gone)
+    await asyncio.to_thread(fleet.nodes[name].wait)
+    fleet.join(name)
+    # It may be back before the cluster has missed it; then the same units are started there anew.
+    return are_gone(gone)
+
+
+async def lose_head(fleet: Fleet, status: Status, away_s: float = HEAD_SHORT_S) -> Mended:
+    from fleet.keepers.process import Records, kill_family
+
+    record = Records(fleet.state / "cluster").read("head")
+    assert record is not None
+    kill_family(record)
+    await asyncio.sleep(away_s)
+    await fleet.run("up", "--wait", str(PATIENCE_S))
+    return lambda now: bool(now["pid"] != status["pid"])
+
+
+async def lose_network(fleet: Fleet, status: Status) -> Mended:
+    engine, gateway = one(status, "engine"), one(status, "gateway")
+    cut = fleet.state / "nodes" / gateway["node"] / f"cut-{engine['name']}"
+    cut.touch()
+    await asyncio.sleep(CUT_S)
+    cut.unlink()
+    return lambda now: True
+
+
+async def upgrade(fleet: Fleet, status: Status) -> Mended:
+    await fleet.run("upgrade", "--wait", str(PATIENCE_S))
+    return lambda now: bool(now["generation"] > status["generation"])
+
+
+LOSSES: dict[str, Callable[[Fleet, Status], Awaitable[Mended]]] = {
+    "calm": lose_nothing,
+    "engine": lose_engine,
+    "gateway": lose_gateway,
+    "keeper": lose_keeper,
+    "node": lose_node,
+    "head": lose_head,
+    "head-long": lambda fleet, status: lose_head(fleet, status, fleet.head_away_s),
+    "network": lose_network,
+    "upgrade": upgrade,
+}
+KINDS = [*LOSSES, "scale"]
+DEFAULT_KINDS = "calm:3,engine:10,gateway:10,keeper:10,node:10,head:10,network:10,head-long:1,upgrade:2,scale:1"
+
+
+# Clients
+
+
+class Crowd:
+    """So many clients at a time. Each says all of the audio in a session, then another one begins."""
+
+    def __init__(self, url: str, audio: bytes, count: int, apart_s: float) -> None:
+        self.clients: list[ResumingClient] = []
+        # Of each that was not let in at first: seconds from that until the session began.
+        self.refused_s: list[float] = []
+        self._url, self._audio = url, audio
+        self._is_over = False
+        self._living = [asyncio.create_task(self._live(number * apart_s)) for number in range(count)]
+
+    @property
+    def speaking(self) -> list[ResumingClient]:
+        return [client for client in self.clients if client.is_speaking]
+
+    async def until_all_speak(self) -> None:
+        await until(lambda: sum(bool(client.begun) for client in self.speaking) == len(self._living), PATIENCE_S)
+
+    async def until_heard(self) -> float:
+        """Until new audio of all that speak now has been acknowledged: how long the last of them took."""
+        marks = [client.mark() for client in self.speaking]
+        if not marks:
+            return 0.0
+        await asyncio.wait(marks)
+        return max((mark.result() for mark in marks if not mark.cancelled()), default=0.0)
+
+    async def end(self) -> None:
+        """All end what they say, and none begins again."""
+        self._is_over = True
+        await asyncio.gather(*self._living)
+
+    def show_troubles(self, alone: str) -> None:
+        """Print what is not as it should be, to look into."""
+        for client in self.clients:
+            differs = client.begun > 1 or client.wrong_numbers or client.wrong_items or client.text != alone
+            if client.failure or differs:
+                print(f"a session differs: {client.failure} {client.story()}", flush=True)
+            elif max(client.resumed_s, default=0.0) > LONG_S:
+                print(f"a session was away for long: {client.lines}", flush=True)
+
+    async def _live(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        refused_at: float | None = None
+        while not self._is_over:
+            client = ResumingClient(self._url, self._audio)
+            self.clients.append(client)
+            try:
+                await client.speak()
+            except CannotConnect as error:
+                if not client.begun:
+                    self.clients.remove(client)
+                    refused_at = refused_at or time.perf_counter()
+                    await asyncio.sleep(0.5)
+                    continue
+                client.failure = str(error)
+            if refused_at is not None:
+                self.refused_s.append(client.began_at - refused_at)
+                refused_at = None
+
+
+# The measurements
 
 
 class Matrix:
     """One fleet, and everything that is done to it."""
 
-    def __init__(self, fleet: Fleet, audio: bytes, people: int, streams: int, head_away_s: float) -> None:
-        self._fleet, self._audio = fleet, audio
-        self._people, self._streams, self._head_away_s = people, streams, head_away_s
-        self.alone = ""
+    def __init__(self, fleet: Fleet, audio: bytes, options: argparse.Namespace, summary: Callable[..., Any]) -> None:
+        self._fleet, self._audio, self._options, self._summary = fleet, audio, options, summary
+        self._alone = ""
 
-    def crowd(self, people: int, apart_s: float) -> Crowd:
-        return Crowd(lambda: self._fleet.url, self._audio, people, apart_s)
+    def _crowd(self, clients: int, apart_s: float) -> Crowd:
+        return Crowd(self._fleet.url, self._audio, clients, apart_s)
 
-    async def listen_alone(self) -> None:
-        crowd = self.crowd(1, 0.0)
+    def _summary_of(self, clients: list[ResumingClient]) -> dict[str, Any]:
+        found: dict[str, Any] = self._summary([client.outcome() for client in clients], [self._alone] * len(clients))
+        return found
+
+    async def play_alone(self) -> None:
+        crowd = self._crowd(1, 0.0)
         await asyncio.sleep(1.0)
-        await crowd.go()
-        if crowd.failures or len(crowd.sessions) != 1:
-            raise RuntimeError(f"the calm run failed, and what follows would mean nothing: {crowd.failures}")
-        self.alone = crowd.sessions[0].text
-        print(f"alone: {self.alone}", flush=True)
+        await crowd.end()
+        if len(crowd.clients) != 1 or crowd.clients[0].failure:
+            raise RuntimeError(f"the calm run failed: {[client.story() for client in crowd.clients]}")
+        self._alone = crowd.clients[0].text
+        print(f"alone: {self._alone}", flush=True)
 
     async def series(self, kind: str, times: int) -> dict[str, Any]:
         """The same loss again and again."""
-        lose = getattr(self._fleet, f"lose_{kind.removesuffix('-long')}")
-        away_s = self._head_away_s if kind.endswith("-long") else HEAD_SHORT_S
-        crowd = self.crowd(self._people, len(self._audio) / (2 * RATE) / self._people)
+        clients, fleet = self._options.sessions, self._fleet
+        crowd = self._crowd(clients, len(self._audio) / (2 * SAMPLE_RATE) / clients)
         watching = asyncio.create_task(self._keep_balancer())
         begun, went_on_s, owned_twice = time.monotonic(), list[float](), 0
-        calls = list[float]()
+        calls = set[float]()
         try:
             await crowd.until_all_speak()
             for _ in range(times):
-                await self._fleet.spread()
+                await fleet.spread()
                 owned_twice += not await self._settled(crowd)
-                before = self._fleet.status()
+                before = fleet.status()
                 hearing = asyncio.create_task(crowd.until_heard())
-                is_mended = await lose(before, away_s)
+                is_mended = await LOSSES[kind](fleet, before)
                 went_on_s.append(await hearing)
-                calls += self._calls_per_look(before, await self._fleet.until_whole(is_mended))
+                after = await fleet.until_whole(is_mended)
+                # A manager that was lost counts from nothing then.
+                if (looks := after["looks"] - before["looks"]) > 0:
+                    calls.add(round((after["actor_calls"] - before["actor_calls"]) / looks, 2))
             owned_twice += not await self._settled(crowd)
-            await crowd.go()
-            owned_twice += not await self._emptied()
+            await crowd.end()
+            owned_twice += not await self._has_at_most(0)
         finally:
             watching.cancel()
-        crowd.tell_troubles(self.alone)
+        crowd.show_troubles(self._alone)
         return {
             "kind": kind,
             "times": times,
-            "at_once": self._people,
-            "went_on_p50_s": round(statistics.median(went_on_s), 2),
-            "went_on_max_s": round(max(went_on_s), 2),
-            **asdict(fates(crowd.sessions, len(crowd.failures), self.alone)),
+            "at_once": clients,
+            **percentiles("went_on_s", went_on_s, 50, 100),
+            **self._summary_of(crowd.clients),
+            # Engines had more streams than there were clients.
             "owned_twice": owned_twice,
-            "calls_per_look": sorted(set(calls)),
+            "calls_per_look": sorted(calls),
             "took_s": round(time.monotonic() - begun),
         }
 
     async def scale(self) -> dict[str, Any]:
-        """More people than one engine has room for, then few: engines follow by the rules of the file."""
+        """More clients than one engine has room for, then few: engines follow by the rules of the plan."""
         self._fleet.write_plan(least=1, most=3)
         await self._fleet.run("up")
         await self._until_engines(1)
-        seen = Seen(self._fleet)
-        watching = asyncio.create_task(seen.watch())
-        few = self.crowd(2, ARRIVE_S)
-        many = self.crowd(round(3 * LOAD * self._streams) - 2, ARRIVE_S)
+        engines, start_s = list[int](), list[float]()
+        watching = asyncio.create_task(self._watch_engines(engines, start_s))
+        few = self._crowd(2, ARRIVE_S)
+        many = self._crowd(round(3 * LOAD * self._options.streams) - 2, ARRIVE_S)
         try:
             await self._until_engines(3)
             await asyncio.sleep(STAY_S)
-            await many.go()
+            await many.end()
             await self._until_engines(1)
-            await few.go()
+            await few.end()
         finally:
             watching.cancel()
         refused = [*few.refused_s, *many.refused_s]
-        failures = len(few.failures) + len(many.failures)
         return {
             "kind": "scale",
-            "engines": seen.engines,
-            "engine_start_max_s": round(max(seen.start_s, default=0.0), 1),
+            "engines": engines,
+            "engine_start_max_s": max(start_s, default=0.0),
             "not_let_in_at_first": len(refused),
-            "let_in_after_max_s": round(max(refused, default=0.0), 1),
-            **asdict(fates([*few.sessions, *many.sessions], failures, self.alone)),
+            "let_in_after_max_s": max(refused, default=0.0),
+            **self._summary_of([*few.clients, *many.clients]),
         }
 
-    async def _until_engines(self, engines: int) -> None:
-        async with asyncio.timeout(300):
+    async def _watch_engines(self, engines: list[int], start_s: list[float]) -> None:
+        """How many engines served, one number after the other, and how long each took from its keeper to serving."""
+        first: dict[str, float] = {}
+        while True:
+            with contextlib.suppress(OSError):
+                units = [unit for unit in self._fleet.status()["units"] if unit["kind"] == "engine"]
+                serving = [unit["name"] for unit in units if unit["state"] == "serving"]
+                for unit in units:
+                    first.setdefault(unit["name"], time.monotonic())
+                start_s += [time.monotonic() - first[name] for name in serving if first[name]]
+                first |= dict.fromkeys(serving, 0.0)
+                engines += [len(serving)] if engines[-1:] != [len(serving)] else []
+            await asyncio.sleep(0.1)
+
+    async def _until_engines(self, count: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 units = (await self._fleet.until_whole())["units"]
-                if sum(unit["kind"] == "engine" for unit in units) == engines:
+                if sum(unit["kind"] == "engine" for unit in units) == count:
                     return
                 await asyncio.sleep(0.2)
 
     async def _settled(self, crowd: Crowd) -> bool:
-        """Until all is whole and everybody is heard; false if engines have more streams than there are people."""
+        """Until all is whole and all are heard; false if engines have more streams than there are clients."""
         await self._fleet.until_whole()
         await crowd.until_heard()
-        return await self._have_at_most(self._people)
+        return await self._has_at_most(self._options.sessions)
 
-    async def _emptied(self) -> bool:
-        return await self._have_at_most(0)
-
-    async def _have_at_most(self, streams: int) -> bool:
+    async def _has_at_most(self, streams: int) -> bool:
         deadline = time.monotonic() + SETTLE_S
         while (await self._fleet.until_whole())["capacity"]["streams"] > streams:
             if time.monotonic() > deadline:
@@ -214,88 +616,25 @@ class Matrix:
                 self._fleet.status()
             await asyncio.sleep(0.2)
 
-    @staticmethod
-    def _calls_per_look(before: dict[str, Any], after: dict[str, Any]) -> list[float]:
-        """Nothing if the manager was lost: it counts from nothing then."""
-        looks = after["looks"] - before["looks"]
-        return [round((after["actor_calls"] - before["actor_calls"]) / looks, 2)] if looks > 0 else []
 
-
-class Seen:
-    """How many engines served, one number after the other, and how long each took from its keeper to serving."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self.engines: list[int] = []
-        self.start_s: list[float] = []
-
-    async def watch(self) -> None:
-        first: dict[str, float] = {}
-        while True:
-            with contextlib.suppress(OSError):
-                units = [unit for unit in self._fleet.status()["units"] if unit["kind"] == "engine"]
-                serving = [unit["name"] for unit in units if unit["state"] == "serving"]
-                for unit in units:
-                    first.setdefault(unit["name"], time.monotonic())
-                for name in serving:
-                    if (since := first[name]) > 0:
-                        self.start_s.append(time.monotonic() - since)
-                        first[name] = 0.0
-                if self.engines[-1:] != [len(serving)]:
-                    self.engines.append(len(serving))
-            await asyncio.sleep(0.1)
-
-
-def recording(seconds: float) -> bytes:
-    sound = next(file for file in (cache_folder() / SAMPLE).iterdir() if file.suffix == ".wav")
-    samples = np.concatenate(list(read_file(sound)))[: int(seconds * RATE)]
-    return (np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes()
-
-
-async def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    lasting_session.FIRST_WAIT_S = 0.1
+async def measure(options: argparse.Namespace, summary: Callable[..., Any]) -> list[dict[str, Any]]:
+    resume_at_once()
     # Parts of the fleet run elsewhere, and some of them are from this folder.
-    os.environ |= HEALTH | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    os.environ |= HEALTH | {"PYTHONPATH": str(ROOT)}
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
-        shape = Shape(arguments.model, arguments.streams, arguments.null)
-        fleet = Fleet(Path(folder), shape)
-        matrix = Matrix(fleet, recording(arguments.seconds), arguments.sessions, shape.streams, arguments.head_away)
+        fleet = Fleet(Path(folder), options)
+        matrix = Matrix(fleet, pcm16(sample_speech(options.seconds)), options, summary)
         try:
             await fleet.start()
-            await matrix.listen_alone()
-            for kind, times in arguments.kinds:
+            await matrix.play_alone()
+            for kind, times in options.kinds:
                 results.append(await (matrix.scale() if kind == "scale" else matrix.series(kind, times)))
-                print(json.dumps(results[-1]), flush=True)
+                print(row(results[-1]), flush=True)
         finally:
             await fleet.stop()
     return results
 
 
-def kinds(text: str) -> list[tuple[str, int]]:
-    known = {part.partition(":")[0] for part in KINDS.split(",")}
-    found = [(name, int(times or 1)) for name, _, times in (part.partition(":") for part in text.split(","))]
-    if unknown := {name for name, _ in found} - known:
-        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", type=kinds, default=KINDS, help=f"which, and how often; {KINDS} unless given")
-    parser.add_argument("--sessions", type=int, default=4, help="people who speak at the same time")
-    parser.add_argument("--seconds", type=float, default=20.0, help="how much of the recording a session hears")
-    parser.add_argument("--streams", type=int, default=8, help="how many an engine has room for")
-    parser.add_argument("--model", default="moonshine-tiny")
-    parser.add_argument("--null", action="store_true", help="engines without a model")
-    parser.add_argument("--head-away", type=float, default=120.0, metavar="SECONDS")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    results = asyncio.run(measure(arguments))
-    if arguments.json is not None:
-        told = {"command": " ".join(sys.argv[1:]), "cores": os.cpu_count(), "results": results}
-        arguments.json.write_text(json.dumps(told, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(asyncio.run(serve(sys.argv[1:])))

@@ -1,35 +1,33 @@
 """What the engine's one thread spends on each 80 ms of a served session, beside the model and the detector.
 
-    python -m benchmarks.host_cost [--streams 600] [--gateways 6] [--rounds 60] [--profile]
+    python -m benchmarks.host_cost [--streams 600] [--gateways 6] [--rounds 60] [--profile FILE]
 
-Everything between the socket and the runner is real: the codec, the caches, wills, the loop with steps that overlap,
-silence that is cut out, the scheduler, numbered answers. Runner and detector answer at once, and messages are made
-before the clock runs. Every session feeds one item a round and entrusts what it has noted, as a gateway has it do for
-clients that can resume; a step takes in `--steps` parts of a round, as in real time. Words come every fifth item, as in
-speech, or as often as `--words-every` says. Processor time of one thread: compare within one run, or on one machine.
+Everything between the socket and the runner is real: the codec, the caches, saved sessions, the loop with steps that
+overlap, silence that is cut out, the scheduler, numbered answers. Runner and detector answer at once, and messages are
+made before the clock runs. Every session feeds one item a round and leaves the changes of its saved state, as a gateway
+has it do for clients that can resume; a step takes in `--steps` parts of a round, as in real time. Words come every
+fifth item, as in speech, or as often as `--words-every` says. Processor time of one thread: compare within one run, or
+on one machine.
 """
 
 from __future__ import annotations
 
-import argparse
-import cProfile
-import pstats
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.null_engine import NullDetector
-from benchmarks.step_cost import NullRunner, room_for, voxtral_like
+from benchmarks.engines import SPEC, NullDetector, NullRunner, room_for
+from benchmarks.measuring import Profile, parser_of, write_json
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.preparation import hash_payload
 from engine.client.batch import OutgoingBatch
 from engine.config import EngineConfig
-from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.messages import Item, Speech
 from engine.server.collector import calm_collector
@@ -37,39 +35,30 @@ from engine.server.host import EngineHost
 from engine.server.loop import EngineLoop
 from engine.server.silence_cut import cut_settings
 
-SPEC = replace(voxtral_like(), look_back_samples=680, look_ahead_samples=40)
 SAMPLES = SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look_ahead_samples
 
 
 class LaunchingRunner(NullRunner):
     """Steps overlap as on a device: answers are asked for later."""
 
-    def __init__(self, words_every: int) -> None:
-        super().__init__(SPEC)
-        self._words_every = words_every
-
-    def launch(self, plan: StepPlan) -> Callable[[], list[DecodeResult]]:
-        every = self._words_every
-        results = [
-            DecodeResult([2 + place % 30 if place % every == 0 else 0 for place in range(task.start, task.end)])
-            for task in plan.decode
-        ]
-        return lambda: results
+    overlaps_steps = True
 
 
 class LaunchingDetector(NullDetector):
-    """The same of the detector. In one of `silent_every` streams nobody speaks; 0: in none."""
+    """The same of the detector. One of `silent_every` streams has no speech; 0: all have."""
+
+    overlaps_steps = True
 
     def __init__(self, silent_every: int) -> None:
         super().__init__(SPEC.sample_rate)
         self._silent_every = silent_every
 
-    def launch(self, batch: list[tuple[str, Any]]) -> Callable[[], list[Speech]]:
-        found = self.detect(batch)
+    def find(self, batch: list[tuple[str, Any]]) -> list[Speech]:
+        found = super().find(batch)
         for speech in found:
             if self._silent_every and int(speech.stream[-6:]) % self._silent_every == 0:
                 speech.probabilities = [0.0] * len(speech.probabilities)
-        return lambda: found
+        return found
 
 
 @dataclass
@@ -98,7 +87,7 @@ class Gateway:
         self.streams = [f"item_{stream:020d}" for stream in streams]
         self._read: Counter[str] = Counter()
         self._sent = self._taken = 0
-        self._chance = np.random.default_rng(number)
+        self._random = np.random.default_rng(number)
 
     def hello(self) -> list[Any]:
         return codec.encode(codec.Hello(codec.WIRE_VERSION, "1", self.name.decode(), 1 << 26))
@@ -111,12 +100,11 @@ class Gateway:
         return self._frames(batch)
 
     def round(self, streams: list[str], position: int) -> list[Any]:
-        """One item of each of these streams, and what there is to entrust."""
+        """One item of each of these streams, and the changes of its saved state."""
         batch = OutgoingBatch()
         for stream in streams:
-            payload = self._chance.standard_normal(SAMPLES, np.float32)
-            sample = position * SPEC.samples_per_position
-            item = Item(position, 1, sample, hash_payload(payload), payload)
+            payload = self._random.standard_normal(SAMPLES, np.float32)
+            item = Item(position, 1, position * SPEC.samples_per_position, hash_payload(payload), payload)
             batch.add(messages.Feed(stream, [item]), [item])
             batch.add(messages.Entrust(stream, f"sess_{stream}", 1, self._read[stream], [b"e" * 24, b"f" * 16]), [])
         return self._frames(batch)
@@ -135,10 +123,10 @@ class Gateway:
 
 class Bench:
     def __init__(self, streams: int, gateways: int, steps: int, words_every: int, silent_every: int) -> None:
-        runner = LaunchingRunner(words_every)
+        runner = LaunchingRunner(SPEC, words_every)
         scheduler = Scheduler(SPEC, room_for(streams, SPEC), runner.vocabulary)
-        detector = LaunchingDetector(silent_every)
-        self.loop = EngineLoop(scheduler, runner, detector, cut=cut_settings(EngineConfig().cut_silence_s))
+        cut = cut_settings(EngineConfig().cut_silence_s)
+        self.loop = EngineLoop(scheduler, runner, LaunchingDetector(silent_every), cut=cut)
         self.line, self.now = Line(), 0.0
         self.host = EngineHost(self.loop, self.line, "engine", lambda: self.now)  # type: ignore[arg-type]
         self.steps = steps
@@ -172,31 +160,32 @@ class Bench:
         return took
 
 
-def main(arguments: list[str] | None = None) -> float:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--streams", type=int, default=600)
     parser.add_argument("--gateways", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5, help="steps in 80 ms")
     parser.add_argument("--rounds", type=int, default=60, help="of 80 ms that are counted")
     parser.add_argument("--words-every", type=int, default=5, help="items; 1 is what random weights do")
-    parser.add_argument("--silent-every", type=int, default=0, help="nobody speaks in one of so many streams")
-    parser.add_argument("--profile", action="store_true", help="print where the time goes; costs more than it")
+    parser.add_argument("--silent-every", type=int, default=0, help="one of so many streams has no speech")
+    parser.add_argument("--profile", type=Path, help="split the figure by folder, and write the stacks here")
     options = parser.parse_args(arguments)
+    if options.small:
+        options.streams, options.gateways, options.rounds = 12, 2, 10
     bench = Bench(options.streams, options.gateways, options.steps, options.words_every, options.silent_every)
     calm_collector()
     for _ in range(60 if options.silent_every else 10):  # silence is cut out when it has settled
         bench.round()
-    profiler = cProfile.Profile()
-    if options.profile:
-        profiler.enable()
-    rounds = sorted(bench.round() for _ in range(options.rounds))
-    profiler.disable()
+    profile = Profile(within="EngineHost.tick")
+    with profile.running() if options.profile else nullcontext():
+        rounds = sorted(bench.round() for _ in range(options.rounds))
     # The lower end: what else the machine does can only add to it.
     each = rounds[len(rounds) // 10] / options.streams / 1e3
     print(f"{options.streams} streams, {options.steps} steps in 80 ms: {each:.1f} us an item ({len(rounds)} rounds)")
     if options.profile:
-        pstats.Stats(profiler).sort_stats("cumulative").print_stats(60)
-    return each
+        profile.show(each, "us")
+        profile.write(options.profile)
+    write_json(options, {"streams": options.streams, "steps": options.steps, "us_per_item": each})
 
 
 if __name__ == "__main__":

@@ -1,19 +1,28 @@
-"""Whether languages are told apart and obeyed, on prompts that people recorded: the sounds of `voice_prompts`.
+"""Whether languages are told apart and obeyed, on voice prompts that people recorded.
 
     python -m benchmarks.languages [--lists FOLDER] [--languages es,ru] [--model NAME] [--live] [--limit N]
                                    [--json FILE]
 
+The prompts are those of Asterisk, as Debian packages carry them. They are fetched with apt into the cache folder,
+without being installed; they are no part of this project (CC BY-SA 3.0: en, es, fr; CC BY 3.0: it, ru). What is said in
+them stands in lists named `core-sounds-es.txt`, which are in Asterisk's own archives of these sounds and in Debian's
+source package, not in the packages.
+
 Every prompt goes through the real engine twice, as an upload or with --live as by a microphone: without a language, and
 with its own. Printed for each language: how many were told right, also by length, and the word error rates, where
-FOLDER has the list of what is said (`core-sounds-es.txt`). Then a few prompts are answered with their translation.
+FOLDER has the list of what is said. Then a few prompts are answered with their translation.
 Exit status: 0 done, 1 the engine failed, 2 sounds, lists or the model cannot be used.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import hashlib
+import re
+import subprocess
 import sys
+import tempfile
+import wave
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,94 +32,132 @@ from unicodedata import combining, normalize
 
 import torch
 
-from benchmarks.file_run import FileOutcome, FileRun
-from benchmarks.live_run import LiveRun, RunFailed, VirtualClock, complain
-from benchmarks.recordings import Clip, one_session_per_clip
-from benchmarks.scoring import plain_words, pooled, score
-from benchmarks.voice_prompts import DIGESTS, PromptsError, choose, fetch, read_list
-from engine.config import EngineConfig
+from benchmarks.accuracy import PAUSE_SECONDS, SMALL_MODEL, complain, warm_loop
+from benchmarks.measuring import RunFailed, parser_of, show, write_json
+from benchmarks.playing import Run
+from benchmarks.recordings import Clip, one_session_per_clip, read_manifest, sample_manifest
+from benchmarks.scoring import plain_words, pooled
 from engine.errors import EngineError
 from engine.options import TRANSLATE
-from engine.server.build import build_loop
 from engine.server.loop import EngineLoop
-from engine.server.main import warm_up
+from engine.weights.store import cache_folder
+from realtime.bench.words import word_errors
+
+VERSION = "1.6.1-1"
+# By language: the package's digest, as Debian's signed index has it.
+DIGESTS = {
+    "en": "2be3ea287d83299d143815fa804f11179a75b7affd4a758b98b55f5afc18a35d",
+    "es": "9283a09a6d56fccdcc2bcfe86c48f0f844289cfbd46a3184d8785a6f7f569903",
+    "fr": "8d4e1bc32ed5ba7fbda40841ca1825ed20cc6232724a473c90f8bb0e53e6073e",
+    "it": "5a26638089e134b8ac39363fe249c5c93c50cd8bfdc9b2499ae61ec4a35e2fcb",
+    "ru": "ccbfaebfa450b7a9ddf644ae0f3d1e9017d5df7c0aebe816e946345589d38201",
+}
+SHORTEST_SECONDS = 1.5
+# Single words, names of letters that are foreign words, and silence.
+NO_SENTENCES = ("digits", "letters", "phonetic", "silence")
+NO_SPEECH = (
+    "ascending-2tone",
+    "beep",
+    "beeperr",
+    "confbridge-join",
+    "confbridge-leave",
+    "descending-2tone",
+    "tt-monkeys",
+)
+# Lists put a description of a sound without speech in brackets. A digit may be written in two ways, both right.
+NOT_WORD_FOR_WORD = re.compile(r"[\[\](){}<>0-9]")
 
 AT_ONCE = 4
-PAUSE_SECONDS = 1.5
 # Where a length belongs to the next group, in seconds.
 LENGTHS = (2.5, 4.0)
 EXAMPLES = 3
 
+Report = dict[str, Any]
+
+
+# Prompts
+
+
+class PromptsError(Exception):
+    """The sounds or their list cannot be used; the text says what to do."""
+
+
+def fetch(language: str) -> Path:
+    """The folder with the sounds of a language, from the cache or from apt."""
+    package = f"asterisk-core-sounds-{language}-wav"
+    folder = cache_folder() / "voice-prompts" / f"{package}-{VERSION}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent) as work:
+            _run(["apt-get", "download", f"{package}={VERSION}"], Path(work))
+            (archive,) = Path(work).glob("*.deb")
+            found = hashlib.sha256(archive.read_bytes()).hexdigest()
+            if found != DIGESTS[language]:
+                raise PromptsError(f"{archive.name} has digest {found}, expected {DIGESTS[language]}; it was not kept")
+            _run(["dpkg-deb", "-x", archive.name, "unpacked"], Path(work))
+            (voice,) = Path(work).glob("unpacked/usr/share/asterisk/sounds/*")
+            voice.rename(folder)
+    return folder
+
+
+def _run(command: list[str], folder: Path) -> None:
+    try:
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise PromptsError(f"{command[0]} is not here; voice prompts are fetched as Debian packages") from error
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr or "").strip().splitlines()[-1:] or [f"exit status {error.returncode}"]
+        raise PromptsError(f"`{' '.join(command)}` failed: {reason[0]}") from error
+
+
+def read_list(path: Path) -> dict[str, str]:
+    """What is said, by the name of the prompt; only where it is written word for word."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptsError(f"cannot read {path}: {error}") from error
+    words = {}
+    for line in lines:
+        name, _, text = line.partition(":")
+        if not line.startswith(";") and text.strip() and not NOT_WORD_FOR_WORD.search(text):
+            words[name.strip().removesuffix(".wav")] = text.strip()
+    if not words:
+        raise PromptsError(f"{path} names no prompts; a line of it is a name, a colon and what is said")
+    return words
+
+
+def choose(folder: Path, words: Mapping[str, str] | None, limit: int) -> list[Clip]:
+    """Sentences of at least `SHORTEST_SECONDS`, at most `limit`, evenly out of all; with `words` only those it has."""
+    prompts = []
+    for path in sorted(folder.rglob("*.wav")):
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        if name in NO_SPEECH or name.split("/")[0] in NO_SENTENCES or (words is not None and name not in words):
+            continue
+        with wave.open(str(path), "rb") as sound:
+            seconds = sound.getnframes() / sound.getframerate()
+        if seconds >= SHORTEST_SECONDS:
+            prompts.append(Clip(path, words[name] if words is not None else "", seconds, "prompts"))
+    count = min(limit, len(prompts))
+    return [prompts[number * len(prompts) // count] for number in range(count)]
+
+
+# Answers
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was said of a prompt, and the language that was told with it; both are empty if nothing was said."""
+    """The text of a prompt, and the language that was told with it; both are empty if nothing was said."""
 
     clip: Clip
     text: str
     language: str
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse_arguments(arguments)
-    torch.set_num_threads(1)
-    try:
-        prompts = {language: _prompts(language, options) for language in options.languages}
-        loop = build_loop(EngineConfig(options.model, "cpu", max_streams=AT_ONCE, threads=1))
-        warm_up(loop)
-        report = {language: _measure(loop, language, clips, options.live) for language, clips in prompts.items()}
-    except (PromptsError, EngineError, RunFailed) as error:
-        return complain(error)
-    if options.json is not None:
-        report = {"model": options.model, "live": options.live, "languages": report}
-        options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    return 0
-
-
-def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.languages", description=__doc__.split("\n")[0])
-    parser.add_argument("--lists", type=Path, help="folder with core-sounds-es.txt and others: what is said")
-    parser.add_argument("--languages", default=",".join(DIGESTS), help="codes with commas between them")
-    parser.add_argument("--model", default="whisper-tiny", help="a name that `tickertape pull` knows, or a folder")
-    parser.add_argument("--live", action="store_true", help="at the pace of a microphone instead of as uploads")
-    parser.add_argument("--limit", type=int, default=60, help="most prompts of a language")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    options = parser.parse_args(arguments)
-    options.languages = options.languages.split(",")
-    if unknown := [language for language in options.languages if language not in DIGESTS]:
-        parser.error(f"no prompts in {', '.join(unknown)}; there are {', '.join(DIGESTS)}")
-    if options.limit < 1:
-        parser.error("--limit must be at least 1")
-    return options
-
-
-def _prompts(language: str, options: argparse.Namespace) -> list[Clip]:
-    listed = None if options.lists is None else options.lists / f"core-sounds-{language}.txt"
-    words = read_list(listed) if listed is not None and listed.exists() else None
-    return choose(fetch(language), words, options.limit)
-
-
-def _measure(loop: EngineLoop, language: str, clips: list[Clip], live: bool) -> dict[str, Any]:
-    found = _transcribe(loop, clips, {}, live)
-    told = _transcribe(loop, clips, {"language": language}, live)
-    report = figures(language, found, told)
-    print_figures(language, report)
-    examples = sorted(clips, key=lambda clip: clip.seconds)[-EXAMPLES:]
-    said = {answer.clip.path: answer.text for answer in told}
-    for answer in _transcribe(loop, examples, {"language": language, "task": TRANSLATE}, live):
-        print(f"  {answer.clip.text or said[answer.clip.path]}\n    -> {answer.text}")
-    return report
-
-
-def _transcribe(loop: EngineLoop, clips: Sequence[Clip], options: Mapping[str, str], live: bool) -> list[Answer]:
-    if live:
-        sessions = one_session_per_clip(clips, PAUSE_SECONDS)
-        run = LiveRun(loop, VirtualClock(), AT_ONCE, {session.name: dict(options) for session in sessions})
-        played = run.play(sessions, lambda run: None)
-        return [Answer(run.session.clips[0], run.emissions.text.strip(), run.language) for run in played]
-    outcomes: list[FileOutcome] = []
-    FileRun(loop, AT_ONCE, options).send(clips, outcomes.append)
-    return [Answer(outcome.transcript.clip, outcome.transcript.text, outcome.language) for outcome in outcomes]
+def transcribe(loop: EngineLoop, clips: Sequence[Clip], options: Mapping[str, str], live: bool) -> list[Answer]:
+    sessions = one_session_per_clip(clips, PAUSE_SECONDS if live else 0.0)
+    run = Run(loop, AT_ONCE, AT_ONCE, {session.name: dict(options) for session in sessions})
+    played = run.play(live=sessions) if live else run.play(uploads=sessions)
+    return [Answer(one.session.clips[0], one.emissions.text.strip(), one.language) for one in played]
 
 
 def unmarked_words(text: str) -> list[str]:
@@ -121,15 +168,14 @@ def unmarked_words(text: str) -> list[str]:
 def error_rate(answers: Sequence[Answer]) -> float | None:
     """Of those whose words are known; None if there are none."""
     known = [answer for answer in answers if answer.clip.text]
-    scores = [score(unmarked_words(answer.clip.text), unmarked_words(answer.text)) for answer in known]
-    return pooled([each.errors for each in scores]).rate
+    return pooled(word_errors(unmarked_words(one.clip.text), unmarked_words(one.text)) for one in known).rate
 
 
-def figures(language: str, found: Sequence[Answer], told: Sequence[Answer]) -> dict[str, Any]:
+def figures(language: str, found: Sequence[Answer], told: Sequence[Answer]) -> Report:
+    """Of answers without a language, and of answers that were told theirs."""
     by_length: dict[str, list[bool]] = {}
-    bounds = (0.0, *LENGTHS)
     for answer in found:
-        least = max(bound for bound in bounds if answer.clip.seconds >= bound)
+        least = max(bound for bound in (0.0, *LENGTHS) if answer.clip.seconds >= bound)
         by_length.setdefault(f"from {least:g} s", []).append(answer.language == language)
     return {
         "prompts": len(found),
@@ -145,15 +191,53 @@ def figures(language: str, found: Sequence[Answer], told: Sequence[Answer]) -> d
     }
 
 
-def print_figures(language: str, report: Mapping[str, Any]) -> None:
-    lengths = ", ".join(f"{name}: {right} of {of}" for name, (right, of) in report["told_right_by_length"].items())
-    print(f"\n{language}: {report['prompts']} prompts, {report['seconds'] / 60:.1f} minutes")
-    print(f"  told right {report['told_right']} of {report['prompts']} ({lengths})")
-    others = ", ".join(f"{code} {count}" for code, count in report["taken_for"].items()) or "none"
-    print(f"  taken for others: {others}; nothing said: {report['nothing_said']}")
-    if report["wer_found"] is not None:
-        found, told = 100 * report["wer_found"], 100 * report["wer_told"]
-        print(f"  word errors of {report['words']} words: {found:.1f} % without, {told:.1f} % with the language told")
+def measure(loop: EngineLoop, language: str, clips: list[Clip], options: argparse.Namespace) -> Report:
+    found = transcribe(loop, clips, {}, options.live)
+    told = transcribe(loop, clips, {"language": language}, options.live)
+    report = figures(language, found, told)
+    show(language, report)
+    if not options.small:
+        examples = sorted(clips, key=lambda clip: clip.seconds)[-EXAMPLES:]
+        texts = {answer.clip.path: answer.text for answer in told}
+        for answer in transcribe(loop, examples, {"language": language, "task": TRANSLATE}, options.live):
+            print(f"  {answer.clip.text or texts[answer.clip.path]}\n    -> {answer.text}")
+    return report
+
+
+def prompts_of(language: str, options: argparse.Namespace) -> list[Clip]:
+    listed = None if options.lists is None else options.lists / f"core-sounds-{language}.txt"
+    words = read_list(listed) if listed is not None and listed.exists() else None
+    return choose(fetch(language), words, options.limit)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--lists", type=Path, help="folder with core-sounds-es.txt and others: what is said")
+    parser.add_argument("--languages", default=",".join(DIGESTS), help="codes with commas between them")
+    parser.add_argument("--model", default="whisper-tiny", help="a name that `tickertape pull` knows, or a folder")
+    parser.add_argument("--live", action="store_true", help="at the pace of a microphone instead of as uploads")
+    parser.add_argument("--limit", type=int, default=60, help="prompts of each language")
+    options = parser.parse_args(arguments)
+    languages = options.languages.split(",")
+    if unknown := [language for language in languages if language not in DIGESTS]:
+        parser.error(f"no prompts in {', '.join(unknown)}; there are {', '.join(DIGESTS)}")
+    if options.limit < 1:
+        parser.error("--limit must be at least 1")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            if options.small:
+                # English speech and a model that knows no other language, for want of prompts.
+                options.model = SMALL_MODEL
+                prompts = {"en": read_manifest(sample_manifest(Path(folder)))}
+            else:
+                prompts = {language: prompts_of(language, options) for language in languages}
+            loop = warm_loop(options.model, AT_ONCE)
+            report = {language: measure(loop, language, clips, options) for language, clips in prompts.items()}
+        except (PromptsError, EngineError, RunFailed) as error:
+            return complain(error)
+    write_json(options, {"model": options.model, "live": options.live, "languages": report})
+    return 0
 
 
 if __name__ == "__main__":

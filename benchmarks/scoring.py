@@ -1,22 +1,22 @@
 """How good a transcript is, and how soon it came. Pure functions on words and seconds.
 
 Word error rates are pooled: errors of all clips over reference words of all clips. A word's delay counts from the end
-of the word in the audio to the moment its last letter was shown.
+of the word in the audio to the moment its last letter was shown. A seam lies between two words with a pause between
+them, where a live stream's utterances end and begin: marks and capitals there are compared with those of the same
+weights on whole clips, where both transcripts have the same word on either side.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import reduce
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from operator import add
 
 import numpy as np
 
-# One step of an alignment: indices into reference and hypothesis. (i, None) is a deletion, (None, j) an insertion.
-Pair = tuple[int | None, int | None]
+from realtime.bench.words import Errors, align, word_errors
 
 
 def plain_words(text: str) -> list[str]:
@@ -25,112 +25,18 @@ def plain_words(text: str) -> list[str]:
     return [word for word in words if word]
 
 
-# Alignment
-
-
-def align(reference: Sequence[str], hypothesis: Sequence[str]) -> list[Pair]:
-    """A shortest edit path from reference to hypothesis."""
-    costs = _edit_costs(reference, hypothesis)
-    pairs: list[Pair] = []
-    i, j = len(reference), len(hypothesis)
-    while i or j:
-        here = costs[i, j]
-        if i and j and here == costs[i - 1, j - 1] + (reference[i - 1] != hypothesis[j - 1]):
-            i, j = i - 1, j - 1
-            pairs.append((i, j))
-        elif i and here == costs[i - 1, j] + 1:
-            i -= 1
-            pairs.append((i, None))
-        else:
-            j -= 1
-            pairs.append((None, j))
-    pairs.reverse()
-    return pairs
-
-
-def _edit_costs(reference: Sequence[str], hypothesis: Sequence[str]) -> np.ndarray:
-    """costs[i, j]: edits between the first i and the first j words; a row at a time."""
-    ids: dict[str, int] = {}
-    left = [ids.setdefault(word, len(ids)) for word in reference]
-    right = np.array([ids.setdefault(word, len(ids)) for word in hypothesis], np.int64)
-    steps = np.arange(len(right) + 1, dtype=np.int32)
-    costs = np.empty((len(left) + 1, len(right) + 1), np.int32)
-    costs[0] = steps
-    for i, word in enumerate(left, 1):
-        above = costs[i - 1]
-        row = above + 1
-        np.minimum(row[1:], above[:-1] + (right != word), out=row[1:])
-        # Insertions run along the row: each place may come from any place before it, one edit a step.
-        costs[i] = np.minimum.accumulate(row - steps) + steps
-    return costs
+def differing_words(texts: Sequence[str], others: Sequence[str]) -> tuple[int, int]:
+    """Words that differ between two runs, case and punctuation aside, and all words of the first."""
+    pairs = [(plain_words(text), plain_words(other)) for text, other in zip(texts, others, strict=True)]
+    wrong = sum(word_errors(left, right).total for left, right in pairs)
+    return wrong, sum(len(left) for left, _ in pairs)
 
 
 # Errors
 
 
-@dataclass(frozen=True, slots=True)
-class Errors:
-    hits: int = 0
-    substitutions: int = 0
-    deletions: int = 0
-    insertions: int = 0
-
-    @property
-    def words(self) -> int:
-        """Reference words."""
-        return self.hits + self.substitutions + self.deletions
-
-    @property
-    def total(self) -> int:
-        return self.substitutions + self.deletions + self.insertions
-
-    @property
-    def rate(self) -> float | None:
-        """Word error rate; None without reference words."""
-        return self.total / self.words if self.words else None
-
-    def __add__(self, other: Errors) -> Errors:
-        return Errors(
-            self.hits + other.hits,
-            self.substitutions + other.substitutions,
-            self.deletions + other.deletions,
-            self.insertions + other.insertions,
-        )
-
-
-def pooled(errors: Sequence[Errors]) -> Errors:
-    return reduce(add, errors, Errors())
-
-
-def error_of(pair: Pair, reference: Sequence[str], hypothesis: Sequence[str]) -> Errors:
-    i, j = pair
-    if i is None:
-        return Errors(insertions=1)
-    if j is None:
-        return Errors(deletions=1)
-    return Errors(hits=1) if reference[i] == hypothesis[j] else Errors(substitutions=1)
-
-
-@dataclass(frozen=True, slots=True)
-class ClipScore:
-    """Errors of one clip; those that hit its first or last reference word apart from those inside it."""
-
-    edges: Errors
-    inside: Errors
-
-    @property
-    def errors(self) -> Errors:
-        return self.edges + self.inside
-
-
-def score(reference: Sequence[str], hypothesis: Sequence[str]) -> ClipScore:
-    """Insertions count as inside: they hit no reference word."""
-    last = len(reference) - 1
-    edges: list[Errors] = []
-    inside: list[Errors] = []
-    for pair in align(reference, hypothesis):
-        (edges if pair[0] in (0, last) else inside).append(error_of(pair, reference, hypothesis))
-    return ClipScore(pooled(edges), pooled(inside))
+def pooled(errors: Iterable[Errors]) -> Errors:
+    return sum(errors, Errors())
 
 
 def bootstrap_interval(clips: Sequence[Errors], draws: int = 2000, seed: int = 0) -> tuple[float, float] | None:
@@ -146,49 +52,22 @@ def bootstrap_interval(clips: Sequence[Errors], draws: int = 2000, seed: int = 0
     return float(low), float(high)
 
 
-def errors_by_minute(
-    reference: Sequence[str], hypothesis: Sequence[str], hypothesis_seconds: Sequence[float]
-) -> dict[int, Errors]:
-    """Errors by minute of the session. Words that were not heard count where their neighbours were."""
-    minutes: dict[int, Errors] = {}
-    now = 0.0
-    for pair in align(reference, hypothesis):
-        if pair[1] is not None:
-            now = hypothesis_seconds[pair[1]]
-        minute = int(now // 60)
-        minutes[minute] = minutes.get(minute, Errors()) + error_of(pair, reference, hypothesis)
-    return minutes
-
-
-def spread_times(seconds: Sequence[float], count: int) -> list[float]:
-    """Times for `count` normalised words from those of the words as shown, of which there may be more or fewer."""
-    if not seconds:
-        return [0.0] * count
-    return [seconds[min(index * len(seconds) // count, len(seconds) - 1)] for index in range(count)]
-
-
-# Delays
+# Words with times
 
 
 @dataclass(frozen=True, slots=True)
-class TimedWord:
-    """A word as the engine reports it: the seconds of audio it spans, and how sure the model is of it, if it tells."""
+class Word:
+    """A word: the seconds of audio it spans, how sure the model is of it if it says so, and when it was shown."""
 
     text: str
     start: float
     end: float
     confidence: float | None = None
+    shown_at: float = 0.0
 
-
-@dataclass(frozen=True, slots=True)
-class ShownWord:
-    """A word and the moment its last letter was shown."""
-
-    text: str
-    start: float
-    end: float
-    shown_at: float
-    confidence: float | None = None
+    @property
+    def middle(self) -> float:
+        return (self.start + self.end) / 2
 
 
 @dataclass(slots=True)
@@ -196,47 +75,38 @@ class Emissions:
     """What one session showed, in order: text with the moment it came, and words with their times in the audio."""
 
     text: str = ""
-    words: list[TimedWord] = field(default_factory=list)
+    words: list[Word] = field(default_factory=list)
     # For each piece of text, where it ends in `text`, and when it came.
     _ends: list[int] = field(default_factory=list)
     _moments: list[float] = field(default_factory=list)
 
-    def add(self, at: float, delta: str, words: Sequence[TimedWord]) -> None:
+    def add(self, at: float, delta: str, words: Sequence[Word]) -> None:
         self.words += words
         if delta:
             self.text += delta
             self._ends.append(len(self.text))
             self._moments.append(at)
 
-    def shown(self) -> list[ShownWord]:
+    def shown(self) -> list[Word]:
         """Each word with the moment it was there to be read: often before the engine knew that it was complete."""
         shown, cursor = [], 0
         for word in self.words:
             found = self.text.find(word.text, cursor)
             if found < 0:
                 raise ValueError(f"the word {word.text!r} was reported but its text was never shown")
-            # Its last letter: a mark may come with the next word, and nobody waits for it.
+            # Its last letter: a mark may come with the next word, and a reader does not wait for it.
             letters = found + max(1, len(word.text.rstrip(".,?!;:")))
             cursor = found + len(word.text)
-            moment = self._moments[bisect_left(self._ends, letters)]
-            shown.append(ShownWord(word.text, word.start, word.end, moment, word.confidence))
+            shown.append(replace(word, shown_at=self._moments[bisect_left(self._ends, letters)]))
         return shown
 
 
-def emission_delays(reference: Sequence[str], shown: Sequence[ShownWord]) -> list[float]:
-    """Seconds from the end of each word that was heard right to the moment it was shown."""
-    heard = [(word, plain) for word in shown for plain in plain_words(word.text)[:1]]
-    pairs = align(reference, [plain for _, plain in heard])
-    matched = ((i, heard[j]) for i, j in pairs if i is not None and j is not None)
-    return [word.shown_at - word.end for i, (word, plain) in matched if reference[i] == plain]
-
-
-def judged(reference: Sequence[str], shown: Sequence[ShownWord]) -> list[tuple[float, bool]]:
-    """How sure the model was of each word that it showed, and whether the word is right."""
+def right_words(reference: Sequence[str], shown: Sequence[Word]) -> list[tuple[Word, bool]]:
+    """Each word that was shown, and whether it is right."""
     heard = [(word, plain) for word in shown for plain in plain_words(word.text)[:1]]
     pairs = align(reference, [plain for _, plain in heard])
     right = {j for i, j in pairs if i is not None and j is not None and reference[i] == heard[j][1]}
-    return [(word.confidence, j in right) for j, (word, _) in enumerate(heard) if word.confidence is not None]
+    return [(word, j in right) for j, (word, _) in enumerate(heard)]
 
 
 def calibration(words: Sequence[tuple[float, bool]]) -> tuple[float, float] | None:
@@ -248,38 +118,73 @@ def calibration(words: Sequence[tuple[float, bool]]) -> tuple[float, float] | No
     return sum(lowest) / len(lowest), sum(upper) / len(upper)
 
 
-def utterances(
-    probabilities: Sequence[float], frame_seconds: float, threshold: float = 0.5, pause_seconds: float = 0.5
-) -> list[tuple[float, float]]:
-    """Start and end of what was said, by the speech detector: stretches between pauses of at least this length."""
-    found: list[tuple[float, float]] = []
-    for index, probability in enumerate(probabilities):
-        if probability < threshold:
-            continue
-        start, end = index * frame_seconds, (index + 1) * frame_seconds
-        if found and start - found[-1][1] < pause_seconds:
-            found[-1] = (found[-1][0], end)
-        else:
-            found.append((start, end))
-    return found
+def utterance_of(words: Sequence[Word], spoken: Sequence[tuple[float, float]]) -> list[int]:
+    """The index of the utterance that the middle of each word is nearest to."""
+    borders = [(before[1] + after[0]) / 2 for before, after in pairwise(spoken)]
+    return [bisect_right(borders, word.middle) for word in words]
 
 
-def times_to_final(spoken: Sequence[tuple[float, float]], shown: Sequence[ShownWord]) -> list[float]:
+def times_to_final(spoken: Sequence[tuple[float, float]], shown: Sequence[Word]) -> list[float]:
     """Seconds from the end of each utterance to its last text. Text is never revised, so its last text is final.
-
-    A word belongs to the utterance its middle is nearest to. Utterances without text do not count here: they are
-    deletions.
-    """
+    Utterances without text do not count here: they are deletions."""
     if not spoken:
         return []
-    borders = [(before[1] + after[0]) / 2 for before, after in pairwise(spoken)]
     last_shown: dict[int, float] = {}
-    for word in shown:
-        index = bisect_right(borders, (word.start + word.end) / 2)
+    for word, index in zip(shown, utterance_of(shown, spoken), strict=True):
         last_shown[index] = max(word.shown_at, last_shown.get(index, 0.0))
     return [moment - spoken[index][1] for index, moment in sorted(last_shown.items())]
 
 
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """None without values."""
-    return float(np.percentile(values, share)) if values else None
+# Seams
+
+_DOUBLED = re.compile(r"[.,?!;:]\s*[,?!;:]|(?<!\.)\.\.(?!\.)")
+_SMALL_AFTER_SENTENCE = re.compile(r"(?<=[a-z0-9])[.?!]\s+[a-z]")
+
+
+@dataclass(frozen=True, slots=True)
+class SeamErrors:
+    """Places that could be compared, and how many of them are wrong; and what is wrong in any text."""
+
+    seams: int = 0
+    marks_at_seams: int = 0
+    capitals_at_seams: int = 0
+    elsewhere: int = 0
+    marks_elsewhere: int = 0
+    capitals_elsewhere: int = 0
+    doubled_marks: int = 0
+    small_letters_behind_sentences: int = 0
+
+    def __add__(self, other: SeamErrors) -> SeamErrors:
+        return SeamErrors(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
+
+
+def seams_of(words: Sequence[Word], spoken: Sequence[tuple[float, float]]) -> set[int]:
+    """Indices of the words before which one of these utterances ends and the next begins."""
+    return {index for index, (before, after) in enumerate(pairwise(utterance_of(words, spoken)), 1) if before != after}
+
+
+def compare_seams(whole: str, words: Sequence[str], seams: Iterable[int]) -> SeamErrors:
+    """Errors of a transcript's words against the text of the whole clip; `seams` are indices of words behind one."""
+    reference = [_written(word) for word in whole.split() if plain_words(word)]
+    kept = [(index, word) for index, word in enumerate(words) if plain_words(word)]
+    heard = [_written(word) for _, word in kept]
+    behind = {place for place, (index, _) in enumerate(kept) if index in set(seams)}
+    text = " ".join(words)
+    small = len(_SMALL_AFTER_SENTENCE.findall(text))
+    errors = SeamErrors(doubled_marks=len(_DOUBLED.findall(text)), small_letters_behind_sentences=small)
+    pairs = align([word for word, _, _ in reference], [word for word, _, _ in heard])
+    for (i, j), (k, m) in pairwise(pairs):
+        if i is None or j is None or k is None or m is None:
+            continue
+        if reference[i][0] != heard[j][0] or reference[k][0] != heard[m][0]:
+            continue
+        mark, capital = reference[i][1] != heard[j][1], reference[k][2] != heard[m][2]
+        errors += SeamErrors(1, mark, capital) if m in behind else SeamErrors(0, 0, 0, 1, mark, capital)
+    return errors
+
+
+def _written(word: str) -> tuple[str, str, bool]:
+    """The word without marks, the kind of mark behind it, and whether it begins with a capital."""
+    last = word.rstrip("\"')")[-1:]
+    mark = "." if last in tuple(".?!") else "," if last in tuple(",;:") else ""
+    return "".join(plain_words(word)), mark, word.lstrip("\"'(")[:1].isupper()

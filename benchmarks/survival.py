@@ -1,159 +1,435 @@
-"""Kill the engine again and again under live sessions, and compare what was said with a run without kills.
+"""Parts of a running system are killed or replaced under live speech: does a word change, and how long is the pause?
 
-    python -m benchmarks.survival MANIFEST [--kills 20] [--sessions 2] [--seconds 120] [--model NAME] [--json FILE]
+    python -m benchmarks.survival engine MANIFEST [--kills 20] [--sessions 2] [--seconds 120] [--model NAME]
+    python -m benchmarks.survival spare [--kills 5] [--sessions 2] [--model NAME] [--voxtral]
+    python -m benchmarks.survival server [--kinds calm:2,worker:1,restart:1] [--sessions 8] [--workers 2] [--model NAME]
+    python -m benchmarks.survival fleet [--kinds engine:10,gateway:10,...] [--null]
 
-Recordings are played at the pace of a microphone, with a flush after each, as turn detection would ask for. What is
-compared is words, case and punctuation aside. A second run without kills shows how much two runs differ by themselves.
+Everybody speaks at the pace of a microphone. `engine`: recordings, with a flush after each as turn detection would ask
+for; the engine is killed again and again, and words are compared with a calm run, case and punctuation aside; a second
+calm run shows how much two runs differ by themselves. `spare`: seconds from a kill of the engine until the next word,
+with and without a spare engine, beside the same from moments at which nothing was killed. Both are engine and engine
+client alone, without sockets; `--voxtral` has random weights of full size on a GPU, made on the device: a real
+checkpoint is read from disk on top of each start.
+
+`server`: the whole server with clients that resume, over sockets. `worker` kills a worker, `restart` replaces all of
+them (SIGUSR2); texts are compared with those of the first calm run. The time to reconnect runs from the moment a client
+misses its connection to the first event on the next one. `fleet`: see benchmarks/fleet.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import itertools
 import os
 import random
 import signal
-import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from benchmarks.live_run import resident_bytes
-from benchmarks.recordings import Session, joined_sessions, read_manifest
-from benchmarks.scoring import align, plain_words
-from engine.client.client import EngineClient
+from benchmarks import fleet
+from benchmarks.clients import ClientProcesses, Schedule, play_resuming
+from benchmarks.engines import null_loop
+from benchmarks.measuring import (
+    parser_of,
+    percentiles,
+    private_bytes,
+    resident_bytes,
+    row,
+    show,
+    until,
+    with_common_options,
+    write_json,
+)
+from benchmarks.recordings import joined_sessions, read_manifest, sample_path, sample_speech
+from benchmarks.scoring import differing_words, plain_words
+from benchmarks.servers import Server, add_server_options
+from benchmarks.sounds import Samples, speech, voice
+from engine.client.client import ClientSettings, EngineClient
 from engine.client.handles import EngineProcess
+from engine.client.stream import EngineStream
 from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.messages import Closed, Text
 
-PACKET_SECONDS = 0.08
-PAUSE_SECONDS = 1.0
-# How long an engine lives until it is killed, on average.
-ALIVE_SECONDS = 4.0
+PACKET_S = 0.08
+PAUSE_S = 1.0
+# Until a word or an engine comes back.
+PATIENCE_S = 300.0
+# When something happens to the clients of a server, as a share of the time for which they speak.
+HAPPENS_AT = 0.45
+
+Figures = dict[str, Any]
+# Makes an engine that shares its device with so many.
+MakeEngine = Callable[[int], EngineProcess]
 
 
-async def play(client: EngineClient, name: str, parts: list[NDArray[np.float32]]) -> str:
-    """One session in real time; what it said."""
-    stream = await client.open(name)
-    said: list[str] = []
+# Engine and engine client alone
 
-    async def listen() -> None:
-        async for output in stream:
-            if isinstance(output, Text):
-                said.append(output.delta)
+
+class Speaker:
+    """Audio at the pace of a microphone into one stream, once or again and again, and what is said of it."""
+
+    def __init__(self, stream: EngineStream, parts: Sequence[Samples], rate: int, endless: bool = False) -> None:
+        self._stream = stream
+        self._parts = parts
+        self._packet = round(PACKET_S * rate)
+        self._endless = endless
+        self._text = ""
+        self._has_text = asyncio.Event()
+        self._speaking = asyncio.create_task(self._speak())
+        self._listening = asyncio.create_task(self._listen())
+
+    @property
+    def is_done(self) -> bool:
+        return self._listening.done()
+
+    async def next_words(self) -> float:
+        """The moment at which text comes again."""
+        self._has_text.clear()
+        async with asyncio.timeout(PATIENCE_S):
+            await self._has_text.wait()
+        return time.perf_counter()
+
+    async def text(self) -> str:
+        """When all is said."""
+        await asyncio.gather(self._speaking, self._listening)
+        return self._text
+
+    async def stop(self) -> None:
+        self._speaking.cancel()
+        await self._stream.abort()
+        await asyncio.gather(self._speaking, self._listening, return_exceptions=True)
+
+    async def _speak(self) -> None:
+        due = time.perf_counter()
+        for part in itertools.cycle(self._parts) if self._endless else self._parts:
+            for start in range(0, len(part), self._packet):
+                due += PACKET_S
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                await self._stream.feed(part[start : start + self._packet])
+            if not self._endless:
+                await self._stream.flush()
+        await self._stream.finish()
+
+    async def _listen(self) -> None:
+        async for output in self._stream:
+            if isinstance(output, Text) and output.delta:
+                self._text += output.delta
+                self._has_text.set()
         assert isinstance(output, Closed), output
 
-    listener = asyncio.create_task(listen())
-    packet = round(PACKET_SECONDS * client.spec.sample_rate)
-    due = time.perf_counter()
-    for part in parts:
-        for start in range(0, len(part), packet):
-            due += PACKET_SECONDS
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            await stream.feed(part[start : start + packet])
-        await stream.flush()
-    await stream.finish()
-    await listener
-    return "".join(said)
 
-
-async def run(config: EngineConfig, sessions: list[list[NDArray[np.float32]]], kills: int) -> dict[str, Any]:
+async def play_with_kills(make: MakeEngine, sessions: list[list[Samples]], kills: int, alive_s: float) -> Figures:
     """All sessions at once; the engine is killed `kills` times, each time at a random moment of its life."""
-    engine = EngineProcess(config)
+    engine = make(1)
     client = EngineClient([engine])
     await client.start()
-    playing = [asyncio.create_task(play(client, f"s{i}", parts)) for i, parts in enumerate(sessions)]
-    chance, memory = random.Random(1), []
-    while len(memory) < kills and not all(session.done() for session in playing):
-        await until(lambda: client.ready)
-        await asyncio.sleep(chance.uniform(0.0, 2 * ALIVE_SECONDS))
+    rate, chance, memory = client.spec.sample_rate, random.Random(1), list[int]()
+    speakers = [Speaker(await client.open(f"s{i}"), parts, rate) for i, parts in enumerate(sessions)]
+    while len(memory) < kills and not all(speaker.is_done for speaker in speakers):
+        await until(lambda: client.ready, PATIENCE_S)
+        await asyncio.sleep(chance.uniform(0.0, 2 * alive_s))
         assert engine.pid is not None
         os.kill(engine.pid, signal.SIGKILL)
         memory.append(resident_bytes())
-        await until(lambda: not client.ready)
-    texts = await asyncio.gather(*playing)
+        await until(lambda: not client.ready, PATIENCE_S)
+    texts = [await speaker.text() for speaker in speakers]
     metrics = client.metrics()
     await client.close()
     return {"texts": texts, "metrics": metrics, "memory": memory}
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - readiness has no event
-        await asyncio.sleep(0.01)
-
-
-def differences(texts: list[str], others: list[str]) -> tuple[int, int]:
-    """Words that differ, and words in all."""
-    wrong = total = 0
-    for text, other in zip(texts, others, strict=True):
-        left, right = plain_words(text), plain_words(other)
-        total += len(left)
-        wrong += sum(1 for i, j in align(left, right) if i is None or j is None or left[i] != right[j])
-    return wrong, total
-
-
-def load(sessions: list[Session], seconds: float) -> list[list[NDArray[np.float32]]]:
+def load_sessions(options: argparse.Namespace) -> list[list[Samples]]:
     """Each session's clips with a pause behind each, up to about so many seconds."""
     loaded = []
-    for session in sessions:
+    clips = read_manifest(options.manifest, kind="clips")
+    for session in joined_sessions(clips, options.sessions, PAUSE_S):
         audio, parts = session.load()
         rate = len(audio) / parts[-1].end
-        chosen = [part for part in parts if part.end <= seconds] or parts[:1]
+        chosen = [part for part in parts if part.end <= options.seconds] or parts[:1]
         loaded.append([audio[round(part.start * rate) : round(part.end * rate)] for part in chosen])
     return loaded
 
 
-async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
-    clips = read_manifest(arguments.manifest, kind="clips")
-    sessions = load(joined_sessions(clips, arguments.sessions, PAUSE_SECONDS), arguments.seconds)
-    config = EngineConfig(model=arguments.model, threads=1)
-    calm = await run(config, sessions, 0)
-    again = await run(config, sessions, 0)
-    killed = await run(config, sessions, arguments.kills)
-    metrics = killed["metrics"]
-    recoveries = metrics.recent_recovery_seconds
-    changed, words = differences(calm["texts"], killed["texts"])
-    noise, _ = differences(calm["texts"], again["texts"])
-    memory = killed["memory"]
-    for name, other in (("again", again), ("killed", killed)):
+def real_engine(options: argparse.Namespace, share_of: int) -> EngineProcess:
+    return EngineProcess(EngineConfig(options.model, options.device, threads=options.threads, share_of=share_of))
+
+
+def null_engine(share_of: int) -> EngineProcess:
+    return EngineProcess(partial(null_loop, 8, by_audio=True), preload=())
+
+
+def random_engine(options: argparse.Namespace, share_of: int) -> EngineProcess:
+    """Room for the sessions and no more leaves room for the other engine."""
+    from benchmarks.random_weights import voxtral_loop
+
+    return EngineProcess(partial(voxtral_loop, options.kv, 1024, options.sessions, options.small))
+
+
+def compare_words(options: argparse.Namespace) -> Figures:
+    """`survival engine`."""
+    # How long an engine lives until it is killed, on average.
+    make: MakeEngine = partial(real_engine, options)
+    alive_s = 4.0
+    if options.small:
+        make, alive_s, options.kills = null_engine, 0.3, 2
+        sessions = [[voice(2.0, pitch, seed=number)] * 2 for number, pitch in enumerate((95.0, 190.0))]
+    else:
+        sessions = load_sessions(options)
+    calm, again, killed = (
+        asyncio.run(play_with_kills(make, sessions, kills, alive_s)) for kills in (0, 0, options.kills)
+    )
+    metrics, memory = killed["metrics"], killed["memory"]
+    changed, words = differing_words(calm["texts"], killed["texts"])
+    for name, other in (("again", again), ("killed", killed)) if options.show else ():
         for left, right in zip(calm["texts"], other["texts"], strict=True):
-            if plain_words(left) != plain_words(right) and arguments.show:
+            if plain_words(left) != plain_words(right):
                 print(f"--- calm:  {left}\n--- {name}: {right}")
-    return {
+    report = {
         "sessions": len(sessions),
         "words": words,
         "kills": metrics.restarts,
         "words_changed_by_kills": changed,
-        "words_changed_between_calm_runs": noise,
+        "words_changed_between_calm_runs": differing_words(calm["texts"], again["texts"])[0],
         "streams_recovered": metrics.streams_recovered,
         "streams_lost": metrics.streams_given_up + metrics.poisonous_streams,
-        "recovery_s_p50": statistics.median(recoveries) if recoveries else None,
-        "recovery_s_max": max(recoveries, default=None),
+        **percentiles("recovery_s", metrics.recent_recovery_seconds, 50, 100),
         "gateway_bytes_at_first_kill": memory[0] if memory else None,
         "gateway_bytes_at_last_kill": memory[-1] if memory else None,
     }
+    show("The engine killed under live speech", report)
+    return report
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("manifest", type=Path, help="recordings with known words, as for benchmarks.accuracy")
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--sessions", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=120.0, help="audio per session")
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--show", action="store_true", help="print the texts that differ")
-    parser.add_argument("--json", type=Path, help="write the report here")
-    arguments = parser.parse_args()
-    report = asyncio.run(compare(arguments))
-    for name, value in report.items():
-        print(f"{name:36s} {value}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+async def measure_pauses(
+    make: MakeEngine, audio: Samples, sessions: int, kills: int, spares: int, alive_s: tuple[float, float]
+) -> Figures:
+    """Seconds until the next words, over all sessions and kills, with so many spare engines."""
+    engines = [make(1 + spares) for _ in range(1 + spares)]
+    client = EngineClient(engines, ClientSettings(spares=spares))
+    began = time.perf_counter()
+    await client.start()
+    start_s = time.perf_counter() - began
+
+    async def waits(since: float) -> list[float]:
+        moments = await asyncio.gather(*(speaker.next_words() for speaker in speakers))
+        return [moment - since for moment in moments]
+
+    try:
+        await until(lambda: client.capacity().spares_ready == spares, PATIENCE_S)
+        rate = client.spec.sample_rate
+        speakers = [
+            Speaker(await client.open(f"s{number}"), [np.roll(audio, number * rate)], rate, endless=True)
+            for number in range(sessions)
+        ]
+        await waits(0.0)
+        chance, calm, killed = random.Random(1), list[float](), list[float]()
+        for _ in range(kills):
+            await asyncio.sleep(chance.uniform(*alive_s))
+            calm += await waits(time.perf_counter())
+        spare_bytes = private_bytes(engines[1].pid or 0) if spares else 0
+        for kill in range(kills):
+            await until(lambda: client.ready and client.capacity().spares_ready == spares, PATIENCE_S)
+            await asyncio.sleep(chance.uniform(*alive_s))
+            # With a spare, engines serve in turn. Words that were on their way when one died do not count.
+            victim = kill % len(engines)
+            seat, pid = client._running.seats.all[victim], engines[victim].pid
+            assert seat.serves and pid is not None
+            link, moment = seat.link, time.perf_counter()
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: seat.link is not link, PATIENCE_S)  # noqa: B023
+            killed += await waits(moment)
+        await until(lambda: client.metrics().streams_recovered == sessions * kills, PATIENCE_S)
+        metrics = client.metrics()
+        for speaker in speakers:
+            await speaker.stop()
+    finally:
+        await client.close()
+    return {
+        "spares": spares,
+        "sessions": sessions,
+        "kills": kills,
+        # Of the first engine, from nothing to ready.
+        "start_s": start_s,
+        **percentiles("calm_s", calm, 50, 100),
+        **percentiles("killed_s", killed, 50, 100),
+        # Until a stream was where it had been.
+        **percentiles("recovered_s", metrics.recent_recovery_seconds, 50),
+        "streams_recovered": metrics.streams_recovered,
+        "spare_private_bytes": spare_bytes,
+    }
+
+
+def compare_spares(options: argparse.Namespace) -> list[Figures]:
+    """`survival spare`."""
+    make: MakeEngine = partial(real_engine, options)
+    alive_s, audio = (2.0, 4.0), None
+    if options.small:
+        options.kills, options.sessions, alive_s, make, audio = 1, 1, (0.0, 0.2), null_engine, speech()
+    if options.voxtral:
+        # The engine cuts silence out of its streams, noise too: random weights must hear a voice.
+        make, audio = partial(random_engine, options), speech()
+    results = []
+    for spares in (0, 1):
+        sound = sample_speech() if audio is None else audio
+        results.append(asyncio.run(measure_pauses(make, sound, options.sessions, options.kills, spares, alive_s)))
+        show(f"The next words, {'with' if spares else 'without'} a spare engine", results[-1])
+    return results
+
+
+# Clients that resume: the whole server
+
+
+def summary(outcomes: Sequence[Figures], references: Sequence[str]) -> Figures:
+    """How resuming clients fared. Their texts are compared with the references."""
+    texts = [outcome["text"] for outcome in outcomes]
+    waits = [wait for outcome in outcomes for wait in outcome["resumed_s"]]
+    differ, words = differing_words(texts, references)
+    pairs = zip(texts, references, strict=True)
+    return {
+        "sessions": len(outcomes),
+        # Sessions that did not come to their end, and those that had to begin anew (410).
+        "lost": sum(bool(outcome["failure"]) or outcome["begun"] > 1 for outcome in outcomes),
+        # Connections that were lost, and seconds from each loss until the client had its session again.
+        "connections_lost": len(waits),
+        **percentiles("reconnected_s", waits, 50, 100),
+        # Longest time without an acknowledgement of new audio.
+        "longest_wait_s": max((outcome["longest_wait_s"] for outcome in outcomes), default=0.0),
+        "words": words,
+        "words_that_differ": differ,
+        "sessions_that_differ": sum(plain_words(text) != plain_words(reference) for text, reference in pairs),
+        "wrong_numbers": sum(outcome["wrong_numbers"] for outcome in outcomes),
+        "wrong_items": sum(outcome["wrong_items"] for outcome in outcomes),
+        # Samples that a client had to drop because no server took them.
+        "samples_lost": sum(outcome["samples_lost"] for outcome in outcomes),
+        "failures": [outcome["failure"] for outcome in outcomes if outcome["failure"]][:20],
+    }
+
+
+# What happens to a server, by kind.
+SERVER_LOSSES: dict[str, Callable[[Server], None]] = {
+    "calm": lambda server: None,
+    "worker": lambda server: os.kill(server.workers()[0], signal.SIGKILL),
+    "restart": lambda server: os.kill(server.gateways[0].pid, signal.SIGUSR2),
+}
+
+
+def play_server(server: Server, kind: str, options: argparse.Namespace) -> list[Figures]:
+    """The outcome of each session."""
+    # With random weights no two sessions may send the same audio, which a cache would answer for the model.
+    own_parts = not options.model
+    audio, url = options.audio, server.urls[0].partition("?")[0]
+    clients = ClientProcesses(
+        play_resuming,
+        options.sessions,
+        options.clients,
+        urls=[url],
+        recording=sample_path() if audio is None and options.model else audio,
+        seconds=options.seconds,
+        own_parts=own_parts,
+    )
+    try:
+        begins, join_s = time.monotonic() + 0.5, options.sessions / options.joins_per_second
+        clients.begin(Schedule(begins, join_s))
+        time.sleep(max(0.0, begins + join_s + HAPPENS_AT * options.seconds - time.monotonic()))
+        SERVER_LOSSES[kind](server)
+        found = clients.findings()
+    finally:
+        clients.stop()
+    server.check()
+    return [outcome for process in found for outcome in process]
+
+
+def lose_in_server(options: argparse.Namespace) -> list[Figures]:
+    """`survival server`."""
+    if options.small:
+        options.null, options.sessions, options.seconds, options.clients = True, 2, 2.0, 1
+        options.kinds = [("calm", 1), ("worker", 1)]
+    elif not (options.null or options.voxtral or options.whisper or options.model):
+        options.model = DEFAULT_MODEL
+    results: list[Figures] = []
+    references: list[str] | None = None
+    with tempfile.TemporaryDirectory(prefix="survival-") as name:
+        folder = options.logs or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        with Server(options, folder) as server:
+            for kind in [kind for kind, times in options.kinds for _ in range(times)]:
+                outcomes = play_server(server, kind, options)
+                references = references or [outcome["text"] for outcome in outcomes]
+                results.append({"kind": kind, **summary(outcomes, references)})
+                print(row(results[-1]), flush=True)
+    return results
+
+
+def lose_in_fleet(options: argparse.Namespace) -> list[Figures]:
+    """`survival fleet`."""
+    if options.small:
+        options.null, options.sessions, options.seconds = True, 2, 8.0
+        options.kinds = [("calm", 1), ("engine", 1), ("gateway", 1)]
+    return asyncio.run(fleet.measure(options, summary))
+
+
+# The command
+
+
+def kinds_of(known: Sequence[str]) -> Callable[[str], list[tuple[str, int]]]:
+    """Reads `engine:10,gateway`: what is lost, and how often."""
+
+    def parse(text: str) -> list[tuple[str, int]]:
+        found = [(name, int(times or 1)) for name, _, times in (part.partition(":") for part in text.split(","))]
+        if unknown := {name for name, _ in found} - set(known):
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+        return found
+
+    return parse
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    commands = parser.add_subparsers(dest="what", required=True)
+    one = with_common_options(commands.add_parser("engine", help="kill the engine, compare words"))
+    one.add_argument("manifest", type=Path, nargs="?", help="recordings with known words, as for benchmarks.accuracy")
+    one.add_argument("--kills", type=int, default=20)
+    one.add_argument("--sessions", type=int, default=2)
+    one.add_argument("--seconds", type=float, default=120.0, help="audio per session")
+    one.add_argument("--model", default=DEFAULT_MODEL)
+    one.add_argument("--show", action="store_true", help="print the texts that differ")
+    one.set_defaults(run=compare_words, device="auto", threads=1)
+    one = with_common_options(commands.add_parser("spare", help="time until the next words, with and without a spare"))
+    one.add_argument("--model", default=DEFAULT_MODEL)
+    one.add_argument("--device", default="auto")
+    one.add_argument("--threads", type=int, default=1, help="CPU threads of the model")
+    one.add_argument("--voxtral", action="store_true", help="a Voxtral Realtime with random weights")
+    one.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="its keys and values")
+    one.add_argument("--sessions", type=int, default=2)
+    one.add_argument("--kills", type=int, default=5)
+    one.set_defaults(run=compare_spares)
+    one = with_common_options(commands.add_parser("server", help="kill and replace workers of a server"))
+    one.add_argument("--kinds", type=kinds_of(list(SERVER_LOSSES)), default="calm:2,worker:1,restart:1")
+    one.add_argument("--sessions", type=int, default=8)
+    one.add_argument("--seconds", type=float, default=30.0, help="for which each session speaks")
+    add_server_options(one)
+    one.set_defaults(run=lose_in_server, device="auto", workers=2, max_load=0.0)
+    one = with_common_options(commands.add_parser("fleet", help="lose parts of a fleet", description=fleet.__doc__))
+    one.add_argument("--kinds", type=kinds_of(fleet.KINDS), default=fleet.DEFAULT_KINDS, help="and how often each")
+    one.add_argument("--sessions", type=int, default=4, help="clients that speak at the same time")
+    one.add_argument("--seconds", type=float, default=20.0, help="how much of the recording a session hears")
+    one.add_argument("--streams", type=int, default=8, help="how many an engine has room for")
+    one.add_argument("--model", default="moonshine-tiny")
+    one.add_argument("--null", action="store_true", help="engines without a model")
+    one.add_argument("--head-away", type=float, default=120.0, metavar="SECONDS")
+    one.set_defaults(run=lose_in_fleet)
+    options = parser.parse_args(arguments)
+    results = options.run(options)
+    write_json(options, {"command": " ".join(sys.argv[1:]), "cores": os.cpu_count(), "results": results})
 
 
 if __name__ == "__main__":

@@ -110,14 +110,24 @@ class Abort:
     stream: str
 
 
+# By how much a session's number rises with each new owner. An owner raises the number by one whenever it moves the
+# session to another engine, so no former owner ever reaches the number of a later one.
+NEXT_OWNER = 1 << 32
+
+
+def same_owner(number: int, other: int) -> bool:
+    """Whether two numbers of a session are of the same owner."""
+    return number // NEXT_OWNER == other // NEXT_OWNER
+
+
 @dataclass(slots=True)
 class Entrust:
     """Keep beside a stream what its gateway knows of the session: whoever adopts the session goes on with both.
 
     All of it is opaque bytes. A `base` begins anew; `entries` go on from it, and together they account for the first
     `consumed` outputs of the stream. Of the `chunks` that came with bases, the newest `keep_bytes` are kept. `number`
-    rises with each owner: what a former owner says is not heard. The `last` word gives the session up: it waits
-    `keep_s` seconds for a gateway to adopt it, as it does when its owner is lost.
+    rises with each owner (`NEXT_OWNER`): what a former owner says is not heard. The `last` word gives the session up:
+    it waits `keep_s` seconds for a gateway to adopt it, as it does when its owner is lost.
     """
 
     stream: str
@@ -136,11 +146,39 @@ class Entrust:
 
 
 @dataclass(slots=True)
-class Adopt:
-    """Give me this session and its stream. Answered by `Inherited`; a former owner hears `Wanted`, then `Fenced`."""
+class Ask:
+    """Which number does this session have here? Answered by `Held` with the same tag; changes nothing."""
 
     stream: str
     key: str
+    tag: int
+
+
+@dataclass(slots=True)
+class Adopt:
+    """Give me this session and its stream, if it still belongs to the owner of this number; `Held` said which it is.
+
+    Answered by `Inherited`; a former owner hears `Wanted`, then `Fenced`. A request that comes after another gateway
+    has adopted the session is answered with number 0 and changes nothing.
+    """
+
+    stream: str
+    key: str
+    number: int
+
+
+@dataclass(slots=True)
+class Claim:
+    """All sessions of a gateway: the key, the number, and whether another engine keeps the value now.
+
+    It is the first word on a new connection, and is said again by a gateway that stood still. The engine answers with
+    `Fenced` for each session that belongs to another gateway by now, then with `Claimed` with the same tag. What the
+    gateway left here before and goes on with is forgotten.
+    """
+
+    stream: str
+    tag: int
+    claims: list[tuple[str, int, bool]]
 
 
 @dataclass(slots=True)
@@ -152,7 +190,7 @@ class Disown:
     number: int
 
 
-Command = Open | Feed | Flush | ChangeTurns | Finish | Abort | Entrust | Adopt | Disown
+Command = Open | Feed | Flush | ChangeTurns | Finish | Abort | Entrust | Ask | Adopt | Claim | Disown
 
 # In place of the token of a position that was cut out of a stream and not computed.
 CUT = -1
@@ -268,21 +306,42 @@ class Dead:
 
 @dataclass(slots=True)
 class Wanted:
-    """Another gateway asks for this session: its owner is to give it up with a last `Entrust`."""
+    """Another gateway asks for this session: its owner is to give it up with a last `Entrust`. An owner with a higher
+    number has moved it to another engine, and answers with a `Disown` of this number."""
 
     key: str
+    number: int
 
 
 @dataclass(slots=True)
 class Fenced:
-    """This session belongs to another gateway now."""
+    """This session belongs to another gateway now, if the receiver has a lower number of it."""
 
     key: str
+    number: int
+
+
+@dataclass(slots=True)
+class Held:
+    """Answers `Ask`: the number of the session here, 0 if there is none. It is not `whole` while its owner has come
+    back and has yet to leave the value."""
+
+    key: str
+    tag: int
+    number: int = 0
+    whole: bool = True
+
+
+@dataclass(slots=True)
+class Claimed:
+    """Answers `Claim`."""
+
+    tag: int
 
 
 @dataclass(slots=True)
 class Inherited:
-    """What was entrusted with a session, and where its stream stands; `number` is 0 if nobody has the session.
+    """What was entrusted with a session, and where its stream stands; `number` is 0 if it cannot be adopted.
 
     The outputs that the entries do not account for follow at once. `end` and `sample` are where the stream's audio
     ends, `segment` where its current segment began, `flushes` and `answered` the last tags that came and were answered,
@@ -309,7 +368,7 @@ class Inherited:
 
 
 # About a session, not about a stream.
-SessionOutput = Wanted | Fenced | Inherited
+SessionOutput = Wanted | Fenced | Held | Claimed | Inherited
 Output = Text | Speech | StreamState | Opened | Flushed | Closed | Failed | Refused | Dead | SessionOutput
 
 

@@ -6,25 +6,32 @@ import asyncio
 import gc
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
+import msgspec
 import uvicorn
+from prometheus_client.core import Metric
 
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.handles import START_TIMEOUT_S, EngineHandle, EngineProcess, EngineThread, RemoteEngine
 from engine.config import DEFAULT_MODEL, EngineConfig
-from realtime.config import Config, LimitsConfig, ModelConfig
+from engine.logs import set_log_level
+from realtime.config import Changes, Config, ModelConfig, take_over
+from realtime.http.descriptors import Descriptors, raise_limit, sparing_http
 from realtime.http.gateway import Gateway
 from realtime.http.routes import build_app
-from realtime.metrics.engine import engine_collector
+from realtime.metrics.engine import COUNTED_BY_EACH_GATEWAY, engine_collector
 from realtime.metrics.gateway import Metrics, name_collector
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.house import House
 from realtime.serving.surroundings import Surroundings
 from realtime.serving.tokens import Signer, fleet_secret, signing_secret
-from realtime.serving.uvicorn_patch import RealtimeWebSocket, patient_http
+from realtime.serving.totals import report
+from realtime.serving.uvicorn_patch import PatientHttp, realtime_websocket
 
 log = logging.getLogger("tickertape")
 
@@ -35,11 +42,13 @@ REMOTE_WAIT_S = 10.0
 
 
 class Server(uvicorn.Server):
-    """uvicorn that lets running turns finish before it closes their sockets."""
+    """uvicorn that lets running turns finish before it closes their sockets, and takes over another configuration."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
         self.gateway = gateway
+        # Told of every configuration that was taken over.
+        self.on_reload: list[Callable[[Config], None]] = []
         self._listening = asyncio.Event()
         self.stopping = asyncio.Event()
 
@@ -64,6 +73,24 @@ class Server(uvicorn.Server):
                 yield
             finally:
                 del self._captured_signals[1:]
+
+    def reload(self, new: Config) -> Changes:
+        """Take over what can be taken over at run time; no socket is closed. Raises ConfigError, and then nothing has
+        changed. Files of a certificate are read again, also if their names are the same."""
+        config = self.gateway.config
+        changes = take_over(config, new)
+        if self.config.ssl is not None and config.server.tls_cert is not None:
+            self.config.ssl.load_cert_chain(config.server.tls_cert, config.server.tls_key)
+        # What uvicorn was told at the start it looks up for every connection.
+        self.config.ws_max_size = config.limits.message_bytes
+        self.config.ws_ping_interval = config.server.ping_interval_s or None
+        self.config.ws_ping_timeout = config.server.dead_after_s or None
+        cast(type[PatientHttp], self.config.http_protocol_class).handshake_s = config.server.handshake_s
+        set_log_level(config.server.log_level)
+        self.gateway.reloaded()
+        for listener in self.on_reload:
+            listener(config)
+        return changes
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.stopping.set()
@@ -121,13 +148,15 @@ def build_server(engine: EngineApi, config: Config, around: Surroundings | None 
     """The gateway over a running engine, ready to `serve()`."""
     app = build_app(engine, config, around)
     settings = config.server
+    metrics = app.state.gateway.metrics
+    descriptors = Descriptors(lambda: metrics.refused.labels("descriptors").inc())
     uvicorn_config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http=patient_http(settings.handshake_s),
-        ws=RealtimeWebSocket,
+        http=sparing_http(settings.handshake_s, descriptors),
+        ws=realtime_websocket(config.limits.control_bytes),
         ws_max_size=config.limits.message_bytes,
         ws_ping_interval=settings.ping_interval_s or None,
         ws_ping_timeout=settings.dead_after_s or None,
@@ -135,6 +164,9 @@ def build_server(engine: EngineApi, config: Config, around: Surroundings | None 
         ws_per_message_deflate=False,
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
+        # By default uvicorn believes these headers from every client on this machine.
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=list(settings.trusted_proxies),
         # Request lines may carry tokens; the gateway logs what matters without them.
         access_log=False,
         log_config=None,
@@ -179,20 +211,22 @@ async def _serve(server: Server, sockets: list[socket.socket] | None = None) -> 
         await server.serve(sockets)
     except SystemExit as error:
         settings = server.config
-        raise OSError(f"cannot listen on {settings.host} port {settings.port}: is it in use?") from error
+        text = f"cannot listen on {settings.host} port {settings.port}: it is in use, or not ours; choose another one"
+        raise OSError(text) from error
 
 
 @asynccontextmanager
 async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     """Everything: the engine (ours or others'), its client, and the gateway, listening. It listens before an engine is
     there, and then refuses sessions: see `wait_until_ready`."""
+    raise_limit()
     metrics = Metrics()
     freeze_modules()
     engines: list[EngineHandle] = [RemoteEngine(address) for address in config.model.engines]
     if not config.engines_elsewhere:
         engines += _own_engines(config.model)
     client = EngineClient(engines, _client_settings(config))
-    metrics.add_collector(engine_collector(client.metrics, client.capacity))
+    metrics.add_collector(engine_collector(client.metrics, client.capacity), COUNTED_BY_EACH_GATEWAY)
     metrics.add_collector(name_collector(config.gateway_name))
     starting = asyncio.create_task(_start(client), name="start of the engine")
     stop_at_once = False
@@ -200,6 +234,7 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
         around = Surroundings(metrics, Signer(signing_secret(config)), client if config.in_fleet else None)
         async with listening(client, config, around) as server:
             server.server.gateway.sessions.hands_over = config.in_fleet
+            server.server.on_reload.append(partial(_limit_engines, client))
             log.info("listening on %s", server.url)
             try:
                 yield replace(server, starting=starting)
@@ -211,18 +246,34 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
         await client.close(stop_at_once)
 
 
+@dataclass(frozen=True, slots=True)
+class EnginesForWorkers:
+    """`starting` ends when an engine of our own is there. `counters` reports what the engines have counted in all their
+    lives, which workers come too late to see; None for engines that others start."""
+
+    addresses: list[str]
+    starting: asyncio.Task[None]
+    counters: Callable[[], msgspec.Raw] | None = None
+
+
+def _engine_counters(metrics: Iterable[Metric]) -> msgspec.Raw:
+    own = {f"tickertape_{name}" for name in COUNTED_BY_EACH_GATEWAY}
+    return report((metric, True) for metric in metrics if metric.type == "counter" and metric.name not in own)
+
+
 @asynccontextmanager
-async def engine_for_workers(config: Config) -> AsyncIterator[tuple[list[str], asyncio.Task[None]]]:
-    """The addresses of the engines that workers use, and a task that ends when an engine of our own is there: it is
-    started, and started anew, by this process."""
+async def engine_for_workers(config: Config) -> AsyncIterator[EnginesForWorkers]:
+    """The engines that workers use. One of our own is started, and started anew, by this process."""
+    raise_limit()
     if config.engines_elsewhere:
-        yield list(config.model.engines), asyncio.create_task(asyncio.sleep(0))
+        yield EnginesForWorkers(list(config.model.engines), asyncio.create_task(asyncio.sleep(0)))
         return
     engines = _own_engines(config.model)
     client = EngineClient(engines, _client_settings(config))
     starting = asyncio.create_task(_start(client), name="start of the engine")
     try:
-        yield [engine.address for engine in engines], starting
+        collect = engine_collector(client.metrics, client.capacity)
+        yield EnginesForWorkers([engine.address for engine in engines], starting, lambda: _engine_counters(collect()))
     finally:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
@@ -239,13 +290,15 @@ async def gateway_of_several(
     # One that the parent starts may take as long as a model takes to load.
     wait_s = REMOTE_WAIT_S if config.engines_elsewhere else START_TIMEOUT_S
     client = EngineClient([RemoteEngine(address, wait_s) for address in engines], _client_settings(config))
-    metrics.add_collector(engine_collector(client.metrics, client.capacity))
+    metrics.add_collector(engine_collector(client.metrics, client.capacity), COUNTED_BY_EACH_GATEWAY)
     metrics.add_collector(name_collector(config.gateway_name))
     starting = asyncio.create_task(_start(client), name="start of the engine")
-    share = replace(config, limits=_share(config.limits, config.server.workers))
     try:
-        async with listening(client, share, Surroundings(metrics, Signer(secret), client, house), [listener]) as server:
+        async with listening(
+            client, share_of(config), Surroundings(metrics, Signer(secret), client, house), [listener]
+        ) as server:
             server.server.gateway.sessions.hands_over = config.in_fleet
+            server.server.on_reload.append(partial(_limit_engines, client))
             yield replace(server, starting=starting)
     finally:
         starting.cancel()
@@ -253,15 +306,21 @@ async def gateway_of_several(
         await client.close()
 
 
-def _share(limits: LimitsConfig, workers: int) -> LimitsConfig:
-    """What one of several gateways may spend of what is not counted over all of them."""
-    return replace(
+def share_of(config: Config) -> Config:
+    """The configuration of one of several gateways: what it may spend of what is not counted over all of them."""
+    limits, workers = config.limits, config.server.workers
+    share = replace(
         limits,
         uploads=-(-limits.uploads // workers),
         uploads_waiting=-(-limits.uploads_waiting // workers),
         spool_bytes=limits.spool_bytes // workers,
         inject_bytes=limits.inject_bytes // workers,
     )
+    return replace(config, limits=share)
+
+
+def _limit_engines(client: EngineClient, config: Config) -> None:
+    client.set_limits(config.limits.max_load, config.limits.replay_s)
 
 
 def _client_settings(config: Config) -> ClientSettings:

@@ -47,8 +47,19 @@ TICKERTAPE_DEBUG=1 shows a stack trace with every error; TICKERTAPE_CACHE says w
 _COMMANDS = (serve, engine, fleet, status, transcribe, mic, bench, demo, pull, doctor, check_config, completion)
 
 
+class _Parser(argparse.ArgumentParser):
+    """An unknown flag is named without its value: it may be a misspelt flag for a key."""
+
+    def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+            self.error(f"unrecognized arguments: {' '.join(flags or unknown)}")
+        return options
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tickertape",
         description=DESCRIPTION,
         epilog=EPILOG,

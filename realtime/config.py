@@ -1,20 +1,23 @@
-"""The configuration: one frozen tree, read once from a TOML file, the environment and command-line flags.
+"""The configuration: one frozen tree, read from a TOML file, the environment and command-line flags.
 
 Later sources win: file, then environment, then flags. Every key has the same name everywhere: `limits.max_sessions` is
 `[limits] max_sessions` in the file, `TICKERTAPE_LIMITS_MAX_SESSIONS` in the environment, and
 `--limits.max-sessions` as a flag. A key that does not exist is an error that names the closest one that does.
+A configuration that is read again changes the tree in one place, `take_over`.
 """
 
 from __future__ import annotations
 
 import difflib
+import hmac
 import os
+import re
 import socket
 import tomllib
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from ipaddress import ip_address
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -23,14 +26,69 @@ ENVIRONMENT_PREFIX = "TICKERTAPE_"
 # Shorter turns would be cut in the middle of ordinary speech.
 MIN_TURN_S = 60.0
 MIN_SECRET = 16
+# As browsers write the origin of a page: scheme, name or address, and a port that is not the usual one.
+ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]+)?")
+# Names, and addresses.
+HOST = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
 # More would only wait for one another.
 MOST_WORKERS = 64
 # Longer than any delay after which a model says what it has heard.
 MIN_CUT_SILENCE_S = 3.0
+LOG_LEVELS = ("debug", "info", "warning", "error")
+# Settings that a running server takes over when the configuration is read again. Every other one needs a restart. Those
+# of [session], and limits on what a session holds, count for sessions that begin afterwards.
+RELOADABLE = frozenset(
+    {
+        *("server.drain_s", "server.drain_spread_s", "server.ping_interval_s", "server.dead_after_s"),
+        *("server.handshake_s", "server.inject", "server.log_level"),
+        *("auth.keys", "auth.no_auth"),
+        *("limits.max_sessions", "limits.max_load", "limits.sessions_per_key", "limits.new_sessions_per_minute"),
+        *("limits.message_bytes", "limits.control_bytes", "limits.messages_per_second", "limits.mistakes_per_second"),
+        *("limits.audio_in_flight_s", "limits.replay_s", "limits.gap_s", "limits.idle_s", "limits.session_s"),
+        *("limits.outbox_events", "limits.outbox_bytes", "limits.outbox_characters"),
+        *("limits.upload_bytes", "limits.upload_s", "limits.uploads_waiting", "limits.spool_bytes"),
+        "limits.inject_bytes",
+        *("session.stall_s", "session.keep_s", "session.turn_s", "session.resume_s"),
+        *("session.resume_events", "session.resume_bytes"),
+    }
+)
 
 
 class ConfigError(Exception):
     """The configuration cannot be used. The text names the key and what to do about it."""
+
+
+class Secret:
+    """A text that is used and never shown: printing, formatting or dumping it, or what holds it, gives a placeholder.
+
+    Settings that are secret have this type, so that no message can show them by accident. `reveal` is for the code
+    that compares or signs with the text, and for the line from a parent to its workers.
+    """
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str = "") -> None:
+        self._text = text
+
+    def reveal(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return "<secret>" if self._text else "<no secret>"
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        text = other._text if isinstance(other, Secret) else other
+        return isinstance(text, str) and hmac.compare_digest(_as_bytes(self._text), _as_bytes(text))
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
+def _as_bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +112,41 @@ class ServerConfig:
     dead_after_s: float = 180.0
     # Seconds a request has to send its whole head. A body that brings less than 1 KiB/s for so long is cut off too.
     handshake_s: float = 10.0
-    # Take items that others prepared into the engines' caches: POST /v1/audio/inject, and its event on the socket.
+    # Prepare audio for others, and take items that others prepared into the engines' caches: POST /v1/audio/render and
+    # /v1/audio/inject, and the event on the socket.
     inject: bool = False
+    # Addresses and networks (10.0.0.0/8) of proxies whose X-Forwarded-For and X-Forwarded-Proto are believed. Empty:
+    # none. Behind a proxy that is not listed all clients have one address.
+    trusted_proxies: tuple[str, ...] = ()
+    # Pages that may use the server from a browser, by their origin (https://example.org), beside its own page; `null`
+    # is a page opened from disk, `*` any page. Empty: none without keys, any with keys.
+    allowed_origins: tuple[str, ...] = ()
+    # Names by which a server without keys may be asked (the Host header), beside those of this machine; `*` is any.
+    allowed_hosts: tuple[str, ...] = ()
+    # How much the server logs: debug, info, warning or error.
+    log_level: str = "info"
 
 
 @dataclass(frozen=True, slots=True)
 class AuthConfig:
     # Keys that clients may use. Empty: anybody may connect, which only a loopback address allows by default.
-    keys: tuple[str, ...] = ()
+    keys: tuple[Secret, ...] = ()
     # Must be set to serve without keys on an address that others can reach.
     no_auth: bool = False
     # Has no effect any more: client secrets (ek_...) are signed, and none has to be remembered.
     max_client_secrets: int = 10_000
     # What client secrets and resume tokens are signed with; empty makes one up at every start. Servers that are to take
     # one another's need the same.
-    secret: str = ""
+    secret: Secret = Secret()
+
+    def __post_init__(self) -> None:
+        """Code may give plain texts; they are secrets from here on."""
+        object.__setattr__(self, "keys", tuple(_as_secret(key) for key in self.keys))
+        object.__setattr__(self, "secret", _as_secret(self.secret))
+
+
+def _as_secret(given: Secret | str) -> Secret:
+    return given if isinstance(given, Secret) else Secret(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +211,8 @@ class SessionConfig:
 class ModelConfig:
     # The model to serve: a name from `tickertape models` or the path of a checkpoint; `default` is the embedded one.
     name: str = "default"
-    # Further names under which clients may ask for it. OpenAI clients may use any name at all.
+    # Further names under which clients may ask for it. OpenAI clients may use any name at all. `publisher/model` is
+    # listed in /v1/models only if it names the model that is served.
     aliases: tuple[str, ...] = ("mistralai/Voxtral-Mini-4B-Realtime-2602",)
     # Where it runs: auto, cpu, cuda, or cuda:1 for the second GPU.
     device: str = "auto"
@@ -224,6 +303,9 @@ def check(config: Config) -> None:
         raise ConfigError(f"limits.max_load is a share and cannot be more than 1, but is {config.limits.max_load:g}")
     if config.session.turn_s < MIN_TURN_S:
         raise ConfigError(f"session.turn_s must be at least {MIN_TURN_S:g}, not {config.session.turn_s:g}")
+    _check_proxies(server)
+    _check_browsers(server)
+    _check_log_level(server.log_level)
     _check_model(config)
     _check_workers(config)
     if any(len(key) < 8 for key in auth.keys):
@@ -238,6 +320,59 @@ def check(config: Config) -> None:
         raise ConfigError("auth.secret and fleet.secret_file both say what tokens are signed with: set one of them")
     for section in fields(config):
         _check_not_negative(section.name, getattr(config, section.name))
+
+
+def _check_proxies(server: ServerConfig) -> None:
+    for proxy in server.trusted_proxies:
+        try:
+            ip_network(proxy)
+        except ValueError:
+            text = "must be an address such as 10.0.0.5 or a network such as 10.0.0.0/8"
+            raise ConfigError(f"server.trusted_proxies: {proxy!r} {text}") from None
+
+
+def _check_browsers(server: ServerConfig) -> None:
+    for origin in server.allowed_origins:
+        usual_port = origin.startswith("http://") and origin.endswith(":80") or origin.endswith(":443")
+        if origin not in ("*", "null", "file://") and (usual_port or not ORIGIN.fullmatch(origin)):
+            text = "must be an origin such as https://example.org, without a path and the usual port; or null, or *"
+            raise ConfigError(f"server.allowed_origins: {origin!r} {text}")
+    for host in server.allowed_hosts:
+        if host != "*" and not HOST.fullmatch(host):
+            text = "must be a name such as captions.example.org, without scheme and port; or *"
+            raise ConfigError(f"server.allowed_hosts: {host!r} {text}")
+
+
+def check_tls(server: ServerConfig) -> None:
+    """Raise ConfigError unless the certificate and its key can be read and belong together. Only the server has to be
+    able to read them, so `check` does not ask for it."""
+    if server.tls_cert is None or server.tls_key is None:
+        return
+    import ssl
+
+    def no_password() -> str:
+        raise ConfigError(f"server.tls_key: {server.tls_key!r} is encrypted; use a key without a password")
+
+    for name, file in (("server.tls_cert", server.tls_cert), ("server.tls_key", server.tls_key)):
+        try:
+            Path(file).read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"{name}: cannot read {file!r}: {error.strerror}; let the server's user read it"
+            ) from None
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.tls_cert, server.tls_key, no_password)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            text = f"server.tls_key {server.tls_key!r} is not the key of the certificate {server.tls_cert!r}"
+        else:
+            text = f"server.tls_cert {server.tls_cert!r} and server.tls_key {server.tls_key!r} must be PEM files"
+        raise ConfigError(f"{text}: use the two that were made together") from None
+
+
+def _check_log_level(level: str) -> None:
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"server.log_level must be one of {', '.join(LOG_LEVELS)}, not {level!r}")
 
 
 def _check_workers(config: Config) -> None:
@@ -260,6 +395,48 @@ def _check_model(config: Config) -> None:
         raise ConfigError(
             f"model.cut_silence_s must be 0 or at least {MIN_CUT_SILENCE_S:g}: until then words may be on their way"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What another configuration changes, by keys: what is in force now, and what is not before a restart."""
+
+    taken_over: tuple[str, ...] = ()
+    need_restart: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        said = ["changed: " + ", ".join(self.taken_over)] if self.taken_over else []
+        said += ["changed and needs a restart: " + ", ".join(self.need_restart)] if self.need_restart else []
+        return "; ".join(said) or "nothing has changed"
+
+
+def take_over(config: Config, new: Config) -> Changes:
+    """Give a configuration that is in force the values of another one, as far as that goes at run time.
+
+    The sections change in place, and only here: all parts of the server hold the configuration or a section of it, and
+    see the new values when they next look. Raises ConfigError, and then nothing has changed.
+    """
+    differing = [
+        (section.name, key.name)
+        for section in fields(config)
+        for key in fields(getattr(config, section.name))
+        if getattr(getattr(config, section.name), key.name) != getattr(getattr(new, section.name), key.name)
+    ]
+    taken = [(section, key) for section, key in differing if f"{section}.{key}" in RELOADABLE]
+    check(_merged(config, new, taken))
+    for section, key in taken:
+        object.__setattr__(getattr(config, section), key, getattr(getattr(new, section), key))
+    return Changes(
+        tuple(".".join(name) for name in taken), tuple(".".join(name) for name in differing if name not in taken)
+    )
+
+
+def _merged(config: Config, new: Config, taken: typing.Iterable[tuple[str, str]]) -> Config:
+    """What would be in force: what was good in the new one may not be so beside what stays as it is."""
+    for section, key in taken:
+        changed = replace(getattr(config, section), **{key: getattr(getattr(new, section), key)})
+        config = replace(config, **{section: changed})
+    return config
 
 
 def is_loopback(host: str) -> bool:
@@ -340,6 +517,8 @@ def _convert(value: Any, wanted: Any, key: str) -> Any:
         if value is None:
             return None
         wanted = next(kind for kind in wanted.__args__ if kind is not type(None))
+    if wanted is Secret or wanted == tuple[Secret, ...]:
+        return _to_secret(value, wanted, key)
     if wanted is bool:
         return _to_bool(value, key)
     if wanted in (int, float):
@@ -349,6 +528,18 @@ def _convert(value: Any, wanted: Any, key: str) -> Any:
             raise ConfigError(f"{key} must be text, not {value!r}")
         return value
     return _to_texts(value, key)
+
+
+def _to_secret(value: Any, wanted: Any, key: str) -> Any:
+    """A wrong value is not shown either: it may be a key without its quotes."""
+    if wanted is Secret:
+        if not isinstance(value, str):
+            raise ConfigError(f"{key} must be text in quotes; its value is not shown")
+        return Secret(value)
+    try:
+        return tuple(map(Secret, _to_texts(value, key)))
+    except ConfigError:
+        raise ConfigError(f"{key} must be a list of texts in quotes; its value is not shown") from None
 
 
 def _to_bool(value: Any, key: str) -> bool:

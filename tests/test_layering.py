@@ -62,7 +62,7 @@ FLOORS: dict[str, set[str]] = {
         "realtime/serving",
         "realtime/session",
     },
-    "realtime/workers": {"realtime", "realtime/serving"},
+    "realtime/workers": {"engine", "realtime", "realtime/serving"},
     "realtime/client": set(),
     "realtime/bench": {"audio", "realtime/client"},
     "realtime/commands": {
@@ -84,6 +84,8 @@ FLOORS: dict[str, set[str]] = {
 OPENINGS: dict[str, set[str]] = {
     # The one place in the gateway that starts an engine.
     "engine/client/handles.py": {"engine/server"},
+    # A process of its own: it sets its log up as the others do.
+    "realtime/workers/worker.py": {"engine"},
     # This command is the engine process.
     "realtime/commands/engine.py": {"engine/server", "engine/boundary"},
     # This command alone speaks to a fleet.
@@ -187,6 +189,19 @@ def test_torch_stays_where_it_lives() -> None:
             assert not {name.partition(".")[0] for name in imports(file)} & TORCH, path
 
 
+def test_a_gateway_does_not_load_libav() -> None:
+    """What strangers send is decoded in other processes: a fault in libav must not be a fault of the gateway."""
+    edges, seen, stack = graph(), set(), ["realtime/app.py", "realtime/commands/serve.py", "realtime/workers/worker.py"]
+    while stack:
+        path = stack.pop()
+        if path not in seen:
+            seen.add(path)
+            stack += edges[path]
+    assert len(seen) > 50
+    for path in seen:
+        assert "av" not in {name.partition(".")[0] for name in imports(ROOT / path)}, path
+
+
 def test_ray_stays_where_it_lives() -> None:
     """If Ray stops, speech goes on: neither a gateway nor an engine may ever import it."""
     for path, file in sources().items():
@@ -218,3 +233,10 @@ def test_examples_speak_the_wire_only() -> None:
 def test_a_root_has_few_modules(package: str) -> None:
     modules = [path for path in (ROOT / package).glob("*.py") if path.name != "__init__.py"]
     assert len(modules) <= MOST_MODULES
+
+
+def test_every_folder_says_what_lives_there() -> None:
+    for path, file in sources().items():
+        if path.endswith("__init__.py"):
+            said = ast.get_docstring(ast.parse(file.read_text())) or ""
+            assert 2 <= len(said.splitlines()) <= 5, f"{path}: say in two to four lines what lives here"

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from engine.models.moonshine import Moonshine, frames_after
 from engine.models.moonshine_streaming import StreamingEncoder, StreamingSpec
-from realtime.bench.words import Normaliser, word_errors
+from realtime.bench.words import Normaliser, edit_distance
 from training.corpora import SAMPLE_RATE, read_recording
 from training.greedy import greedy_tokens, token_limit
 from training.masks import block_plan
@@ -94,7 +94,7 @@ def score(
     counts: dict[str, Count] = {}
     for clip, text in zip(clips, texts, strict=True):
         reference = normalise(clip.text)
-        errors = word_errors(reference, normalise(text))
+        errors = edit_distance(reference, normalise(text))
         for group in (clip.style, "all"):
             count = counts.setdefault(group, Count())
             count.errors += errors

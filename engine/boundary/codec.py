@@ -19,7 +19,7 @@ from engine.boundary.commands import Wire, WireStreamState, plain_state, wire_st
 from engine.spec import ModelSpec
 
 # Goes up whenever an older peer could misread what is sent.
-WIRE_VERSION = 11
+WIRE_VERSION = 12
 
 Frames = Sequence[Any]
 Payload = NDArray[np.float32]
@@ -86,10 +86,23 @@ class WireDead(Wire, tag="dead"):
 
 class WireWanted(Wire, tag="wanted"):
     key: str
+    number: int
 
 
 class WireFenced(Wire, tag="fenced"):
     key: str
+    number: int
+
+
+class WireHeld(Wire, tag="held"):
+    key: str
+    tag: int
+    number: int
+    whole: bool
+
+
+class WireClaimed(Wire, tag="claimed"):
+    tag: int
 
 
 class WireInherited(Wire, tag="inherited"):
@@ -114,9 +127,12 @@ class WireInherited(Wire, tag="inherited"):
     options: dict[str, str]
 
 
-_SESSION_OUTPUTS: dict[type[messages.SessionOutput], type[WireWanted | WireFenced | WireInherited]] = {
+WireSessionOutput = WireWanted | WireFenced | WireHeld | WireClaimed | WireInherited
+_SESSION_OUTPUTS: dict[type[messages.SessionOutput], type[WireSessionOutput]] = {
     messages.Wanted: WireWanted,
     messages.Fenced: WireFenced,
+    messages.Held: WireHeld,
+    messages.Claimed: WireClaimed,
     messages.Inherited: WireInherited,
 }
 
@@ -130,9 +146,7 @@ WireOutput = (
     | WireFailed
     | WireRefused
     | WireDead
-    | WireWanted
-    | WireFenced
-    | WireInherited
+    | WireSessionOutput
 )
 
 
@@ -332,7 +346,7 @@ def wire_output(output: messages.Output) -> WireOutput:
             return WireRefused(stream, code, message)
         case messages.Dead(message):
             return WireDead(message)
-        case messages.Wanted() | messages.Fenced() | messages.Inherited():
+        case messages.Wanted() | messages.Fenced() | messages.Held() | messages.Claimed() | messages.Inherited():
             wire = _SESSION_OUTPUTS[type(output)]
             return wire(*(getattr(output, name) for name in wire.__struct_fields__))
 
@@ -361,6 +375,6 @@ def plain_output(output: WireOutput) -> messages.Output:
             return messages.Refused(output.stream, output.code, output.message)
         case WireDead():
             return messages.Dead(output.message)
-        case WireWanted() | WireFenced() | WireInherited():
+        case WireWanted() | WireFenced() | WireHeld() | WireClaimed() | WireInherited():
             plain = next(kind for kind, wire in _SESSION_OUTPUTS.items() if wire is type(output))
             return plain(*(getattr(output, name) for name in output.__struct_fields__))

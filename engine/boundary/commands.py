@@ -100,9 +100,22 @@ class WireEntrust(Wire, tag="entrust"):
     last: bool
 
 
+class WireAsk(Wire, tag="ask"):
+    stream: str
+    key: str
+    tag: Count
+
+
 class WireAdopt(Wire, tag="adopt"):
     stream: str
     key: str
+    number: Count
+
+
+class WireClaim(Wire, tag="claim"):
+    stream: str
+    tag: Count
+    claims: list[tuple[str, Count, bool]]
 
 
 class WireDisown(Wire, tag="disown"):
@@ -111,7 +124,7 @@ class WireDisown(Wire, tag="disown"):
     number: Count
 
 
-WireSessionCommand = WireEntrust | WireAdopt | WireDisown
+WireSessionCommand = WireEntrust | WireAsk | WireAdopt | WireClaim | WireDisown
 WireCommand = WireOpen | WireFeed | WireFlush | WireChangeTurns | WireFinish | WireAbort | WireSessionCommand
 
 _encoder = msgspec.msgpack.Encoder()
@@ -186,7 +199,11 @@ def _wire_command(command: messages.Command, items: list[WireItem]) -> WireComma
         case messages.Abort():
             return WireAbort(command.stream)
         case messages.Adopt():
-            return WireAdopt(command.stream, command.key)
+            return WireAdopt(command.stream, command.key, command.number)
+        case messages.Ask():
+            return WireAsk(command.stream, command.key, command.tag)
+        case messages.Claim():
+            return WireClaim(command.stream, command.tag, command.claims)
         case messages.Disown():
             return WireDisown(command.stream, command.key, command.number)
         case messages.Entrust():

@@ -5,7 +5,7 @@ ZeroMQ's CURVE encrypts a link for whoever knows the server's public key; the do
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import zmq
@@ -22,7 +22,7 @@ LOOPBACK = ("localhost", "::1")
 @dataclass(frozen=True, slots=True)
 class KeyPair:
     public: bytes
-    secret: bytes
+    secret: bytes = field(repr=False)
 
     @classmethod
     def of(cls, key: bytes) -> KeyPair:

@@ -7,8 +7,8 @@ rebuilt from what the gateway kept, and goes on: its reader sees a pause, not a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,7 @@ class ClientSettings:
     # A file that says which engines there are, beside those that are given.
     table: str | None = None
     # The fleet's secret, which links over tcp are encrypted with; None: they are not.
-    fleet_secret: bytes | None = None
+    fleet_secret: bytes | None = field(default=None, repr=False)
 
 
 class EngineClient:
@@ -84,6 +84,7 @@ class EngineClient:
             settings.max_load,
             settings.spares,
             self.wills.heard,
+            self.wills.claim,
             self._make_place,
             None if settings.fleet_secret is None else LinkKeys.from_secret(settings.fleet_secret),
         )
@@ -170,9 +171,17 @@ class EngineClient:
         """Where the value of a session with this stream is kept; None if there is no such place at the moment."""
         return keeper_for(stream, self._running.seats)
 
-    async def adopt(self, key: str) -> Inheritance | None:
+    async def adopt(self, key: str, is_wanted: Callable[[], bool] = lambda: True) -> Inheritance | None:
         """A session of another gateway, with its stream; None if no engine knows of it."""
-        return await self.wills.adopt(self._running.seats, key)
+        return await self.wills.adopt(self._running.seats, key, is_wanted)
+
+    async def newest(self, key: str) -> int:
+        """The highest number under which any engine has this session."""
+        return await self.wills.newest(self._running.seats, key)
+
+    async def confirm(self) -> None:
+        """Until the engines have said which of our sessions are another gateway's by now."""
+        await self.wills.confirm(self._running.seats)
 
     def _make_place(self, stream: EngineStream) -> EngineStream:
         """A stream that holds a place for another one."""
@@ -227,6 +236,12 @@ class EngineClient:
     def _running(self) -> Supervisor:
         assert self._supervisor is not None, "start the client first"
         return self._supervisor
+
+    def set_limits(self, max_load: float, keep_seconds: float) -> None:
+        """From now on; streams that are open keep what they were opened with."""
+        self._settings = replace(self._settings, max_load=max_load, keep_seconds=keep_seconds)
+        if self._supervisor is not None:
+            self._supervisor.seats.max_load = max_load
 
     def _limits(self) -> StreamLimits:
         per_second = self.spec.sample_rate / self.spec.samples_per_position

@@ -6,7 +6,7 @@ A rendered item can be stored, sent elsewhere, and injected into any engine that
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,18 +49,24 @@ class Rendered:
         return [item for item, cached in zip(self.items, self.cached, strict=True) if item.key and not cached]
 
     def as_json(self, with_data: bool = True) -> dict[str, Any]:
-        """Plain data. An item whose hash came before in the list is sent without data: the hash says it all."""
+        """Plain data."""
+        return self.summary() | {"items": list(self.entries(with_data))}
+
+    def entries(self, with_data: bool = True) -> Iterator[dict[str, Any]]:
+        """The items as plain data, made one by one. An item whose hash came before is sent without data: the hash says
+        it all."""
         described: set[bytes] = set()
-        items = []
         for item, cached in zip(self.items, self.cached, strict=True):
             entry = describe(item, with_data=with_data and item.key not in described)
-            items.append(entry | {"bytes": payload_bytes(item), "cached": cached})
+            yield entry | {"bytes": payload_bytes(item), "cached": cached}
             described.add(item.key)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything but the items."""
         return {
             "model": self.model,
             "samples": self.samples,
             "positions": self.positions,
-            "items": items,
             "payload_bytes": self.payload_bytes,
             "cost": {
                 "bytes_to_send": self.bytes_to_send,

@@ -62,7 +62,7 @@ class Seats:
             Seat(engine, f"e{number}" if engine.is_ours else "") for number, engine in enumerate(engines, start=1)
         ]
         self.spares = spares
-        self._max_load = max_load
+        self.max_load = max_load
         self._chance = random.Random()
 
     def arrived(self, seat: Seat, link: EngineLink) -> None:
@@ -99,7 +99,7 @@ class Seats:
         """Of the engines that are connected and no spares."""
         return tuple(
             replace(
-                share_of(seat.link.status, self._max_load),
+                share_of(seat.link.status, self.max_load),
                 name=seat.name,
                 address=seat.engine.address,
                 draining=seat.draining,
@@ -130,14 +130,14 @@ class Seats:
     def _room(self, seat: Seat) -> int:
         assert seat.link is not None
         status = seat.link.status
-        return 0 if status.lag_ms > USUAL_LAG_MS else streams_free(status, self._max_load) - seat.opening
+        return 0 if status.lag_ms > USUAL_LAG_MS else streams_free(status, self.max_load) - seat.opening
 
     def _by_lag(self, seats: Sequence[Seat]) -> list[Seat]:
         """Not behind, not full, with few streams."""
 
         def order(entry: tuple[codec.Status, Seat]) -> tuple[float, bool, float]:
             status, seat = entry
-            full = status.counted >= streams_held(status, self._max_load)
+            full = status.counted >= streams_held(status, self.max_load)
             return max(0.0, status.lag_ms - USUAL_LAG_MS), full, len(seat.streams) / max(1, status.slots_total)
 
         return [seat for _, seat in sorted(((seat.link.status, seat) for seat in seats if seat.link), key=order)]

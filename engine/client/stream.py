@@ -264,6 +264,7 @@ class EngineStream:
         """The stream is not wanted, here or anywhere: nobody reads its outputs."""
         if self._delivery is not None:
             self._delivery.abort()
+        self.handover.end()
         self.lay_down()
 
     def detach(self, why: str, now: float) -> None:

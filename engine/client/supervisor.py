@@ -73,6 +73,7 @@ class Supervisor:
         max_load: float,
         spares: int,
         on_session: Callable[[Seat, messages.SessionOutput], None],
+        on_arrival: Callable[[Seat], None],
         make_place: Callable[[EngineStream], EngineStream],
         keys: LinkKeys | None = None,
     ) -> None:
@@ -83,6 +84,8 @@ class Supervisor:
         self._model = model
         # Told what engines say about sessions rather than streams.
         self._on_session = on_session
+        # Told of every engine that is connected, before anything else is sent to it.
+        self._on_arrival = on_arrival
         self._cache_bytes = cache_bytes
         self._keys = keys
         self._gateway = uuid4().hex
@@ -260,6 +263,7 @@ class Supervisor:
             self._past.restarts += 1
         seat.engine_id = link.engine
         self.seats.arrived(seat, link)
+        self._on_arrival(seat)
         self._arrival.set()
 
     def _events(self, seat: Seat) -> LinkEvents:

@@ -6,7 +6,8 @@ A session's value is with the engine that runs its stream; before it has one, wi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,8 +25,20 @@ ANSWER_SECONDS = 20.0
 OTHERS_SECONDS = 1.5
 # An engine that was lost, or listed, less than so long ago may still come and have the session.
 UNSURE_SECONDS = 10.0
+# How long a gateway that stood still waits for the engines to answer, and how often it looks for them.
+CONFIRM_SECONDS = 5.0
+LOOK_SECONDS = 0.05
 # How long a session that nobody waits for any more is left for the next who asks.
 LEFT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A session of this gateway; `place` is where its value is, if any engine has it now."""
+
+    key: str
+    number: int
+    place: EngineLink | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,59 +62,151 @@ class WillDesk:
     """`make_stream` makes the gateway's side of a stream that an engine runs already."""
 
     def __init__(self, make_stream: Callable[[messages.Inherited], EngineStream]) -> None:
-        # Called when another gateway asks for a session of ours, and when one of ours is another's by now.
-        self.on_wanted: Callable[[str], None] | None = None
-        self.on_fenced: Callable[[str], None] | None = None
+        # Called when another gateway asks for a session of ours: whether what it asks for is an outdated copy.
+        self.on_wanted: Callable[[str, int], bool] | None = None
+        # Called when a session is another's by now, if ours has a lower number.
+        self.on_fenced: Callable[[str, int], None] | None = None
+        # All sessions that engines know as ours.
+        self.sessions: Callable[[], Iterable[Owned]] | None = None
         self._make_stream = make_stream
-        self._asked: dict[tuple[Seat, str], asyncio.Future[Inheritance | None]] = {}
+        self._tags = 0
+        # Answers to `Ask` and `Claim`, by tag, and to `Adopt`.
+        self._awaited: dict[int, asyncio.Future[messages.Held | messages.Claimed]] = {}
+        self._adopting: dict[tuple[Seat, str], asyncio.Future[Inheritance | None]] = {}
 
     def heard(self, seat: Seat, output: messages.SessionOutput) -> None:
         match output:
-            case messages.Wanted(key):
-                if self.on_wanted is not None:
-                    self.on_wanted(key)
-            case messages.Fenced(key):
+            case messages.Wanted(key, number):
+                is_outdated = self.on_wanted is not None and self.on_wanted(key, number)
+                if is_outdated and seat.link is not None:
+                    seat.link.send(messages.Disown("", key, number))
+            case messages.Fenced(key, number):
                 if self.on_fenced is not None:
-                    self.on_fenced(key)
+                    self.on_fenced(key, number)
+            case messages.Held() | messages.Claimed():
+                answered = self._awaited.get(output.tag)
+                if answered is not None and not answered.done():
+                    answered.set_result(output)
             case messages.Inherited():
                 self._inherit(seat, output)
 
-    async def adopt(self, seats: Seats, key: str) -> Inheritance | None:
+    # Whose sessions ours are.
+
+    def claim(self, seat: Seat) -> None:
+        """Say which sessions we have: the engine says which of them are another's by now."""
+        assert seat.link is not None
+        self._send_claim(seat.link, 0)
+
+    async def confirm(self, seats: Seats) -> None:
+        """Until every engine has said which of our sessions are another's by now; those that were just lost are waited
+        for, though not for ever."""
+        now = asyncio.get_running_loop().time()
+        concerned = [seat for seat in seats.all if seat.link is not None or now - seat.since < UNSURE_SECONDS]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CONFIRM_SECONDS):
+                await asyncio.gather(*map(self._confirm_at, concerned))
+
+    async def _confirm_at(self, seat: Seat) -> None:
+        while True:
+            link = seat.link
+            if link is not None and await self._answer(link, self._send_claim) is not None:
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _send_claim(self, link: EngineLink, tag: int) -> None:
+        owned = [] if self.sessions is None else self.sessions()
+        claims = [(session.key, session.number, session.place not in (None, link)) for session in owned]
+        link.send(messages.Claim("", tag, claims))
+
+    # Sessions of others.
+
+    async def newest(self, seats: Seats, key: str) -> int:
+        """The highest number under which an engine has this session; 0 if none has it, or none answers soon."""
+        links = {seat: seat.link for seat in seats.all if seat.link is not None}
+        asking = self._ask_all(links, key)
+        answers = await _answers_of(asking.values(), OTHERS_SECONDS)
+        for task in asking.values():
+            task.cancel()
+        return max((held.number for held in answers), default=0)
+
+    async def adopt(self, seats: Seats, key: str, is_wanted: Callable[[], bool] = lambda: True) -> Inheritance | None:
         """The session from the engine that has its newest value; None if none has any. Raises EngineDead if one that
-        may have it did not say."""
+        may have it did not say, or if it cannot be had at the moment.
+
+        `is_wanted` is asked when the number is known under which the session would be adopted, and no later: should
+        this process stand still from then on and another gateway adopt the session, the engine refuses ours.
+        """
         # A spare too: what is one here may serve for the gateway that had the session.
         links = {seat: seat.link for seat in seats.all if seat.link is not None}
-        asking = {seat: asyncio.create_task(self._ask(seat, link, key)) for seat, link in links.items()}
+        asking = self._ask_all(links, key)
         answers = await _answers_of(asking.values())
-        found = [answer for answer in answers if answer is not None]
-        if found:
-            newest = max(found, key=lambda answer: answer.number)
-            for seat, task in asking.items():
-                task.add_done_callback(partial(_discard, links[seat], key, newest))
-            return newest
-        now = asyncio.get_running_loop().time()
-        unsure = [seat for seat in seats.all if seat.link is None and now - seat.since < UNSURE_SECONDS]
-        if len(answers) < len(links) or unsure or not links:
-            raise EngineDead("not all engines have answered; try again in a few seconds")
-        return None
+        found = {seat: task.result() for seat, task in asking.items() if _has_session(task)}
+        if not found:
+            now = asyncio.get_running_loop().time()
+            unsure = [seat for seat in seats.all if seat.link is None and now - seat.since < UNSURE_SECONDS]
+            if len(answers) < len(links) or unsure or not links:
+                raise EngineDead("not all engines have answered; try again in a few seconds")
+            return None
+        at = max(found, key=lambda seat: found[seat].number)
+        newest = found[at]
+        if not newest.whole:
+            raise EngineDead("the gateway that has the session is just coming back; try again in a few seconds")
+        if not is_wanted():
+            raise EngineDead("nobody waits for the session any more")
+        inheritance = await self._take_from(at, links[at], newest)
+        for seat, task in asking.items():
+            if seat is not at:
+                task.add_done_callback(partial(_discard, links[seat], newest))
+        return inheritance
 
-    async def _ask(self, seat: Seat, link: EngineLink, key: str) -> Inheritance | None:
+    def _ask_all(self, links: Mapping[Seat, EngineLink], key: str) -> dict[Seat, asyncio.Task[messages.Held]]:
+        asking = {seat: asyncio.create_task(self._ask(link, key)) for seat, link in links.items()}
+        for task in asking.values():
+            # One that nobody waits for any more may fail without a word.
+            task.add_done_callback(_has_session)
+        return asking
+
+    async def _ask(self, link: EngineLink, key: str) -> messages.Held:
         """Raises EngineDead if the engine does not say."""
-        asked: asyncio.Future[Inheritance | None] = asyncio.get_running_loop().create_future()
-        self._asked[seat, key] = asked
-        link.send(messages.Adopt("", key))
+        held = await self._answer(link, lambda link, tag: link.send(messages.Ask("", key, tag)))
+        if not isinstance(held, messages.Held):
+            raise EngineDead(f"the engine at {link.address} has not answered")
+        return held
+
+    async def _answer(
+        self, link: EngineLink, send: Callable[[EngineLink, int], None]
+    ) -> messages.Held | messages.Claimed | None:
+        """What the engine answers; None if the link ends before it does, or it takes too long."""
+        self._tags += 1
+        tag, answered = self._tags, asyncio.get_running_loop().create_future()
+        self._awaited[tag] = answered
+        send(link, tag)
         try:
-            await asyncio.wait((asked, link.ended), timeout=ANSWER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((answered, link.ended), timeout=ANSWER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if self._asked.get((seat, key)) is asked:
-                del self._asked[seat, key]
-        if not asked.done():
-            raise EngineDead(f"the engine at {seat.engine.address} has not answered")
-        return asked.result()
+            del self._awaited[tag]
+        return answered.result() if answered.done() else None
+
+    async def _take_from(self, seat: Seat, link: EngineLink, held: messages.Held) -> Inheritance:
+        """Raises EngineDead if the engine does not answer, or another gateway was faster."""
+        adopting: asyncio.Future[Inheritance | None] = asyncio.get_running_loop().create_future()
+        self._adopting[seat, held.key] = adopting
+        link.send(messages.Adopt("", held.key, held.number))
+        try:
+            await asyncio.wait((adopting, link.ended), timeout=ANSWER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if self._adopting.get((seat, held.key)) is adopting:
+                del self._adopting[seat, held.key]
+        if not adopting.done():
+            raise EngineDead(f"the engine at {link.address} has not answered")
+        inheritance = adopting.result()
+        if inheritance is None:
+            raise EngineDead("the session has just moved; try again in a few seconds")
+        return inheritance
 
     def _inherit(self, seat: Seat, inherited: messages.Inherited) -> None:
         """At once: the outputs of the stream follow in the same message."""
-        asked = self._asked.get((seat, inherited.key))
+        asked = self._adopting.get((seat, inherited.key))
         found = None
         if inherited.number:
             found = self._take(seat, inherited)
@@ -132,29 +237,30 @@ def keeper_for(stream: EngineStream | None, seats: Seats) -> Keeper | None:
     return None if link is None else Keeper(link)
 
 
-async def _answers_of(asking: Collection[asyncio.Task[Inheritance | None]]) -> list[Inheritance | None]:
-    """What those who answer say; when one of them has the session, the others are waited for a little while."""
-    waiting, answers = set(asking), []
-    timeout = None
+async def _answers_of(
+    asking: Collection[asyncio.Task[messages.Held]], patience_s: float | None = None
+) -> list[messages.Held]:
+    """What those say who answer with so long between them; when one of them has the session, the others are waited for
+    a little while."""
+    waiting, answers, timeout = set(asking), list[messages.Held](), patience_s
     while waiting:
         done, waiting = await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         answers += [task.result() for task in done if task.exception() is None]
         if not done:
             break
-        if any(answer is not None for answer in answers):
+        if any(held.number for held in answers):
             timeout = OTHERS_SECONDS
     return answers
 
 
-def _discard(link: EngineLink, key: str, newest: Inheritance, task: asyncio.Task[Inheritance | None]) -> None:
+def _has_session(task: asyncio.Task[messages.Held]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None and task.result().number > 0
+
+
+def _discard(link: EngineLink, newest: messages.Held, task: asyncio.Task[messages.Held]) -> None:
     """Have an engine forget an older value of a session that goes on with a newer one."""
-    if task.cancelled() or task.exception() is not None:
-        return
-    older = task.result()
-    if older is not None and older is not newest:
-        link.send(messages.Disown("", key, older.number))
-        if older.stream is not None:
-            older.stream.drop()
+    if _has_session(task) and (older := task.result()).number < newest.number:
+        link.send(messages.Disown("", older.key, older.number))
 
 
 def _left_again(inherited: messages.Inherited) -> messages.Entrust:

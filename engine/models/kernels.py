@@ -24,7 +24,7 @@ from engine.models.operands import FP8_MAX, SMALLEST_SCALE, Heads, KvPages, RowS
 WANTED_WARPS = 1024
 # A longer slice of a window leaves multiprocessors idle when the last programs run out.
 LONGEST_SLICE_ROWS = 1024
-# (head dim, 8-bit storage) -> warps, pipeline stages; by benchmarks/gpu_kernels.py on an H200.
+# (head dim, 8-bit storage) -> warps, pipeline stages; by benchmarks/kernels.py on an H200.
 SHAPES = {(64, False): (2, 2), (128, False): (2, 2), (64, True): (1, 3), (128, True): (1, 3)}
 DEFAULT_SHAPE = (2, 2)
 # A tensor core multiplies 16 rows at least; a live step has 4 query rows per key head, the rest is padding.

@@ -1,9 +1,9 @@
-"""What the engine's loop asks of a model's runner and of a speech detector. Protocols only, free of torch."""
+"""What the engine's loop asks of a model runner and of a speech detector. Free of torch."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,96 +13,110 @@ from engine.messages import Open, Saved, Speech
 from engine.spec import ModelSpec
 from engine.vocabulary import Vocabulary
 
+Samples = NDArray[np.float32]
 
-class Runner(Protocol):
-    """Owns the model and the accelerator. `execute` answers the plan's decode tasks in their order."""
 
-    @property
-    def spec(self) -> ModelSpec: ...
+def never() -> bool:
+    return False
 
-    @property
-    def vocabulary(self) -> Vocabulary: ...
 
+class Runner(ABC):
+    """Owns the model and the accelerator: launches a plan and collects its results.
+
+    The attributes below say what a runner can do; a subclass sets those that differ from the defaults.
+    """
+
+    spec: ModelSpec
+    vocabulary: Vocabulary
+    # True if the device computes on its own: the loop plans and launches the next step before it collects this one.
+    overlaps_steps = False
+    # True if `launch` may leave uploads unfinished when their time is up.
+    pauses_uploads = False
+    # True if a stream can be saved and resumed as a value; otherwise it is replayed by its tokens.
+    saves_state = False
+    # True if `judgement` has an answer for some models of this runner.
+    judges_windows = False
+    # Tokens that the guard against runs of blanks has changed so far.
+    blank_guard_activations = 0
+
+    @abstractmethod
     def check_open(self, message: Open) -> None:
         """Raises ValueError if the model does not take these options."""
 
-    def execute(self, plan: StepPlan) -> list[DecodeResult]: ...
+    @abstractmethod
+    def launch(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> Callable[[], list[DecodeResult]]:
+        """Start a plan. The returned call waits for its results, in the order of the plan's decode tasks.
 
-    def warm_up(self) -> None: ...
+        Plans are computed in the order of their launches, and results are collected in that order. A runner that
+        pauses uploads computes one piece of upload work, and more until `time_is_up`; upload tasks that are not done by
+        then are answered as unfinished and come again, in the same order, in the next plan with uploads.
+        """
 
-    def close(self) -> None: ...
-
-
-@runtime_checkable
-class GuardedRunner(Protocol):
-    """A runner that keeps streams from falling silent over speech, and counts the tokens this changed."""
-
-    blank_guard_activations: int
-
-
-@runtime_checkable
-class SavingRunner(Protocol):
-    """A runner of a windowed model."""
+    def execute(self, plan: StepPlan) -> list[DecodeResult]:
+        """Launch a plan and wait for its results."""
+        return self.launch(plan)()
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
         """The state of a slot whose window is [base, end), and the first position whose audio that state needs."""
-
-
-@runtime_checkable
-class JudgingRunner(Protocol):
-    """A runner whose model may say what it thinks of what it hears."""
+        raise NotImplementedError("this runner does not save states")
 
     def judgement(self, slot: int) -> tuple[str, float | None]:
-        """The language of the window that was read last, and how likely nobody speaks in it; empty and None if the
-        model does not say."""
+        """The language of the window that was read last, and the probability that it holds no speech; empty and None
+        if the model does not tell."""
+        return "", None
+
+    def warm_up(self) -> None:
+        """Compute what the first step would otherwise wait for."""
+        return None
+
+    def close(self) -> None:
+        """Free the memory of the device."""
+        return None
 
 
-@runtime_checkable
-class PausingRunner(Protocol):
-    """A runner that can lay backlog aside in the middle of a task, because one such task takes long."""
+class SynchronousRunner(Runner):
+    """A runner that has computed a plan when `launch` returns."""
 
-    def execute_until(self, plan: StepPlan, time_is_up: Callable[[], bool]) -> list[DecodeResult]:
-        """Live tasks as `execute` does. Of backlog one piece of work, and more until `time_is_up`; tasks that are not
-        done by then are answered as unfinished and come again, in the same order, in the next plan with backlog."""
+    @abstractmethod
+    def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
+        """The results of a plan, as `launch` describes them."""
 
-
-@runtime_checkable
-class LaunchingRunner(Protocol):
-    """A runner of a frame-synchronous model whose device works by itself, so that the host can run ahead of it."""
-
-    def launch(self, plan: StepPlan) -> Callable[[], list[DecodeResult]]:
-        """Returns while the plan is computed; the call that it returns waits for the answers, in the order of the
-        plan's tasks. Plans are computed in the order of their launches, and answers are asked for in that order."""
+    def launch(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> Callable[[], list[DecodeResult]]:
+        results = self.compute(plan, time_is_up)
+        return lambda: results
 
 
-class Listening(Protocol):
-    """What all speech detectors have in common."""
+class Detector(ABC):
+    """Speech probabilities for the new samples of many streams at once.
 
+    If `launch` raises, no stream of the batch has changed: the streams can be sent again, one by one.
+    """
+
+    # True if the device computes on its own: results are collected after the step that was launched meanwhile.
+    overlaps_steps = False
+
+    @abstractmethod
     def open(self, stream: str, sample: int = 0) -> None: ...
 
+    @abstractmethod
     def close(self, stream: str) -> None: ...
 
+    @abstractmethod
+    def launch(self, batch: list[tuple[str, Samples]]) -> Callable[[], list[Speech]]:
+        """Start on new samples, each stream once. The returned call waits for the frames they complete and leaves out
+        streams that were closed meanwhile."""
+
+    def detect(self, batch: list[tuple[str, Samples]]) -> list[Speech]:
+        return self.launch(batch)()
+
+    @abstractmethod
     def pass_silence(self, stream: str, samples: int) -> Speech:
-        """`samples` more of a silence in which nothing changes any more: one long frame, without listening."""
-
-
-@runtime_checkable
-class LaunchingDetector(Listening, Protocol):
-    """Speech probabilities for the new samples of many streams at once, from a device that works by itself."""
-
-    def launch(self, batch: list[tuple[str, NDArray[np.float32]]]) -> Callable[[], list[Speech]]:
-        """Returns at once; the call that it returns waits for what was found. If it raises, nothing was heard of any
-        stream in the batch: they can be sent again, one by one."""
-
-
-class Detector(Listening, Protocol):
-    """Speech probabilities for the new samples of many streams at once."""
-
-    def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
-        """If it raises, nothing was heard of any stream in the batch: they can be sent again, one by one."""
+        """`samples` more of a silence in which nothing changes any more: one long frame, without computing it."""
 
     def save(self, stream: str) -> Saved:
-        """All that decides what is heard next, as plain data."""
+        """All that decides the next probabilities of a stream, as plain data."""
+        raise NotImplementedError("this detector does not save states")
 
     def resume(self, stream: str, saved: Saved) -> None:
-        """Take over a saved state."""
+        """Go on from a saved state."""
+        raise NotImplementedError("this detector does not save states")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from engine.messages import Speech
 from engine.models.silero import CONTEXT_SAMPLES, FRAME_SAMPLES, STATE_SIZE, SileroVad
+from engine.runner.base import Detector
 from engine.runner.detector_slots import DetectorSlots, Samples
 from engine.runner.device import Download, staging, upload
 from engine.runner.frames.graphs import StepGraphs
@@ -57,8 +58,10 @@ class _Round:
     answers: Download
 
 
-class DeviceSpeechDetector:
+class DeviceSpeechDetector(Detector):
     """Streams are opened, fed in batches, and closed; at most `max_streams` are open at a time."""
+
+    overlaps_steps = True
 
     def __init__(self, model: SileroVad, max_streams: int, graphs: bool = True) -> None:
         self._model = model

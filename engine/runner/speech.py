@@ -10,7 +10,7 @@ windowed models, whose streams are saved; `device_speech` is the one for frame-s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine.messages import Saved, Speech
 from engine.models.silero import CONTEXT_SAMPLES, FRAME_SAMPLES, STATE_SIZE, SileroVad
+from engine.runner.base import Detector
 from engine.runner.detector_slots import DetectorSlots, Samples
 
 # After this many frames of digital silence (one second) the detector's opinion no longer changes; it is kept, and
@@ -59,7 +60,7 @@ class _Piece:
     silent_frames: int
 
 
-class SpeechDetector:
+class SpeechDetector(Detector):
     """Streams are opened, fed in batches, and closed; at most `max_streams` are open at a time."""
 
     def __init__(self, model: SileroVad, max_streams: int) -> None:
@@ -100,7 +101,7 @@ class SpeechDetector:
         self._slots.close(stream)
 
     @torch.inference_mode()
-    def detect(self, batch: list[tuple[str, Samples]]) -> list[Speech]:
+    def launch(self, batch: list[tuple[str, Samples]]) -> Callable[[], list[Speech]]:
         """New samples of some streams, each stream once -> the frames they complete, in the order of the batch.
 
         If it raises, nothing was heard of any of them: they can be sent again, without the one that is to blame.
@@ -118,7 +119,7 @@ class SpeechDetector:
                 probabilities.append(ear.probability)
             answers.append(Speech(stream, ear.sample, FRAME_SAMPLES, probabilities))
             ear.sample += FRAME_SAMPLES * len(probabilities)
-        return answers
+        return lambda: answers
 
     def pass_silence(self, stream: str, samples: int) -> Speech:
         """More of a silence in which nothing changes any more: one long frame, and nothing to compute."""

@@ -68,7 +68,7 @@ class EngineHost:
         self._clock = clock
         self._peers: dict[bytes, Peer] = {}
         self._roster = Roster()
-        self._wills = Wills(self._roster, clock, self._reaches, self._abort)
+        self._wills = Wills(self._roster, clock, self._reaches, self._hear_out, self._abort)
         self._intake = Intake(loop, self._roster, self._wills, clock)
         self._progress_at = self._status_at = 0.0
         self._drains_until = 0.0
@@ -148,8 +148,8 @@ class EngineHost:
         if hello.model not in (None, spec.name):
             self._dismiss(name, f"the engine runs {spec.name!r}, the gateway wants {hello.model!r}")
             return
-        # A gateway that comes back, or a connection that was another's before. It has all it needs to begin anew.
-        self._wills.forget_left_by(hello.gateway)
+        # A gateway that comes back, or a connection that was another's before. It has all it needs to begin anew, and
+        # says which sessions it goes on with.
         for old in [peer for peer in self._peers.values() if peer.gateway == hello.gateway or peer.name == name]:
             self._drop(old, comes_back=True)
         cache: ReceiverCache[Payload] = ReceiverCache(max(0, hello.cache_bytes))
@@ -176,16 +176,18 @@ class EngineHost:
         """Forget a gateway and everything it had open, but for sessions that another may go on with. One that comes
         back opens its streams anew; of one that does not, the last words count."""
         if not comes_back:
-            while self._take_batch(peer, self._clock()):
-                pass
+            self._hear_out(peer)
             if self._peers.get(peer.name) is not peer:
                 return
         del self._peers[peer.name]
-        if comes_back:
-            self._wills.forget_all(peer)
         self._wills.leave(peer)
         for name in self._roster.leave(peer):
             self._abort(name)
+
+    def _hear_out(self, peer: Peer) -> None:
+        """Take in all that has come from a gateway."""
+        while self._take_batch(peer, self._clock()):
+            pass
 
     def _abort(self, name: str) -> None:
         self._roster.forget(name)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.scheduler import Scheduler
 from engine.messages import Flush, Item, Output, Saved, Speech, Text, TurnRule
-from engine.runner.base import Detector, LaunchingDetector
+from engine.runner.base import Detector
 from engine.server.gate import Begin, Cut, Decision, End, GateSettings, Pause, Resume, Skip, SpeechGate
 from engine.server.last_spoken import LastSpoken
 from engine.server.turn_ends import TurnEnds
@@ -32,7 +32,7 @@ class Listener:
     def __init__(
         self,
         scheduler: Scheduler,
-        detector: Detector | LaunchingDetector,
+        detector: Detector,
         gate: GateSettings | None,
         say: Callable[[Output], None],
         announce: Callable[[Iterable[Target]], None],
@@ -41,9 +41,6 @@ class Listener:
     ) -> None:
         self._heard = heard
         self._detector = detector
-        # Which kind it is, asked once: to ask a protocol is slow, and packets come often.
-        self._launching = detector if isinstance(detector, LaunchingDetector) else None
-        self._answering = None if isinstance(detector, LaunchingDetector) else detector
         self._gates: dict[str, SpeechGate] = {}
         # Of streams with a gate: where their words can be.
         self._times: dict[str, WordTimes] = {}
@@ -198,8 +195,7 @@ class Listener:
 
     def save(self, name: str) -> dict[str, Saved]:
         """All that decides what is heard of a stream from here on, as plain data."""
-        assert self._answering is not None, "models whose state is saved have the other detector"
-        parts = {"detector": self._answering.save(name)}
+        parts = {"detector": self._detector.save(name)}
         if name in self._gates:
             parts["gate"] = self._gates[name].save()
             parts["times"] = self._times[name].save()
@@ -209,8 +205,7 @@ class Listener:
 
     def resume(self, name: str, parts: dict[str, Saved]) -> None:
         """Listen on from a saved state."""
-        assert self._answering is not None, "models whose state is saved have the other detector"
-        self._answering.resume(name, parts["detector"])
+        self._detector.resume(name, parts["detector"])
         if name in self._gates:
             self._gates[name].resume(parts["gate"])
             if "times" in parts:  # a state that an older engine saved has none
@@ -240,10 +235,10 @@ class Listener:
     def _detect(self, batch: list[tuple[str, Samples]]) -> list[Speech]:
         """All streams at once. If that fails nothing was heard, and each is listened to alone: one of them is why."""
         try:
-            if self._answering is not None:
-                return self._answering.detect(batch)
-            assert self._launching is not None
-            self._answers.append(self._launching.launch(batch))
+            answers = self._detector.launch(batch)
+            if not self._detector.overlaps_steps:
+                return answers()
+            self._answers.append(answers)
             self.launches += 1
             return []
         except Exception as error:

@@ -6,7 +6,6 @@ from collections.abc import Collection
 
 from engine.boundary.codec import Status
 from engine.config import COUNTED_SECONDS
-from engine.runner.base import GuardedRunner
 from engine.server.loop import EngineLoop
 from engine.server.peer import HostedStream
 
@@ -55,8 +54,7 @@ class LoadReport:
             "execute": totals.execute_ns,
             "commit": totals.commit_ns,
         }
-        if isinstance(loop.runner, GuardedRunner):
-            status.blank_guard = loop.runner.blank_guard_activations
+        status.blank_guard = loop.runner.blank_guard_activations
 
     def _measure_load(self, loop: EngineLoop, now: float) -> None:
         elapsed = now - self._load_since

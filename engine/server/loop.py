@@ -48,15 +48,7 @@ from engine.messages import (
     StepOutput,
     Text,
 )
-from engine.runner.base import (
-    Detector,
-    JudgingRunner,
-    LaunchingDetector,
-    LaunchingRunner,
-    PausingRunner,
-    Runner,
-    SavingRunner,
-)
+from engine.runner.base import Detector, Runner
 from engine.server.backlog_budget import BacklogBudget
 from engine.server.gate import GateSettings
 from engine.server.listener import Listener, Target
@@ -100,7 +92,7 @@ class EngineLoop:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        detector: Detector | LaunchingDetector | None = None,
+        detector: Detector | None = None,
         gate: GateSettings | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
         cut: GateSettings | None = None,
@@ -108,11 +100,8 @@ class EngineLoop:
         self.scheduler = scheduler
         self.runner = runner
         self.meter = StepMeter(scheduler.spec, clock)
-        self._pausing = runner if isinstance(runner, PausingRunner) else None
-        self._launching = runner if isinstance(runner, LaunchingRunner) else None
-        self._judging = runner if isinstance(runner, JudgingRunner) else None
         self._flights: deque[Flight] = deque()
-        self._backlog = BacklogBudget(scheduler, self.meter.position_cost, self._pausing is not None, clock)
+        self._backlog = BacklogBudget(scheduler, self.meter.position_cost, runner.pauses_uploads, clock)
         # Called with the streams and positions about to be computed: if the engine dies now, they are the suspects.
         self.announce: Callable[[list[Target]], None] | None = None
         self._outbox: list[Output] = []
@@ -123,7 +112,7 @@ class EngineLoop:
             self._listener = Listener(scheduler, detector, gate, self._say, self._announce, self._blame, hear)
         # Windowed models save their state; one with a token per position is replayed by its tokens.
         self._states: StreamStates | None = None
-        if isinstance(runner, SavingRunner):
+        if runner.saves_state:
             self._states = StreamStates(scheduler, runner, self._listener, self._blame)
         # Whether a stream in which nobody speaks takes part in no steps.
         self.silence_is_free = gate is not None
@@ -207,7 +196,7 @@ class EngineLoop:
     def _most_ahead(self) -> int:
         """Steps that may be under way after one was planned. A stream that may have killed an engine is computed while
         nothing else is: if the engine dies again, it is clear who it was."""
-        return STEPS_AHEAD if self._launching is not None and not self.scheduler.suspects else 0
+        return STEPS_AHEAD if self.runner.overlaps_steps and not self.scheduler.suspects else 0
 
     @property
     def is_flying(self) -> bool:
@@ -244,13 +233,7 @@ class EngineLoop:
         launches = self._listener.launches if self._listener is not None else 0
         began = self.meter.mark - self.meter.times.plan_ns
         with _runner_failures():
-            if self._launching is not None:
-                return Flight(plan, self._launching.launch(plan), launches, began)
-            if self._pausing is not None:
-                results = self._pausing.execute_until(plan, self._backlog.time_is_up)
-            else:
-                results = self.runner.execute(plan)
-        return Flight(plan, lambda: results, launches, began)
+            return Flight(plan, self.runner.launch(plan, self._backlog.time_is_up), launches, began)
 
     def _commit(self, outputs: list[Output], most_ahead: int) -> StepPlan | None:
         """Take in the oldest steps until so many are under way; the last one that was. Waits for the device."""
@@ -273,11 +256,11 @@ class EngineLoop:
 
     def _judged(self, plan: StepPlan, outputs: list[Output]) -> list[Output]:
         """The same outputs; texts say what the model thinks of what it heard, if it does."""
-        if self._judging is not None:
+        if self.runner.judges_windows:
             slots = {task.stream: task.slot for task in plan.decode}
             for output in outputs:
                 if isinstance(output, Text) and output.stream in slots:
-                    output.language, output.no_speech = self._judging.judgement(slots[output.stream])
+                    output.language, output.no_speech = self.runner.judgement(slots[output.stream])
         return outputs
 
     def _announce(self, targets: Iterable[Target]) -> None:

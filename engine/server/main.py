@@ -20,6 +20,7 @@ from engine.boundary.curve import LinkKeys
 from engine.boundary.preparation import WARM_UP_SECONDS, make_cutter, prepare
 from engine.boundary.sockets import EngineSocket, check_address
 from engine.errors import EngineDead, EngineError
+from engine.logs import WITHOUT_TIME, set_up_logging
 from engine.server.collector import calm_collector
 from engine.server.host import Drain, EngineHost
 from engine.server.loop import EngineLoop
@@ -102,9 +103,10 @@ def run_child(address: str, build: Build, warm: bool, record_path: Path) -> None
     """Main function of an engine that a gateway starts; it ends with that gateway."""
     asked_to_stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
-    # Ctrl-C reaches the whole group; the gateway decides when its engine stops.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    # Ctrl-C, or a terminal that is closed, reaches the whole group; the gateway decides when its engine stops.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    set_up_logging(WITHOUT_TIME)
     threading.Thread(target=_stop_with_parent, args=(asked_to_stop,), daemon=True).start()
     try:
         run_engine(address, build, asked_to_stop.is_set, warm, FlightRecord.at(record_path))

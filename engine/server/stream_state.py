@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
 from engine.messages import Flush, Flushed, Open, Output, Speech, StreamState, Text
-from engine.runner.base import SavingRunner
+from engine.runner.base import Runner
 from engine.server.listener import Listener
 
 # The state of a stream in which nothing happens is saved so often.
@@ -26,7 +26,7 @@ class StreamStates:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: SavingRunner,
+        runner: Runner,
         listener: Listener | None,
         blame: Callable[[str, Exception], None],
     ) -> None:

@@ -1,8 +1,9 @@
 """What gateways entrust to an engine: each session's last value, opaque, beside its stream.
 
 The wills promise: a session has one owner, and its number rises with each; what a former owner still sends changes
-nothing. A session whose owner is lost, or has given it up, waits with its stream for so long as was asked; whoever
-adopts it gets the value, the stream as it stands, and the outputs that the value does not account for.
+nothing, and neither does a request to adopt it that is older than its owner. A session whose owner is lost, or has
+given it up, waits with its stream for so long as was asked; whoever adopts it gets the value, the stream as it stands,
+and the outputs that the value does not account for.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine import messages
-from engine.boundary.commands import WireAdopt, WireDisown, WireEntrust, WireSessionCommand
+from engine.boundary.commands import WireAdopt, WireAsk, WireClaim, WireDisown, WireEntrust, WireSessionCommand
 from engine.server.peer import MOST_OUTPUTS_KEPT, HostedStream, Peer, Roster
 
 logger = logging.getLogger(__name__)
 
-# How long an owner that is asked for a session may take to give it up before it is taken.
+# How long an owner that is asked for a session may take to give it up before it is taken. Gateways that stood still for
+# nearly as long find out first whether their sessions are still their own: `STANDSTILL_S` must be less.
 RELEASE_SECONDS = 1.0
+# How long a session counts as held after its gateway has come back without leaving its value anew.
+CLAIM_SECONDS = 10.0
 # Entries since the last base, and bytes of them, beyond which a will is not believed: owners begin anew long before.
 MOST_ENTRIES = 8192
 MOST_ENTRY_BYTES = 8 * 1024 * 1024
@@ -48,29 +52,44 @@ class Will:
     hosted: HostedStream | None = None
     # Since when nobody owns it.
     left_at: float = 0.0
-    # Who wants it, and since when.
+    # Who wants it, and since when, by the time in which the engine listened.
     heirs: list[Peer] = field(default_factory=list)
     asked_at: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """A session whose gateway has come back and says that it goes on with it."""
+
+    number: int
+    owner: Peer
+    since: float
+
+
 class Wills:
-    """`reaches` sends a word to a gateway at once and says whether there is anybody; `abort` ends a stream."""
+    """`reaches` sends a word to a gateway at once and says whether there is anybody; `hear_out` takes in what has come
+    from one; `abort` ends a stream."""
 
     def __init__(
         self,
         roster: Roster,
         clock: Callable[[], float],
         reaches: Callable[[Peer, messages.Wanted], bool],
+        hear_out: Callable[[Peer], None],
         abort: Callable[[str], None],
     ) -> None:
         self._roster = roster
         self._clock = clock
         self._reaches = reaches
+        self._hear_out = hear_out
         self._abort = abort
         self._wills: dict[str, Will] = {}
         # Those that somebody wants.
         self._wanted: set[str] = set()
-        self._reviewed_at = 0.0
+        self._returned: dict[str, _Returned] = {}
+        # How long the engine has listened. While it stands still nobody can answer it, and nobody is late.
+        self._listened_s = 0.0
+        self._ticked_at = self._reviewed_at = clock()
 
     def __len__(self) -> int:
         return len(self._wills)
@@ -79,15 +98,23 @@ class Wills:
         match command:
             case WireEntrust():
                 self._entrust(peer, command)
+            case WireAsk():
+                peer.outputs.append(self._held(command.key, command.tag))
             case WireAdopt():
-                self._adopt(peer, command.key)
+                self._adopt(peer, command.key, command.number)
+            case WireClaim():
+                self._claim(peer, command)
             case WireDisown():
                 will = self._wills.get(command.key)
                 if will is not None and will.number <= command.number:
                     self._forget(will)
+                returned = self._returned.get(command.key)
+                if returned is not None and returned.number <= command.number:
+                    del self._returned[command.key]
 
     def leave(self, peer: Peer) -> None:
         """A gateway is gone: its sessions wait for another, and so do their streams."""
+        self._returned = {key: returned for key, returned in self._returned.items() if returned.owner is not peer}
         for will in list(self._wills.values()):
             if peer in will.heirs:
                 will.heirs.remove(peer)
@@ -97,18 +124,10 @@ class Wills:
                 self._orphan(will)
         self._settle()
 
-    def forget_all(self, peer: Peer) -> None:
-        """A gateway begins anew, and has all it needs for that."""
-        for will in [will for will in self._wills.values() if will.owner is peer]:
-            self._forget(will)
-
-    def forget_left_by(self, gateway: str) -> None:
-        """It was thought lost and comes back: what waits here for another has gone on elsewhere since."""
-        for will in [will for will in self._wills.values() if will.owner is None and will.left_by == gateway]:
-            self._forget(will)
-
     def tick(self, now: float) -> None:
         """Give sessions to those who have waited long enough, and forget those that nobody wants."""
+        self._listened_s += min(now - self._ticked_at, 2 * REVIEW_SECONDS)
+        self._ticked_at = now
         if now - self._reviewed_at >= REVIEW_SECONDS:
             self._reviewed_at = now
             self._review(now)
@@ -119,20 +138,56 @@ class Wills:
 
     def _review(self, now: float) -> None:
         for will in list(self._wills.values()):
+            if self._wills.get(will.key) is not will:
+                continue  # hearing another one's owner out has ended it
             if will.owner is None and not will.heirs and now - will.left_at > will.keep_s:
                 logger.info("nobody came back for session %s", will.key)
                 self._forget(will)
-            elif will.heirs and now - will.asked_at > RELEASE_SECONDS:
-                self._orphan(will)
+            elif will.heirs and will.owner is not None and self._listened_s - will.asked_at > RELEASE_SECONDS:
+                self._take_away(will, will.owner)
+        self._returned = {
+            key: returned for key, returned in self._returned.items() if now - returned.since <= CLAIM_SECONDS
+        }
+
+    def _take_away(self, will: Will, owner: Peer) -> None:
+        """The owner has had its time. If its last word is here already, that counts."""
+        self._hear_out(owner)
+        if will.owner is owner and self._wills.get(will.key) is will:
+            self._orphan(will)
+
+    def _held(self, key: str, tag: int) -> messages.Held:
+        will, returned = self._wills.get(key), self._returned.get(key)
+        if will is not None:
+            return messages.Held(key, tag, will.number)
+        return messages.Held(key, tag) if returned is None else messages.Held(key, tag, returned.number, whole=False)
+
+    def _claim(self, peer: Peer, claim: WireClaim) -> None:
+        """A gateway says which sessions it has: those of another are told, and what it left behind is forgotten."""
+        claimed = set()
+        for key, number, is_elsewhere in claim.claims:
+            claimed.add(key)
+            will = self._wills.get(key)
+            if will is not None and will.number > number:
+                peer.outputs.append(messages.Fenced(key, will.number))
+            elif will is None or will.owner is None:
+                if will is not None:
+                    self._forget(will)
+                if not is_elsewhere:
+                    self._returned[key] = _Returned(number, peer, self._clock())
+        for will in list(self._wills.values()):
+            if will.owner is None and will.left_by == peer.gateway and will.key not in claimed:
+                self._forget(will)
+        peer.outputs.append(messages.Claimed(claim.tag))
 
     def _entrust(self, peer: Peer, given: WireEntrust) -> None:
         will = self._wills.get(given.key)
-        if will is not None and (given.number < will.number or (will.owner is not peer and not given.base)):
-            peer.outputs.append(messages.Fenced(given.key))
+        least = given.number if will is None else will.number + (will.owner is not peer)
+        if given.number < least:
+            peer.outputs.append(messages.Fenced(given.key, least))
             return
         if given.base is not None:
             will = self._begin(peer, given, will)
-        elif will is None:
+        elif will is None or will.owner is not peer:
             return  # the entries of a will that was not believed; its owner begins anew in time
         will.entries += given.entries
         will.entry_bytes += sum(map(len, given.entries))
@@ -151,6 +206,12 @@ class Wills:
         assert given.base is not None
         will = known or Will(given.key, given.number, peer)
         self._wills[given.key] = will
+        self._returned.pop(given.key, None)
+        if will.owner not in (None, peer):
+            # It was adopted at another engine, and has moved here.
+            will.owner.outputs.append(messages.Fenced(will.key, given.number))
+        if not messages.same_owner(given.number, will.number):
+            self._refuse_heirs(will)
         will.owner, will.left_by, will.number, will.base = peer, "", given.number, given.base
         will.entries, will.entry_bytes, will.keep_s = [], 0, given.keep_s
         will.positions_before, will.samples_before = given.positions_before, given.samples_before
@@ -173,18 +234,19 @@ class Wills:
         told = 0 if will.hosted is None else len(will.hosted.outputs)
         return len(will.entries) > MOST_ENTRIES or will.entry_bytes > MOST_ENTRY_BYTES or told >= MOST_OUTPUTS_KEPT
 
-    def _adopt(self, peer: Peer, key: str) -> None:
+    def _adopt(self, peer: Peer, key: str, number: int) -> None:
         will = self._wills.get(key)
-        if will is None:
+        if will is None or not messages.same_owner(number, will.number):
+            # Somebody else has it since the peer asked: whether its client still waits there is not known any more.
             peer.outputs.append(messages.Inherited(key))
             return
         if not will.heirs:
-            will.asked_at = self._clock()
+            will.asked_at = self._listened_s
         if peer not in will.heirs:
             will.heirs.append(peer)
         self._wanted.add(key)
         owner = will.owner
-        if owner is peer or (owner is not None and not self._reaches(owner, messages.Wanted(key))):
+        if owner is peer or (owner is not None and not self._reaches(owner, messages.Wanted(key, will.number))):
             # One that turned out to be gone has left its sessions by now.
             if will.owner is owner:
                 self._orphan(will)
@@ -194,7 +256,7 @@ class Wills:
         """Nobody owns the session now; its stream goes on with what it has."""
         owner, will.owner, will.left_at = will.owner, None, self._clock()
         if owner is not None and will.heirs and owner not in will.heirs:
-            owner.outputs.append(messages.Fenced(will.key))
+            owner.outputs.append(messages.Fenced(will.key, will.number + messages.NEXT_OWNER))
         if will.hosted is not None:
             self._roster.detach(will.hosted)
 
@@ -215,7 +277,7 @@ class Wills:
         for other in will.heirs[:-1]:
             other.outputs.append(messages.Inherited(will.key))
         will.heirs, will.owner, will.left_by = [], heir, ""
-        will.number += 1
+        will.number += messages.NEXT_OWNER
         inherited = messages.Inherited(
             will.key,
             will.number,
@@ -232,10 +294,14 @@ class Wills:
             _describe(will.hosted, inherited)
             heir.outputs += [output for _, output in will.hosted.outputs]
 
-    def _forget(self, will: Will) -> None:
-        self._wills.pop(will.key, None)
+    def _refuse_heirs(self, will: Will) -> None:
         for heir in will.heirs:
             heir.outputs.append(messages.Inherited(will.key))
+        will.heirs = []
+
+    def _forget(self, will: Will) -> None:
+        self._wills.pop(will.key, None)
+        self._refuse_heirs(will)
         if will.hosted is not None and will.hosted.peer is None:
             self._abort(will.hosted.loop_name)
 

@@ -12,7 +12,7 @@ import json
 import mmap
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -38,7 +38,7 @@ class Target:
     """The server and how to talk to it."""
 
     url: str
-    key: str | None
+    key: str | None = field(repr=False)
     model: str | None
     chunk_ms: int
     silence_ms: int

@@ -75,28 +75,55 @@ def build_bank(files: list[tuple[Path, str | None]], rate: int, path: Path) -> B
     return Bank(path, rate, tuple(clips))
 
 
-def read_manifest(path: Path, longest_s: float) -> list[tuple[Path, str | None]]:
-    """Recordings with speech, JSON lines of path, text and seconds; longer ones would not fit into a run."""
-    files: list[tuple[Path, str | None]] = []
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A line of a manifest: the file, what is said in it (empty: no speech), and to which group it belongs."""
+
+    path: Path
+    text: str
+    seconds: float
+    kind: str
+
+
+def read_recordings(path: Path) -> list[Recording]:
+    """A manifest is JSON lines; each has `path` (relative to the manifest), `text` and `seconds`, and may have `kind`.
+    Other keys are ignored. Raises BadManifest with the line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BadManifest(f"cannot read the manifest {path}: {error}") from error
+    found = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            file, text, seconds = path.parent / entry["path"], str(entry["text"]).strip(), float(entry["seconds"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadManifest(
-                f"{path}, line {number}: wanted a JSON object with path, text and seconds ({error!r})"
-            ) from error
-        if text and seconds <= longest_s:
-            files.append((file, text))
-    if not files:
+        if line.strip():
+            try:
+                found.append(_recording(json.loads(line), path.parent))
+            except json.JSONDecodeError as error:
+                raise BadManifest(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from error
+            except ValueError as error:
+                raise BadManifest(f"{path}, line {number}: {error}") from error
+    return found
+
+
+def _recording(entry: object, folder: Path) -> Recording:
+    if not isinstance(entry, dict):
+        raise ValueError("not a JSON object with path, text and seconds")
+    for name, kind in (("path", str), ("text", str), ("seconds", int | float)):
+        if name not in entry:
+            raise ValueError(f"`{name}` is missing")
+        if not isinstance(entry[name], kind):
+            raise ValueError(f"`{name}` has the wrong type: {entry[name]!r}")
+    text, seconds = entry["text"].strip(), entry["seconds"]
+    if isinstance(seconds, bool) or not seconds > 0:
+        raise ValueError(f"`seconds` must be a number above zero, not {seconds!r}")
+    return Recording(folder / entry["path"], text, float(seconds), str(entry.get("kind", "clips" if text else "noise")))
+
+
+def read_manifest(path: Path, longest_s: float) -> list[tuple[Path, str | None]]:
+    """Recordings with speech; longer ones would not fit into a run."""
+    fitting = [recording for recording in read_recordings(path) if recording.text and recording.seconds <= longest_s]
+    if not fitting:
         raise BadManifest(f"{path} has no recording with speech of at most {longest_s:g} s; play longer with --seconds")
-    return files
+    return [(recording.path, recording.text) for recording in fitting]
 
 
 def playlist(bank: Bank, client: int, seconds: float, pause_s: float) -> Playlist:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 from urllib.parse import quote, urlsplit
 
-from realtime.client.wire_client import CannotConnect
+from realtime.client.wire_client import CannotConnect, authorization, without_secrets
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 TIMEOUT_S = 10.0
@@ -66,13 +66,13 @@ class HttpServer:
         try:
             self._port = split.port
         except ValueError:
-            raise CannotConnect(f"{url!r} has a port that cannot be; write http://HOST:PORT") from None
+            raise CannotConnect(f"{without_secrets(url)!r} has a port that cannot be; write http://HOST:PORT") from None
         if split.scheme not in SCHEMES or not split.hostname:
-            raise CannotConnect(f"{url!r} is not the address of a server; write http://HOST:PORT")
+            raise CannotConnect(f"{without_secrets(url)!r} is not the address of a server; write http://HOST:PORT")
         self._encrypted = SCHEMES[split.scheme]
         self._host = split.hostname
         self._path = split.path.rstrip("/").removesuffix("/realtime").removesuffix("/v1")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = authorization(key)
         self._trust = trust
         self.url = f"{'https' if self._encrypted else 'http'}://{split.netloc.rpartition('@')[2]}{self._path}"
 

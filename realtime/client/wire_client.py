@@ -95,12 +95,29 @@ def realtime_url(text: str, model: str | None = None) -> str:
     split = urlsplit(text if "://" in text else f"http://{text}")
     scheme = PLAIN_SCHEMES.get(split.scheme)
     if scheme is None or not split.netloc:
-        raise CannotConnect(f"{text!r} is not the address of a server; write http://HOST:PORT")
+        raise CannotConnect(f"{without_secrets(text)!r} is not the address of a server; write http://HOST:PORT")
     path = split.path.rstrip("/")
     if not path.endswith("/realtime"):
         path = f"{path or '/v1'}/realtime"
     query = {"intent": "transcription"} | ({"model": model} if model else {})
     return urlunsplit((scheme, split.netloc, path, split.query or urlencode(query), ""))
+
+
+def without_secrets(url: str) -> str:
+    """An address as a message may show it: without a password, and without a query, which may hold a token."""
+    scheme, separator, rest = url.partition("?")[0].rpartition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
+
+
+def authorization(key: str | None) -> dict[str, str]:
+    """The header that carries a key. Raises CannotConnect, which does not show the key."""
+    if not key or not key.strip():
+        return {}
+    key = key.strip()
+    if not key.isascii() or not key.isprintable():
+        raise CannotConnect("the key has characters that no header can carry; look for line breaks and quotes in it")
+    return {"Authorization": f"Bearer {key}"}
 
 
 def is_expected(error: dict[str, Any]) -> bool:
@@ -155,7 +172,7 @@ async def open_session(
     url: str, key: str | None = None, turns: OpenTurns | None = None, dead_after_s: float | None = None
 ) -> AsyncIterator[WireSession]:
     """Raises CannotConnect. `url` is what `realtime_url` returns; `turns` are those of a session that goes on."""
-    headers = {"Authorization": f"Bearer {key}"} if key else None
+    headers = authorization(key) or None
     try:
         socket = await connect(
             url,
@@ -169,7 +186,10 @@ async def open_session(
         )
     except InvalidStatus as error:
         raise Refused(_refusal(url, error), error.response.status_code) from error
-    except (InvalidHandshake, InvalidURI) as error:
+    except InvalidURI as error:
+        # Its text repeats the whole address, with the token in it.
+        raise CannotConnect(f"{_shown(url)} cannot be the address of a server: {error.msg}") from None
+    except InvalidHandshake as error:
         raise CannotConnect(f"{_shown(url)} does not speak WebSocket: {error}") from error
     except TimeoutError as error:
         raise CannotConnect(f"{_shown(url)} did not answer within {OPEN_TIMEOUT_S:g} s") from error
@@ -192,4 +212,4 @@ def _refusal(url: str, error: InvalidStatus) -> str:
 
 def _shown(url: str) -> str:
     split = urlsplit(url)
-    return f"{split.scheme}://{split.netloc}"
+    return f"{split.scheme}://{split.netloc.rpartition('@')[2]}"

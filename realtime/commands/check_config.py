@@ -7,14 +7,14 @@ from dataclasses import fields
 from typing import Any
 
 from realtime.commands.terminal import note, out, read_config
-from realtime.config import Config
+from realtime.config import Config, Secret, check_tls
 
 EPILOG = """\
 Examples:
   tickertape check-config tickertape.toml
   TICKERTAPE_SERVER_PORT=9000 tickertape check-config      the environment and the defaults alone
 
-Prints every key with its value in force, as a file that could be used again (keys of clients are left out), and exits
+Prints every key with its value in force, as a file that could be used again (secrets are left out), and exits
 with 2 and one line about the first thing that is wrong otherwise. docs/tickertape.toml explains every key.
 """
 
@@ -28,26 +28,29 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", nargs="?", help="a TOML file; without one, the environment and the defaults")
+    parser.add_argument("--quiet", action="store_true", help="print nothing unless something is wrong")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     config = read_config(options.file, {})
-    out(as_toml(config))
-    note("the configuration is good")
+    check_tls(config.server)
+    if not options.quiet:
+        out(as_toml(config))
+        note("the configuration is good")
     return 0
 
 
 def as_toml(config: Config) -> str:
-    """Every key and its value; secrets are only counted."""
+    """Every key and its value; of secrets only whether they are set."""
     lines: list[str] = []
     for section in fields(config):
         values = getattr(config, section.name)
         lines.append(f"[{section.name}]")
         for key in fields(values):
             value = getattr(values, key.name)
-            if (section.name, key.name) == ("auth", "keys"):
-                lines.append(f"# keys = {len(value)} of them, not shown")
+            if secrets := _secrets_in(value):
+                lines.append(f"# {key.name} is set and not shown" + (f": {secrets} of them" if secrets > 1 else ""))
             elif value is None:
                 lines.append(f"# {key.name} is not set")
             else:
@@ -56,7 +59,14 @@ def as_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
+def _secrets_in(value: object) -> int:
+    """How many secrets a value has; one that is empty hides nothing."""
+    return sum(isinstance(item, Secret) and bool(item) for item in (value if isinstance(value, tuple) else (value,)))
+
+
 def _toml(value: object) -> str:
+    if isinstance(value, Secret):
+        return '""'
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

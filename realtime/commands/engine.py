@@ -6,9 +6,10 @@ import argparse
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.logs import set_up_logging
 from realtime.commands.pull import fetch, model_name
-from realtime.commands.serve import add_config_options, check_fleet_secret, config_of, set_up_logging
-from realtime.commands.terminal import UsageError
+from realtime.commands.serve import add_config_options, check_fleet_secret, config_of
+from realtime.commands.terminal import UsageError, note
 
 EPILOG = """\
 Examples:
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     settings, secret = whole.model, check_fleet_secret(whole)
     name = model_name(settings.name)
     fetch(name)
-    set_up_logging()
+    set_up_logging(level=whole.server.log_level)
     asked_to_stop, asked_to_drain = threading.Event(), threading.Event()
 
     def terminate(*_: Any) -> None:
@@ -73,6 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
     signal.signal(signal.SIGINT, lambda *_: asked_to_stop.set())
     signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGHUP, lambda *_: note("an engine takes other settings after a restart only"))
     config = EngineConfig.from_settings(name, settings)
     drain = Drain(asked_to_drain.is_set, options.drain_s)
     run_engine(options.listen, partial(build_loop, config), asked_to_stop.is_set, drain=drain, fleet_secret=secret)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from engine.logs import set_up_logging
 from realtime.commands.pull import fetch, model_name
 from realtime.commands.terminal import is_debugging
 
@@ -20,7 +21,7 @@ async def local_engine(model: str, device: str, max_streams: int = 4) -> AsyncIt
     from realtime.app import engine_in_thread
 
     # An engine that fails says why in its error; its log is for those who debug.
-    logging.basicConfig(level=logging.INFO if is_debugging() else logging.CRITICAL)
+    set_up_logging(logging.BASIC_FORMAT, "info" if is_debugging() else "critical")
     name = model_name(model)
     fetch(name)
     async with engine_in_thread(name, device, max_streams) as client:

@@ -6,15 +6,20 @@ import argparse
 import os
 import signal
 import socket
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from engine.logs import set_up_logging
 from realtime.commands.pull import fetch, model_name
 from realtime.commands.readiness import Readiness
-from realtime.commands.terminal import CommandFailed, is_debugging, note, out, read_config
-from realtime.config import Config, ConfigError, known_keys
+from realtime.commands.terminal import CommandFailed, note, out, read_config
+from realtime.config import Config, ConfigError, check_tls, known_keys
 from realtime.serving.tokens import fleet_secret
 from realtime.workers.count import workers_for
+
+if TYPE_CHECKING:
+    from realtime.commands.reloading import Hangup
 
 EPILOG = """\
 Examples:
@@ -27,6 +32,8 @@ Examples:
 Every key of the configuration is also a flag (--limits.max-sessions 100) and an environment variable
 (TICKERTAPE_LIMITS_MAX_SESSIONS=100). Flags win over the environment, which wins over the file.
 The first start fetches the model. Ctrl-C lets running turns finish, then stops; twice stops at once.
+SIGHUP reads the configuration again: keys, limits and the log level change, no socket is closed. SIGUSR2 does that and
+replaces the workers one by one.
 systemd is told when the server is ready and when it stops (Type=notify); others can read --ready-fd.
 """
 
@@ -93,23 +100,34 @@ def config_of(options: argparse.Namespace) -> Config:
 def run(options: argparse.Namespace) -> int:
     config = config_of(options)
     readiness = Readiness(options.ready_fd)
+    check_tls(config.server)
     check_fleet_secret(config)
+    check_spool()
     check_port(config.server.host, config.server.port)
+    from realtime.commands.reloading import Hangup
+
+    hangup = Hangup()
     if not config.engines_elsewhere:
         fetch(model_name(config.model.name))
     import asyncio
 
     import uvloop
 
-    set_up_logging()
+    set_up_logging(level=config.server.log_level)
     stop_by_terminate()
+
+    def read_again() -> Config:
+        again = config_of(options)
+        check_tls(again.server)
+        return again
+
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             workers = workers_for(config)
             if workers > 1:
-                runner.run(_serve_workers(config, workers, readiness))
+                runner.run(_serve_workers(config, workers, readiness, read_again, hangup))
             else:
-                runner.run(_serve(config, readiness))
+                runner.run(_serve(config, readiness, read_again, hangup))
     except KeyboardInterrupt:
         note("stopped")
     return 0
@@ -121,6 +139,21 @@ def check_fleet_secret(config: Config) -> bytes | None:
         return fleet_secret(config)
     except ConfigError as error:
         raise CommandFailed(str(error)) from error
+
+
+def check_spool() -> None:
+    """Raise CommandFailed if the folder for uploads that was asked for cannot be used: Python would take another one
+    without a word, which may be smaller, or in memory."""
+    import tempfile
+
+    folder = next((value for name in ("TMPDIR", "TEMP", "TMP") if (value := os.environ.get(name))), None)
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        where = repr(folder) if folder else "the folder for temporary files"
+        text = f"uploads wait in {where}, where no file can be made: {error.strerror}"
+        raise CommandFailed(f"{text}; create the folder for the server's user, or set TMPDIR to another one") from error
 
 
 def check_port(host: str, port: int) -> None:
@@ -135,20 +168,13 @@ def check_port(host: str, port: int) -> None:
         ) from error
 
 
-def set_up_logging() -> None:
-    import logging
-
-    level = logging.DEBUG if is_debugging() else logging.INFO
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # Below that level it logs every frame.
-    logging.getLogger("websockets").setLevel(logging.WARNING)
-
-
-async def _serve(config: Config, readiness: Readiness) -> None:
+async def _serve(config: Config, readiness: Readiness, read_again: Callable[[], Config], hangup: Hangup) -> None:
     from realtime.app import running_server
+    from realtime.commands.reloading import Reloading
 
     elsewhere = ", ".join(config.model.engines) or config.fleet.table and f"those in {config.fleet.table}"
     async with running_server(config) as server:
+        hangup.reload(Reloading(read_again, server.server.reload))
         note(f"waiting for an engine at {elsewhere}" if elsewhere else "starting the engine")
         if not await server.wait_until_ready():
             return
@@ -161,19 +187,23 @@ async def _serve(config: Config, readiness: Readiness) -> None:
         await server.wait()
 
 
-async def _serve_workers(config: Config, workers: int, readiness: Readiness) -> None:
+async def _serve_workers(
+    config: Config, workers: int, readiness: Readiness, read_again: Callable[[], Config], hangup: Hangup
+) -> None:
     import asyncio
-    from dataclasses import replace
 
     from engine.errors import EngineError
     from realtime.app import engine_for_workers
-    from realtime.workers.parent import Parent, reserved_port
+    from realtime.commands.reloading import Reloading
+    from realtime.workers.parent import Parent, WorkerFailed, reserved_port
 
-    config = replace(config, server=replace(config.server, workers=workers))
+    config = _with_workers(config, workers)
     stop = _Stop()
     server = config.server
-    async with reserved_port(server.host, server.port) as port, engine_for_workers(config) as (engines, starting):
-        parent = Parent(config, workers, engines, port)
+    async with reserved_port(server.host, server.port) as port, engine_for_workers(config) as engines:
+        parent = Parent(config, workers, engines.addresses, port, engines.counters)
+        starting = engines.starting
+        hangup.reload(Reloading(lambda: _with_workers(read_again(), workers), parent.reload, parent.restart))
         note(f"starting {workers} workers" + ("" if config.engines_elsewhere else " and the engine"))
         ready = asyncio.create_task(parent.start())
         try:
@@ -187,12 +217,11 @@ async def _serve_workers(config: Config, workers: int, readiness: Readiness) -> 
                 url = f"{'https' if server.tls_cert else 'http'}://{host}:{parent.port}"
                 out(f"the page:    {url}/")
                 out(f"the socket:  {url.replace('http', 'ws', 1)}/v1/realtime")
-                out(f"{workers} workers. SIGHUP replaces them one by one; Ctrl-C stops the server.")
+                out(f"{workers} workers. SIGUSR2 replaces them one by one; Ctrl-C stops the server.")
                 readiness.ready(url)
-                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, parent.restart)
                 await stop.task
                 readiness.stopping()
-        except EngineError as error:
+        except (EngineError, WorkerFailed) as error:
             raise CommandFailed(str(error)) from error
         except ExceptionGroup as group:
             raise CommandFailed(str(group.exceptions[0])) from group
@@ -200,6 +229,12 @@ async def _serve_workers(config: Config, workers: int, readiness: Readiness) -> 
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)
             await parent.stop(lambda: stop.twice)
+
+
+def _with_workers(config: Config, workers: int) -> Config:
+    """With the number that the server chose, if it was to choose."""
+    chosen = config.server.workers or workers
+    return replace(config, server=replace(config.server, workers=chosen))
 
 
 class _Stop:

@@ -53,4 +53,6 @@ def is_debugging() -> bool:
 def read_config(path: str | None, flags: Mapping[str, object]) -> Config:
     """The configuration from file, environment and flags. Raises ConfigError."""
     environment = {name: value for name, value in os.environ.items() if name not in _NOT_CONFIGURATION}
+    if is_debugging():
+        flags = {"server.log_level": "debug", **flags}
     return load_config(path, environment, flags)

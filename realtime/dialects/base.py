@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,15 @@ class AudioText:
     """Audio in base64, not decoded yet."""
 
     data: str
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A change of settings, and what of it was wrong and stays as it is."""
+
+    settings: Settings
+    event_id: str | None
+    faults: Sequence[ClientFault] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +59,7 @@ class Answer:
     body: Json
 
 
-Request = Configure | AudioText | GapRequest | InjectRequest | Commit | Clear | End | Answer | Nothing
+Request = Configure | Update | AudioText | GapRequest | InjectRequest | Commit | Clear | End | Answer | Nothing
 
 
 @dataclass(frozen=True, slots=True)

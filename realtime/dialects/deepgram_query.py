@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from realtime.errors import Refusal
+from realtime.numbers import decimal_number, whole_number
 from realtime.session.settings import G711_RATE, MAX_RATE, MIN_RATE, AudioFormat, Settings, TurnDetection
 
 # Clients ask for tiny values out of habit; a pause this short inside a sentence is not an end.
@@ -18,7 +19,12 @@ NO_ENDPOINTING_MS = 60_000
 # Deepgram takes no shorter ones: words may come later than that.
 MIN_UTTERANCE_END_MS = 1000
 MAX_UTTERANCE_END_MS = 60_000
+# Longest pauses that a client may name; what is longer than the server waits becomes the longest that it waits.
+MAX_PAUSE_MS = 3_600_000
+MAX_PAUSE_S = 3600.0
 DEFAULT_UTTERANCE_SPLIT_S = 0.8
+# Which boosts are taken is asked where the keywords come into force.
+MAX_BOOST = 1000.0
 RAW = {"linear16": "audio/pcm", "mulaw": "audio/pcmu", "alaw": "audio/pcma"}
 CONTAINERS = ("", "flac", "ogg-opus")
 # Each channel is a stream of its own.
@@ -82,17 +88,17 @@ def read_socket_query(query: Mapping[str, str], pairs: Pairs = ()) -> ListenQuer
     """Raises Refusal for audio that cannot be read and for what must not be left out in silence."""
     _check(query)
     channels = _channels(query)
-    interim_results = _is_true(query, "interim_results")
+    interim_results, utterance_end_ms = _is_true(query, "interim_results"), _utterance_end(query)
     settings = Settings(
         format=_raw_format(query) or AudioFormat("audio/webm", 48_000, binary=True),
         model=query.get("model") or None,
         language=query.get("language") or None,
         keywords=_keywords(pairs),
-        turn_detection=TurnDetection(silence_duration_ms=_endpointing(query.get("endpointing", ""))),
+        turn_detection=TurnDetection(silence_duration_ms=_endpointing(query)),
         turns_chosen=True,
         minimum_commit_ms=0,
         # Deepgram finds the gap in its interim results, so without them there is none to tell of.
-        utterance_end_ms=_utterance_end(query) if interim_results else None,
+        utterance_end_ms=utterance_end_ms if interim_results else None,
     )
     return ListenQuery(
         settings,
@@ -100,7 +106,7 @@ def read_socket_query(query: Mapping[str, str], pairs: Pairs = ()) -> ListenQuer
         _punctuate(query),
         interim_results,
         _is_true(query, "vad_events"),
-        endpoints=query.get("endpointing") != "false",
+        endpoints=query.get("endpointing", "").lower() != "false",
     )
 
 
@@ -109,16 +115,22 @@ def read_file_query(query: Mapping[str, str], pairs: Pairs = ()) -> FileQuery:
     _check(query)
     if _is_true(query, "multichannel") or query.get("channels", "1") != "1":
         raise refused("multichannel", "The channels of a file are mixed to one; leave 'multichannel' out.")
-    split = query.get("utt_split", str(DEFAULT_UTTERANCE_SPLIT_S))
-    if not split.replace(".", "", 1).isascii() or not split.replace(".", "", 1).isdigit():
-        raise refused("utt_split", "'utt_split' must be a number of seconds.")
     settings = Settings(language=query.get("language") or None, keywords=_keywords(pairs))
     utterances = _is_true(query, "utterances")
-    return FileQuery(_raw_format(query), settings, _punctuate(query), utterances, float(split[:9]))
+    return FileQuery(_raw_format(query), settings, _punctuate(query), utterances, _utterance_split(query))
 
 
 def refused(param: str, message: str) -> Refusal:
     return Refusal(400, "invalid_query_parameter", message, param=param)
+
+
+def _whole(query: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
+    if name not in query:
+        return default
+    try:
+        return whole_number(name, query[name], low, high)
+    except ValueError as error:
+        raise refused(name, str(error)) from None
 
 
 def _check(query: Mapping[str, str]) -> None:
@@ -139,7 +151,7 @@ def _keywords(pairs: Pairs) -> tuple[tuple[str, float], ...]:
         elif name == "keywords":
             word, colon, boost = value.rpartition(":")
             try:
-                words.append((word, float(boost)) if colon else (value, 1.0))
+                words.append((word, decimal_number("boost", boost, -MAX_BOOST, MAX_BOOST)) if colon else (value, 1.0))
             except ValueError:
                 text = f"'{value[:40]}' is not a word with a boost; write it as 'word:2'."
                 raise refused("keywords", text) from None
@@ -155,16 +167,14 @@ def _punctuate(query: Mapping[str, str]) -> bool:
 
 
 def _channels(query: Mapping[str, str]) -> int:
-    given = query.get("channels", "1")
-    if given not in map(str, range(1, MAX_CHANNELS + 1)):
-        raise refused("channels", f"'channels' must be a number from 1 to {MAX_CHANNELS}.")
+    channels = _whole(query, "channels", 1, 1, MAX_CHANNELS)
     if not _is_true(query, "multichannel"):
-        if given != "1":
+        if channels != 1:
             raise refused("channels", "More than one of 'channels' needs 'multichannel=true'; or mix them down.")
         return 1
     if query.get("encoding", "") in CONTAINERS:
         raise refused("multichannel", "For 'multichannel' send raw samples, and say 'encoding' and 'channels'.")
-    return int(given)
+    return channels
 
 
 def _raw_format(query: Mapping[str, str]) -> AudioFormat | None:
@@ -176,25 +186,32 @@ def _raw_format(query: Mapping[str, str]) -> AudioFormat | None:
         raise refused(
             "encoding", f"'{encoding[:40]}' is not supported; send {known}, or a container without 'encoding'."
         )
-    given = query.get("sample_rate", str(G711_RATE if encoding != "linear16" else 16_000))
-    if not given.isascii() or not given.isdigit() or not MIN_RATE <= int(given[:9]) <= MAX_RATE:
-        raise refused("sample_rate", f"'sample_rate' must lie between {MIN_RATE} and {MAX_RATE}.")
-    rate = int(given) if encoding == "linear16" else G711_RATE
-    return AudioFormat(RAW[encoding], rate, binary=True)
+    rate = _whole(query, "sample_rate", 16_000 if encoding == "linear16" else G711_RATE, MIN_RATE, MAX_RATE)
+    return AudioFormat(RAW[encoding], rate if encoding == "linear16" else G711_RATE, binary=True)
 
 
-def _endpointing(value: str) -> int:
-    if value == "false":
-        return NO_ENDPOINTING_MS
-    if value.isascii() and value.isdigit():
-        return max(MIN_ENDPOINTING_MS, min(int(value[:6]), NO_ENDPOINTING_MS))
-    return MIN_ENDPOINTING_MS
+def _endpointing(query: Mapping[str, str]) -> int:
+    """The pause that ends a turn: false, true for the usual one, or milliseconds."""
+    match query.get("endpointing", "").lower():
+        case "false":
+            return NO_ENDPOINTING_MS
+        case "" | "true":
+            return MIN_ENDPOINTING_MS
+    given = _whole(query, "endpointing", MIN_ENDPOINTING_MS, 0, MAX_PAUSE_MS)
+    return max(MIN_ENDPOINTING_MS, min(given, NO_ENDPOINTING_MS))
 
 
 def _utterance_end(query: Mapping[str, str]) -> int | None:
-    given = query.get("utterance_end_ms", "")
-    if given in ("", "false"):
+    if query.get("utterance_end_ms", "").lower() in ("", "false"):
         return None
-    if not given.isascii() or not given.isdigit():
-        raise refused("utterance_end_ms", "'utterance_end_ms' must be a number of milliseconds.")
-    return max(MIN_UTTERANCE_END_MS, min(int(given[:6]), MAX_UTTERANCE_END_MS))
+    given = _whole(query, "utterance_end_ms", MIN_UTTERANCE_END_MS, 0, MAX_PAUSE_MS)
+    return max(MIN_UTTERANCE_END_MS, min(given, MAX_UTTERANCE_END_MS))
+
+
+def _utterance_split(query: Mapping[str, str]) -> float:
+    if "utt_split" not in query:
+        return DEFAULT_UTTERANCE_SPLIT_S
+    try:
+        return decimal_number("utt_split", query["utt_split"], 0, MAX_PAUSE_S)
+    except ValueError as error:
+        raise refused("utt_split", str(error)) from None

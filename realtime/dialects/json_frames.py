@@ -26,19 +26,6 @@ def decode_json(data: str | bytes) -> Json:
     return value
 
 
-# Names, values and brackets that a message of audio may have; all the rest of it is one long text.
-MAX_AUDIO_MARKS = 64
-
-
-def decode_audio_json(data: str | bytes) -> Json | None:
-    """The JSON object in a long frame, which carries audio; None if it has more structure than audio needs.
-
-    Such a message would take long to parse and many times its size in memory, so it is not parsed at all.
-    """
-    counts = (data.count(mark) for mark in '"[{,') if isinstance(data, str) else (data.count(mark) for mark in b'"[{,')
-    return None if sum(counts) > MAX_AUDIO_MARKS else decode_json(data)
-
-
 class _PlainAppend(msgspec.Struct):
     """An append as nearly all of them are."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,11 @@ from realtime.dialects.base import (
     Json,
     Request,
     SessionFacts,
+    Update,
     event_id_of,
     text_field,
 )
-from realtime.dialects.openai_session import beta_session, ga_session, merge_beta, merge_ga
+from realtime.dialects.openai_session import Faults, beta_session, ga_session, merge_beta, merge_ga
 from realtime.errors import ClientFault
 from realtime.session.events import (
     Acknowledged,
@@ -25,7 +27,6 @@ from realtime.session.events import (
     Commit,
     Committed,
     Completed,
-    Configure,
     Delta,
     Injected,
     ItemFailed,
@@ -79,9 +80,9 @@ class OpenAIDialect:
                 case "input_audio_buffer.inject":
                     return InjectRequest(self._items(message), event_id)
                 case "session.update":
-                    return Configure(merge_ga(settings, self._session(message)), event_id)
+                    return self._update(merge_ga, message, settings)
                 case "transcription_session.update":
-                    return Configure(merge_beta(settings, self._session(message)), event_id)
+                    return self._update(merge_beta, message, settings)
         except ClientFault as fault:
             fault.event_id = event_id
             raise
@@ -95,6 +96,10 @@ class OpenAIDialect:
             f"Invalid event type: {shown}. Supported: session.update, transcription_session.update, "
             "input_audio_buffer.append, input_audio_buffer.commit, input_audio_buffer.clear, input_audio_buffer.gap."
         )
+
+    def _update(self, merge: Callable[[Settings, Json, Faults], Settings], message: Json, settings: Settings) -> Update:
+        faults: Faults = []
+        return Update(merge(settings, self._session(message), faults), event_id_of(message), faults)
 
     def _session(self, message: Json) -> Json:
         session = message.get("session")
@@ -246,7 +251,7 @@ class BetaDialect(OpenAIDialect):
 
     def read(self, message: Json, settings: Settings) -> Request:
         request = super().read(message, settings)
-        if isinstance(request, Configure):
+        if isinstance(request, Update):
             self._plain_update = message.get("type") == "session.update"
         return request
 

@@ -2,12 +2,14 @@
 
 The merge rule: a key that is present changes a setting, an explicit null clears it, other settings stay. Unknown keys,
 models and options are accepted in silence, because to most clients an error is fatal; only values that cannot be right
-are refused. What is not known is not repeated either: the session that goes back is bounded, whatever was sent.
+are refused, each by itself: a language that is none must not cost a client the format of its audio. What is not known
+is not repeated either: the session that goes back is bounded, whatever was sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +51,9 @@ MAX_ENTRIES = 256
 REPEATED_TURN_FIELDS = ("create_response", "interrupt_response")
 
 
+Faults = list[ClientFault]
+
+
 def _fault(param: str, message: str) -> ClientFault:
     return ClientFault("invalid_value", message, param=f"session.{param}")
 
@@ -80,42 +85,58 @@ def _texts(value: Any, param: str) -> tuple[str, ...]:
     return texts
 
 
-def merge_ga(settings: Settings, session: Json) -> Settings:
-    """The settings after a GA `session` object; flat beta keys in it are understood too."""
+def merge_ga(settings: Settings, session: Json, faults: Faults | None = None) -> Settings:
+    """The settings after a GA `session` object; flat beta keys in it are understood too.
+
+    Fields that are wrong stay as they are and go to `faults`; without that, the first of them is raised.
+    """
     if any(key in session for key in ("input_audio_format", "input_audio_transcription", "turn_detection")):
-        settings = _merge_beta_keys(settings, session)
-    audio = session.get("audio")
-    audio_input = _object(audio, "audio").get("input") if audio is not None else None
-    if audio_input is not None:
-        settings = _merge_input(settings, _object(audio_input, "audio.input"), GA_PATHS)
-    return _finish(_merge_include(settings, session))
+        settings = _merge_beta_keys(settings, session, faults)
+    with _noting(faults):
+        audio = session.get("audio")
+        audio_input = _object(audio, "audio").get("input") if audio is not None else None
+        if audio_input is not None:
+            settings = _merge_input(settings, _object(audio_input, "audio.input"), GA_PATHS, faults)
+    return _finish(_merge_include(settings, session, faults))
 
 
-def merge_beta(settings: Settings, session: Json) -> Settings:
+def merge_beta(settings: Settings, session: Json, faults: Faults | None = None) -> Settings:
     """The settings after a flat `transcription_session` object."""
-    return _finish(_merge_include(_merge_beta_keys(settings, session), session))
+    return _finish(_merge_include(_merge_beta_keys(settings, session, faults), session, faults))
 
 
-def _merge_beta_keys(settings: Settings, session: Json) -> Settings:
-    renamed: Json = {}
-    if "input_audio_format" in session:
-        name = session["input_audio_format"]
-        if name is not None and (not isinstance(name, str) or name not in BETA_FORMATS):
-            raise _fault("input_audio_format", f"'session.input_audio_format' must be one of {list(BETA_FORMATS)}.")
-        renamed["format"] = {"type": BETA_FORMATS[name or "pcm16"]}
-    for name, beta in BETA_PATHS.items():
-        if beta in session and name not in renamed:
-            renamed[name] = session[beta]
-    return _merge_input(settings, renamed, BETA_PATHS)
+@contextmanager
+def _noting(faults: Faults | None) -> Iterator[None]:
+    """What is wrong here costs what is inside, and no more."""
+    try:
+        yield
+    except ClientFault as fault:
+        if faults is None:
+            raise
+        faults.append(fault)
 
 
-def _merge_include(settings: Settings, session: Json) -> Settings:
+def _merge_beta_keys(settings: Settings, session: Json, faults: Faults | None) -> Settings:
+    renamed = {name: session[beta] for name, beta in BETA_PATHS.items() if beta in session}
+    if "format" in renamed:
+        with _noting(faults):
+            name = renamed.pop("format")
+            if name is not None and (not isinstance(name, str) or name not in BETA_FORMATS):
+                text = f"'session.input_audio_format' must be one of {list(BETA_FORMATS)}."
+                raise _fault("input_audio_format", text)
+            renamed["format"] = {"type": BETA_FORMATS[name or "pcm16"]}
+    return _merge_input(settings, renamed, BETA_PATHS, faults)
+
+
+def _merge_include(settings: Settings, session: Json, faults: Faults | None) -> Settings:
     if "include" not in session:
         return settings
     include = session["include"]
     if include is None:
         return replace(settings, include=None)
-    return replace(settings, include=_texts(include, "include"))
+    with _noting(faults):
+        settings = replace(settings, include=_texts(include, "include"))
+    return settings
 
 
 def _finish(settings: Settings) -> Settings:
@@ -124,18 +145,22 @@ def _finish(settings: Settings) -> Settings:
     return settings
 
 
-def _merge_input(settings: Settings, given: Json, paths: Mapping[str, str]) -> Settings:
+def _merge_input(settings: Settings, given: Json, paths: Mapping[str, str], faults: Faults | None) -> Settings:
     """`paths`: where in the client's session each of them is."""
     changes: dict[str, Any] = {}
     if "format" in given:
-        changes["format"] = _format(given["format"], paths["format"])
+        with _noting(faults):
+            changes["format"] = _format(given["format"], paths["format"])
     if "noise_reduction" in given:
-        changes["noise_reduction"] = _noise_reduction(given["noise_reduction"], paths["noise_reduction"])
+        with _noting(faults):
+            changes["noise_reduction"] = _noise_reduction(given["noise_reduction"], paths["noise_reduction"])
     if "turn_detection" in given:
-        changes["turn_detection"] = _turn_detection(given["turn_detection"], paths["turn_detection"])
-        changes["turns_chosen"] = True
+        with _noting(faults):
+            changes["turn_detection"] = _turn_detection(given["turn_detection"], paths["turn_detection"])
+            changes["turns_chosen"] = True
     if "transcription" in given:
-        changes |= _transcription(given["transcription"], paths["transcription"])
+        with _noting(faults):
+            changes |= _transcription(given["transcription"], paths["transcription"], faults)
     return replace(settings, **changes)
 
 
@@ -191,39 +216,54 @@ def _turn_detection(value: Any, path: str) -> TurnDetection | None:
     return TurnDetection(**changes, eagerness=eagerness, extra=repeated)
 
 
-def _transcription(value: Any, path: str) -> dict[str, Any]:
+def _transcription(value: Any, path: str, faults: Faults | None) -> dict[str, Any]:
     if value is None:
         nothing: dict[str, Any] = dict.fromkeys(("model", "language", "task", "delay"))
         return {**nothing, "prompt": "", "languages": (), "keywords": ()}
-    given = _object(value, path)
     changes: dict[str, Any] = {}
-    for name in ("model", "language", "task", "prompt"):
-        if name in given:
-            item = given[name]
-            if item is not None:
-                item = _text(item, f"{path}.{name}", MAX_PROMPT if name == "prompt" else MAX_NAME)
-            changes[name] = item or ("" if name == "prompt" else None)
-    if "languages" in given:
-        changes["languages"] = _texts(_list(given["languages"]), path + ".languages")
-    if "keywords" in given:
-        changes["keywords"] = _keywords(_list(given["keywords"]), path + ".keywords")
-    if "delay" in given:
-        delay = given["delay"]
-        if delay is not None and delay not in DELAYS:
-            delay = int(_number(delay, path + ".delay", 0, MAX_DELAY_MS))
-        changes["delay"] = delay
+    for name, item in _object(value, path).items():
+        if name in _OPTIONS:
+            with _noting(faults):
+                changes[name] = _OPTIONS[name](item, f"{path}.{name}")
     return changes
 
 
-def _list(value: Any) -> Any:
-    return [] if value is None else value
+def _name(value: Any, path: str) -> str | None:
+    return None if value is None else _text(value, path) or None
+
+
+def _prompt(value: Any, path: str) -> str:
+    return "" if value is None else _text(value, path, MAX_PROMPT)
+
+
+def _languages(value: Any, path: str) -> tuple[str, ...]:
+    return _texts([] if value is None else value, path)
+
+
+def _delay(value: Any, path: str) -> str | int | None:
+    if value is None or value in DELAYS:
+        return value  # type: ignore[no-any-return]
+    return int(_number(value, path, 0, MAX_DELAY_MS))
 
 
 def _keywords(value: Any, path: str) -> tuple[tuple[str, float], ...]:
     """Words that weigh the same. How many and how long they may be is asked where the options come into force."""
+    value = [] if value is None else value
     if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
         raise _fault(path, f"'session.{path}' must be a list of strings.")
     return tuple((word, 1.0) for word in value)
+
+
+# How each option of a transcription is read.
+_OPTIONS: dict[str, Callable[[Any, str], Any]] = {
+    "model": _name,
+    "language": _name,
+    "task": _name,
+    "prompt": _prompt,
+    "languages": _languages,
+    "keywords": _keywords,
+    "delay": _delay,
+}
 
 
 def _turn_object(turns: TurnDetection | None) -> Json | None:

@@ -16,6 +16,7 @@ from realtime.errors import Refusal
 from realtime.http.bodies import read_body
 from realtime.http.context import Context
 from realtime.http.fleet_figures import fleet_figures
+from realtime.http.scrapes import Scrapes
 from realtime.session.settings import Settings
 
 MIN_SECRET_S, DEFAULT_SECRET_S, MAX_SECRET_S = 10, 600, 7200
@@ -29,10 +30,11 @@ class Answers:
         self._context = context
         self._sessions = context.sessions
         self._started = int(time.time())
+        self._scrapes = Scrapes(self._context.metrics.scrape, time.monotonic)
 
     async def models(self, request: Request) -> Response:
         self._context.caller_of(request)
-        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._sessions.models()]})
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._sessions.listed_models()]})
 
     async def model(self, request: Request) -> Response:
         self._context.caller_of(request)
@@ -141,9 +143,12 @@ class Answers:
         }
 
     async def prometheus(self, request: Request) -> Response:
-        # Counting them takes a moment, so it is done when somebody looks.
-        self._context.metrics.tasks.set(len(asyncio.all_tasks()))
-        return Response(self._context.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        try:
+            figures = await self._scrapes.read()
+        except TimeoutError as error:
+            text = "The other processes of the server do not answer; try again."
+            raise Refusal(503, "metrics_not_ready", text, retry_after_s=5, kind="server_error") from error
+        return Response(figures, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _json_body(request: Request) -> dict[str, Any]:

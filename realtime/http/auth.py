@@ -11,7 +11,7 @@ import hmac
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -49,9 +49,19 @@ class _Issued(msgspec.Struct, array_like=True):
     salt: bytes
 
 
-def select_subprotocol(offered: Iterable[str]) -> str | None:
-    """What the server answers to an offer. Never an entry that carries a secret."""
-    return next((name for name in offered if name in SELECTABLE), None)
+def select_subprotocol(offered: Sequence[str]) -> str | None:
+    """What the server answers to an offer. Never an entry that carries a secret.
+
+    Browsers fail a socket for which nothing of their offer was selected; some offer the beta's name and no other.
+    """
+    otherwise = BETA_PROTOCOL if BETA_PROTOCOL in offered else None
+    return next((name for name in offered if name in SELECTABLE), otherwise)
+
+
+def asks_for_beta(headers: Mapping[str, str], subprotocols: Sequence[str]) -> bool:
+    """Whether the client speaks OpenAI's beta: by its header, which may name several, or as browsers say it."""
+    betas = [name.strip() for name in headers.get("openai-beta", "").split(",")]
+    return "realtime=v1" in betas or BETA_PROTOCOL in subprotocols
 
 
 def offered_key(headers: Mapping[str, str], subprotocols: list[str]) -> str | None:
@@ -75,20 +85,27 @@ class Gatekeeper:
     """Checks keys and issues client secrets."""
 
     def __init__(self, keys: Iterable[str], signer: Signer, clock: Callable[[], float] = time.time) -> None:
-        self._digests = [_digest(key) for key in keys]
-        # What callers are called does not depend on the order of the keys: another gateway may list them otherwise.
-        self._names = [f"key {signer.alias(digest)}" for digest in self._digests]
         self._signer = signer
         self._clock = clock
+        self._digests: list[bytes] = []
+        self._names: list[str] = []
+        self.use_keys(keys)
+
+    @property
+    def asks_for_keys(self) -> bool:
+        return bool(self._digests)
+
+    def use_keys(self, keys: Iterable[str]) -> None:
+        """From now on these are the keys. Client secrets of keys that are gone are gone with them."""
+        self._digests = [_digest(key) for key in keys]
+        # What callers are called does not depend on the order of the keys: another gateway may list them otherwise.
+        self._names = [f"key {self._signer.alias(digest)}" for digest in self._digests]
 
     def check(self, key: str | None, address: str) -> Caller:
         """Who this is; raises a 401 Refusal for a key that is missing, wrong or expired."""
-        if key is not None and key.startswith(SECRET_PREFIX):
-            issued = self._read(key)
-            if issued is not None and issued.expires_at > self._clock():
-                return Caller(issued.owner, issued.settings)
-            if self._digests:
-                raise _unauthorized("The client secret is not valid any more; ask for a new one.")
+        issued = self._read(key) if key is not None and key.startswith(SECRET_PREFIX) else None
+        if issued is not None and issued.expires_at > self._clock() and self._vouches_for(issued.owner):
+            return Caller(issued.owner, issued.settings)
         if not self._digests:
             return Caller(f"address {address}")
         if key is None:
@@ -96,9 +113,15 @@ class Gatekeeper:
         digest = _digest(key)
         # Every stored key is compared, so that the time taken says nothing about which one was close.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if not any(matches):
-            raise _unauthorized("Incorrect API key provided.")
-        return Caller(self._names[matches.index(True)])
+        if any(matches):
+            return Caller(self._names[matches.index(True)])
+        if key.startswith(SECRET_PREFIX):
+            raise _unauthorized("The client secret is not valid any more; ask for a new one.")
+        raise _unauthorized("Incorrect API key provided.")
+
+    def _vouches_for(self, owner: str) -> bool:
+        """Whether client secrets of this owner are valid: without keys all are, else those of the configured keys."""
+        return owner in self._names if self._digests else True
 
     def issue(self, caller: Caller, settings: Settings, seconds: int) -> ClientSecret:
         """A secret that opens sessions with these settings until it expires."""
@@ -112,8 +135,13 @@ class Gatekeeper:
 
     def _read(self, key: str) -> _Issued | None:
         value = self._signer.read(PURPOSE, key.removeprefix(SECRET_PREFIX))
-        # Only what we signed is read at all.
-        return None if value is None else msgspec.msgpack.decode(zlib.decompress(value), type=_Issued)
+        if value is None:
+            return None
+        try:
+            # Only what we signed is read at all; a server of another version may have signed it.
+            return msgspec.msgpack.decode(zlib.decompress(value), type=_Issued)
+        except (zlib.error, msgspec.DecodeError):
+            return None
 
 
 def _digest(key: str) -> bytes:

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from starlette.datastructures import FormData
-
-from audio.errors import AudioError, EmptyAudio, TooManyDecoders
+from audio.errors import AudioError, TooManyDecoders
 from engine import messages
 from engine.errors import AtCapacity, EngineError
-from engine.languages import NAMES
+from engine.options import MAX_PROMPT_CHARACTERS
 from engine.spec import ModelSpec
-from realtime.dialects.json_frames import encode_json
 from realtime.errors import ClientFault, Refusal
-from realtime.http.forms import MAX_FIELD_BYTES
-from realtime.serving.container_stream import ContainerStream
+from realtime.http.multipart import MAX_FIELD_BYTES, Form
+from realtime.numbers import decimal_number
 from realtime.serving.engine_api import EngineApi, StreamApi
+from realtime.serving.isolated_decoder import decoded_file
 from realtime.session.events import Samples, TimedWord
 from realtime.session.settings import Settings
-from realtime.session.subtitles import Subtitle, subtitles, to_srt, to_vtt
-from realtime.session.words import first_word, timed_words, token_logprobs, word_fields
+from realtime.session.words import first_word, timed_words
 
 FORMATS = ("json", "verbose_json", "text", "srt", "vtt")
 READ_BYTES = 256 * 1024
@@ -46,7 +42,7 @@ class UploadRequest:
 
 @dataclass(slots=True)
 class Transcript:
-    """What came out of a file."""
+    """What came out of a file. Sums over its words grow with it, so that nobody has to walk through all of them."""
 
     sample_rate: int
     # The code of what is spoken, if the model says so.
@@ -55,13 +51,33 @@ class Transcript:
     words: list[TimedWord] = field(default_factory=list)
     samples: int = 0
     tokens: int = 0
+    # How many tokens have a log-probability.
+    chances: int = 0
+    # How sure the model is of its words, where it says so, and which languages they are in.
+    confidences: int = 0
+    confidence_sum: float = 0.0
+    languages: dict[str, None] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
         return self.samples / self.sample_rate
 
+    def add_words(self, words: Sequence[TimedWord]) -> None:
+        self.words += words
+        for word in words:
+            self.count(word)
 
-def read_request(form: FormData, spec: ModelSpec, task: str | None) -> UploadRequest:
+    def count(self, word: TimedWord) -> None:
+        """Add a word to the sums."""
+        self.chances += len(word.chances)
+        if word.confidence is not None:
+            self.confidences += 1
+            self.confidence_sum += word.confidence
+        if word.language:
+            self.languages[word.language] = None
+
+
+def read_request(form: Form, spec: ModelSpec, task: str | None) -> UploadRequest:
     """Check the form fields. Lists come as `name[]` or `name`; unknown fields are ignored. Raises Refusal."""
     response_format = _field(form, "response_format") or "json"
     if response_format not in FORMATS:
@@ -79,7 +95,7 @@ def read_request(form: FormData, spec: ModelSpec, task: str | None) -> UploadReq
     return UploadRequest(response_format, _settings(form, spec, task), stream, "word" in granularities, logprobs)
 
 
-def _chosen(form: FormData, name: str, known: Sequence[str]) -> list[str]:
+def _chosen(form: Form, name: str, known: Sequence[str]) -> list[str]:
     """The values of a list that can have only these."""
     values = _values(form, name)
     for value in values:
@@ -91,47 +107,40 @@ def _chosen(form: FormData, name: str, known: Sequence[str]) -> list[str]:
 def _check_temperature(given: str) -> None:
     """It changes nothing: the text is always the likeliest. What is no temperature is a mistake all the same."""
     try:
-        right = not given or 0 <= float(given) <= 1
-    except ValueError:
-        right = False
-    if not right:
-        text = "'temperature' must be a number from 0 to 1."
-        raise Refusal(400, "invalid_value", text, param="temperature")
+        if given:
+            decimal_number("temperature", given, 0, 1)
+    except ValueError as error:
+        raise Refusal(400, "invalid_value", str(error), param="temperature") from None
 
 
-def _settings(form: FormData, spec: ModelSpec, task: str | None) -> Settings:
-    """The model's options. One that it does not take is refused: nothing in an answer would say that it was not."""
+def _settings(form: Form, spec: ModelSpec, task: str | None) -> Settings:
+    """The model's options, by the rule that sockets have: hints that it does not take change nothing."""
     asked = Settings(
         language=_field(form, "language") or None,
         languages=tuple(_values(form, "languages")),
-        prompt=_field(form, "prompt", MAX_FIELD_BYTES),
+        prompt=_field(form, "prompt", MAX_PROMPT_CHARACTERS),
         keywords=tuple((word, 1.0) for word in _values(form, "keywords")),
         task=task,
     )
     try:
-        taken = asked.in_force(spec)
+        return asked.in_force(spec)
     except ClientFault as fault:
         raise Refusal(400, fault.code, fault.message, param=fault.param) from fault
-    for name in asked.untaken(taken):
-        text = f"This model takes no {name}; leave '{name}' out."
-        raise Refusal(400, "unsupported_parameter", text, param=name)
-    return taken
 
 
-def _values(form: FormData, name: str) -> list[str]:
-    """The texts of a list."""
-    return [value for value in form.getlist(f"{name}[]") + form.getlist(name) if isinstance(value, str)]
+def _values(form: Form, name: str) -> list[str]:
+    """The texts of a list. Who reads them knows how long each may be."""
+    return form.texts(f"{name}[]", MAX_FIELD_BYTES) + form.texts(name, MAX_FIELD_BYTES)
 
 
-def _field(form: FormData, name: str, most: int = MAX_VALUE_CHARACTERS) -> str:
+def _field(form: Form, name: str, most: int = MAX_VALUE_CHARACTERS) -> str:
     """A field that has one value; empty if it is missing."""
-    values = form.getlist(name)
+    values = form.texts(name, most)
     if len(values) > 1:
         raise Refusal(400, "invalid_value", f"'{name}' came {len(values)} times; send it once.", param=name)
-    value = values[0] if values else ""
-    if not isinstance(value, str) or len(value) > most:
-        raise Refusal(400, "invalid_value", f"'{name}' must be text of at most {most} characters.", param=name)
-    return value
+    if form.file_field == name.encode():
+        raise Refusal(400, "invalid_value", f"'{name}' must be text, not a file.", param=name)
+    return values[0] if values else ""
 
 
 class Transcriber:
@@ -191,7 +200,9 @@ class Transcriber:
                 transcript.text += delta
                 transcript.tokens += len(output.tokens)
                 words = timed_words(output)
-                transcript.words += words if transcript.words or not words else [first_word(words[0]), *words[1:]]
+                if words and not transcript.words:
+                    words[0] = first_word(words[0])
+                transcript.add_words(words)
                 transcript.language = transcript.language or output.language
                 # The last word may be complete without another letter.
                 if delta or words:
@@ -214,108 +225,14 @@ class Transcriber:
 
 async def decoded(file: BinaryIO) -> AsyncGenerator[Samples]:
     """A file as samples, in steps, the next one when the last is taken. Raises Refusal."""
-    container = ContainerStream()
-    size = 0
     try:
-        while piece := await asyncio.to_thread(file.read, READ_BYTES):
-            size += len(piece)
-            async for samples in container.decode(piece):
+        async with aclosing(decoded_file(file)) as steps:
+            async for samples in steps:
                 yield samples
-        if not size:
-            raise EmptyAudio("the file is empty; send one that has sound in it")
-        async for samples in container.decode(None):
-            yield samples
     except TooManyDecoders as error:
-        raise Refusal(503, error.code, f"{error}.", retry_after_s=60, kind="server_error") from error
+        raise Refusal(503, error.code, error.sentence, retry_after_s=60, kind="server_error") from error
     except AudioError as error:
-        raise Refusal(400, error.code, f"{error}.", param="file") from error
-    finally:
-        container.close()
-
-
-def write_answer(transcript: Transcript, request: UploadRequest) -> tuple[str, str]:
-    """The body and its content type."""
-    lines = subtitles(transcript.words, transcript.sample_rate)
-    if request.response_format == "text":
-        return transcript.text + "\n", "text/plain; charset=utf-8"
-    if request.response_format == "srt":
-        return to_srt(lines), "text/plain; charset=utf-8"
-    if request.response_format == "vtt":
-        return to_vtt(lines), "text/plain; charset=utf-8"
-    usage = {"type": "duration", "seconds": round(transcript.seconds, 3)}
-    if request.response_format == "json":
-        asked = {"logprobs": token_logprobs(transcript.words)} if request.logprobs else {}
-        return encode_json({"text": transcript.text, **asked, "usage": usage}), "application/json"
-    body: dict[str, Any] = {
-        "task": request.settings.task or "transcribe",
-        "language": language_name(transcript, request.settings),
-        "duration": round(transcript.seconds, 3),
-        "text": transcript.text,
-        "segments": [_segment(number, line) for number, line in enumerate(lines)],
-        "usage": usage,
-    }
-    if request.words:
-        body["words"] = words_from(transcript, 0)
-    return encode_json(body), "application/json"
-
-
-def language_name(transcript: Transcript, settings: Settings) -> str:
-    """The language of the text, as OpenAI writes it."""
-    code = "en" if settings.task else transcript.language or settings.language
-    return NAMES[code] if code else "unknown"
-
-
-def words_from(transcript: Transcript, first: int) -> list[dict[str, Any]]:
-    """The words of a transcript from the one with this number on."""
-    return [word_fields(word, transcript.sample_rate) for word in transcript.words[first:]]
-
-
-def _segment(number: int, line: Subtitle) -> dict[str, Any]:
-    logs = [log for word in line.words for _, log in word.chances]
-    unheard = [word.no_speech for word in line.words if word.no_speech is not None]
-    spelled = line.text.encode()
-    return {
-        "id": number,
-        "seek": 0,
-        "start": round(line.start, 3),
-        "end": round(line.end, 3),
-        "text": line.text,
-        "tokens": [],
-        "temperature": 0.0,
-        "avg_logprob": round(sum(logs) / len(logs), 4) if logs else 0.0,
-        "compression_ratio": round(len(spelled) / len(zlib.compress(spelled)), 3),
-        "no_speech_prob": round(sum(unheard) / len(unheard), 4) if unheard else 0.0,
-    }
-
-
-def sse(body: dict[str, Any]) -> str:
-    return f"data: {encode_json(body)}\n\n"
-
-
-def extras_from(transcript: Transcript, first: int, request: UploadRequest) -> dict[str, Any]:
-    """What was asked for beside the text, of the words from the one with this number on."""
-    extras: dict[str, Any] = {}
-    if request.words:
-        extras["words"] = words_from(transcript, first)
-    if request.logprobs:
-        extras["logprobs"] = token_logprobs(transcript.words[first:]) or []
-    return extras
-
-
-def sse_done(transcript: Transcript, request: UploadRequest) -> Iterator[str]:
-    audio_tokens = round(transcript.seconds * 12.5)
-    usage = {
-        "type": "tokens",
-        "input_tokens": audio_tokens,
-        "output_tokens": transcript.tokens,
-        "total_tokens": audio_tokens + transcript.tokens,
-        "input_token_details": {"text_tokens": 0, "audio_tokens": audio_tokens},
-    }
-    extra: dict[str, Any] = {"duration": round(transcript.seconds, 3)} if request.words else {}
-    if request.logprobs:
-        extra["logprobs"] = token_logprobs(transcript.words) or []
-    yield sse({"type": "transcript.text.done", "text": transcript.text, "usage": usage, **extra})
-    yield "data: [DONE]\n\n"
+        raise Refusal(400, error.code, error.sentence, param="file") from error
 
 
 def _engine_gone() -> Refusal:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from uuid import uuid4
 
+from anyio import open_file
 from starlette.applications import Starlette
 from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse, Response
@@ -25,11 +27,13 @@ from realtime.dialects.json_frames import encode_json
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.openai_session import MAX_NAME, merge_beta
 from realtime.errors import ClientFault, CloseCode, Refusal
-from realtime.http.auth import BETA_PROTOCOL, select_subprotocol
+from realtime.http.auth import asks_for_beta, select_subprotocol
 from realtime.http.context import Context
+from realtime.numbers import whole_number
 from realtime.serving.caller import Caller
 from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.connection import Connection
+from realtime.serving.header_values import header_text
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
 from realtime.serving.maker import Entry
@@ -42,6 +46,11 @@ log = logging.getLogger("tickertape.server")
 
 # Where Deepgram's clients come, with sockets and with files.
 LISTEN = "/v1/listen"
+# More events than a session can send.
+MAX_SEQUENCE = 10**15
+# A request to resume that has waited longer in a socket of this process is not believed: its client may have gone
+# elsewhere, without a word of it that has come here.
+STALE_S = 3.0
 # How long a sample of each raw format is.
 SAMPLE_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}
 
@@ -54,6 +63,9 @@ class _Entrance:
     first_frames: list[str]
     subprotocol: str | None
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+_Enter = Callable[[WebSocket], AbstractAsyncContextManager[_Entrance]]
 
 
 class Gateway:
@@ -73,23 +85,31 @@ class Gateway:
     async def listen(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._serve_socket(self._enter_listen, scope, receive, send)
 
-    async def _serve_socket(
-        self, enter: Callable[[WebSocket], Awaitable[_Entrance]], scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _serve_socket(self, enter: _Enter, scope: Scope, receive: Receive, send: Send) -> None:
         websocket = WebSocket(scope, receive, send)
+        entered = False
+        # Many who come at once are let in one by one, so that those who are in have their turns between them.
+        await self._turnstile.wait()
         try:
-            entrance = await enter(websocket)
+            async with enter(websocket) as entrance:
+                entered = True
+                await self._run_socket(entrance, scope, receive, send)
         except (Refusal, ClientFault) as error:
+            if entered:
+                raise
             await websocket.send_denial_response(refused(scope["path"], error))
-            return
-        extras = scope.get("extensions", {}).get(EXTENSION) or SocketExtras()
+
+    async def _run_socket(self, entrance: _Entrance, scope: Scope, receive: Receive, send: Send) -> None:
+        """From the handshake to the end of the socket; no session of it is left without an owner."""
         live, inbox = _joined(entrance.entries)
-        connection = Connection(live, inbox, receive, send, extras, self._turnstile)
-        for entry in entrance.entries:
-            self.sessions.attach(entry, connection)
+        line = (receive, send, _extras(scope))
+        if self.sessions.standstill is not None:
+            line = self.sessions.standstill.guard(*line)
+        connection = Connection(live, inbox, *line, self._turnstile)
         limits = self.config.limits
         paces = (self._pace(limits.messages_per_second), self._pace(limits.mistakes_per_second))
         try:
+            self.sessions.attach(entrance.entries, connection)
             await receive()
             accept = {"type": "websocket.accept", "subprotocol": entrance.subprotocol, "headers": entrance.headers}
             await send(accept)
@@ -103,15 +123,16 @@ class Gateway:
             log.exception("session %s failed", live.id)
             await connection.close(Hangup(CloseCode.INTERNAL, "internal error", "internal"))
         finally:
-            for entry in entrance.entries:
-                await self.sessions.detach(entry, connection)
+            await self.sessions.detach(entrance.entries, connection)
 
     @staticmethod
     def _pace(per_second: float) -> Pace | None:
         return Pace(per_second, time.monotonic) if per_second else None
 
-    async def _enter(self, websocket: WebSocket) -> _Entrance:
-        """Find or make the session of a socket that asks to be opened; raises Refusal."""
+    @asynccontextmanager
+    async def _enter(self, websocket: WebSocket) -> AsyncIterator[_Entrance]:
+        """Find or make the session of a socket that asks to be opened; raises Refusal. A session that is made belongs
+        to the block until it has a socket."""
         query = websocket.query_params
         offered: list[str] = websocket.scope.get("subprotocols", [])
         address = websocket.client.host if websocket.client else ""
@@ -121,19 +142,22 @@ class Gateway:
         caller = self._context.caller(websocket.headers, offered, address)
         selected = select_subprotocol(offered)
         if "resume" in query:
-            entry, missed = await self._resume(query["resume"], query.get("after", "0"), caller)
-            return _Entrance((entry,), missed, selected)
-        beta = websocket.headers.get("openai-beta") == "realtime=v1" or BETA_PROTOCOL in offered
+            extras = _extras(websocket.scope)
+            entry, missed = await self._resume(query["resume"], query.get("after", "0"), caller, extras)
+            yield _Entrance((entry,), missed, selected)
+            return
+        beta = asks_for_beta(websocket.headers, offered)
         settings = caller.settings or Settings()
         if "model" in query:
             settings = merge_beta(settings, {"input_audio_transcription": {"model": query["model"][:MAX_NAME]}})
         settings = self._in_force(settings)
-        await self.sessions.admit(caller)
-        entry = self.sessions.create(caller, settings, BetaDialect if beta else OpenAIDialect)
-        greeting = entry.live.dialect.created(entry.live.session.settings)
-        return _Entrance((entry,), [encode_json(greeting)] if greeting else [], selected)
+        async with self.sessions.open(caller, settings, [BetaDialect if beta else OpenAIDialect]) as entries:
+            live = entries[0].live
+            greeting = live.dialect.created(live.session.settings)
+            yield _Entrance(entries, [encode_json(greeting)] if greeting else [], selected)
 
-    async def _enter_listen(self, websocket: WebSocket) -> _Entrance:
+    @asynccontextmanager
+    async def _enter_listen(self, websocket: WebSocket) -> AsyncIterator[_Entrance]:
         """The same for Deepgram's clients, which say everything in the query."""
         offered: list[str] = websocket.scope.get("subprotocols", [])
         query = websocket.query_params
@@ -141,24 +165,27 @@ class Gateway:
         caller = self._context.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
         listening = Listening(read_socket_query(query, query.multi_items()))
         settings = self._in_force(listening.query.settings)
-        await self.sessions.admit(caller, listening.query.channels)
-        entries = tuple(
-            self.sessions.create(caller, settings, partial(_deepgram, listening, channel))
-            for channel in range(listening.query.channels)
-        )
+        dialects = [partial(_deepgram, listening, channel) for channel in range(listening.query.channels)]
         header = (b"dg-request-id", listening.request_id.encode())
-        return _Entrance(entries, [], select_subprotocol(offered), [header])
+        async with self.sessions.open(caller, settings, dialects) as entries:
+            yield _Entrance(entries, [], select_subprotocol(offered), [header])
 
     def _in_force(self, asked: Settings) -> Settings:
         """What the model takes of it; raises ClientFault. Where no model is there yet, nobody is admitted either."""
         engine = self._context.engine
         return asked.in_force(engine.spec) if engine.ready else asked
 
-    async def _resume(self, token: str, after: str, caller: Caller) -> tuple[Entry, list[str]]:
-        entry = await self.sessions.find(token, caller)
-        if not after.isascii() or not after.isdigit() or len(after) > 18:
-            raise Refusal(400, "invalid_value", "'after' must be the 'seq' of the last event received.", param="after")
-        missed = entry.live.frames_after(int(after))
+    async def _resume(self, token: str, after: str, caller: Caller, extras: SocketExtras) -> tuple[Entry, list[str]]:
+        if extras.waited_s() > STALE_S:
+            self.metrics.refused.labels("left").inc()
+            raise Refusal(503, "request_too_old", "The request waited too long; try again.", retry_after_s=1)
+        entry = await self.sessions.find(token, caller, extras.has_closed)
+        try:
+            last = whole_number("after", after, 0, MAX_SEQUENCE)
+        except ValueError as error:
+            text = f"{error} It is the 'seq' of the last event received."
+            raise Refusal(400, "invalid_value", text, param="after") from None
+        missed = entry.live.frames_after(last)
         if missed is None:
             raise Refusal(410, "resume_too_late", "Events after this one are gone; start a new session.", param="after")
         self.metrics.resumed.inc()
@@ -168,8 +195,17 @@ class Gateway:
 
     # Life
 
+    def reloaded(self) -> None:
+        """The configuration was read again and has changed."""
+        self._context.gatekeeper.use_keys(key.reveal() for key in self.config.auth.keys)
+
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        # Threads and files come from libraries that load most of themselves at their first use: a tenth of a second in
+        # which nobody would be served.
+        await asyncio.to_thread(bool)
+        async with await open_file(os.devnull):
+            pass
         ticker = asyncio.create_task(self.sessions.run_ticker(), name="ticker")
         try:
             yield
@@ -184,6 +220,10 @@ def check_once(query: QueryParams, names: tuple[str, ...]) -> None:
     for name in names:
         if len(query.getlist(name)) > 1:
             raise Refusal(400, "invalid_query_parameter", f"'{name}' came more than once; send it once.", param=name)
+
+
+def _extras(scope: Scope) -> SocketExtras:
+    return scope.get("extensions", {}).get(EXTENSION) or SocketExtras()
 
 
 def _deepgram(listening: Listening, channel: int, facts: SessionFacts) -> DeepgramDialect:
@@ -206,5 +246,5 @@ def refused(path: str, error: Refusal | ClientFault) -> Response:
     if path != LISTEN:
         return JSONResponse(error.body(), error.status, error.headers())
     request_id = str(uuid4())
-    headers = {"dg-request-id": request_id, "dg-error": error.message.encode("ascii", "replace").decode()}
+    headers = {"dg-request-id": request_id, "dg-error": header_text(error.message)}
     return JSONResponse(error_body(error, request_id), error.status, error.headers() | headers)

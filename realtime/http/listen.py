@@ -5,26 +5,32 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import BinaryIO
 from uuid import uuid4
 
-from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
 from realtime.dialects.deepgram_query import READ_ONCE, FileQuery, read_file_query
-from realtime.dialects.deepgram_shapes import Json, alternative, model_info, now_text
-from realtime.dialects.json_frames import encode_json
+from realtime.dialects.deepgram_shapes import (
+    Json,
+    mean_confidence,
+    model_info,
+    now_text,
+    plain,
+    plain_parts,
+    seconds,
+    written_word,
+)
 from realtime.errors import Refusal
 from realtime.http.context import Context
 from realtime.http.files import READ_BYTES, Transcript, UploadRequest
 from realtime.http.forms import FormReader, Upload
 from realtime.http.gateway import check_once
+from realtime.http.pieces import ENTRIES_AT_ONCE, Entries, Later, PiecesResponse, TextParts, json_pieces
 from realtime.http.uploads import UploadRoutes
-from realtime.session.events import TimedWord
 from realtime.session.settings import AudioFormat, Settings
-from realtime.session.words import languages_of
 
 # How WAV files number the raw formats, and how long their samples are.
 WAV_FORMATS = {"audio/pcm": (1, 2), "audio/pcmu": (7, 1), "audio/pcma": (6, 1)}
@@ -49,36 +55,34 @@ class ListenRoute:
             raise Refusal(400, "url_not_supported", text)
         head = b"" if query.format is None else _wav_head(query.format)
         upload = await self._forms.open_body(request, head)
-        try:
+        async with self._uploads.answering(upload):
             return await self._answer(upload, query, taken, request, len(head))
-        except Refusal as refusal:
-            self._uploads.count(refusal.code)
-            raise
-        finally:
-            await upload.close()
 
     async def _answer(self, upload: Upload, query: FileQuery, taken: Settings, request: Request, head: int) -> Response:
-        file = upload.form["file"]
-        assert isinstance(file, UploadFile)
-        sha256 = await asyncio.to_thread(_digest, file.file, head)
+        sha256 = await asyncio.to_thread(_digest, upload.file, head)
         wanted = UploadRequest("json", taken, stream=False, words=True, logprobs=False)
-        transcript = await self._uploads.transcript(file.file, wanted, request)
+        transcript = await self._uploads.transcript(upload, wanted, request)
         request_id = str(uuid4())
-        body = write_answer(transcript, query, self._context.sessions.models()[0], request_id, sha256)
-        return Response(encode_json(body), media_type="application/json", headers={"dg-request-id": request_id})
+        pieces = write_answer(transcript, query, self._context.sessions.models()[0], request_id, sha256)
+        return PiecesResponse(pieces, "application/json", upload.close, {"dg-request-id": request_id})
 
 
-def write_answer(transcript: Transcript, query: FileQuery, model: str, request_id: str, sha256: str) -> Json:
-    rate, words = transcript.sample_rate, transcript.words
-    whole = alternative(transcript.text, words, rate, punctuate=query.punctuate)
-    channel: Json = {"alternatives": [whole]}
-    if query.settings.language in (None, "", "multi") and (languages := languages_of(words)):
+def write_answer(transcript: Transcript, query: FileQuery, model: str, request_id: str, sha256: str) -> Iterator[bytes]:
+    """The body in pieces."""
+    rate, words, text = transcript.sample_rate, transcript.words, transcript.text
+    languages = list(transcript.languages)
+    whole: Json = {
+        "transcript": text if query.punctuate else TextParts(plain_parts(text)),
+        "confidence": mean_confidence(transcript.confidence_sum, transcript.confidences),
+        "words": Entries(written_word(word, rate, query.punctuate) for word in words),
+        **({"languages": languages} if languages else {}),
+    }
+    channel: Json = {"alternatives": Entries([whole], nested=True)}
+    if query.settings.language in (None, "", "multi") and languages:
         channel["detected_language"] = languages[0]
-    results: Json = {"channels": [channel]}
+    results: Json = {"channels": Entries([channel], nested=True)}
     if query.utterances:
-        results["utterances"] = [
-            _utterance(part, rate, query) for part in split_words(words, round(query.split_s * rate))
-        ]
+        results["utterances"] = Entries(_utterances(transcript, query), nested=True)
     metadata = {
         "transaction_key": "deprecated",
         "request_id": request_id,
@@ -89,26 +93,60 @@ def write_answer(transcript: Transcript, query: FileQuery, model: str, request_i
         "models": [model],
         "model_info": {model: model_info(model)},
     }
-    return {"metadata": metadata, "results": results}
+    return json_pieces({"metadata": metadata, "results": results})
 
 
-def split_words(words: Sequence[TimedWord], gap: int) -> Iterator[list[TimedWord]]:
-    """Words in parts, cut where a pause of at least `gap` samples lies between two of them."""
-    part: list[TimedWord] = []
-    for word in words:
-        if part and word.start - part[-1].end >= gap:
-            yield part
-            part = []
-        part.append(word)
-    if part:
-        yield part
+def _utterances(transcript: Transcript, query: FileQuery) -> Iterator[Json]:
+    start = 0
+    while start < len(transcript.words):
+        utterance = _Utterance(transcript, start, query)
+        yield utterance.written()
+        start = utterance.end
 
 
-def _utterance(words: list[TimedWord], rate: int, query: FileQuery) -> Json:
-    text = " ".join(word.text for word in words)
-    written = alternative(text, words, rate, punctuate=query.punctuate)
-    times = {"start": round(words[0].start / rate, 3), "end": round(words[-1].end / rate, 3)}
-    return {**times, "channel": 0, **written, "id": str(uuid4())}
+class _Utterance:
+    """Words up to a pause. Where it ends is known when its words are written."""
+
+    def __init__(self, transcript: Transcript, start: int, query: FileQuery) -> None:
+        self.end = start
+        self._start = start
+        self._words = transcript.words
+        self._rate = transcript.sample_rate
+        self._gap = round(query.split_s * self._rate)
+        self._punctuate = query.punctuate
+        self._has_languages = bool(transcript.languages)
+        # Sums over the words that are written.
+        self._told = Transcript(self._rate)
+
+    def written(self) -> Json:
+        return {
+            "start": seconds(self._words[self._start].start, self._rate),
+            "channel": 0,
+            "words": Entries(self._written_words()),
+            "end": Later(lambda: seconds(self._words[self.end - 1].end, self._rate)),
+            "confidence": Later(lambda: mean_confidence(self._told.confidence_sum, self._told.confidences)),
+            **({"languages": Later(lambda: list(self._told.languages))} if self._has_languages else {}),
+            "transcript": TextParts(self._text()),
+            "id": str(uuid4()),
+        }
+
+    def _written_words(self) -> Iterator[Json | None]:
+        while self.end < len(self._words):
+            word = self._words[self.end]
+            if self.end > self._start and word.start - self._words[self.end - 1].end >= self._gap:
+                return
+            self.end += 1
+            self._told.count(word)
+            yield written_word(word, self._rate, self._punctuate)
+
+    def _text(self) -> Iterator[str]:
+        before = ""
+        for start in range(self._start, self.end, ENTRIES_AT_ONCE):
+            words = self._words[start : min(start + ENTRIES_AT_ONCE, self.end)]
+            text = " ".join(word.text for word in words)
+            part = text if self._punctuate else plain(text)
+            yield before + part if part else ""
+            before = " " if before or part else ""
 
 
 def _wav_head(audio_format: AudioFormat) -> bytes:

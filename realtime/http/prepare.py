@@ -5,24 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
-from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.client.processor import ItemRefused
-from engine.client.render import parse_items
+from engine.client.render import Rendered, parse_items
+from engine.messages import Item
 from realtime.dialects.json_frames import decode_json, encode_json
 from realtime.errors import Refusal
 from realtime.http.context import Context
 from realtime.http.files import decoded
-from realtime.http.forms import FormReader
+from realtime.http.forms import FormReader, Upload
+from realtime.http.pieces import Entries, PiecesResponse, json_pieces
 from realtime.session.events import Samples
 
-# A rendering is answered in one piece; the client must cut longer audio itself.
+# The client must cut longer audio itself.
 MAX_RENDER_SECONDS = 600
+# What all renderings together may hold, from the first sample until the answer has left.
+MAX_RENDERED_BYTES = 128 * 1024 * 1024
 
 
 class PrepareRoutes:
@@ -33,39 +37,62 @@ class PrepareRoutes:
         self._forms = forms
         # The read-only processor has one cache, so one request at a time uses it, off the event loop.
         self._one_at_a_time = asyncio.Lock()
-        # Bytes of all bodies of items that are here now.
+        # Bytes of all renderings, and of all bodies of items, that are here now.
+        self.rendered_bytes = 0
         self._inject_bytes = 0
 
     async def render(self, request: Request) -> Response:
         """Positions, items with hashes, what is cached and what executing would cost; `?data=false` leaves data out."""
         self._context.caller_of(request)
+        self._check_allowed("Audio is not rendered here", "render_not_allowed")
+        with_data = request.query_params.get("data") != "false"
         upload = await self._forms.open(request)
+        held = _Held(self)
         try:
-            file = upload.form.get("file")
-            if not isinstance(file, UploadFile):
-                raise Refusal(400, "missing_file", "The form has no file in the field 'file'.", param="file")
-            samples = await _decode(file.file, self._context.engine.spec.sample_rate)
-            with_data = request.query_params.get("data") != "false"
-            # Samples that wait are many times as large as their file, so they keep its place.
+            samples = await self._decode(upload.file, held)
+            await upload.let_file_go()
             async with self._one_at_a_time:
-                body = await asyncio.to_thread(self._rendered, samples, with_data)
-        finally:
-            await upload.close()
-        return Response(body, media_type="application/json")
+                rendered, summary = await asyncio.to_thread(self._rendered, samples)
+        except BaseException:
+            await held.end(upload)
+            raise
+        pieces = json_pieces(summary | {"items": Entries(rendered.entries(with_data))})
+        return PiecesResponse(pieces, "application/json", partial(held.end, upload))
 
-    def _rendered(self, samples: Samples, with_data: bool) -> str:
-        return encode_json(self._context.engine.render(samples).as_json(with_data))
+    def _rendered(self, samples: Samples) -> tuple[Rendered, dict[str, Any]]:
+        rendered = self._context.engine.render(samples)
+        return rendered, rendered.summary()
+
+    def _check_allowed(self, what: str, code: str) -> None:
+        if not self._context.config.server.inject:
+            raise Refusal(403, code, f"{what}; whoever runs the server can allow it with server.inject.")
+
+    async def _decode(self, file: BinaryIO, held: _Held) -> Samples:
+        """The whole file at the model's rate."""
+        spec = self._context.engine.spec
+        # The samples are joined, then cut into items, which have parts of their neighbours in them.
+        copies = 2 + (spec.look_back_samples + spec.look_ahead_samples) / spec.samples_per_position
+        blocks: list[Samples] = []
+        samples = 0
+        async with aclosing(decoded(file)) as steps:
+            async for block in steps:
+                samples += len(block)
+                if samples > MAX_RENDER_SECONDS * spec.sample_rate:
+                    text = f"At most {MAX_RENDER_SECONDS} seconds can be rendered at once; cut the audio."
+                    raise Refusal(413, "audio_too_long", text, param="file")
+                held.add(round(copies * block.nbytes))
+                blocks.append(block)
+        return np.concatenate(blocks)
 
     async def inject(self, request: Request) -> Response:
         """Items as `render` describes them; the next stream with their hashes sends no data."""
         self._context.caller_of(request)
-        if not self._context.config.server.inject:
-            text = (
-                "Items prepared elsewhere are not taken here; whoever runs the server can allow it with server.inject."
-            )
-            raise Refusal(403, "inject_not_allowed", text)
+        self._check_allowed("Items prepared elsewhere are not taken here", "inject_not_allowed")
         async with self._held_body(request) as body:
-            taken = await self._inject(await asyncio.to_thread(decode_json, body))
+            try:
+                taken = await self._context.engine.inject(await asyncio.to_thread(_items_of, body))
+            except ItemRefused as error:
+                raise Refusal(400, "item_refused", f"{error}.", param="items") from error
         return Response(encode_json({"injected": taken}), media_type="application/json")
 
     @asynccontextmanager
@@ -91,25 +118,31 @@ class PrepareRoutes:
             text = "Items of others are on their way; try again."
             raise Refusal(503, "inject_busy", text, retry_after_s=1, kind="server_error")
 
-    async def _inject(self, body: dict[str, Any]) -> int:
-        items = body.get("items")
-        if not isinstance(items, list) or not all(item is None or isinstance(item, dict) for item in items):
-            raise Refusal(400, "invalid_value", "'items' must be a list of items as render gives them.", param="items")
-        try:
-            return await self._context.engine.inject(await asyncio.to_thread(parse_items, items))
-        except ItemRefused as error:
-            raise Refusal(400, "item_refused", f"{error}.", param="items") from error
+
+def _items_of(body: bytes) -> list[Item | None]:
+    """The items in a body, of which there may be millions. Raises Refusal and ItemRefused."""
+    items = decode_json(body).get("items")
+    if not isinstance(items, list) or not all(item is None or isinstance(item, dict) for item in items):
+        raise Refusal(400, "invalid_value", "'items' must be a list of items as render gives them.", param="items")
+    return parse_items(items)
 
 
-async def _decode(file: BinaryIO, sample_rate: int) -> Samples:
-    """The whole file at the model's rate."""
-    blocks: list[Samples] = []
-    samples = 0
-    async with aclosing(decoded(file)) as steps:
-        async for block in steps:
-            blocks.append(block)
-            samples += len(block)
-            if samples > MAX_RENDER_SECONDS * sample_rate:
-                text = f"At most {MAX_RENDER_SECONDS} seconds can be rendered at once; cut the audio."
-                raise Refusal(413, "audio_too_long", text, param="file")
-    return np.concatenate(blocks)
+class _Held:
+    """The bytes of one rendering, counted from its first sample until its answer has left."""
+
+    def __init__(self, routes: PrepareRoutes) -> None:
+        self._routes = routes
+        self._bytes = 0
+
+    def add(self, size: int) -> None:
+        """Raises Refusal if all renderings together would hold more than they may."""
+        if self._routes.rendered_bytes + size > MAX_RENDERED_BYTES:
+            text = "Other renderings are being read by their clients; try again."
+            raise Refusal(503, "render_busy", text, retry_after_s=1, kind="server_error")
+        self._routes.rendered_bytes += size
+        self._bytes += size
+
+    async def end(self, upload: Upload) -> None:
+        self._routes.rendered_bytes -= self._bytes
+        self._bytes = 0
+        await upload.close()

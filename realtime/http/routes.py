@@ -10,8 +10,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route, WebSocketRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import EngineDead
 from realtime.config import Config
@@ -22,10 +22,12 @@ from realtime.http.context import Context
 from realtime.http.forms import FormReader
 from realtime.http.gateway import LISTEN, Gateway, refused
 from realtime.http.listen import ListenRoute
+from realtime.http.origins import BrowserGuard, BrowserRules
 from realtime.http.page import page_routes
 from realtime.http.prepare import PrepareRoutes
 from realtime.http.uploads import UploadRoutes
 from realtime.serving.engine_api import EngineApi
+from realtime.serving.header_values import clean_headers
 from realtime.serving.registry import Sessions
 from realtime.serving.surroundings import Surroundings
 
@@ -33,7 +35,7 @@ from realtime.serving.surroundings import Surroundings
 def build_app(engine: EngineApi, config: Config, around: Surroundings | None = None) -> Starlette:
     """The whole gateway as an ASGI application over a running engine."""
     around = around or Surroundings()
-    gatekeeper = Gatekeeper(config.auth.keys, around.signer)
+    gatekeeper = Gatekeeper([key.reveal() for key in config.auth.keys], around.signer)
     sessions = Sessions(engine, config, time.monotonic, time.time, around)
     context = Context(engine, config, around.metrics, gatekeeper, sessions)
     gateway = Gateway(context)
@@ -45,10 +47,12 @@ def build_app(engine: EngineApi, config: Config, around: Surroundings | None = N
         404: _on_not_found,
         405: _on_wrong_method,
     }
-    cors = Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+    rules = BrowserRules(config.server, lambda: gatekeeper.asks_for_keys)
+    guard = Middleware(BrowserGuard, rules, around.metrics)
+    cors = Middleware(CORSMiddleware, allow_origins=rules.allowed_origins(), allow_methods=["*"], allow_headers=["*"])
     app = Starlette(
         routes=[*_sockets(gateway), *_answers(context), *page_routes()],
-        middleware=[cors],
+        middleware=[Middleware(_CleanHeaders), guard, cors],
         exception_handlers=handlers,
         lifespan=gateway.lifespan,
     )
@@ -56,9 +60,21 @@ def build_app(engine: EngineApi, config: Config, around: Surroundings | None = N
     return app
 
 
-def _sockets(gateway: Gateway) -> list[WebSocketRoute]:
+def _sockets(gateway: Gateway) -> list[BaseRoute]:
     paths = {"/v1/realtime": gateway.realtime, "/realtime": gateway.realtime, LISTEN: gateway.listen}
-    return [WebSocketRoute(path, _AsgiEndpoint(serve)) for path, serve in paths.items()]
+    sockets = [WebSocketRoute(path, _AsgiEndpoint(serve)) for path, serve in paths.items()]
+    return [*sockets, *(Route(path, _upgrade_required, methods=["GET"]) for path in paths)]
+
+
+async def _upgrade_required(request: Request) -> Response:
+    """A plain request where a socket is served, most often behind a proxy that drops what asks for one."""
+    text = (
+        "This address is a WebSocket: connect to it with ws:// or wss://. If the client did, a proxy on the way drops "
+        "the headers 'Upgrade' and 'Connection'; configure it to pass them on."
+    )
+    answer = refused(request.url.path, Refusal(426, "upgrade_required", text))
+    answer.headers["Upgrade"], answer.headers["Connection"] = "websocket", "Upgrade"
+    return answer
 
 
 def _answers(context: Context) -> list[Route]:
@@ -85,6 +101,25 @@ def _answers(context: Context) -> list[Route]:
         Route("/capacity", answers.capacity),
         Route("/metrics", answers.prometheus),
     ]
+
+
+class _CleanHeaders:
+    """Every HTTP answer passes here, those of other middleware too. Sockets have the same in their protocol class."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_cleaned(message: Message) -> None:
+            if "headers" in message:
+                message["headers"] = clean_headers(message["headers"])
+            await send(message)
+
+        await self._app(scope, receive, send_cleaned)
 
 
 class _AsgiEndpoint:

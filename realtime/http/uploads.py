@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
-from typing import BinaryIO
+from contextlib import aclosing, asynccontextmanager
 
-from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -15,17 +13,10 @@ from starlette.types import Receive, Scope, Send
 from engine.options import TRANSLATE
 from realtime.errors import Refusal
 from realtime.http.context import Context
-from realtime.http.files import (
-    Transcriber,
-    Transcript,
-    UploadRequest,
-    extras_from,
-    read_request,
-    sse,
-    sse_done,
-    write_answer,
-)
+from realtime.http.file_answers import sse, sse_delta, sse_done, write_answer
+from realtime.http.files import Transcriber, Transcript, UploadRequest, read_request
 from realtime.http.forms import FormReader, Upload, client_gone
+from realtime.http.pieces import PiecesResponse, in_turns
 
 
 class UploadRoutes:
@@ -47,8 +38,14 @@ class UploadRoutes:
     async def _take(self, request: Request, task: str | None) -> Response:
         self._context.caller_of(request)
         upload = await self._forms.open(request)
-        try:
+        async with self.answering(upload):
             return await self._answer(upload, request, task)
+
+    @asynccontextmanager
+    async def answering(self, upload: Upload) -> AsyncIterator[None]:
+        """Around the making of an answer. An upload keeps its place until its answer has left, or there is none."""
+        try:
+            yield
         except BaseException as error:
             if isinstance(error, Refusal):
                 self.count(error.code)
@@ -56,26 +53,24 @@ class UploadRoutes:
             raise
 
     async def _answer(self, upload: Upload, request: Request, task: str | None) -> Response:
-        file = upload.form.get("file")
-        if not isinstance(file, UploadFile):
-            raise Refusal(400, "missing_file", "The form has no file in the field 'file'.", param="file")
+        file = upload.file
         wanted = read_request(upload.form, self._context.engine.spec, task)
         if wanted.stream:
             transcript = self._new_transcript()
-            deltas = self._watched(self._transcriber.deltas(file.file, wanted, transcript), request)
+            deltas = self._watched(self._transcriber.deltas(file, wanted, transcript), request)
             return await self._stream(deltas, transcript, upload, wanted)
-        transcript = await self.transcript(file.file, wanted, request)
-        await upload.close()
-        body, media_type = write_answer(transcript, wanted)
-        return Response(body, media_type=media_type)
+        transcript = await self.transcript(upload, wanted, request)
+        pieces, media_type = write_answer(transcript, wanted)
+        return PiecesResponse(pieces, media_type, upload.close)
 
-    async def transcript(self, file: BinaryIO, wanted: UploadRequest, request: Request) -> Transcript:
-        """All that is said in a file, with its place among the others; raises Refusal."""
+    async def transcript(self, upload: Upload, wanted: UploadRequest, request: Request) -> Transcript:
+        """All that is said in a file, with its place among the others; raises Refusal. The file is let go then."""
         transcript = self._new_transcript()
-        deltas = self._watched(self._transcriber.deltas(file, wanted, transcript), request)
+        deltas = self._watched(self._transcriber.deltas(upload.file, wanted, transcript), request)
         async with aclosing(deltas):
             async for _ in deltas:
                 pass
+        await upload.let_file_go()
         self.count("ok")
         return transcript
 
@@ -102,16 +97,16 @@ class UploadRoutes:
         """The answer begins with the first text or the end; until then a refusal can have a status of its own."""
         first = await anext(deltas, None)
 
-        async def body() -> AsyncIterator[str]:
+        async def body() -> AsyncIterator[bytes]:
             try:
                 told = 0
                 async for delta in _with_first(first, deltas):
-                    extras, told = extras_from(transcript, told, wanted), len(transcript.words)
-                    if delta or any(extras.values()):
-                        yield sse({"type": "transcript.text.delta", "delta": delta, **extras})
+                    event, told = sse_delta(delta, transcript, told, wanted), len(transcript.words)
+                    if event:
+                        yield event
                 self.count("ok")
-                for event in sse_done(transcript, wanted):
-                    yield event
+                async for part in in_turns(sse_done(transcript, wanted)):
+                    yield part
             except Refusal as refusal:
                 self.count(refusal.code)
                 yield sse(dict(refusal.body()))
@@ -129,7 +124,7 @@ class UploadRoutes:
 class _Streamed(StreamingResponse):
     """Server-sent events with something to do at their end, also if the client leaves before the first one."""
 
-    def __init__(self, body: AsyncIterator[str], end: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, body: AsyncIterator[bytes], end: Callable[[], Awaitable[None]]) -> None:
         super().__init__(body, media_type="text/event-stream")
         self._end = end
 

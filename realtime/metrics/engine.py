@@ -9,6 +9,19 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from engine.client.capacity import Capacity
 from engine.client.supervisor import EngineMetrics
 
+# What each gateway process counts for itself: its own cache and its own streams. The rest is what engines say to all.
+COUNTED_BY_EACH_GATEWAY = (
+    "mm_cache_queries",
+    "mm_cache_hits",
+    "mm_cache_bytes_sent",
+    "mm_cache_bytes_saved",
+    "mm_cache_repairs",
+    "engine_streams_recovered",
+    "engine_streams_given_up",
+    "engine_poisonous_streams",
+    "engine_recovery_seconds",
+)
+
 
 def engine_collector(
     metrics: Callable[[], EngineMetrics], capacity: Callable[[], Capacity]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from realtime.session.events import MEASURES
@@ -17,26 +16,28 @@ LAG_BUCKETS = (0.02, 0.04, 0.08, 0.12, 0.16, 0.24, 0.32, 0.5, 0.8, 1.2, 2.0, 4.0
 FINAL_BUCKETS = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 LOOP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 
-SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-
 
 class Metrics:
     """The gateway's own figures; the engine adds its collectors to the same registry."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        # Several workers count together, in files of a folder; the library looks for it when it is loaded.
-        self._shared = SHARED_FOLDER in os.environ
+        # Where this process is one of several: asks for the figures of all of them.
+        self.of_all: Callable[[], Awaitable[bytes]] | None = None
+        self._own: list[Counter | Gauge | Histogram] = []
         self._borrowed: list[_Borrowed] = []
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"tickertape_{name}", text, labels, registry=registry)
+            self._own.append(made := Counter(f"tickertape_{name}", text, labels, registry=registry))
+            return made
 
         def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"tickertape_{name}", text, registry=registry, multiprocess_mode="livesum")
+            self._own.append(made := Gauge(f"tickertape_{name}", text, registry=registry))
+            return made
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"tickertape_{name}", text, buckets=buckets, registry=registry)
+            self._own.append(made := Histogram(f"tickertape_{name}", text, buckets=buckets, registry=registry))
+            return made
 
         self.sessions = gauge("sessions", "Sessions that exist, connected or waiting to be resumed")
         self.connected = gauge("sessions_connected", "Sessions with a socket")
@@ -54,7 +55,8 @@ class Metrics:
         self.queued = gauge("audio_queued_seconds", "Audio waiting in the gateway for the engine, all sessions")
         self.outbox = gauge("outbox_events", "Events waiting for slow clients, all sessions")
         self.loop_lag = histogram("loop_lag_seconds", "How late the event loop runs a timer", LOOP_BUCKETS)
-        self.tasks = gauge("tasks", "Tasks of the event loop; more than a few for each session are a leak")
+        # Counting them takes a moment, so it is done when the figures are read.
+        gauge("tasks", "Tasks of the event loop; more than a few for each session are a leak").set_function(_tasks)
         self.uploads = counter("uploads", "Files sent to the transcription endpoint, by outcome", "outcome")
         self._measures: dict[str, Callable[[float], None]] = {
             "lag_seconds": self.lag.observe,
@@ -67,20 +69,33 @@ class Metrics:
     def measure(self, name: str, value: float) -> None:
         self._measures[name](value)
 
-    def add_collector(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        """Show figures that somebody else counts, such as the engine's."""
-        self._borrowed.append(_Borrowed(collect))
+    def add_collector(self, collect: Callable[[], Iterable[Metric]], own: Collection[str] = ()) -> None:
+        """Show figures that another part counts, such as the engine's. Of several processes all see the same ones, but
+        for those that are named `own`, which each process counts for itself."""
+        self._borrowed.append(_Borrowed(collect, frozenset(f"tickertape_{name}" for name in own)))
         self.registry.register(self._borrowed[-1])
 
-    def exposition(self) -> bytes:
-        """All figures as Prometheus reads them."""
-        if not self._shared:
-            return generate_latest(self.registry)
-        registry = CollectorRegistry()
-        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    def families(self) -> Iterator[tuple[Metric, bool]]:
+        """Every metric of this process, and whether all processes of a server see the same values."""
+        for metric in self._own:
+            yield from ((family, False) for family in metric.collect())
         for borrowed in self._borrowed:
-            registry.register(borrowed)
-        return generate_latest(registry)
+            yield from ((family, family.name not in borrowed.own) for family in borrowed.collect())
+
+    def exposition(self) -> bytes:
+        """The figures of this process as Prometheus reads them."""
+        return generate_latest(self.registry)
+
+    async def scrape(self) -> bytes:
+        """The figures of the server. Raises TimeoutError if they cannot be had from the other processes."""
+        return self.exposition() if self.of_all is None else await self.of_all()
+
+
+def _tasks() -> float:
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0.0  # no event loop runs
 
 
 def name_collector(gateway: str) -> Callable[[], Iterable[Metric]]:
@@ -95,8 +110,9 @@ def name_collector(gateway: str) -> Callable[[], Iterable[Metric]]:
 
 
 class _Borrowed(Collector):
-    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+    def __init__(self, collect: Callable[[], Iterable[Metric]], own: frozenset[str]) -> None:
         self._collect = collect
+        self.own = own
 
     def collect(self) -> Iterable[Metric]:
         return self._collect()

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from realtime.serving.inbox import Inbox
+from realtime.serving.inbox import FED_BYTES, Inbox
 from realtime.serving.live_session import LiveSession
 from realtime.serving.outbox import Outbox
+from realtime.serving.socket_extras import Part
 from realtime.session.events import Hangup
 
 # Ends of a channel that the others may outlast.
@@ -41,13 +42,22 @@ class ChannelInbox:
     async def take(self, text: str | None, data: bytes | None, gone: Callable[[], bool], *, more: bool = False) -> bool:
         """As the inbox of one channel does."""
         if data:
-            for inbox, samples in zip(self._inboxes, self._deal(data), strict=True):
-                await inbox.take(None, samples, gone, more=more)
-            return False
+            return await self.take_part(Part(data, is_text=False, is_last=True), gone)
         for inbox in self._inboxes:
             # A mistake is answered once, not by every channel.
             if await inbox.take(text, data, gone, more=more):
                 return True
+        return False
+
+    async def take_part(self, part: Part, gone: Callable[[], bool]) -> bool:
+        """The same for a part of a long message."""
+        if part.is_text:
+            return await self._inboxes[0].take_part(part, gone)
+        for start in range(0, len(part.data), FED_BYTES):
+            for inbox, samples in zip(self._inboxes, self._deal(part.data[start : start + FED_BYTES]), strict=True):
+                await inbox.take_part(Part(samples, is_text=False, is_last=part.is_last), gone)
+            if start + FED_BYTES < len(part.data):
+                await asyncio.sleep(0)
         return False
 
     def _deal(self, data: bytes) -> list[bytes]:

@@ -20,7 +20,7 @@ from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.failing import fail
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
-from realtime.serving.socket_extras import SocketExtras
+from realtime.serving.socket_extras import PART, SocketExtras
 from realtime.serving.throttle import SHARE_S, Pace, Turnstile
 from realtime.session.events import Hangup
 
@@ -112,16 +112,22 @@ class Connection:
             if fresh:
                 began = now
             more = not self._extras.nothing_waits()
-            mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), self._extras.gone, more=more)
+            part, gone = message.get(PART), self._extras.gone
+            if part is not None:
+                mistaken = await self._inbox.take_part(part, gone)
+            else:
+                # Audio does not wait for a message that itself has to wait.
+                joined = more and self._pace is None
+                mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), gone, more=joined)
             if self.live.full:
                 await self.live.room()
-            if self._pace is not None:
+            if self._pace is not None and (part is None or part.is_last):
                 await self._pace.wait()
             if mistaken and self._pace_of_mistakes is not None:
                 await self._pace_of_mistakes.wait()
             # Receiving a message that waits already does not give way to other clients, so the share runs on.
             fresh = not more
-            if more and now - began >= SHARE_S:
+            if part is not None or (more and now - began >= SHARE_S):
                 await self._turnstile.wait()
                 fresh = True
 

@@ -47,13 +47,52 @@ class Answer:
     others: Figures = Figures()
 
 
+class Admission:
+    """The right to some sessions of one caller, which are counted for as long as it is held.
+
+    It exists before anything is counted. `release` gives back what it holds, and a second `release` gives back nothing.
+    A session that is made gets a part of its own (`part`).
+    """
+
+    __slots__ = ("_caller", "_house", "_sessions")
+
+    def __init__(self, house: House, caller: str) -> None:
+        self._house = house
+        self._caller = caller
+        self._sessions = 0
+
+    async def enter(self, sessions: int) -> Answer:
+        """Ask for this number of sessions. They are counted if the answer has no `reason`."""
+        answer = await self._house.enter(self._caller, sessions)
+        if answer.reason is None:
+            self._sessions += sessions
+        return answer
+
+    def enter_again(self) -> None:
+        """A session came from another process."""
+        self._house.enter_again(self._caller)
+        self._sessions += 1
+
+    def part(self) -> Admission:
+        """An admission for one session, taken out of this one."""
+        assert self._sessions, "each session is admitted before it is made"
+        part = Admission(self._house, self._caller)
+        self._sessions, part._sessions = self._sessions - 1, 1
+        return part
+
+    def release(self) -> None:
+        sessions, self._sessions = self._sessions, 0
+        if sessions:
+            self._house.leave(self._caller, sessions)
+
+
 class House(Protocol):
     """`others` are the figures of the other processes, as far as they are known."""
 
     others: Figures
 
     async def enter(self, caller: str, sessions: int) -> Answer:
-        """So many sessions of this caller want to come; they are counted if they may."""
+        """Count this number of sessions of the caller, unless a limit forbids it. Nothing is counted if this raises."""
 
     def enter_again(self, caller: str) -> None:
         """A session came from another process."""
@@ -69,18 +108,19 @@ class Counts:
     """Sessions at once and new sessions in a minute, by caller and by process."""
 
     def __init__(self, limits: LimitsConfig, clock: Callable[[], float]) -> None:
-        self._limits = limits
+        # May be replaced while sessions are counted.
+        self.limits = limits
         self._clock = clock
         self._by_process: dict[int, Counter[str]] = {}
         self._arrivals: dict[str, deque[float]] = {}
 
     def enter(self, process: int, caller: str, sessions: int) -> tuple[str, int] | None:
         """Count so many more sessions; or say which limit they would break, and in how many seconds to try again."""
-        limits = self._limits
+        limits = self.limits
         most, per_caller = limits.max_sessions, limits.sessions_per_key
         if per_caller and sum(counts[caller] for counts in self._by_process.values()) + sessions > per_caller:
             return "sessions_per_key", 10
-        if most and sum(counts.total() for counts in self._by_process.values()) + sessions > most:
+        if most and self.total() + sessions > most:
             return "capacity", 0
         wait_s = self._count_arrivals(caller, sessions)
         if wait_s:
@@ -97,6 +137,10 @@ class Counts:
         if counts[caller] <= 0:
             del counts[caller]
 
+    def total(self) -> int:
+        """Sessions at once, of all callers and processes."""
+        return sum(counts.total() for counts in self._by_process.values())
+
     def forget(self, process: int) -> None:
         """It has ended, and its sessions with it."""
         self._by_process.pop(process, None)
@@ -107,7 +151,7 @@ class Counts:
             del self._arrivals[name]
 
     def _count_arrivals(self, caller: str, sessions: int) -> int:
-        limit = self._limits.new_sessions_per_minute
+        limit = self.limits.new_sessions_per_minute
         if not limit:
             return 0
         now = self._clock()
@@ -128,17 +172,17 @@ class LocalHouse:
     others = Figures()
 
     def __init__(self, limits: LimitsConfig, clock: Callable[[], float]) -> None:
-        self._counts = Counts(limits, clock)
+        self.counts = Counts(limits, clock)
 
     async def enter(self, caller: str, sessions: int) -> Answer:
-        refused = self._counts.enter(0, caller, sessions)
+        refused = self.counts.enter(0, caller, sessions)
         return Answer() if refused is None else Answer(*refused)
 
     def enter_again(self, caller: str) -> None:
-        self._counts.add(0, caller)
+        self.counts.add(0, caller)
 
     def leave(self, caller: str, sessions: int = 1) -> None:
-        self._counts.leave(0, caller, sessions)
+        self.counts.leave(0, caller, sessions)
 
     def tick(self, own: Figures) -> None:
-        self._counts.tick()
+        self.counts.tick()

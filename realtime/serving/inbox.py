@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 
 from engine.client.processor import ItemRefused
@@ -16,21 +16,24 @@ from realtime.dialects.base import (
     InjectRequest,
     Request,
     SessionFacts,
+    Update,
     event_id_of,
 )
-from realtime.dialects.json_frames import Json, audio_of_append, decode_audio_json, decode_base64, decode_json
+from realtime.dialects.json_frames import Json, audio_of_append, decode_base64, decode_json
+from realtime.dialects.long_append import AUDIO_MESSAGE, LongAppend
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.vllm import VllmDialect
 from realtime.errors import ClientFault
 from realtime.serving.intake import Intake
 from realtime.serving.live_session import LiveSession
+from realtime.serving.socket_extras import Part
 from realtime.session.events import Answered, Clear, Commit, Configure, End, Injected, Problem
+from realtime.session.settings import Settings
 
-# Messages longer than this are parsed off the event loop; audio is decoded in pieces of at most this size.
-LARGE_MESSAGE = 256 * 1024
+# Long messages are read in pieces of at most this size, and short appends that came together are joined up to it.
 PIECE_BYTES = 64 * 1024
-# The only kind of message, in any dialect, that may be longer than control messages.
-AUDIO_MESSAGE = "input_audio_buffer.append"
+# Audio is decoded and fed in such pieces: two seconds of sound in the thriftiest format.
+FED_BYTES = 16 * 1024
 
 
 class Inbox:
@@ -46,9 +49,14 @@ class Inbox:
         self.dialect_fixed = False
         # The client has said that no more audio comes; what comes all the same is not heard.
         self._ended = False
+        # Audio of a client that has left was not heard; nothing behind it is, until the client comes back.
+        self._let_go = False
         # Audio of messages that came together; decoded together, because each call has its price.
         self._pending: list[bytes] = []
         self._pending_bytes = 0
+        # A long message whose last part has not come yet, and what is wrong with it.
+        self._long: LongAppend | None = None
+        self._mistake: ClientFault | None = None
 
     def close(self) -> None:
         self._intake.close()
@@ -56,9 +64,11 @@ class Inbox:
     def reconnected(self) -> None:
         """A new socket has the session: it goes on exactly after the samples that are counted from here on.
 
-        It begins with a whole sample: bytes of an unfinished one were lost with the old socket.
+        It begins with a whole sample and a new message: what was unfinished was lost with the old socket.
         """
         self.settle()
+        self._long = self._mistake = None
+        self._let_go = False
         self._intake = self._intake.on_new_socket()
 
     def settle_all(self) -> None:
@@ -77,7 +87,7 @@ class Inbox:
     def take_now(self, text: str) -> bool:
         """Take a short piece of raw samples without a detour. False if it is anything else, or others wait before it:
         then it was not taken, and `take` has to look at it."""
-        plain = self._live.dialect.has_appends and self._intake.takes_anything and not self._ended
+        plain = self._live.dialect.has_appends and self._intake.takes_anything and not (self._ended or self._let_go)
         if not plain or self._pending or len(text) > min(self._control_bytes, PIECE_BYTES):
             return False
         audio = audio_of_append(text)
@@ -86,62 +96,106 @@ class Inbox:
         return bool(audio)
 
     async def take(self, text: str | None, data: bytes | None, gone: Callable[[], bool], *, more: bool = False) -> bool:
-        """Handle one message of the client; its mistakes are answered, never raised. `more`: others wait behind it.
+        """Handle one message of the client; its mistakes are answered, never raised. `more`: another one that is there
+        already is taken next, and audio may wait for it.
 
         Returns whether it was a mistake. The rest of a long message is let go when the client is `gone`: a container
         can hold hours of audio in a few bytes, and nobody would hear of them.
         """
-        event_id = None
+        if self._let_go:
+            return False
+        raw = text if text is not None else data or b""
+        is_audio = text is None and self._live.session.settings.format.binary
+        if is_audio or len(raw) > self._control_bytes:
+            whole = raw.encode() if isinstance(raw, str) else raw
+            if not whole and self._live.dialect.empty_frame_ends:
+                return await self._answering(self._end(gone))
+            return await self.take_part(Part(whole, is_text=not is_audio, is_last=True), gone)
+        mistaken = await self._answering(self._message(raw, gone))
+        if mistaken or not more or self._pending_bytes >= PIECE_BYTES:
+            self.settle()
+        return mistaken
+
+    async def take_part(self, part: Part, gone: Callable[[], bool]) -> bool:
+        """Handle the next part of a long message, as `take` does a whole one."""
+        if self._let_go:
+            return False
+        self.settle()
+        return await self._answering(self._part(part, gone))
+
+    async def _answering(self, handling: Coroutine[None, None, bool | None]) -> bool:
+        """Whether it was a mistake of the client, who is told."""
         try:
-            if data is not None and self._live.session.settings.format.binary:
-                if not data and self._live.dialect.empty_frame_ends:
-                    await self._end(gone)
-                if not self._ended:
-                    await self._audio(data, gone)
-                return False
-            raw = text if text is not None else data or b""
-            message = await self._parse(raw)
-            event_id = event_id_of(message)
+            return bool(await handling)
+        except ClientFault as fault:
+            self._tell(fault)
+            return True
+
+    def _tell(self, fault: ClientFault, event_id: str | None = None) -> None:
+        self._live.tell(Problem(fault.code, fault.message, fault.param, fault.event_id or event_id))
+
+    async def _message(self, raw: str | bytes, gone: Callable[[], bool]) -> bool:
+        """Returns whether there was a mistake in it, of which the client has been told; others are raised."""
+        message = decode_json(raw)
+        event_id = event_id_of(message)
+        if message.get("type") != AUDIO_MESSAGE:
+            # It may change how audio is read, or end it.
+            self.settle()
+        try:
             if not self.dialect_fixed and not self._live.dialect.fixed:
                 self._choose_dialect(message)
             request = self._live.dialect.read(message, self._live.session.settings)
             if isinstance(request, AudioText):
-                await self._audio_text(request.data, gone, more)
+                await self._audio_text(request.data, gone)
             elif isinstance(request, End):
                 await self._end(gone)
             elif isinstance(request, InjectRequest):
                 await self._inject(request)
             else:
-                self.settle()
-                self._control(request)
+                return self._control(request)
         except ClientFault as fault:
-            self._live.tell(Problem(fault.code, fault.message, fault.param, fault.event_id or event_id))
-            return True
+            fault.event_id = fault.event_id or event_id
+            raise
         return False
 
-    async def _parse(self, raw: str | bytes) -> Json:
-        if len(raw) <= self._control_bytes:
-            return decode_json(raw)
-        if len(raw) <= LARGE_MESSAGE:
-            message = decode_audio_json(raw)
-        else:
-            message = await asyncio.to_thread(decode_audio_json, raw)
-        if message is None or message.get("type") != AUDIO_MESSAGE:
-            text = f"Messages that are not audio may have at most {self._control_bytes} bytes (limits.control_bytes)."
-            raise ClientFault("message_too_large", text)
-        return message
+    async def _part(self, part: Part, gone: Callable[[], bool]) -> None:
+        """A mistake ends the reading of a long message, and is told when its last part has come."""
+        if self._mistake is None:
+            try:
+                if not part.is_text and self._live.session.settings.format.binary:
+                    await self._audio(part.data, gone)
+                else:
+                    await self._append(part, gone)
+            except ClientFault as fault:
+                self._mistake = fault
+        if part.is_last:
+            mistake, self._long, self._mistake = self._mistake, None, None
+            if mistake is not None:
+                raise mistake
 
-    async def _audio_text(self, text: str, gone: Callable[[], bool], more: bool) -> None:
-        if len(text) > LARGE_MESSAGE:
-            await self._audio(await asyncio.to_thread(decode_base64, text), gone)
-        elif len(text) > PIECE_BYTES or not self._intake.takes_anything:
-            await self._audio(decode_base64(text), gone)
-        else:
-            audio = decode_base64(text)
+    async def _append(self, part: Part, gone: Callable[[], bool]) -> None:
+        """A part of a message in JSON."""
+        reader = self._long = self._long or LongAppend(self._control_bytes)
+        try:
+            for start in range(0, len(part.data), PIECE_BYTES):
+                audio = reader.read(part.data[start : start + PIECE_BYTES])
+                if audio and not self._live.dialect.has_appends:
+                    raise ClientFault("message_too_large", "Audio comes in binary frames here.")
+                await self._audio(audio, gone)
+            if part.is_last:
+                reader.end()
+        except ClientFault as fault:
+            fault.event_id = reader.event_id
+            raise
+
+    async def _audio_text(self, text: str, gone: Callable[[], bool]) -> None:
+        audio = decode_base64(text)
+        if self._intake.takes_anything and len(audio) <= PIECE_BYTES:
             self._pending.append(audio)
             self._pending_bytes += len(audio)
-            if not more or self._pending_bytes >= PIECE_BYTES:
-                self.settle()
+        else:
+            self.settle()
+            await self._audio(audio, gone)
 
     async def _inject(self, request: InjectRequest) -> None:
         if not self.may_inject:
@@ -156,7 +210,6 @@ class Inbox:
     async def _end(self, gone: Callable[[], bool]) -> None:
         if self._ended:
             return
-        self.settle()
         self._ended = True
         try:
             if self._intake.container is not None:
@@ -167,12 +220,19 @@ class Inbox:
         self._live.submit(self._intake.flush())
         self._live.submit(End())
 
-    def _control(self, request: Request) -> None:
+    def _control(self, request: Request) -> bool:
+        """Returns whether there was a mistake in it, of which the client has been told."""
         match request:
             case Answer(body):
                 self._live.tell(Answered(body))
-            case Configure():
-                self._configure(request)
+            case Update():
+                return self._update(request)
+            case Configure(settings, event_id):
+                taken, refused = self._in_force(settings)
+                if refused:
+                    refused[0].event_id = event_id
+                    raise refused[0]
+                self._configure(Configure(taken, event_id))
             case GapRequest(samples):
                 self._live.submit(self._intake.flush())
                 self._live.submit(self._intake.silence(samples))
@@ -180,43 +240,54 @@ class Inbox:
                 # The resampler's last samples belong to what is committed or cleared.
                 self._live.submit(self._intake.flush())
                 self._live.submit(request)
+        return False
+
+    def _update(self, asked: Update) -> bool:
+        """Take what is right of it, and tell what is wrong. Returns whether anything was."""
+        taken, refused = self._in_force(asked.settings)
+        faults = [*asked.faults, *refused]
+        for fault in faults:
+            self._tell(fault, asked.event_id)
+        if not faults or taken != self._live.session.settings:
+            self._configure(Configure(taken, asked.event_id))
+        return bool(faults)
+
+    def _in_force(self, asked: Settings) -> tuple[Settings, list[ClientFault]]:
+        """What the model takes, and what it refuses, as the client wrote it."""
+        taken, refused = self._live.in_force(asked)
+        for fault in refused:
+            fault.param = f"{self._live.dialect.option_path}{fault.param}"
+        return taken, refused
 
     def _configure(self, request: Configure) -> None:
-        request = self._in_force(request)
         if request.settings.format != self._intake.format:
             old, self._intake = self._intake, Intake(request.settings.format)
             self._live.submit(old.flush())
             old.close()
         self._live.submit(request)
 
-    def _in_force(self, asked: Configure) -> Configure:
-        """What the model takes of it. A client that asks for something else keeps what it had, and is told."""
-        try:
-            return Configure(self._live.in_force(asked.settings), asked.event_id)
-        except ClientFault as fault:
-            fault.param = f"{self._live.dialect.option_path}{fault.param}"
-            fault.event_id = asked.event_id
-            raise
-
     async def _audio(self, data: bytes, gone: Callable[[], bool]) -> None:
-        self.settle()
+        if self._ended:
+            return
         view = memoryview(data)
-        for start in range(0, len(data), PIECE_BYTES):
+        for start in range(0, len(data), FED_BYTES):
             if gone():
+                self._let_go = True
                 return
-            piece = view[start : start + PIECE_BYTES]
+            piece = view[start : start + FED_BYTES]
             if self._intake.container is not None:
                 await self._unpack(bytes(piece), gone)
             else:
                 self._live.submit(self._intake.decode(piece))
                 await self._live.room()
-            if start:
+            if start + FED_BYTES < len(data):
                 await asyncio.sleep(0)
 
     async def _unpack(self, data: bytes | None, gone: Callable[[], bool]) -> None:
         async with aclosing(self._intake.unpack(data)) as steps:
             async for append in steps:
                 if gone():
+                    self._let_go = True
                     return
                 self._live.submit(append)
                 await self._live.room()

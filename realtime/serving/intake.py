@@ -102,7 +102,7 @@ class _RawReader:
 
 
 def _fault(error: AudioError) -> ClientFault:
-    return ClientFault("invalid_audio", f"{error}.", param="audio")
+    return ClientFault("invalid_audio", error.sentence, param="audio")
 
 
 def _nothing() -> Append:

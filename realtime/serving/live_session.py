@@ -16,7 +16,7 @@ from engine.client.wills import Inheritance
 from engine.errors import AtCapacity, EngineError
 from realtime.dialects.base import Dialect
 from realtime.dialects.json_frames import encode_json
-from realtime.errors import CloseCode, OptionsRefused
+from realtime.errors import ClientFault, CloseCode, OptionsRefused
 from realtime.metrics.gateway import Metrics
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.engine_queue import EngineCommand
@@ -79,7 +79,8 @@ class LiveSession:
         self._metrics = metrics
         self.runner = StreamRunner(session_id, session, engine, limits, self.submit)
         self._task: asyncio.Task[None] | None = None
-        self.sent = SentLog(limits.max_log_events, limits.max_log_bytes)
+        self._stopped: asyncio.Task[None] | None = None
+        self.sent = SentLog(session_id, limits.max_log_events, limits.max_log_bytes)
         # What is entrusted to the engine, where other processes may go on with the session.
         self.will: Will | None = None
         # Of a session that another process began: audio that its engine never got, and a new stream decided on.
@@ -88,12 +89,14 @@ class LiveSession:
 
     # The client's side
 
-    def in_force(self, asked: Settings) -> Settings:
-        """Raises ClientFault."""
-        taken = asked.in_force(self._engine.spec)
+    def in_force(self, asked: Settings) -> tuple[Settings, list[ClientFault]]:
+        """What the model takes of it, and what it refuses: that stays as it was."""
+        if asked == self.session.settings:
+            return asked, []
+        taken, faults = asked.in_force_after(self.session.settings, self._engine.spec)
         if missing := asked.untaken(taken):
             log.info("session %s: the model takes no %s", self.id, ", no ".join(missing))
-        return taken
+        return taken, faults
 
     @property
     def has_stream(self) -> bool:
@@ -279,21 +282,30 @@ class LiveSession:
             return Gap(rest, event.source_samples, event.source_ms)
         return Append(rest, event.source_samples, event.source_ms)
 
-    async def let_go(self) -> None:
-        """The session goes on in another process: end it here without a word to its engine stream."""
-        await self.runner.lay_down()
+    async def let_go(self, is_fenced: bool) -> None:
+        """The session goes on in another process: end it here without a word to its engine stream. If it was taken from
+        us, this process may have begun another stream for it since."""
+        if is_fenced:
+            self.runner.drop()
+        else:
+            self.runner.lay_down()
         await self.close()
 
     # The engine's side
 
-    async def close(self) -> None:
+    def stop(self) -> None:
         """End the session now, without a word to the client. Harmless when done twice."""
         # Nothing that still comes in, a tick for one, may start anything again.
         self.session.abandon()
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            self._stopped, self._task = self._task, None
+
+    async def close(self) -> None:
+        """Stop, and wait until the engine stream is given back. A cancellation while waiting does not undo the stop."""
+        self.stop()
+        if self._stopped is not None:
+            await asyncio.wait((self._stopped,))
 
     async def _run(self) -> None:
         try:

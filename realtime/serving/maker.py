@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from realtime.metrics.gateway import Metrics
 from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
+from realtime.serving.house import Admission
 from realtime.serving.ids import Ids
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_limits import LiveLimits
@@ -57,8 +58,9 @@ class Entry:
     caller: str
     facts: SessionFacts
     item_ids: Ids
-    event_ids: Ids
     started_at: float
+    # Its part of what is counted; the registry gives it, and has it released when the session ends.
+    admission: Admission | None = None
     connection: Connection | None = None
     # When the socket went away; the session waits to be resumed.
     left_at: float | None = None
@@ -98,8 +100,19 @@ class SessionMaker:
         self._heirs = around.heirs
 
     def models(self) -> list[str]:
-        names = [self._engine.spec.name, self._config.model.name, *self._config.model.aliases]
-        return list(dict.fromkeys(name for name in names if name != "default"))
+        """All names that a client may ask for."""
+        return list(dict.fromkeys((*self._own_names(), *self._config.model.aliases)))
+
+    def listed_models(self) -> list[str]:
+        """Those that name the model that is served. `publisher/model` names a published model, which may be another."""
+        own = self._own_names()
+        known = {_bare(name) for name in own}
+        aliases = [name for name in self._config.model.aliases if "/" not in name or _bare(name) in known]
+        return list(dict.fromkeys((*own, *aliases)))
+
+    def _own_names(self) -> list[str]:
+        names = (self._engine.spec.name, self._config.model.name)
+        return [name for name in names if name != "default"]
 
     def facts(self, caller: str = "", session_id: str | None = None, created: int | None = None) -> SessionFacts:
         """The facts of one more session, or of one that was begun elsewhere."""
@@ -111,6 +124,7 @@ class SessionMaker:
             sample_rate=self._engine.spec.sample_rate,
             model=models[0],
             models=frozenset(models),
+            # Of events without a number: each process that has the session makes ids of its own.
             new_event_id=Ids.anew("event"),
             resume_token=self._signer.resume_token(session_id, caller) if resume_s else "",
             resume_seconds=int(resume_s),
@@ -121,23 +135,19 @@ class SessionMaker:
         facts = self.facts(caller.name)
         dialect = make_dialect(facts)
         may_inject = self._config.server.inject and not caller.is_secret
-        event_ids = facts.new_event_id
-        assert isinstance(event_ids, Ids)
         start = dialect.start_settings(settings)
-        return self._entry(facts, dialect, start, caller.name, may_inject, Ids.anew("item"), event_ids, 1)
+        return self._entry(facts, dialect, start, caller.name, may_inject, Ids.anew("item"), 1)
 
     def go_on(self, session_id: str, caller: str, inherited: Inheritance) -> Entry:
         """A session that another process began. Raises UnreadableValue."""
         saved = decode_live(inherited.base)
         if saved.caller != caller or saved.dialect not in RESUMABLE:
             raise UnreadableValue("the value of somebody else's session")
-        event_ids = Ids(*saved.event_ids)
-        facts = replace(self.facts(caller, session_id, saved.created), new_event_id=event_ids)
+        facts = self.facts(caller, session_id, saved.created)
         dialect = RESUMABLE[saved.dialect](facts)
         vars(dialect).update(saved.dialect_state)
         entry = self._entry(
-            facts, dialect, saved.session.settings, caller, saved.may_inject, Ids(*saved.item_ids), event_ids,
-            inherited.number,
+            facts, dialect, saved.session.settings, caller, saved.may_inject, Ids(*saved.item_ids), inherited.number
         )  # fmt: skip
         entry.inbox.dialect_fixed = saved.dialect_fixed
         self._reenact(entry, saved, inherited)
@@ -151,7 +161,6 @@ class SessionMaker:
         caller: str,
         may_inject: bool,
         item_ids: Ids,
-        event_ids: Ids,
         number: int,
     ) -> Entry:
         limits = self._config.limits
@@ -165,7 +174,7 @@ class SessionMaker:
         )
         session = self._core(settings, item_ids)
         live = LiveSession(facts.session_id, session, dialect, self._engine, live_limits, self._metrics, self._clock)
-        entry = Entry(live, Inbox(live, facts, may_inject), caller, facts, item_ids, event_ids, self._clock())
+        entry = Entry(live, Inbox(live, facts, may_inject), caller, facts, item_ids, self._clock())
         if self._heirs is not None and self._config.session.resume_s:
             keep = WillSettings(self._config.session.resume_s, self._config.session.resume_bytes)
             live.will = Will(
@@ -206,7 +215,6 @@ class SessionMaker:
             dialect_state=state,
             dialect_fixed=entry.inbox.dialect_fixed,
             item_ids=(entry.item_ids.prefix, entry.item_ids.number),
-            event_ids=(entry.event_ids.prefix, entry.event_ids.number),
             outbox=[named(event) for event in live.outbox.waiting()],
             sequence=live.sent.sequence,
             now=self._clock(),
@@ -234,3 +242,8 @@ class SessionMaker:
         entry.started_at = saved.started_at + shift
         live.take_over(saved, inherited, core, np.frombuffer(saved.rest, np.float32))
         entry.received_s, entry.heard_s = core.source_ms / 1000, core.heard_seconds
+
+
+def _bare(name: str) -> str:
+    """A model's name without its publisher, or the folder it is in."""
+    return name.rstrip("/").rpartition("/")[2].lower()

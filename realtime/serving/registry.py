@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
+from engine.client.wills import Owned
 from engine.config import COUNTED_SECONDS
 from engine.errors import EngineDead
 from realtime.config import Config
@@ -17,8 +20,9 @@ from realtime.errors import CloseCode, IllegalEvent, Refusal, UnreadableValue
 from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.house import Figures, House, LocalHouse
+from realtime.serving.house import Admission, Figures, House, LocalHouse
 from realtime.serving.maker import Entry, SessionMaker
+from realtime.serving.standstill import Standstill
 from realtime.serving.surroundings import Surroundings
 from realtime.session.events import Hangup
 from realtime.session.settings import Settings
@@ -28,7 +32,16 @@ log = logging.getLogger("tickertape.sessions")
 TICK_S = 0.25
 # A server with few sessions gives them up so fast.
 FEW_SPREAD_S = 0.02
+TAKEN_OVER = Hangup(CloseCode.TAKEN_OVER, "resumed on another connection", "taken_over")
 RESTARTING = Hangup(CloseCode.RESTART, "the server is restarting", "drain")
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A session of another process on its way here, and whether those who wait for it have left."""
+
+    task: asyncio.Task[Entry | None]
+    waiting: list[Callable[[], bool]]
 
 
 class Sessions:
@@ -53,13 +66,16 @@ class Sessions:
         self._heirs = around.heirs
         self._entries: dict[str, Entry] = {}
         # Sessions of other processes that are on their way here, and sessions of ours that are on their way out.
-        self._coming: dict[str, asyncio.Task[Entry | None]] = {}
+        self._coming: dict[str, _Coming] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._house: House = around.house or LocalHouse(config.limits, clock)
         # Whether sessions that can be resumed are left to other processes when this one stops.
         self.hands_over = False
+        self.standstill: Standstill | None = None
         if self._heirs is not None:
-            self._heirs.wills.on_wanted, self._heirs.wills.on_fenced = self._wanted, self._fenced
+            self.standstill = Standstill(clock, self._heirs.confirm)
+            desk = self._heirs.wills
+            desk.on_wanted, desk.on_fenced, desk.sessions = self._wanted, self._fenced, self._owned
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -75,21 +91,47 @@ class Sessions:
     def models(self) -> list[str]:
         return self._maker.models()
 
+    def listed_models(self) -> list[str]:
+        return self._maker.listed_models()
+
     def facts(self) -> SessionFacts:
         """The facts of a session that may be opened later."""
         return self._maker.facts()
 
     # Admission
 
-    async def admit(self, caller: Caller, sessions: int = 1) -> None:
-        """Count so many more sessions of this caller, which must then be created; or raise a Refusal if they cannot be
-        served well now."""
+    @asynccontextmanager
+    async def open(
+        self, caller: Caller, settings: Settings, dialects: Sequence[Callable[[SessionFacts], Dialect]]
+    ) -> AsyncIterator[tuple[Entry, ...]]:
+        """New sessions of this caller, one for each dialect; raises a Refusal if they cannot be served well now.
+
+        At the end of the block, also after an exception, sessions that have no socket are ended, and the count of
+        sessions that were not made is given back.
+        """
+        admission = Admission(self._house, caller.name)
+        entries: list[Entry] = []
+        try:
+            await self._admit(admission, len(dialects))
+            for make_dialect in dialects:
+                entry = self._maker.make(caller, settings, make_dialect)
+                self._metrics.opened.labels(entry.live.dialect.name).inc()
+                entry.admission = admission.part()
+                self._entries[entry.live.id] = entry
+                entries.append(entry)
+            yield tuple(entries)
+        finally:
+            admission.release()
+            await self.end(*(entry for entry in entries if entry.connection is None and entry.left_at is None))
+
+    async def _admit(self, admission: Admission, sessions: int) -> None:
+        """Count this number of sessions, or raise a Refusal."""
         if self.draining:
             raise self._refusal("draining", 503, "server_shutting_down", "The server is restarting.", 5)
         if not self.engine.ready:
             raise self._refusal("not_ready", 503, "engine_not_ready", "The engine is not ready yet.", 5)
         self._check_capacity(self._house.others, sessions)
-        answer = await self._house.enter(caller.name, sessions)
+        answer = await admission.enter(sessions)
         limits = self._config.limits
         match answer.reason:
             case "sessions_per_key":
@@ -100,11 +142,7 @@ class Sessions:
                 raise self._refusal("rate", 429, "rate_limit_exceeded", text, answer.retry_s)
             case "capacity":
                 raise self._busy()
-        try:
-            self._check_capacity(answer.others, sessions)
-        except Refusal:
-            self._house.leave(caller.name, sessions)
-            raise
+        self._check_capacity(answer.others, sessions)
 
     def _check_capacity(self, others: Figures, sessions: int) -> None:
         """Sessions without a stream have yet to send audio. Their places are taken all the same, and while they are new
@@ -136,29 +174,19 @@ class Sessions:
 
     # Life of a session
 
-    def create(self, caller: Caller, settings: Settings, make_dialect: Callable[[SessionFacts], Dialect]) -> Entry:
-        """A new session, admitted before."""
-        entry = self._maker.make(caller, settings, make_dialect)
-        self._add(entry)
-        self._metrics.opened.labels(entry.live.dialect.name).inc()
-        return entry
-
-    def _add(self, entry: Entry) -> None:
-        self._entries[entry.live.id] = entry
-
-    async def find(self, token: str, caller: Caller) -> Entry:
+    async def find(self, token: str, caller: Caller, has_left: Callable[[], bool] = lambda: False) -> Entry:
         """The session a resume token belongs to, wherever it is. Tokens work for the caller they were given to, and for
-        nobody else."""
+        nobody else. A client that has left takes nothing: it may have its session on another connection by now."""
         session_id = self._signer.session_of(token, caller.name)
         entry = None
         if session_id is not None:
-            entry = self._entries.get(session_id)
-            if entry is None and self._heirs is not None and not self.draining:
-                try:
-                    entry = await self._inherit(session_id, caller.name)
-                except EngineDead as error:
-                    # Nobody has said that it is gone.
-                    raise self._refusal("not_ready", 503, "engine_not_ready", "Try again in a moment.", 1) from error
+            try:
+                entry = await self._owned_or_adopted(session_id, caller.name, has_left)
+            except EngineDead as error:
+                # Nobody has said that it is gone.
+                raise self._refusal("not_ready", 503, "engine_not_ready", "Try again in a moment.", 1) from error
+            if has_left():
+                raise self._refusal("left", 503, "client_left", "The connection was closed; try again.", 1)
         if entry is None or not entry.live.resumable:
             if session_id is not None and self._heirs is not None and self.draining:
                 # Nobody has said that it is gone: it may be on its way to another.
@@ -169,73 +197,111 @@ class Sessions:
             raise Refusal(404, "resume_token_unknown", "There is no session to resume with this token.")
         return entry
 
-    def attach(self, entry: Entry, connection: Connection) -> None:
-        """Give a session its socket; a socket it still has is closed: the client has come back on another one."""
-        if entry.connection is not None:
-            entry.connection.hang_up(Hangup(CloseCode.TAKEN_OVER, "resumed on another connection", "taken_over"))
-        entry.connection, entry.left_at = connection, None
+    def attach(self, entries: Sequence[Entry], connection: Connection) -> None:
+        """Give sessions their socket; a socket one still has is closed: the client has come back on another one."""
+        for entry in entries:
+            if entry.connection is not None:
+                entry.connection.hang_up(TAKEN_OVER)
+            entry.connection, entry.left_at = connection, None
 
-    async def detach(self, entry: Entry, connection: Connection) -> None:
+    async def detach(self, entries: Sequence[Entry], connection: Connection) -> None:
         """The socket is gone. A session that can be resumed waits, unless its client said goodbye; any other ends."""
-        if entry.connection is not connection:
-            return
-        entry.connection = None
-        may_return = entry.live.resumable and not connection.said_goodbye
-        # One that drains hands it over in a moment, if it hands over at all.
-        if may_return and self._config.session.resume_s and (not self.draining or self.hands_over):
-            entry.left_at = self._clock()
-            return
-        await self.end(entry)
+        over = []
+        for entry in entries:
+            if entry.connection is not connection:
+                continue
+            entry.connection = None
+            may_return = entry.live.resumable and not connection.said_goodbye
+            # One that drains hands it over in a moment, if it hands over at all.
+            if may_return and self._config.session.resume_s and (not self.draining or self.hands_over):
+                entry.left_at = self._clock()
+            else:
+                over.append(entry)
+        await self.end(*over)
 
-    async def end(self, entry: Entry) -> None:
-        if not self._remove(entry):
-            return
-        if entry.live.will is not None:
-            entry.live.will.close()
-        await entry.live.close()
+    async def end(self, *entries: Entry) -> None:
+        """End sessions. All of them are removed and stopped before the first await, so that a cancellation there leaves
+        none of them running."""
+        ended = [entry for entry in entries if self._remove(entry)]
+        for entry in ended:
+            if entry.live.will is not None:
+                entry.live.will.close()
+            entry.live.stop()
+        for entry in ended:
+            await entry.live.close()
 
     def _remove(self, entry: Entry) -> bool:
         if self._entries.pop(entry.live.id, None) is None:
             return False
+        if entry.admission is not None:
+            entry.admission.release()
         entry.count_audio(self._metrics)
-        self._house.leave(entry.caller)
         entry.inbox.close()
         return True
 
     # Sessions that move between processes
 
-    async def _inherit(self, session_id: str, caller: str) -> Entry | None:
+    async def _owned_or_adopted(self, session_id: str, caller: str, has_left: Callable[[], bool]) -> Entry | None:
+        """A session that is here, if it is still ours; else it is adopted. Raises EngineDead."""
+        if self._heirs is None or self.draining:
+            return self._entries.get(session_id)
+        assert self.standstill is not None
+        await self.standstill.over()
+        entry = self._entries.get(session_id)
+        if entry is not None and entry.live.resumable:
+            # Another gateway may have had it meanwhile, if the word of that has not come here yet.
+            self._fenced(session_id, await self._heirs.newest(session_id))
+        entry = self._entries.get(session_id)
+        return entry if entry is not None else await self._inherit(session_id, caller, has_left)
+
+    async def _inherit(self, session_id: str, caller: str, has_left: Callable[[], bool]) -> Entry | None:
         """A session of another process. Those who ask for the same one at once get the same."""
         coming = self._coming.get(session_id)
         if coming is None:
-            coming = asyncio.create_task(self._adopt(session_id, caller), name=f"adopt {session_id}")
-            self._coming[session_id] = coming
-            coming.add_done_callback(lambda _: self._coming.pop(session_id, None))
-        return await asyncio.shield(coming)
+            waiting = [has_left]
+            task = asyncio.create_task(self._adopt(session_id, caller, waiting), name=f"adopt {session_id}")
+            self._coming[session_id] = coming = _Coming(task, waiting)
+            task.add_done_callback(lambda _: self._coming.pop(session_id, None))
+        else:
+            coming.waiting.append(has_left)
+        return await asyncio.shield(coming.task)
 
-    async def _adopt(self, session_id: str, caller: str) -> Entry | None:
+    async def _adopt(self, session_id: str, caller: str, waiting: list[Callable[[], bool]]) -> Entry | None:
         assert self._heirs is not None
-        inherited = await self._heirs.adopt(session_id)
+        inherited = await self._heirs.adopt(session_id, lambda: not all(has_left() for has_left in waiting))
         if inherited is None:
             return None
         try:
             entry = self._maker.go_on(session_id, caller, inherited)
-        except (UnreadableValue, IllegalEvent) as error:
-            log.error("session %s cannot be gone on with: %s", session_id, error)
+        except Exception as error:
             if inherited.stream is not None:
                 await inherited.stream.abort()
+            if not isinstance(error, UnreadableValue | IllegalEvent):
+                raise
+            log.error("session %s cannot be gone on with: %s", session_id, error)
             return None
-        self._add(entry)
-        self._house.enter_again(caller)
         # Until its client is here, it waits as one does whose client has left.
         entry.left_at = self._clock()
+        entry.admission = Admission(self._house, caller)
+        self._entries[session_id] = entry
+        entry.admission.enter_again()
         return entry
 
-    def _wanted(self, session_id: str) -> None:
-        """Another process asks for a session: its client is there."""
+    def _owned(self) -> list[Owned]:
+        """What engines know as ours."""
+        wills = [entry.live.will for entry in self._entries.values() if entry.live.resumable]
+        return [owned for will in wills if will is not None and (owned := will.owned) is not None]
+
+    def _wanted(self, session_id: str, number: int) -> bool:
+        """Another process asks for a session: its client is there. Returns whether it asks for an outdated copy."""
         entry = self._entries.get(session_id)
-        if entry is not None:
-            self._give_up(entry, Hangup(CloseCode.TAKEN_OVER, "resumed on another connection", "taken_over"))
+        if entry is None or entry.live.will is None:
+            return False
+        if entry.live.will.number > number:
+            return True
+        if _has_place(entry):
+            self._give_up(entry, TAKEN_OVER)
+        return False
 
     def _give_up(self, entry: Entry, hangup: Hangup) -> None:
         """Leave a session to whoever adopts it. In one go: nothing may happen to it after its last word."""
@@ -245,27 +311,29 @@ class Sessions:
         will.give_up()
         self._let_go(entry, hangup)
 
-    def _fenced(self, session_id: str) -> None:
-        """A session is another process's by now: whatever is still done with it here counts for nothing."""
+    def _fenced(self, session_id: str, number: int) -> None:
+        """A session is another process's by now, if that has a higher number: whatever is still done with it here
+        counts for nothing."""
         entry = self._entries.get(session_id)
-        if entry is not None:
+        if entry is not None and entry.live.will is not None and entry.live.will.number < number:
             log.warning("session %s goes on in another process", session_id)
-            self._let_go(entry, Hangup(CloseCode.TAKEN_OVER, "resumed on another connection", "taken_over"))
+            entry.live.will.close()
+            self._let_go(entry, TAKEN_OVER, is_fenced=True)
 
-    def _let_go(self, entry: Entry, hangup: Hangup) -> None:
+    def _let_go(self, entry: Entry, hangup: Hangup, is_fenced: bool = False) -> None:
         self._remove(entry)
         entry.live.session.abandon()
-        leaving = asyncio.create_task(self._leave(entry, hangup), name=f"leave {entry.live.id}")
+        leaving = asyncio.create_task(self._leave(entry, hangup, is_fenced), name=f"leave {entry.live.id}")
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
 
-    async def _leave(self, entry: Entry, hangup: Hangup) -> None:
+    async def _leave(self, entry: Entry, hangup: Hangup, is_fenced: bool) -> None:
         # The last word is on its way before the client looks for another process.
         assert entry.live.will is not None
         await entry.live.will.left()
         if entry.connection is not None:
             entry.connection.hang_up(hangup)
-        await entry.live.let_go()
+        await entry.live.let_go(is_fenced)
 
     # Time
 
@@ -276,13 +344,16 @@ class Sessions:
             await asyncio.sleep(TICK_S)
             self._metrics.loop_lag.observe(max(0.0, self._clock() - due))
             try:
+                if self.standstill is not None:
+                    self.standstill.tick()
                 await self.tick()
             except Exception:
                 log.exception("a tick failed; the next one comes all the same")
 
     async def tick(self) -> None:
         now = self._clock()
-        for entry in list(self._entries.values()):
+        is_unsure = self.standstill is not None and self.standstill.is_unsure
+        for entry in [] if is_unsure else list(self._entries.values()):
             await self._tick_live(entry)
             if entry.connection is None and entry.left_at is not None:
                 if not entry.live.resumable or now - entry.left_at >= self._config.session.resume_s:

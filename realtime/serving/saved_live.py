@@ -18,7 +18,7 @@ from realtime.session.saved import SavedSession
 from realtime.session.settings import Settings
 
 # Goes up whenever an older process could misread a value.
-LIVE_VERSION = 4
+LIVE_VERSION = 5
 
 NOTED = (
     events.Gap,
@@ -68,7 +68,6 @@ class SavedLive(msgspec.Struct, array_like=True):
     dialect_state: dict[str, Any]
     dialect_fixed: bool
     item_ids: tuple[str, int]
-    event_ids: tuple[str, int]
     outbox: list[Named]
     # The number of the last event that was sent.
     sequence: int

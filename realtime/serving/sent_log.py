@@ -1,4 +1,9 @@
-"""The last frames a client was sent, numbered, for a client that comes back and has missed some."""
+"""The last frames a client was sent, numbered, for a client that comes back and has missed some.
+
+The id of a numbered event is made of the session and the number. Numbers go on when another process goes on with the
+session, so no id comes twice; and a process that writes an event again, from what the one before it left, gives it the
+same id.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +14,25 @@ from realtime.dialects.json_frames import encode_json
 
 
 class SentLog:
-    """Holds the newest frames, at most `max_events` with at most `max_bytes`; older ones are gone."""
+    """Holds the newest frames of a session, at most `max_events` with at most `max_bytes`; older ones are gone."""
 
-    def __init__(self, max_events: int, max_bytes: int) -> None:
+    def __init__(self, session_id: str, max_events: int, max_bytes: int) -> None:
         self.bytes = 0
         # The number of the last frame.
         self.sequence = 0
+        # Other ids have no second underscore.
+        self._id_prefix = f"event_{session_id.removeprefix('sess_')}_"
         self._max_events = max_events
         self._max_bytes = max_bytes
         self._frames: deque[tuple[int, str, int]] = deque()
 
     def add(self, body: dict[str, Any]) -> str:
-        """The frame for this body, with the next number in it."""
+        """The frame for this body, with the next number in it; an event that has an id gets one of that number."""
         self.sequence += 1
-        text = encode_json({**body, "seq": self.sequence})
+        numbered = {**body, "seq": self.sequence}
+        if "event_id" in body:
+            numbered["event_id"] = f"{self._id_prefix}{self.sequence:x}"
+        text = encode_json(numbered)
         self._keep(text)
         return text
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 # Where a scope's extensions have it.
 EXTENSION = "tickertape.socket"
 
+# Where a received message has a part of a long one, in place of `text` or `bytes`.
+PART = "tickertape.part"
+
 # Takes a message at once, or says that it has to be read in its turn.
 Taker = Callable[[str], bool]
 
@@ -26,6 +29,11 @@ def _not_known_to_be_gone() -> bool:
     return False
 
 
+def _no_wait() -> float:
+    """Nobody knows how long a request has waited."""
+    return 0.0
+
+
 def _no_hurry(text: str) -> bool:
     """Everything is sent in its turn."""
     return False
@@ -36,13 +44,25 @@ def _nobody_is_asked(taker: Taker) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """The next bytes of a message that is too long to be handled in one go. The others come in order."""
+
+    data: bytes
+    is_text: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SocketExtras:
     """`abort` cuts the socket; `nothing_waits` says that no further message has arrived yet; `gone`, that the client
-    has left. `send_now` sends a text if nothing has to be waited for, and says whether it did. `offer_to` names who is
-    asked to take a text message at once when the reader waits for one."""
+    has left, and `has_closed` says so even if what it sent before was not read yet. `waited_s` is for how long the last
+    bytes have been here. `send_now` sends a text if nothing has to be waited for, and says whether it did. `offer_to`
+    names who is asked to take a text message at once when the reader waits for one."""
 
     abort: Callable[[], None] = _no_abort
     nothing_waits: Callable[[], bool] = _unknown
     gone: Callable[[], bool] = _not_known_to_be_gone
+    has_closed: Callable[[], bool] = _not_known_to_be_gone
+    waited_s: Callable[[], float] = _no_wait
     send_now: Callable[[str], bool] = _no_hurry
     offer_to: Callable[[Taker], None] = _nobody_is_asked

@@ -17,6 +17,7 @@ from realtime.serving.engine_queue import EngineCommand, EngineQueue
 from realtime.serving.failing import fail
 from realtime.serving.live_limits import LiveLimits, delay_positions
 from realtime.serving.saved_live import SavedLive
+from realtime.serving.throttle import SHARE_S
 from realtime.session.core import Session
 from realtime.session.endpointing import turn_rule
 from realtime.session.events import (
@@ -35,7 +36,7 @@ from realtime.session.events import (
 log = logging.getLogger("tickertape.session")
 
 FINAL = (messages.Closed, messages.Failed, messages.Dead)
-NOT_FOR_SESSIONS = (messages.StreamState, messages.Wanted, messages.Fenced, messages.Inherited)
+NOT_FOR_SESSIONS = (messages.StreamState, messages.SessionOutput)
 
 
 class StreamRunner:
@@ -111,11 +112,18 @@ class StreamRunner:
             self._fed = self.session.engine_base + inherited.goes_on_at
         return self._fed
 
-    async def lay_down(self) -> None:
+    def lay_down(self) -> None:
         """The stream goes on in another process."""
         stream, self.stream = self.engine_stream, None
         if stream is not None:
             stream.lay_down()
+
+    def drop(self) -> None:
+        """The session goes on in another process, without this stream: if an engine runs it for us, it is to end. The
+        one that another process has by now is not ours to end, and engines know that."""
+        stream, self.stream = self.engine_stream, None
+        if stream is not None:
+            stream.drop()
 
     async def abandon(self) -> None:
         """End the stream, if there still is one."""
@@ -128,11 +136,17 @@ class StreamRunner:
         if self.stream is not None and self.queue.reanchor is None:
             # It came from another process.
             self._listen_to(self.stream, group)
+        clock = asyncio.get_running_loop().time
         while not self.session.closed:
+            began = clock()
             while self.queue and not self.session.closed:
                 await self._execute(self.queue.take(), group)
                 if not self.full:
                     self.queue.make_room()
+                if clock() - began >= SHARE_S:
+                    # A minute of audio may wait here, and a stream that has room for it does not make us wait.
+                    await asyncio.sleep(0)
+                    began = clock()
             self.queue.rest()
             if not self.queue and not self.session.closed:
                 self._rests = True

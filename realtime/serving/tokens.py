@@ -71,7 +71,7 @@ def fleet_secret(config: Config) -> bytes | None:
 def signing_secret(config: Config) -> bytes:
     """What this server signs with; empty if it is to make one up."""
     secret = fleet_secret(config)
-    return config.auth.secret.encode() if secret is None else derive(secret, "tokens")
+    return config.auth.secret.reveal().encode() if secret is None else derive(secret, "tokens")
 
 
 def _text(value: bytes) -> str:

@@ -7,11 +7,13 @@ cut a socket whose peer reads nothing at all, and bounds on what a peer can have
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections import deque
 from enum import Enum, auto
 from typing import Any
 
 import h11
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -19,8 +21,10 @@ from websockets.exceptions import InvalidState
 from websockets.frames import Frame
 from websockets.protocol import State
 
-from realtime.serving.socket_extras import EXTENSION, SocketExtras, Taker
-from realtime.serving.whole_frames import FrameTrack, text_of_whole_frame
+from realtime.serving.header_values import clean_headers
+from realtime.serving.peer_socket import peer_has_closed, seconds_since_data
+from realtime.serving.socket_extras import EXTENSION, PART, Part, SocketExtras, Taker
+from realtime.serving.whole_frames import PART_BYTES, FrameSplitter, text_of_whole_frame
 
 # Messages and bytes that may wait for the application before the socket is read no further. uvicorn stops reading after
 # every single message, which costs two system calls each.
@@ -35,6 +39,10 @@ UNREADABLE_HEAD = (
     b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: text/plain\r\n\r\n"
     b"The headers of the upgrade are too long or too many.\n"
 )
+# Requests are parsed in pieces: of this size at first, and smaller where they take long, as in a body of tiny chunks.
+HTTP_PIECE_BYTES = 2048
+MIN_HTTP_PIECE_BYTES = 256
+MAX_HTTP_PIECE_BYTES = 64 * 1024
 # Bytes a second that a body has to bring, and how many times the deadline of a head an answer may wait to be read.
 MIN_BODY_RATE = 1024
 UNREAD_TIMES = 6
@@ -79,7 +87,28 @@ class _Mailbox:
 
 
 def _size(message: Any) -> int:
-    return len(message.get("text") or message.get("bytes") or "")
+    part = message.get(PART)
+    return len(message.get("text") or message.get("bytes") or "") if part is None else len(part.data)
+
+
+class _Incoming:
+    """A message whose last fragment has not come yet."""
+
+    def __init__(self, is_text: bool) -> None:
+        self.is_text = is_text
+        # What has not been handed on. Fragments are joined: thousands of tiny ones must not cost more than their bytes.
+        self.held = bytearray()
+        # It turned out to be too long to be handled in one go.
+        self.is_long = False
+        self._decoder: codecs.IncrementalDecoder | None = None
+
+    def check(self, data: bytes, *, final: bool) -> None:
+        """Raise UnicodeDecodeError if a text goes on with bytes that are none."""
+        if not self.is_text or (self._decoder is None and data.isascii()):
+            return
+        if self._decoder is None:
+            self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._decoder.decode(data, final)
 
 
 class RealtimeWebSocket(WebSocketsSansIOProtocol):
@@ -89,7 +118,12 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
 
     What was read and not parsed yet waits as bytes, and the socket is read no further meanwhile. A ping that comes
     while the peer does not read is answered when it reads again, if no later one has come.
+
+    A message longer than `whole_bytes` is handed on part by part, as it arrives: neither the work at a stretch nor the
+    memory grows with its length.
     """
+
+    whole_bytes = PART_BYTES
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -102,15 +136,19 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         self._taker: Taker | None = None
         # The first message of what was read together may be taken at once. Who sends more waits for its share.
         self._may_be_taken = False
-        self._track = FrameTrack()
+        self._max_size = self.config.ws_max_size
+        self._splitter = FrameSplitter(self._max_size)
+        self._incoming: _Incoming | None = None
+        # Bytes since the deadline of a message that has begun was set.
+        self._message_bytes = 0
+        self._message_deadline: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self.loop.time()
         self._may_be_taken = True
-        if self.handshake_initiated:
-            if self._taken_whole(data):
-                return
-            self._track.pass_over(data)
+        if self.handshake_initiated and self._taken_whole(data):
+            return
+        self._message_bytes += len(data)
         self._unparsed = self._unparsed + data if self._unparsed else data
         if self._parsing_later is None and not self.read_paused:
             self._parse()
@@ -124,7 +162,8 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
             if taken and self.loop.time() - started > PARSING_S:
                 self._parsing_later = self.loop.call_soon(self._parse)
                 break
-            super().data_received(data[taken : taken + PIECE_BYTES])
+            piece = data[taken : taken + PIECE_BYTES]
+            super().data_received(self._splitter.split(piece) if self.handshake_initiated else piece)
             taken += PIECE_BYTES
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
             # A head that our HTTP parser takes and that of `websockets` does not: uvicorn would never answer it.
@@ -137,6 +176,34 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
             self._read_on()
         else:
             self._read_no_further()
+        self._watch_message()
+
+    def _watch_message(self) -> None:
+        """A message that has begun has to go on, at the pace of a request's body."""
+        if self._incoming is None and self._splitter.at_start:
+            if self._message_deadline is not None:
+                self._message_deadline.cancel()
+                self._message_deadline = None
+        elif self._message_deadline is None and self.ping_timeout is not None:
+            self._message_bytes = 0
+            self._message_deadline = self.loop.call_later(self.ping_timeout, self._message_is_late)
+
+    def _message_is_late(self) -> None:
+        self._message_deadline = None
+        if self.close_sent or self.transport.is_closing():
+            return
+        assert self.ping_timeout is not None
+        # While we do not read, silence is our own doing.
+        if self.read_paused or self._message_bytes >= MIN_BODY_RATE * self.ping_timeout:
+            self._watch_message()
+        else:
+            self.conn.fail(1008, "a message that has begun must go on")
+            self.handle_parser_exception()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._message_deadline is not None:
+            self._message_deadline.cancel()
+        super().connection_lost(exc)
 
     @property
     def _takes_more(self) -> bool:
@@ -159,13 +226,56 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
             self._parse()
         return message
 
+    def handle_text(self, event: Frame) -> None:
+        self._incoming = _Incoming(is_text=True)
+        self._take_fragment(self._incoming, event)
+
+    def handle_bytes(self, event: Frame) -> None:
+        self._incoming = _Incoming(is_text=False)
+        self._take_fragment(self._incoming, event)
+
     def handle_cont(self, event: Frame) -> None:
-        # Fragments are joined as they come: thousands of tiny ones must not cost more than their bytes.
-        if not isinstance(self.frames[0], bytearray):
-            self.frames = [bytearray(self.frames[0])]  # type: ignore[list-item]
-        self.frames[0] += event.data
-        if event.fin:
-            self.send_receive_event_to_app()
+        # The parser has refused a continuation of nothing.
+        assert self._incoming is not None
+        self._take_fragment(self._incoming, event)
+
+    def _take_fragment(self, message: _Incoming, fragment: Frame) -> None:
+        if fragment.fin:
+            self._incoming = None
+        if self.close_sent:
+            return
+        message.held += fragment.data
+        message.is_long = message.is_long or len(message.held) > self.whole_bytes
+        try:
+            if message.is_long:
+                self._hand_on_parts(message, fragment.fin)
+            elif fragment.fin:
+                self._hand_on(message)
+        except UnicodeDecodeError:
+            self.conn.fail(1007, "text frames must be UTF-8")
+            self.handle_parser_exception()
+            return
+        if self._mailbox.full:
+            self._read_no_further()
+
+    def _hand_on(self, message: _Incoming) -> None:
+        if not message.is_text:
+            self._mailbox.put_nowait({"type": "websocket.receive", "bytes": bytes(message.held)})
+            return
+        text = str(message.held, "utf-8")
+        if not self._is_taken(text):
+            self._mailbox.put_nowait({"type": "websocket.receive", "text": text})
+
+    def _hand_on_parts(self, message: _Incoming, is_complete: bool) -> None:
+        held = message.held
+        while len(held) >= PART_BYTES or is_complete:
+            data = bytes(held[:PART_BYTES])
+            del held[:PART_BYTES]
+            is_last = is_complete and not held
+            message.check(data, final=is_last)
+            self._mailbox.put_nowait({"type": "websocket.receive", PART: Part(data, message.is_text, is_last)})
+            if is_last:
+                return
 
     def handle_ping(self) -> None:
         pongs = self.conn.data_to_send()
@@ -180,31 +290,11 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
             self.transport.write(self._owed_pong)
             self._owed_pong = b""
 
-    def send_receive_event_to_app(self) -> None:
-        data = self.frames[0] if len(self.frames) == 1 else b"".join(self.frames)
-        self.frames = []
-        if self.close_sent:
-            return
-        if self.curr_msg_data_type == "text":
-            try:
-                text = str(data, "utf-8")
-            except UnicodeDecodeError:
-                self.conn.fail(1007, "text frames must be UTF-8")
-                self.handle_parser_exception()
-                return
-            if self._is_taken(text):
-                return
-            self._mailbox.put_nowait({"type": "websocket.receive", "text": text})
-        else:
-            self._mailbox.put_nowait({"type": "websocket.receive", "bytes": bytes(data)})
-        if self._mailbox.full:
-            self._read_no_further()
-
     def _taken_whole(self, data: bytes) -> bool:
         """Whether the data was one message that somebody took, without the parser, which is between two frames."""
-        if not self._track.at_start or self._unparsed or self.frames or self.conn.state is not State.OPEN:
+        if not self._splitter.at_start or self._unparsed or self._incoming or self.conn.state is not State.OPEN:
             return False
-        text = None if self.close_sent or self.read_paused else text_of_whole_frame(data)
+        text = None if self.close_sent or self.read_paused else text_of_whole_frame(data, self._max_size)
         return text is not None and self._is_taken(text)
 
     def _is_taken(self, text: str) -> bool:
@@ -230,6 +320,8 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         # The transport knows of a lost peer before the protocol is told, and a bad frame closes the socket by itself.
         if self.transport.is_closing() or self.close_sent:
             raise ClientDisconnected
+        if "headers" in message:
+            message = {**message, "headers": clean_headers(message["headers"])}
         await super().send(message)
         if self.close_sent and self._unparsed and self._parsing_later is None:
             self._parse()
@@ -250,7 +342,13 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
     async def run_asgi(self) -> None:
         extensions: dict[str, Any] = self.scope["extensions"]
         extensions[EXTENSION] = SocketExtras(
-            self.transport.abort, self._mailbox.empty, self.transport.is_closing, self._send_now, self._offer_to
+            abort=self.transport.abort,
+            nothing_waits=self._mailbox.empty,
+            gone=self.transport.is_closing,
+            has_closed=lambda: self.transport.is_closing() or peer_has_closed(self.transport),
+            waited_s=lambda: seconds_since_data(self.transport),
+            send_now=self._send_now,
+            offer_to=self._offer_to,
         )
         await super().run_asgi()
 
@@ -265,16 +363,45 @@ class _Sends(Enum):
     NOTHING = auto()
 
 
+class _HeldFlow(FlowControl):
+    """Reading goes on when nobody has paused it and nothing that was read waits to be parsed."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._holds = False
+
+    def hold(self, holds: bool) -> None:
+        if holds != self._holds and not self.read_paused:
+            self._transport.pause_reading() if holds else self._transport.resume_reading()
+        self._holds = holds
+
+    def pause_reading(self) -> None:
+        if not self.read_paused and not self._holds:
+            self._transport.pause_reading()
+        self.read_paused = True
+
+    def resume_reading(self) -> None:
+        if self.read_paused and not self._holds:
+            self._transport.resume_reading()
+        self.read_paused = False
+
+
 class PatientHttp(H11Protocol):
     """HTTP that gives each request only so long for its head. Bodies that trickle and answers nobody reads are cut off.
 
-    uvicorn has a deadline for the pause between two requests, and none for a request that has begun.
+    uvicorn has a deadline for the pause between two requests, and none for a request that has begun. It also parses all
+    that was read in one go: a body in chunks of a byte each would keep everybody waiting. Here it is parsed in pieces,
+    whose size follows from how long they take.
     """
 
     handshake_s = 10.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = self._held_flow = _HeldFlow(transport)
+        self._unparsed = b""
+        self._parsing_later: asyncio.Handle | None = None
+        self._piece_bytes = HTTP_PIECE_BYTES
         self._sends = _Sends.NOTHING
         self._no_longer_http = False
         self._bytes = 0
@@ -284,13 +411,40 @@ class PatientHttp(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._no_longer_http = True
+        self._unparsed = b""
+        if self._parsing_later is not None:
+            self._parsing_later.cancel()
         self._watch()
         self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._bytes += len(data)
-        super().data_received(data)
+        self._unparsed = self._unparsed + data if self._unparsed else data
+        if self._parsing_later is None:
+            self._parse()
+
+    def _parse(self) -> None:
+        """Parse what was read, until others must have their turn."""
+        self._parsing_later = None
+        data, taken = self._unparsed, 0
+        began = started = self.loop.time()
+        while taken < len(data) and not self._no_longer_http and not self.transport.is_closing():
+            if taken and started - began > PARSING_S:
+                self._parsing_later = self.loop.call_soon(self._parse)
+                break
+            piece = data[taken : taken + self._piece_bytes]
+            super().data_received(piece)
+            taken += len(piece)
+            took, started = self.loop.time() - started, self.loop.time()
+            if took > PARSING_S:
+                self._piece_bytes = max(MIN_HTTP_PIECE_BYTES, self._piece_bytes // 2)
+            elif took < PARSING_S / 4:
+                self._piece_bytes = min(MAX_HTTP_PIECE_BYTES, self._piece_bytes * 2)
+        # What comes behind an upgrade is nothing that anybody waits for.
+        self._unparsed = data[taken:] if self._parsing_later is not None else b""
+        if not self._no_longer_http and not self.transport.is_closing():
+            self._held_flow.hold(bool(self._unparsed))
         self._watch()
 
     def on_response_complete(self) -> None:
@@ -349,12 +503,12 @@ class PatientHttp(H11Protocol):
     def _time_is_over(self) -> None:
         fast_enough = self._bytes >= MIN_BODY_RATE * self.handshake_s
         # While we do not read, silence is our own doing.
-        if self._sends is _Sends.BODY and (fast_enough or self.flow.read_paused):
+        if self._sends is _Sends.BODY and (fast_enough or self.flow.read_paused or self._unparsed):
             self._set_deadline()
         else:
             self.transport.abort()
 
 
-def patient_http(handshake_s: float) -> type[PatientHttp]:
-    """The HTTP protocol with this deadline; uvicorn takes a class."""
-    return type("PatientHttp", (PatientHttp,), {"handshake_s": handshake_s})
+def realtime_websocket(control_bytes: int) -> type[RealtimeWebSocket]:
+    """The WebSocket protocol that hands on whole what a message that is not audio may have; uvicorn takes a class."""
+    return type("RealtimeWebSocket", (RealtimeWebSocket,), {"whole_bytes": max(PART_BYTES, control_bytes)})

@@ -16,7 +16,7 @@ from engine import messages
 from engine.client.link import EngineLink
 from engine.client.placement import Keeper
 from engine.client.stream import EngineStream
-from engine.client.wills import Inheritance, WillDesk
+from engine.client.wills import Inheritance, Owned, WillDesk
 from realtime.serving.saved_live import NOTED, WROTE, encode_entry
 from realtime.session.events import Append, Effect, Event, Gap, Measured, Tick
 
@@ -30,7 +30,9 @@ class WillApi(Protocol):
     wills: WillDesk
 
     def keeper_for(self, stream: EngineStream | None) -> Keeper | None: ...
-    async def adopt(self, key: str) -> Inheritance | None: ...
+    async def adopt(self, key: str, is_wanted: Callable[[], bool]) -> Inheritance | None: ...
+    async def newest(self, key: str) -> int: ...
+    async def confirm(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class Will:
         base: Callable[[bool, bool], tuple[bytes, bytes]],
     ) -> None:
         self._key = key
-        self._number = number
+        # Rises with each move to another engine, and never as far as the next owner's.
+        self.number = number
         self._engine = engine
         self._settings = settings
         self._stream = stream
@@ -66,7 +69,7 @@ class Will:
         self._stale = True
         self._link: EngineLink | None = None
         # Whether any engine was ever given it, and those who are to forget it.
-        self._was_placed = False
+        self._was_placed = number >= messages.NEXT_OWNER
         self._moving: set[asyncio.Task[None]] = set()
         # The link that asks for the next word when it makes its next batch.
         self._due: EngineLink | None = None
@@ -108,6 +111,12 @@ class Will:
             await self._link.flushed()
 
     @property
+    def owned(self) -> Owned | None:
+        """What engines know of it; None if none has ever heard of it."""
+        link = None if self._link is None or self._link.lost is not None else self._link
+        return Owned(self._key, self.number, link) if self._was_placed else None
+
+    @property
     def has_place(self) -> bool:
         return self._engine.keeper_for(self._stream()) is not None
 
@@ -127,7 +136,7 @@ class Will:
         self._due = None
         self._entries = []
         if self._link is not None:
-            self._link.send(messages.Disown("", self._key, self._number))
+            self._link.send(messages.Disown("", self._key, self.number))
             self._link = None
 
     def _send_soon(self) -> None:
@@ -161,14 +170,14 @@ class Will:
         entries, self._entries = self._entries, []
         if not (self._stale or entries):
             return
-        former, self._link = (self._link, self._number), keeper.link
+        former, self._link = (self._link, self.number), keeper.link
         moves = keeper.link is not former[0]
         if moves and self._was_placed:
             # Of two engines that have the session, the one with the higher number has it right.
-            self._number += 1
+            self.number += 1
         self._was_placed = True
         name = "" if stream is None else stream.id
-        word = messages.Entrust(name, self._key, self._number, keeper.read, entries)
+        word = messages.Entrust(name, self._key, self.number, keeper.read, entries)
         if self._stale or moves or self._since_base > ENTRIES_TO_A_BASE:
             self._make_base(word, keeper, last, moves)
         if stream is not None:

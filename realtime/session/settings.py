@@ -32,6 +32,9 @@ INCLUDE_ACKS = "input_audio_buffer.acks"
 INCLUDE_RESUME = "session.resume"
 INCLUDED = (INCLUDE_LOGPROBS, INCLUDE_WORDS, INCLUDE_ACKS, INCLUDE_RESUME)
 
+# Settings that the model may refuse.
+MODEL_OPTIONS = ("language", "languages", "prompt", "keywords", "task")
+
 # A term has at most so many words; what is longer between two commas, or than a keyword may be, is prose.
 TERM_WORDS = 4
 
@@ -125,6 +128,20 @@ class Settings:
             noise_reduction=None,
             include=None if self.include is None else tuple(name for name in self.include if name in INCLUDED),
         )
+
+    def in_force_after(self, current: Settings, spec: ModelSpec) -> tuple[Settings, list[ClientFault]]:
+        """The same for a change of settings that are in force: an option that is refused stays as it was."""
+        asked, faults = self, list[ClientFault]()
+        kept: set[str] = set()
+        while True:
+            try:
+                return asked.in_force(spec), faults
+            except ClientFault as fault:
+                faults.append(fault)
+                # One that is refused as it was does not go together with another that is new.
+                refused = MODEL_OPTIONS if fault.param in kept or fault.param is None else (fault.param,)
+                kept.update(refused)
+                asked = replace(asked, **{name: getattr(current, name) for name in refused})
 
     def untaken(self, taken: Settings) -> list[str]:
         """What was asked for here and is not in force there."""

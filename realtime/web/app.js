@@ -4,7 +4,7 @@ import { Archive } from "./archive.js";
 import { Captions } from "./captions.js";
 import { copyText } from "./clipboard.js";
 import { FORMATS, download, toText } from "./export.js";
-import { clock, shortSeconds } from "./format.js";
+import { clock, dateAndTime, percent, shortSeconds } from "./format.js";
 import { Keeper } from "./keeper.js";
 import { Library } from "./library.js";
 import { Overlay } from "./overlay.js";
@@ -48,14 +48,17 @@ const library = new Library(
 );
 // All that is finished has been saved as a file.
 let saved = true;
+// The name of the one file that all captions come from; empty if they do not.
+let origin = "";
 
 // What is shown
 
 // A problem stays until it is dismissed, or until `owner`, who told it, has no problem any more.
-function showProblem(text, owner = "page") {
+function showProblem(text, owner = "page", notice = false) {
   const box = $("problem");
   if (!text && owner !== box.dataset.owner) return;
   box.dataset.owner = owner;
+  box.dataset.kind = notice ? "notice" : "problem";
   box.hidden = !text;
   $("problem-text").textContent = text;
 }
@@ -63,19 +66,29 @@ function showProblem(text, owner = "page") {
 function refresh() {
   const running = studio.recording !== null;
   const { link } = studio;
-  $("listen-label").textContent = running ? "Stop" : "Start listening";
+  $("listen-label").textContent = !running ? "Start listening" : link?.file ? "Cancel" : "Stop";
   $("listen").classList.toggle("running", running);
   $("pause").hidden = !link || Boolean(link.file) || link.finishing;
   $("pause").textContent = studio.paused ? "Resume" : "Pause";
   $("device").disabled = $("open-file").disabled = running;
   $("empty").hidden = running || transcript.entries.length > 0;
   $("captions").hidden = !$("empty").hidden;
-  $("after").hidden = !transcript.finished.length;
+  $("after").hidden = !transcript.hasFinished;
   $("clear").disabled = running;
   $("retry").hidden = link?.state !== "lost";
   if (running) $("restored").hidden = true;
   showStatus();
   showMeters(link);
+  showJob(studio.job);
+  showTitle(studio.job);
+}
+
+// For whoever waits in another tab, or in another program.
+function showTitle(job) {
+  const { state, text } = studio.status;
+  const now = job?.progress ? `${percent(job.progress)} ${job.name}` : state === "idle" ? "" : text;
+  const title = now ? `${now} – Tickertape` : "Tickertape";
+  if (document.title !== title) document.title = title;
 }
 
 // The countdown changes every second; a screen reader hears only the rest.
@@ -84,6 +97,8 @@ function showStatus() {
   $("state").dataset.state = state;
   if ($("state-text").textContent !== text) $("state-text").textContent = text;
   $("countdown").textContent = countdown;
+  // Large captions hide the rest of the page; what is wrong they must not hide.
+  $("overlay-state").textContent = state === "lost" ? text : "";
 }
 
 function showMeters(link) {
@@ -92,37 +107,53 @@ function showMeters(link) {
   $("waiting-box").classList.toggle("warning", Boolean(link?.live) && waiting > SLOW_SECONDS);
   $("elapsed").textContent = clock(link ? link.edge : studio.offset);
   if (!link) $("level").value = 0;
+  if (link?.live) $("lag").textContent = studio.lag === null ? "–" : shortSeconds(studio.lag);
   tape.acked = link?.ackedEdge ?? studio.offset;
-  const progress = link?.file ? link.progress : undefined;
-  $("progress").hidden = progress === undefined;
-  if (progress === null) $("progress").removeAttribute("value");
-  else if (progress !== undefined) $("progress").value = progress;
+}
+
+function showJob(job) {
+  $("job").hidden = !job;
+  if (!job) return;
+  $("job-name").textContent = $("job-name").title = job.name;
+  $("job-facts").textContent = job.facts;
+  if (job.progress === null) $("progress").removeAttribute("value");
+  else $("progress").value = job.progress;
 }
 
 function showRestored(head) {
-  const when = new Date(head.updated).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
-  $("restored-text").textContent = `Captions of ${when}`;
+  $("restored-text").textContent = `Captions of ${dateAndTime(head.id)}, ${clock(transcript.seconds)} long`;
   $("restored").hidden = false;
-  saved = true;
+  origin = "";
+  saved = !transcript.hasFinished;
   refresh();
 }
 
 // What buttons do
 
 function listen() {
-  if (studio.recording) studio.finish();
-  else studio.listen($("device").value);
+  if (studio.recording) {
+    studio.finish();
+    return;
+  }
+  origin = "";
+  studio.listen($("device").value);
 }
 
-function play(file) {
-  if (studio.recording) showProblem("Stop first, then open a file.");
-  else studio.play(file);
+function play([file, ...others]) {
+  if (!file) return;
+  if (studio.recording) {
+    showProblem("Stop first, then open a file.");
+    return;
+  }
+  origin = transcript.entries.length ? "" : file.name.replace(/\.\w+$/, "");
+  studio.play(file);
+  if (others.length) showProblem(`One file at a time: ${file.name} is transcribed, the other ${others.length} were left out.`, "page", true);
 }
 
 function save(format) {
   const { type, write } = FORMATS[format];
   const stamp = new Date().toISOString().slice(0, 16).replace("T", "-").replace(":", "");
-  download(`captions-${stamp}.${format}`, type, write(transcript));
+  download(`${origin || `captions-${stamp}`}.${format}`, type, write(transcript));
   saved = true;
   $("save-menu").hidePopover();
 }
@@ -150,6 +181,7 @@ async function fresh() {
 
 function startedAnew() {
   saved = true;
+  origin = "";
   $("restored").hidden = true;
   tape.clear();
   $("lag").textContent = "–";
@@ -168,7 +200,8 @@ function key(event) {
 // Wiring
 
 studio.addEventListener("change", refresh);
-studio.addEventListener("problem", ({ text }) => showProblem(text, "studio"));
+studio.addEventListener("problem", ({ text, notice }) => showProblem(text, "studio", notice));
+studio.addEventListener("transcribed", ({ name }) => announce(`${name} is transcribed.`));
 studio.addEventListener("key", () => settings.open("key"));
 studio.addEventListener("opened", settings.devicesKnown);
 studio.addEventListener("sound", ({ samples }) => {
@@ -179,15 +212,12 @@ studio.addEventListener("sound", ({ samples }) => {
 keeper.addEventListener("problem", ({ text }) => showProblem(text));
 
 transcript.addEventListener("added", () => $("captions").hidden && refresh());
-transcript.addEventListener("grown", ({ turn }) => {
-  const spoken = turn.words.at(-1)?.end;
-  if (studio.link?.live && spoken) $("lag").textContent = shortSeconds(studio.link.edge - spoken);
-});
 transcript.addEventListener("changed", ({ turn }) => {
   if (turn.state === "open") return;
   saved = false;
   $("after").hidden = false;
-  if (preferences.choices.announce) announce(turn.text);
+  // A file is read faster than anybody can speak; its end is told.
+  if (preferences.choices.announce && !studio.link?.file) announce(turn.text);
 });
 
 const buttons = {
@@ -218,9 +248,9 @@ $("turns").addEventListener("click", ({ target }) => {
 });
 words.addEventListener("copy", ({ turn }) => copy(turn.text.trim()));
 $("file").addEventListener("change", () => {
-  const [file] = $("file").files;
+  const files = [...$("file").files];
   $("file").value = "";
-  if (file) play(file);
+  play(files);
 });
 addEventListener("keydown", key);
 addEventListener("dragover", (event) => {
@@ -233,8 +263,7 @@ addEventListener("dragleave", (event) => {
 addEventListener("drop", (event) => {
   event.preventDefault();
   $("drop").hidden = true;
-  const [file] = event.dataTransfer.files;
-  if (file) play(file);
+  play([...event.dataTransfer.files]);
 });
 addEventListener("beforeunload", (event) => {
   if (studio.recording || (!saved && !keeper.complete)) event.preventDefault();

@@ -25,6 +25,11 @@ export class FileSource {
     const decoded = await new OfflineAudioContext(1, 1, RATE).decodeAudioData(bytes);
     const channels = Array.from({ length: decoded.numberOfChannels }, (_, n) => decoded.getChannelData(n));
     this.samples = downmix(channels);
+    this.length = this.samples.length;
+  }
+
+  get seconds() {
+    return this.length / RATE;
   }
 
   async start() {

@@ -1,4 +1,4 @@
-// How times and counts are written on the page.
+// How times, dates and counts are written on the page.
 
 export function clock(seconds) {
   const whole = Math.max(0, Math.floor(seconds));
@@ -16,4 +16,20 @@ export function exactClock(seconds) {
 
 export function shortSeconds(seconds) {
   return seconds < 10 ? `${Math.max(0, seconds).toFixed(1)} s` : `${Math.round(seconds)} s`;
+}
+
+// As long as somebody would say it.
+export function roughly(seconds) {
+  if (seconds < 5) return "a few seconds";
+  if (seconds < 90) return `about ${Math.round(seconds / 5) * 5} s`;
+  if (seconds < 5400) return `about ${Math.round(seconds / 60)} min`;
+  return `about ${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
+}
+
+export function percent(share) {
+  return `${Math.floor(100 * share)} %`;
+}
+
+export function dateAndTime(milliseconds) {
+  return new Date(milliseconds).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
 }

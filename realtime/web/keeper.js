@@ -146,7 +146,7 @@ export class Keeper extends EventTarget {
   #head(id) {
     const { entries } = this.transcript;
     const title = entries.find((entry) => entry.text && entry.state !== "note")?.text.trim().slice(0, 120) ?? "";
-    return { id, title, seconds: entries.at(-1)?.end ?? 0, updated: Date.now() };
+    return { id, title, seconds: this.transcript.seconds, updated: Date.now() };
   }
 
   #failed(error) {

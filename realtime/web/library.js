@@ -1,6 +1,7 @@
 // The list of transcripts that this browser keeps: open one again, or delete it.
 
-import { clock } from "./format.js";
+import { clock, dateAndTime } from "./format.js";
+import { Transcript } from "./transcript.js";
 
 export class Library {
   // `busy()` says that something is heard now; `onOpen(head)` follows when a transcript has come back.
@@ -19,17 +20,26 @@ export class Library {
     const heads = this.keeper.works ? await this.keeper.archive.heads() : [];
     this.none.hidden = heads.length > 0;
     this.none.textContent = this.keeper.works ? "Nothing is kept yet." : "This browser keeps no captions for this page.";
+    for (const head of heads) head.seconds ||= await this.#seconds(head);
     this.list.replaceChildren(...heads.map((head) => this.#row(head)));
+  }
+
+  // Some were kept without their length.
+  async #seconds({ id }) {
+    const transcript = new Transcript();
+    transcript.load(await this.keeper.archive.turns(id));
+    return transcript.seconds;
   }
 
   #row(head) {
     const row = document.createElement("li");
-    const when = new Date(head.updated).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
+    // A transcript's number is the time it began.
+    const when = dateAndTime(head.id);
     const here = head.id === this.keeper.id;
     const open = button("title", head.title || "(no words)", () => this.#bring(head, open));
     open.disabled = here;
     const facts = document.createElement("small");
-    facts.textContent = `${when} · ${clock(head.seconds)}${here ? " · on the page" : ""}`;
+    facts.textContent = `${when}, ${clock(head.seconds)} long${here ? ", on the page" : ""}`;
     const remove = button("quiet", "Delete", () => this.#delete(head));
     remove.ariaLabel = `Delete ${head.title || when}`;
     row.append(open, facts, remove);
@@ -50,8 +60,10 @@ export class Library {
   }
 
   async #delete(head) {
-    if (head.id === this.keeper.id) {
-      if (this.busy()) return;
+    const here = head.id === this.keeper.id;
+    if (here && this.busy()) return;
+    if (!confirm(`Delete “${head.title || "(no words)"}” from this browser?`)) return;
+    if (here) {
       await this.keeper.forget();
     } else await this.keeper.delete(head.id);
     await this.#fill();

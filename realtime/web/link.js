@@ -5,11 +5,11 @@
 // oldest unfinished turn began, so that no word is lost.
 
 import { Backlog } from "./backlog.js";
-import { lostBecause, whyRefused } from "./reasons.js";
+import { lostBecause, whyNotReady, whyRefused } from "./reasons.js";
+import { secondsToWait } from "./retry.js";
 
 const INCLUDE = ["item.input_audio_transcription.words", "input_audio_buffer.acks", "session.resume"];
 const BACKLOG_SECONDS = 120;
-const RETRY_SECONDS = [1, 2, 4, 8, 15];
 const TICK_MS = 250;
 // No more than this waits inside the browser's socket; the rest stays in the backlog, where it is counted.
 const SOCKET_BYTES = 64 * 1024;
@@ -19,19 +19,28 @@ const LIVE_GRACE_SECONDS = 3;
 const FILE_GRACE_SECONDS = 70;
 // How far a file may run ahead of the server.
 const ROOM_SECONDS = 8;
-const SILENT_SECONDS = 15;
+// The server acknowledges sound several times a second. Without a word for so long the line is in doubt, then given up.
+const DOUBT_SECONDS = 2.5;
+const DEAD_SECONDS = 8;
+// So much sound must have gone unanswered: in a pause there is nothing to answer.
+const OWED_SECONDS = 1.5;
+// A socket that is not open and greeted by then never will be.
+const GREET_SECONDS = 8;
 const FINISH_SECONDS = 30;
 const TAKEN_OVER = 4409;
 const POLICY = 1008;
+const TRY_LATER = 1013;
 
 export class Link extends EventTarget {
-  // `offset` is where this recording begins on the transcript's clock, in seconds; `wishes` are for the model.
-  constructor({ key, rate, live, offset, transcript, wishes = {} }) {
+  // `offset` is where this recording begins on the transcript's clock, in seconds; `wishes()` are for the model.
+  constructor({ key, rate, live, offset, transcript, wishes }) {
     super();
     Object.assign(this, { key, rate, live, offset, transcript, wishes });
     this.backlog = new Backlog(BACKLOG_SECONDS * rate);
     this.state = "idle";
     this.base = this.cursor = this.acked = this.sequence = this.tries = this.sessions = 0;
+    // Where the sound stood when the server last said something.
+    this.heardEnd = 0;
     this.token = null;
     this.greeted = this.ready = false;
     this.finishing = this.commitSent = this.cleared = false;
@@ -40,6 +49,10 @@ export class Link extends EventTarget {
   start() {
     this.heardAt = Date.now();
     this.timer = setInterval(() => this.#tick(), TICK_MS);
+    this.left = new AbortController();
+    // The network is back, or somebody looks at the page again: no use in waiting for the next try.
+    addEventListener("online", () => this.#hurry(), { signal: this.left.signal });
+    document.addEventListener("visibilitychange", () => document.hidden || this.#hurry(), { signal: this.left.signal });
     this.#connect();
   }
 
@@ -76,7 +89,24 @@ export class Link extends EventTarget {
   }
 
   retryNow() {
-    if (this.state === "lost") this.#connect();
+    if (this.state === "lost") this.#reconnect();
+  }
+
+  // Older sound goes from now on when new sound comes.
+  get full() {
+    return this.backlog.end - this.backlog.start >= 0.99 * this.backlog.limit;
+  }
+
+  // Seconds since the server last said something, where it should have; otherwise 0.
+  get silentSeconds() {
+    const owed = (this.backlog.end - this.heardEnd) / this.rate > OWED_SECONDS;
+    if (!this.sessions || !(owed || this.state === "lost")) return 0;
+    return (Date.now() - this.heardAt) / 1000;
+  }
+
+  // The socket is open, and nothing comes back.
+  get doubtful() {
+    return this.ready && this.silentSeconds > DOUBT_SECONDS;
   }
 
   get over() {
@@ -106,8 +136,19 @@ export class Link extends EventTarget {
 
   // The connection
 
+  // Whether there is a server is asked by HTTP first: browsers hold back sockets to where sockets have failed.
+  async #reconnect() {
+    clearTimeout(this.retry);
+    this.#set("connecting");
+    const why = await whyNotReady();
+    if (this.over || this.socket) return;
+    if (why) this.#lost(why);
+    else this.#connect();
+  }
+
   #connect() {
     clearTimeout(this.retry);
+    this.openBy = Date.now() + GREET_SECONDS * 1000;
     this.#set("connecting");
     this.greeted = this.ready = this.commitSent = false;
     const query = this.token
@@ -131,12 +172,13 @@ export class Link extends EventTarget {
     this.socket = null;
     this.ready = false;
     if (this.over) return;
-    if (code === TAKEN_OVER) {
+    // A socket that was given up may have reached the server late, and be gone by now.
+    if (code === TAKEN_OVER && !this.gaveUp) {
       this.stop("This session goes on in another window.");
     } else if (this.greeted) {
       if (code === POLICY) this.token = null;
       this.tries = 0;
-      this.#lost(lostBecause(code, reason));
+      this.#lost({ text: lostBecause(code, reason), full: code === TRY_LATER });
     } else {
       await this.#refused();
     }
@@ -148,26 +190,43 @@ export class Link extends EventTarget {
     if (why.final) {
       this.stop(why.text);
       if (why.key) this.dispatchEvent(new Event("key"));
-    } else if (why.refused && this.token) {
+    } else if (why.well && this.token) {
       // The server is well but does not know this session any more.
       this.token = null;
       this.#connect();
     } else {
-      this.#lost(why.text);
+      this.#lost(why);
     }
   }
 
-  #lost(reason) {
-    const seconds = RETRY_SECONDS[Math.min(this.tries, RETRY_SECONDS.length - 1)];
+  #lost(why) {
+    const seconds = secondsToWait(why, this.tries);
     this.tries += 1;
     this.retryAt = Date.now() + seconds * 1000;
-    this.retry = setTimeout(() => this.#connect(), seconds * 1000);
-    this.#set("lost", reason);
+    this.retry = setTimeout(() => this.#reconnect(), seconds * 1000);
+    this.#set("lost", why.text);
+  }
+
+  // A dead line says nothing; a new socket tells.
+  #giveUp() {
+    const { socket } = this;
+    this.gaveUp = true;
+    this.socket = null;
+    this.ready = false;
+    this.tries = this.greeted ? 0 : this.tries;
+    socket.close();
+    this.#lost({ text: "Server lost" });
+  }
+
+  #hurry() {
+    if (this.doubtful) this.#giveUp();
+    this.retryNow();
   }
 
   #leave(problem) {
     clearInterval(this.timer);
     clearTimeout(this.retry);
+    this.left?.abort();
     if (this.socket?.readyState === WebSocket.OPEN) {
       // Otherwise the server would keep the session's place for a client that might come back.
       this.#send({ type: "session.update", session: { type: "transcription", include: [] } });
@@ -188,7 +247,7 @@ export class Link extends EventTarget {
   // Events
 
   #receive(event) {
-    this.heardAt = Date.now();
+    this.#heard();
     if (event.seq) this.sequence = event.seq;
     switch (event.type) {
       case "session.created":
@@ -218,14 +277,21 @@ export class Link extends EventTarget {
     if (this.finishing && this.cleared && !this.transcript.openTurns.length) this.#leave("");
   }
 
-  #begin() {
+  #heard() {
+    this.heardAt = Date.now();
+    this.heardEnd = this.backlog.end;
+  }
+
+  async #begin() {
+    const { socket } = this;
     this.greeted = true;
     this.sessions += 1;
     if (this.sessions > 1) this.#rewind();
     this.base = this.acked = this.cursor;
     this.sequence = 0;
     const format = { type: "audio/pcm", rate: this.rate, transport: "binary" };
-    const input = { format, transcription: this.wishes };
+    const input = { format, transcription: await this.wishes() };
+    if (socket !== this.socket) return;
     this.#send({ type: "session.update", session: { type: "transcription", audio: { input }, include: INCLUDE } });
   }
 
@@ -305,11 +371,8 @@ export class Link extends EventTarget {
     const silent = (Date.now() - this.heardAt) / 1000;
     if (this.ready && this.finishing && silent > FINISH_SECONDS) {
       this.stop("The server did not send the last words in time.");
-    } else if (this.ready && this.waitingSeconds > 1 && silent > SILENT_SECONDS) {
-      // A dead line says nothing; a new socket tells.
-      const { socket } = this;
-      this.#closed({ code: 1006, reason: "" });
-      socket.close();
+    } else if (this.ready ? this.silentSeconds > DEAD_SECONDS : this.socket && Date.now() > this.openBy) {
+      this.#giveUp();
     }
     this.dispatchEvent(new Event("tick"));
   }

@@ -35,7 +35,9 @@ export class Microphone {
     if (this.choice === TAB || this.choice === TAB_AND_MICROPHONE) this.streams.push(await shareSound());
     if (this.choice !== TAB) this.streams.push(await this.#microphone());
     for (const stream of this.streams) stream.getAudioTracks()[0].addEventListener("ended", () => this.onEnd());
-    await module;
+    await module.catch(({ message }) => {
+      throw new DOMException(message, "NoRecorderError");
+    });
     this.rate = this.context.sampleRate / stepFor(this.context.sampleRate);
     this.node = new AudioWorkletNode(this.context, "recorder", { numberOfOutputs: 0 });
     this.node.port.onmessage = ({ data }) => this.paused || this.onChunk(data);
@@ -52,6 +54,11 @@ export class Microphone {
   async start() {
     for (const stream of this.streams) this.context.createMediaStreamSource(stream).connect(this.node);
     await this.context.resume();
+  }
+
+  // A context that the machine has put to sleep is asked to go on.
+  wake() {
+    this.context.resume();
   }
 
   // The device stays open and silent. A second of silence lets the server end the turn under way.

@@ -27,6 +27,17 @@ export class Preferences {
     this.apply();
   }
 
+  // Asks the server what its model can be told. One that is starting does not know yet.
+  async learn() {
+    try {
+      const headers = this.key ? { Authorization: `Bearer ${this.key}` } : {};
+      const models = await (await fetch("v1/models", { headers })).json();
+      ({ options: this.options, languages: this.languages } = models.data[0]);
+    } catch {
+      this.options = this.languages = [];
+    }
+  }
+
   // Of a model that has one language.
   get onlyLanguage() {
     return this.languages.length === 1 ? this.languages[0] : "";
@@ -34,6 +45,11 @@ export class Preferences {
 
   // Language and words to expect, as far as the server's model takes them. A model without keywords may take a prompt.
   get wishes() {
+    const { language, keywords } = this.#taken;
+    return { ...(language && { language }), ...keywords };
+  }
+
+  get #taken() {
     const words = this.choices.keywords.split(/[,\n]/).map((word) => word.trim()).filter(Boolean);
     const takes = (name) => this.options.includes(name);
     const language = takes("language") && !this.onlyLanguage ? this.choices.language.trim() : "";

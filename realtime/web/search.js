@@ -82,16 +82,17 @@ export class Search {
   #paint() {
     const { length } = this.found;
     const asked = this.field.value.trim();
-    this.count.textContent = length ? `${Math.max(1, this.current + 1)} of ${length}` : asked ? "Not found" : "";
+    const all = length < MOST_FOUND ? length : `more than ${MOST_FOUND}`;
+    this.count.textContent = length ? `${Math.max(1, this.current + 1)} of ${all}` : asked ? "Not found" : "";
     if (!globalThis.Highlight) return;
-    const [all, now] = [new Highlight(), new Highlight()];
+    const [found, now] = [new Highlight(), new Highlight()];
     now.priority = 1;
     this.found.forEach((place, number) => {
       const item = this.captions.items.get(place.turn);
       const range = item && rangeIn(item.querySelector(".text"), place.index, place.length);
-      if (range) (number === this.current ? now : all).add(range);
+      if (range) (number === this.current ? now : found).add(range);
     });
-    CSS.highlights.set("found", all);
+    CSS.highlights.set("found", found);
     CSS.highlights.set("found-now", now);
   }
 }

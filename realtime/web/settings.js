@@ -22,7 +22,11 @@ export function connectSettings(preferences, onTheme) {
   $("device").addEventListener("change", () => preferences.set("device", $("device").value));
   $("language").addEventListener("input", () => preferences.set("language", $("language").value));
   $("keywords").addEventListener("input", () => preferences.set("keywords", $("keywords").value));
-  $("open-settings").addEventListener("click", () => $("settings").showModal());
+  $("open-settings").addEventListener("click", () => {
+    $("settings").showModal();
+    // A server that was starting when the page came told nothing of its model then.
+    if (!preferences.options.length) showWishes(preferences);
+  });
 
   const showTheme = () => {
     $("theme").setAttribute("aria-pressed", String(preferences.dark));
@@ -64,13 +68,7 @@ async function showSources(preferences) {
 
 // Only what the server's model takes can be filled in.
 async function showWishes(preferences) {
-  try {
-    const headers = preferences.key ? { Authorization: `Bearer ${preferences.key}` } : {};
-    const models = await (await fetch("v1/models", { headers })).json();
-    ({ options: preferences.options, languages: preferences.languages } = models.data[0]);
-  } catch {
-    preferences.options = preferences.languages = [];
-  }
+  await preferences.learn();
   const takes = (name) => preferences.options.includes(name);
   $("language-box").hidden = !takes("language");
   // Where there is nothing to choose, the box says which language it is.

@@ -35,6 +35,16 @@ export class Transcript extends EventTarget {
     return this.turns.filter((turn) => turn.state !== "open");
   }
 
+  get hasFinished() {
+    return this.entries.some((entry) => entry.text && entry.state !== "note" && entry.state !== "open");
+  }
+
+  // Where the newest text ends, finished or not. Later turns end later, all but the last few surely.
+  get seconds() {
+    const ends = this.entries.slice(-20).map((entry) => Math.max(entry.start, entry.end ?? 0, entry.words.at(-1)?.end ?? 0));
+    return Math.max(0, ...ends);
+  }
+
   get openTurns() {
     return [...this.byId.values()];
   }

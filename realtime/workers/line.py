@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 
+from realtime.config import Config, Secret
 from realtime.serving.house import Answer, Figures
 
 # The longest message is the first: the configuration.
@@ -16,12 +18,15 @@ LONGEST_LINE = 1024 * 1024
 
 
 class Start(msgspec.Struct, tag="start"):
-    """First word of a parent. `config` is the whole configuration as JSON."""
+    """First word of a parent. `config` is the whole configuration, as `encode_config` writes it."""
 
     config: msgspec.Raw
     secret: bytes
     engines: list[str]
     port: int
+
+    def __repr__(self) -> str:
+        return f"Start(port={self.port})"
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -59,14 +64,50 @@ class Others(msgspec.Struct, tag="others"):
     figures: Figures
 
 
+class Counted(msgspec.Struct, tag="counted"):
+    """The metrics of the worker that says it, as `realtime.serving.totals.report` writes them."""
+
+    report: msgspec.Raw
+
+
+class Scrape(msgspec.Struct, tag="scrape"):
+    """The worker is asked for the metrics of the server; these are its own. Answered by `Scraped`."""
+
+    number: int
+    report: msgspec.Raw
+
+
+class Scraped(msgspec.Struct, tag="scraped"):
+    number: int
+    text: str
+
+
+class Reload(msgspec.Struct, tag="reload"):
+    """Take over this configuration, as `encode_config` writes it."""
+
+    config: msgspec.Raw
+
+    def __repr__(self) -> str:
+        return "Reload()"
+
+
 class Retire(msgspec.Struct, tag="retire"):
     """Stop, and leave sessions that can be resumed to the other workers."""
 
 
-Message = Start | Ready | Enter | Entered | Leave | Own | Others | Retire
+Message = Start | Ready | Enter | Entered | Leave | Own | Others | Counted | Scrape | Scraped | Reload | Retire
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Message)
+
+
+def encode_config(config: Config) -> msgspec.Raw:
+    """The whole configuration with its secrets, for a worker and for nobody else."""
+    return msgspec.Raw(msgspec.json.encode(config, enc_hook=Secret.reveal))
+
+
+def decode_config(encoded: msgspec.Raw) -> Config:
+    return msgspec.json.decode(encoded, type=Config, dec_hook=lambda kind, text: kind(text))
 
 
 class Line:
@@ -95,6 +136,11 @@ class Line:
             if not line:
                 return
             yield _decoder.decode(line)
+
+    async def drain(self) -> None:
+        """Until what was said has left, or the other side is gone."""
+        with contextlib.suppress(OSError):
+            await self._writer.drain()
 
     def close(self) -> None:
         self._writer.close()

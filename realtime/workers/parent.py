@@ -7,21 +7,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
-from prometheus_client import multiprocess
 
-from realtime.config import Config
+from engine.logs import set_log_level
+from realtime.config import Changes, Config, take_over
 from realtime.serving.tokens import signing_secret
-from realtime.workers.line import Enter, Leave, Line, Own, Ready, Retire, Start
+from realtime.serving.totals import Totals
+from realtime.workers.line import (
+    Counted,
+    Enter,
+    Leave,
+    Line,
+    Own,
+    Ready,
+    Reload,
+    Retire,
+    Scrape,
+    Scraped,
+    Start,
+    encode_config,
+)
 from realtime.workers.shared_house import HouseKeeper
 
 log = logging.getLogger("tickertape.workers")
@@ -30,7 +42,10 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.25, 10.0
 # A worker that lived so long was well: the wait before the next one is the first again.
 WELL_AFTER_S = 10.0
 STOP_POLL_S = 0.05
-METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+# What a worker said before it ended may still wait to be read; then it is read for so long at most.
+LAST_WORDS_S = 1.0
+# Workers have numbers from 1.
+PARENT = 0
 
 
 class WorkerFailed(Exception):
@@ -65,9 +80,17 @@ class Worker:
 
 
 class Parent:
-    """`engines` are the addresses of engines that run already."""
+    """`engines` are the addresses of engines that run already. `engine_counters` reports what they counted, if this
+    process has followed them from their start."""
 
-    def __init__(self, config: Config, workers: int, engines: Sequence[str], reserved: socket.socket) -> None:
+    def __init__(
+        self,
+        config: Config,
+        workers: int,
+        engines: Sequence[str],
+        reserved: socket.socket,
+        engine_counters: Callable[[], msgspec.Raw] | None = None,
+    ) -> None:
         self.config = config
         self.port = int(reserved.getsockname()[1])
         self.workers: dict[int, Worker] = {}
@@ -80,7 +103,8 @@ class Parent:
         self._keepers: set[asyncio.Task[None]] = set()
         self._retiring: set[int] = set()
         self._restarting: asyncio.Task[None] | None = None
-        self._metrics_folder = tempfile.TemporaryDirectory(prefix="tickertape-metrics-")
+        self._engine_counters = engine_counters
+        self.totals = Totals()
 
     async def start(self) -> None:
         """Returns when all workers listen and have an engine. Raises a group of WorkerFailed."""
@@ -96,6 +120,15 @@ class Parent:
         if self._restarting is None or self._restarting.done():
             self._restarting = asyncio.create_task(self._replace_all(), name="rolling restart")
 
+    def reload(self, new: Config) -> Changes:
+        """Take over another configuration here and in all workers, without closing a socket. Raises ConfigError."""
+        changes = take_over(self.config, new)
+        set_log_level(self.config.server.log_level)
+        encoded = encode_config(self.config)
+        for worker in self.workers.values():
+            worker.line.send(Reload(encoded))
+        return changes
+
     async def stop(self, force: Callable[[], bool]) -> None:
         """Let running turns finish, unless `force` says that there is no time for that."""
         self.stopping.set()
@@ -104,35 +137,66 @@ class Parent:
         while self.workers or self._keepers or not (self._restarting is None or self._restarting.done()):
             for worker in list(self.workers.values()):
                 if worker.process.returncode is not None:
-                    self._forget(worker)
+                    await self._forget(worker)
                 elif force():
                     worker.signal(signal.SIGKILL)
                 elif worker.number not in told:
                     told.add(worker.number)
                     worker.signal(signal.SIGTERM)
             await asyncio.sleep(STOP_POLL_S)
-        self._metrics_folder.cleanup()
 
     # Inside.
 
     async def _spawn(self) -> Worker:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "realtime.workers.worker", str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
-                # Ctrl-C reaches the parent alone, which decides.
-                start_new_session=True,
-                env=os.environ | {METRICS_VARIABLE: self._metrics_folder.name},
-            )  # fmt: skip
+        """Raises WorkerFailed if the system has no process, no memory or no descriptor for it."""
+        try:
+            process, line = await self._start_process()
+        except (OSError, MemoryError) as error:
+            reason = getattr(error, "strerror", None) or "out of memory"
+            text = f"a worker cannot be started: {reason}; raise the limits on processes, memory and open files"
+            raise WorkerFailed(text) from error
         self._numbers += 1
-        worker = Worker(self._numbers, process, await Line.over(ours))
+        worker = Worker(self._numbers, process, line)
         self.workers[worker.number] = worker
         self._house.add(worker.number, worker.line)
-        config = msgspec.Raw(msgspec.json.encode(self.config))
-        worker.line.send(Start(config, self._secret, self._engines, self.port))
+        worker.line.send(Start(encode_config(self.config), self._secret, self._engines, self.port))
         worker.hearing = asyncio.create_task(self._hear(worker), name=f"worker {worker.number}")
         return worker
+
+    async def _start_process(self) -> tuple[asyncio.subprocess.Process, Line]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "realtime.workers.worker", str(theirs.fileno()),
+                    pass_fds=(theirs.fileno(),),
+                    # Ctrl-C reaches the parent alone, which decides.
+                    start_new_session=True,
+                )  # fmt: skip
+            except BaseException:
+                ours.close()
+                raise
+        return process, await Line.over(ours)
+
+    async def _spawn_again(self) -> Worker | None:
+        """A worker in the place of one that ended, as soon as the system can start it; None if the server stops."""
+        backoff, has_said = FIRST_BACKOFF_S, False
+        while True:
+            try:
+                return await self._spawn()
+            except WorkerFailed as error:
+                if not has_said:
+                    log.error("%s; it is tried again until it works", error)
+                has_said = True
+            if await self._stops_within(backoff):
+                return None
+            backoff = min(2 * backoff, MAX_BACKOFF_S)
+
+    async def _stops_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.stopping.wait(), seconds)
+            return True
+        return False
 
     async def _hear(self, worker: Worker) -> None:
         async for message in worker.line:
@@ -141,6 +205,15 @@ class Parent:
                     worker.ready.set_result(None)
             elif isinstance(message, Enter | Leave | Own):
                 self._house.hear(worker.number, message)
+            elif isinstance(message, Counted | Scrape):
+                self.totals.hear(worker.number, message.report)
+                if isinstance(message, Scrape):
+                    worker.line.send(Scraped(message.number, self._exposition()))
+
+    def _exposition(self) -> str:
+        if self._engine_counters is not None:
+            self.totals.hear(PARENT, self._engine_counters())
+        return self.totals.exposition().decode()
 
     def _keep(self, worker: Worker) -> None:
         keeper = asyncio.create_task(self._replace_when_it_dies(worker), name=f"keeper of worker {worker.number}")
@@ -152,33 +225,40 @@ class Parent:
         backoff, began = FIRST_BACKOFF_S, clock()
         while True:
             status = await worker.process.wait()
-            self._forget(worker)
+            await self._forget(worker)
             if self.stopping.is_set() or worker.number in self._retiring:
                 self._retiring.discard(worker.number)
                 return
             log.error("worker %d ended with %d; its clients resume at the others", worker.number, status)
             backoff = FIRST_BACKOFF_S if clock() - began >= WELL_AFTER_S else min(2 * backoff, MAX_BACKOFF_S)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.stopping.wait(), backoff)
+            if await self._stops_within(backoff):
                 return
-            began = clock()
-            worker = await self._spawn()
+            next_one = await self._spawn_again()
+            if next_one is None:
+                return
+            worker, began = next_one, clock()
 
-    def _forget(self, worker: Worker) -> None:
+    async def _forget(self, worker: Worker) -> None:
+        """It has ended; its last report counts on."""
         self.workers.pop(worker.number, None)
+        if worker.hearing is not None:
+            await asyncio.wait((worker.hearing,), timeout=LAST_WORDS_S)
         self._house.remove(worker.number)
+        self.totals.forget(worker.number)
         worker.line.close()
-        multiprocess.mark_process_dead(worker.process.pid, self._metrics_folder.name)  # type: ignore[no-untyped-call]
 
     async def _replace_all(self) -> None:
         for old in list(self.workers.values()):
             if self.stopping.is_set():
                 return
-            new = await self._spawn()
+            new = None
             try:
+                new = await self._spawn()
                 await new.wait_until_ready()
             except WorkerFailed as error:
                 log.error("the rolling restart ends here: %s; worker %d stays", error, old.number)
+                if new is not None:
+                    await self._forget(new)
                 return
             self._keep(new)
             self._retiring.add(old.number)

@@ -8,16 +8,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 
-import msgspec
 import uvloop
 
-from realtime.app import gateway_of_several
-from realtime.config import Config
-from realtime.workers.line import Entered, Line, Others, Ready, Retire, Start
+from engine.logs import WITH_PROCESS, set_log_level, set_up_logging
+from realtime.app import Server, gateway_of_several, share_of
+from realtime.config import Config, ConfigError
+from realtime.workers.line import Entered, Line, Others, Ready, Reload, Retire, Scraped, Start, decode_config
 from realtime.workers.shared_house import SharedHouse
+from realtime.workers.shared_metrics import SharedMetrics
 
 log = logging.getLogger("tickertape.worker")
 
@@ -33,34 +35,57 @@ async def work(end: socket.socket) -> None:
     messages = aiter(line)
     start = await anext(messages)
     assert isinstance(start, Start), "a parent says first what to do"
-    config = msgspec.json.decode(start.config, type=Config)
+    config = decode_config(start.config)
+    set_log_level(config.server.log_level)
     house = SharedHouse(line, asyncio.get_running_loop().time)
     listener = port_socket(config.server.host, start.port)
     async with gateway_of_several(config, start.engines, start.secret, house, listener) as server:
+        gateway = server.server.gateway
+        shared = SharedMetrics(line, gateway.metrics.families)
+        gateway.metrics.of_all = shared.of_all
 
         async def hear() -> None:
             async for message in messages:
                 if isinstance(message, Retire):
-                    server.server.gateway.sessions.hands_over = True
+                    gateway.sessions.hands_over = True
                     server.server.should_exit = True
                 elif isinstance(message, Entered | Others):
                     house.hear(message)
+                elif isinstance(message, Scraped):
+                    shared.hear(message)
+                elif isinstance(message, Reload):
+                    _reload(server.server, share_of(decode_config(message.config)))
             log.warning("the parent is gone; stopping")
             server.server.should_exit = True
 
         hearing = asyncio.create_task(hear(), name="what the parent says")
+        reporting = asyncio.create_task(shared.run(), name="metrics for the parent")
         try:
             if await server.wait_until_ready():
                 line.send(Ready())
                 await server.wait()
         finally:
             hearing.cancel()
+            reporting.cancel()
+    # All sockets are closed and counted.
+    shared.tell()
+    await line.drain()
     line.close()
 
 
+def _reload(server: Server, config: Config) -> None:
+    """The parent has checked and logged it."""
+    try:
+        server.reload(config)
+    except (ConfigError, OSError) as error:
+        log.error("this worker did not take over the configuration: %s", error)
+
+
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s [%(process)d]: %(message)s")
-    logging.getLogger("websockets").setLevel(logging.WARNING)
+    set_up_logging(WITH_PROCESS)
+    # The parent is told, and tells its workers.
+    for number in (signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     end = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(end.fileno(), False)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.attacks import frames, handshake, messages, sound, timing, tokens, uploads
+from tests.attacks import frames, handshake, messages, sound, timing, tokens, uploads, websites
 from tests.attacks.target import ATTACKS
 
-__all__ = ["ATTACKS", "frames", "handshake", "messages", "sound", "timing", "tokens", "uploads"]
+__all__ = ["ATTACKS", "frames", "handshake", "messages", "sound", "timing", "tokens", "uploads", "websites"]

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.attacks.conftest import Beside
-from tests.attacks.real_server import RealServer, peak_growth, watched_memory
+from tests.attacks.conftest import HOLD, Beside
+from tests.attacks.real_server import Hold, RealServer, peak_growth, watched_memory
 
 MIB = 2**20
+# Lines of the log that one attack may cause, and what any of them looks like: the server began it, and no control
+# character of a client is in it.
+MOST_LOG_LINES = 200
+WELL_FORMED = re.compile(
+    "(?:[0-9]{4}-[0-9]{2}-[0-9]{2} |(?:INFO|WARNING|ERROR) | {4}[|] )[^\\x00-\\x1f\\x7f-\\x9f\u2028\u2029]*"
+)
+# What decoders may have at once: the program that forks them, a few MB for each, and four files at their limit.
+DECODERS_MIB = 1200
 # How long a session, a task or a socket of an attacker may outlive it.
 SETTLE_S = 20.0
 # The good client has a session, a socket and a handful of tasks of its own, or is between two sessions.
@@ -41,23 +50,40 @@ def _sessions(server: RealServer) -> int:
     return max(int(capacity["sessions"]), int(capacity["streams_used"]))
 
 
+@dataclass(slots=True)
+class Cost:
+    """What an attack took, once it is over."""
+
+    hold: Hold | None = None
+
+    def report(self, record_property: Callable[[str, object], None]) -> None:
+        """Have it printed at the end of the run."""
+        assert self.hold is not None
+        record_property(HOLD, [self.hold.ms, str(self.hold)])
+
+
 @contextmanager
-def harmless(server: RealServer, beside: Beside, name: str, gateway_mib: float, engine_mib: float) -> Iterator[None]:
+def harmless(server: RealServer, beside: Beside, name: str, gateway_mib: float, engine_mib: float) -> Iterator[Cost]:
     """Run what is inside beside the good client, then look at everything that an attack may not change."""
-    rest = at_rest(server)
-    complaints = len(server.complaints())
+    rest, cost = at_rest(server), Cost()
+    complaints, logged = len(server.complaints()), len(server.log_lines())
     began = time.time()
     try:
         with watched_memory(server) as seen:
-            yield
+            yield cost
     finally:
         beside.attacks.append((name, began, time.time()))
+        cost.hold = server.longest_hold(began)
     growth = peak_growth(seen)
     assert server.engine_is_the_same(), "the engine was restarted"
     assert growth.gateway <= gateway_mib * MIB, f"the gateway grew by {growth.gateway / MIB:.1f} MiB"
+    assert growth.decoders <= DECODERS_MIB * MIB, f"decoders had {growth.decoders / MIB:.1f} MiB at once"
     assert growth.engine <= engine_mib * MIB, f"the engine grew by {growth.engine / MIB:.1f} MiB"
     nothing_is_left(server, rest)
     assert server.complaints()[complaints:] == []
+    lines = server.log_lines()[logged:]
+    assert len(lines) <= MOST_LOG_LINES, f"{len(lines)} lines were logged: {lines[-1]}"
+    assert [line for line in lines if not WELL_FORMED.fullmatch(line)] == []
     beside.check()
 
 

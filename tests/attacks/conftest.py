@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,8 @@ from engine.weights.store import cache_folder
 from tests.attacks.good_client import Lap
 from tests.attacks.real_server import GOOD_KEY, RealServer, real_server
 
+# What the reports of tests call the longest hold of the gateway's event loop.
+HOLD = "longest hold of the event loop"
 NEEDED = ("moonshine-tiny", "sample-two-cities")
 LAP_S = 60.0
 
@@ -66,11 +69,31 @@ class Beside:
             self.laps.append(lap)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RealServer]:
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How long one attack kept the gateway from all others, which no test can assert on a busy machine."""
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
+    holds = [
+        (ms, text, report.nodeid.rpartition("::")[2])
+        for report in reports
+        for name, (ms, text) in getattr(report, "user_properties", [])
+        if name == HOLD
+    ]
+    if holds:
+        terminalreporter.section("longest hold of the gateway's event loop")
+        for _, text, test in sorted(holds, reverse=True):
+            terminalreporter.write_line(f"{test}: {text}")
+        terminalreporter.write_line(f"the longest of {len(holds)}: {max(holds)[1]}")
+
+
+def skip_without_models() -> None:
     missing = [name for name in NEEDED if not (cache_folder() / name).exists()]
     if missing:
         pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RealServer]:
+    skip_without_models()
     with real_server() as running:
         yield running
 

@@ -126,6 +126,28 @@ async def one_message_too_large(target: Target) -> None:
         assert await socket.close_code_while_sending(bytes(65_536), 30_000_000) == TOO_BIG
 
 
+@attack(gateway_mib=48)
+async def messages_that_stop_before_their_end(target: Target) -> None:
+    """Ten sockets whose messages of 21 MiB stop ten bytes before their end, half of them audio.
+
+    Audio that was heard waits for the engine as any other does.
+    """
+    large = 21 * 2**20 - 100
+    bodies = (
+        b'{"type":"input_audio_buffer.append","audio":"' + b"A" * large,
+        b'{"type":"session.update","x":"' + b"x" * large,
+    )
+    audio_input = {"format": {"type": "audio/pcm", "rate": 48000}, "turn_detection": None}
+
+    async def stop_short(body: bytes) -> None:
+        async with target.upgraded() as socket:
+            await socket.send_event(type="session.update", session={"audio": {"input": audio_input}})
+            await socket.try_send(frame(TEXT, body)[:-10], 20)
+            await asyncio.sleep(2)
+
+    await asyncio.gather(*(stop_short(bodies[number % 2]) for number in range(10)))
+
+
 @attack()
 async def a_frame_that_never_comes(target: Target) -> None:
     """Fifty sockets that announce a message of 20 MB and send ten bytes of it."""

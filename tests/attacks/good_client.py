@@ -82,7 +82,7 @@ async def _connected(url: str, key: str) -> ClientConnection:
             headers = {"Authorization": f"Bearer {key}"}
             return await connect(url, additional_headers=headers, compression=None, proxy=None, open_timeout=30)
         except InvalidStatus as error:
-            if error.response.status_code != 503 or time.monotonic() > deadline:
+            if error.response.status_code not in (429, 503) or time.monotonic() > deadline:
                 raise
             await asyncio.sleep(0.2)
 

@@ -180,6 +180,65 @@ async def crowded_sub_protocols(target: Target) -> None:
 
 
 @attack()
+async def line_ends_in_every_value(target: Target) -> None:
+    """Line ends, forged headers, forged lines of the log and escapes for a terminal, in paths and queries."""
+    ends = (
+        "%0d%0aX-Forged:%20yes",
+        "%0a2026-01-01%2000:00:00,000%20ERROR%20forged",
+        "%1b%5d0;forged%07",
+        "%e2%80%a8%00%85",
+    )
+    listen = "encoding=linear16&sample_rate=16000"
+    for text in ends:
+        for path in (
+            *(
+                f"/v1/listen?{listen}&{name}=1{text}"
+                for name in ("channels", "language", "endpointing", "keyterm", text)
+            ),
+            f"/v1/listen?encoding={text}",
+            f"/v1/listen?{listen}&sample_rate={text}",
+            *(f"/v1/realtime?{name}=a{text}" for name in ("model", "resume", "call_id", text)),
+            f"/v1/realtime?resume=a&after={text}",
+            f"/v1/models/{text}",
+            f"/{text}",
+        ):
+            head = target.upgrade_head(path)
+            for request in (head, head.replace(b"Upgrade: websocket\r\nConnection: Upgrade", b"Connection: close")):
+                async with target.raw() as socket:
+                    await socket.send(request)
+                    lines = (await socket.read_head()).split(b"\r\n")
+                    assert lines[0].startswith(b"HTTP/1.1 "), (path, lines[0])
+                    forged = [line for line in lines if line.startswith((b"X-Forged", b"2026")) or b"\x1b" in line]
+                    assert not forged, (path, forged)
+
+
+@attack()
+async def plain_requests_for_a_socket(target: Target) -> None:
+    """Two hundred plain requests where sockets are served: each is told that an upgrade is missing."""
+    for number in range(200):
+        path = ("/v1/realtime", "/realtime", "/v1/listen")[number % 3]
+        head = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{target.authorization}\r\n"
+        answer = Answer.parse(await target.exchange(head.encode()))
+        assert answer.status == 426 and b"upgrade: websocket" in answer.headers.lower() and b"proxy" in answer.body
+
+
+@attack()
+async def a_flood_of_scrapes(target: Target) -> None:
+    """A thousand scrapes of the metrics, which need no key, and as many looks at the capacity."""
+
+    async def look(path: str) -> None:
+        async with target.raw() as socket:
+            for _ in range(50):
+                await socket.send(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                head = await socket.read_head()
+                assert head.startswith(b"HTTP/1.1 200"), head[:100]
+                length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+                await socket.reader.readexactly(length)
+
+    await asyncio.gather(*(look(path) for path in ("/metrics", "/capacity") * 20))
+
+
+@attack()
 async def leaving_in_the_handshake(target: Target) -> None:
     """Two hundred clients that ask for a socket and are gone before the answer."""
     for _ in range(200):

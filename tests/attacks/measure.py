@@ -1,4 +1,5 @@
-"""What each attack costs: bytes sent, memory of both processes, and how long others wait for their words.
+"""What each attack costs: bytes sent, memory of both processes, the longest hold of the gateway's event loop, and how
+long others wait for their words.
 
     python -m tests.attacks.measure [--source CHECKOUT] [NAME...]
 
@@ -18,7 +19,14 @@ from pathlib import Path
 from tests.attacks import good_client
 from tests.attacks.all_attacks import ATTACKS
 from tests.attacks.conftest import letters
-from tests.attacks.real_server import GOOD_KEY, RealServer, peak_growth, real_server, watched_memory
+from tests.attacks.real_server import (
+    GOOD_KEY,
+    WITHOUT_KEYS,
+    RealServer,
+    peak_growth,
+    real_server,
+    watched_memory,
+)
 from tests.attacks.target import Attack, Target
 
 MIB = 2**20
@@ -27,6 +35,7 @@ MIB = 2**20
 async def measure(server: RealServer, attack: Attack, calm: good_client.Lap) -> str:
     target = Target(server.port)
     audio = good_client.speech()
+    began_at = time.time()
     with watched_memory(server) as seen:
         lap = asyncio.create_task(good_client.one_lap(server.ws, GOOD_KEY, audio))
         await asyncio.sleep(1.0)
@@ -45,10 +54,11 @@ async def measure(server: RealServer, attack: Attack, calm: good_client.Lap) -> 
         except Exception as error:
             others = f"LOST: {type(error).__name__}"
     growth = peak_growth(seen)
+    held = server.longest_hold(began_at)
     restarted = "" if server.engine_is_the_same() else "; THE ENGINE WAS RESTARTED"
     return (
         f"| {attack.name} | {target.sent:,} B in {took:.1f} s | gateway {growth.gateway / MIB:+.0f} MiB, "
-        f"engine {growth.engine / MIB:+.0f} MiB | {others}{restarted} | {outcome} |"
+        f"engine {growth.engine / MIB:+.0f} MiB | {held} | {others}{restarted} | {outcome} |"
     )
 
 
@@ -56,7 +66,7 @@ async def run(names: list[str], source: Path | None) -> None:
     calm = None
     for name in names or list(ATTACKS):
         # A server of its own for each: what one attack broke must not be counted for the next.
-        with real_server(source) as server:
+        with real_server(source, WITHOUT_KEYS if ATTACKS[name].few_sessions else None) as server:
             calm = calm or await good_client.one_lap(server.ws, GOOD_KEY, good_client.speech())
             sys.stdout.write(await measure(server, ATTACKS[name], calm) + "\n")
             sys.stdout.flush()

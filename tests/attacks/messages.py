@@ -234,6 +234,53 @@ async def a_storm_of_commits_and_clears(target: Target) -> None:
 
 
 @attack()
+async def prompts_that_are_not_taken(target: Target) -> None:
+    """A thousand prompts for a model that takes none: the log says so a few times, and then how often."""
+    async with target.client() as client:
+        reading = asyncio.create_task(_drain(client))
+        for number in range(1000):
+            prompt = f"Something that is no list of words was said here, {number}\n2026-01-01 ERROR forged"
+            await client.send("session.update", session={"audio": {"input": {"transcription": {"prompt": prompt}}}})
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await client.still_works()
+
+
+@attack()
+async def audio_beside_mistakes(target: Target) -> None:
+    """Short appends and a mistake in one segment, and nothing behind them: what came is heard without more."""
+    async with target.upgraded() as socket:
+        audio_input = {"format": {"type": "audio/pcm", "rate": 16000}, "turn_detection": None}
+        session = {"audio": {"input": audio_input}, "include": ["input_audio_buffer.acks"]}
+        await socket.send_event(type="session.update", session=session)
+        spoken = frame(TEXT, json.dumps({"type": APPEND, "audio": "AAAA" * 1600}).encode())
+        for number, mistake in enumerate(
+            (b"{", b'{"type":"conversation.item.create"}', b'{"type":"no.such.thing"}'), 1
+        ):
+            await socket.send(spoken + spoken + frame(TEXT, mistake))
+            async with asyncio.timeout(20):
+                acknowledged = 0
+                while acknowledged < number * 4800:
+                    event = json.loads((await socket.read_frame())[1])
+                    if event["type"] == "input_audio_buffer.acknowledged":
+                        acknowledged = event["samples"]
+
+
+@attack()
+async def updates_that_are_half_wrong(target: Target) -> None:
+    """Updates with a new format and wrong options: the format is in force, and every wrong option is named."""
+    async with target.client() as client:
+        for rate in (8000, 16000, 48000):
+            wrong = {"language": "qq", "task": "sing", "keywords": ["x" * 100], "delay": "never"}
+            audio_input = {"format": {"type": "audio/pcm", "rate": rate}, "transcription": wrong}
+            await client.send("session.update", session={"audio": {"input": audio_input}})
+            named = {(await client.error())["param"].rpartition(".")[2] for _ in wrong}
+            assert named == set(wrong)
+            shown = (await client.until("session.updated"))["session"]["audio"]["input"]
+            assert shown["format"]["rate"] == rate
+
+
+@attack()
 async def mistakes_without_end(target: Target) -> None:
     """Two thousand mistakes from twenty sockets: answered, but no faster than `limits.mistakes_per_second`."""
 

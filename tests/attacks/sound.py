@@ -12,7 +12,8 @@ import av
 import numpy as np
 from websockets.exceptions import ConnectionClosed
 
-from tests.attacks.target import Client, Target, attack
+from tests.attacks.target import Client, Target, attack, form_file
+from tests.audio.test_mp4 import box, index, track
 
 APPEND, COMMIT, GAP = (f"input_audio_buffer.{name}" for name in ("append", "commit", "gap"))
 
@@ -49,6 +50,22 @@ def flac(seconds: float) -> bytes:
         frame.sample_rate, frame.pts = 16000, 0
         container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
+    return out.getvalue()
+
+
+def written(container: str, codec: str, rate: int) -> bytes:
+    """A second of noise in any format that libav can write."""
+    out = io.BytesIO()
+    noise = (3000 * np.random.default_rng(0).standard_normal((1, rate))).astype(np.int16)
+    with av.open(out, "w", format=container) as output:
+        stream = output.add_stream(codec, rate=rate, layout="mono")
+        size = stream.codec_context.frame_size or 1024
+        convert = av.AudioResampler(format=stream.codec_context.format, layout="mono", rate=rate, frame_size=size)
+        frame = av.AudioFrame.from_ndarray(noise, format="s16", layout="mono")
+        frame.sample_rate, frame.pts = rate, 0
+        for piece in (*convert.resample(frame), *convert.resample(None)):
+            output.mux(stream.encode(piece))
+        output.mux(stream.encode(None))
     return out.getvalue()
 
 
@@ -96,18 +113,42 @@ async def bad_base64(target: Target) -> None:
 
 @attack(gateway_mib=180)
 async def the_largest_bad_base64(target: Target) -> None:
-    """Twenty megabytes of base64 with one wrong letter at the end, from two sockets at once.
-
-    A message costs up to four times its size while it is read: as frames, as text, and as bytes.
-    """
+    """Twenty megabytes of base64 with one wrong letter at the end, from two sockets at once."""
 
     async def send() -> None:
         async with target.client() as client:
+            await client.update(format={"type": "audio/pcm", "rate": 48000}, turn_detection=None)
             await client.send(APPEND, audio="A" * 20_000_000 + "!AAA")
             assert (await client.error())["code"] == "invalid_audio"
             await client.still_works()
 
     await asyncio.gather(send(), send())
+
+
+@attack()
+async def the_largest_appends(target: Target) -> None:
+    """Fifteen megabytes of audio in one append, as much as OpenAI takes, in raw samples and in G.711."""
+    for audio_format in ({"type": "audio/pcm", "rate": 48000}, {"type": "audio/pcmu"}):
+        async with target.client() as client:
+            await client.update(format=audio_format, turn_detection=None, include=["input_audio_buffer.acks"])
+            message = json.dumps({"type": APPEND, "audio": "A" * (20 * 2**20)})
+            sending = asyncio.create_task(client.send_raw(message))
+            # Its first part is heard while the last is on its way.
+            assert (await client.until("input_audio_buffer.acknowledged"))["samples"] > 0
+            await asyncio.wait((sending,), timeout=2)
+            # The server reads no faster than its engine hears; half an hour of sound is not worth waiting for.
+            client.socket.transport.abort()
+            await asyncio.gather(sending, return_exceptions=True)
+
+
+@attack(gateway_mib=40)
+async def one_frame_of_eight_channels(target: Target) -> None:
+    """A binary frame of 21 MiB with the samples of eight channels: dealt out to eight sessions in pieces."""
+    query = "encoding=linear16&sample_rate=48000&channels=8&multichannel=true"
+    async with target.client(f"{target.listen}?{query}", greeted=False) as client:
+        await client.send_raw(bytes(21 * 2**20))
+        await client.send("CloseStream")
+        assert await client.close_code() == 1000
 
 
 @attack()
@@ -237,6 +278,53 @@ async def containers_that_are_none(target: Target) -> None:
             await client.send("CloseStream")
             assert (await client.until("Error"))["variant"] == "invalid_audio", data[:20]
             assert await client.close_code() == 1000
+
+
+@attack()
+async def codecs_that_are_not_served(target: Target) -> None:
+    """Sound that libav could decode and we do not serve, in files and on sockets: refused by its name."""
+    for container, codec, rate in (
+        ("matroska", "ac3", 48_000),
+        ("matroska", "mp2", 48_000),
+        ("matroska", "wavpack", 16_000),
+        ("wav", "adpcm_ms", 16_000),
+        ("wav", "g726", 8_000),
+        ("avi", "pcm_s16le", 16_000),
+        ("aiff", "pcm_s16be", 16_000),
+    ):
+        data = written(container, codec, rate)
+        answer = await target.upload(form_file(data))
+        assert (answer.status, answer.code) == (400, "format_not_served"), answer.body
+        assert (codec.encode() if container in ("matroska", "wav") else container.upper().encode()) in answer.body
+        await _container_is_refused(target, data)
+
+
+@attack(gateway_mib=12)
+async def a_codec_that_wants_gigabytes(target: Target) -> None:
+    """ALAC whose head asks for the largest frames of eight channels: its decoder has bounds, apart from the gateway."""
+    data = bytearray(written("matroska", "alac", 44_100))
+    head = data.index(struct.pack(">I", 4096))
+    data[head : head + 4], data[head + 9] = struct.pack(">I", 4096 * 4096), 8
+    answers = await asyncio.gather(*(target.upload(form_file(bytes(data))) for _ in range(8)))
+    for answer in answers:
+        assert answer.status in (400, 503) and answer.code in ("corrupt_audio", "audio_too_large", "server_busy")
+
+
+@attack()
+async def an_index_at_the_end_that_never_ends(target: Target) -> None:
+    """MP4 files whose index is behind the sound and describes millions of packets, or boxes without end."""
+    kind, media = box(b"ftyp", b"isom" + bytes(4)), box(b"mdat", bytes(4000))
+    for index_of in (
+        index(track(samples=50_000_000, per_chunk=50_000_000)),
+        index(track(samples=0xFFFFFFFF)),
+        index(track(samples=100_000, per_chunk=100_000, edits=1000)),
+        index(*[track(handler=b"vide")] * 2000),
+        box(b"free", b"") * 100_000 + index(track()),
+        b"\x00\x00\x00\x01moov" + b"\xff" * 8,
+    ):
+        answer = await target.upload(form_file(kind + media + index_of))
+        assert (answer.status, answer.code) == (400, "corrupt_audio"), (answer.status, answer.body)
+        assert await target.listened(kind + media + index_of) == 400
 
 
 @attack()

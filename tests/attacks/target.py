@@ -31,6 +31,8 @@ class Attack:
     run: Callable[[Target], Coroutine[Any, Any, None]]
     gateway_mib: float
     engine_mib: float
+    # It is for a server without keys, on which few sessions have room.
+    few_sessions: bool = False
 
 
 ATTACKS: dict[str, Attack] = {}
@@ -42,7 +44,7 @@ ENGINE_MIB = 64
 
 
 def attack(
-    gateway_mib: float = 24, engine_mib: float = ENGINE_MIB
+    gateway_mib: float = 24, engine_mib: float = ENGINE_MIB, few_sessions: bool = False
 ) -> Callable[[Callable[[Target], Coroutine[Any, Any, None]]], Callable[[Target], Coroutine[Any, Any, None]]]:
     """Register an attack under the name of its function. It ends when the attacker has been told off."""
 
@@ -51,7 +53,8 @@ def attack(
     ) -> Callable[[Target], Coroutine[Any, Any, None]]:
         name = run.__name__
         assert name not in ATTACKS, name
-        ATTACKS[name] = Attack(name, (run.__doc__ or "").split("\n")[0].rstrip("."), run, gateway_mib, engine_mib)
+        about = (run.__doc__ or "").split("\n")[0].rstrip(".")
+        ATTACKS[name] = Attack(name, about, run, gateway_mib, engine_mib, few_sessions)
         return run
 
     return register
@@ -122,7 +125,9 @@ class Target:
             async with connect(url, additional_headers=headers, proxy=None, open_timeout=WAIT_S, **options):
                 raise AssertionError(f"{url} was let in")
         except InvalidStatus as error:
-            return error.response.status_code, json.loads(error.response.body)["error"]["code"]
+            body = json.loads(error.response.body)
+            # Deepgram's clients read another shape than all others.
+            return error.response.status_code, body.get("err_code") or body["error"]["code"]
 
     async def exchange(self, data: bytes, seconds: float = WAIT_S) -> bytes:
         """Send bytes; what comes back until the server closes, which it may do before it has read all of them."""
@@ -144,6 +149,12 @@ class Target:
         """Parts of a form, each made by `form_field` or `form_file`."""
         body = b"".join(parts) + f"--{BOUNDARY}--\r\n".encode()
         return await self.post("/v1/audio/transcriptions", body, FORM, key)
+
+    async def listened(self, data: bytes) -> int:
+        """The status of a file on Deepgram's path, whose refusals have Deepgram's shape."""
+        answer = await self.post("/v1/listen", data, "application/octet-stream")
+        assert answer.status == 200 or json.loads(answer.body)["err_msg"], answer.body
+        return answer.status
 
 
 FORM = f"multipart/form-data; boundary={BOUNDARY}"

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,18 @@ UNPACED = {"limits.mistakes_per_second": "0"}
 CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))
 
 
-def fuzz(server: RealServer, beside: Beside, messages: int, seed: str) -> str:
+def fuzz(
+    server: RealServer,
+    beside: Beside,
+    messages: int,
+    seed: str,
+    record_property: Callable[[str, object], None],
+) -> str:
     began = time.monotonic()
-    with harmless(server, beside, f"fuzz {seed}", GATEWAY_MIB, ENGINE_MIB):
+    with harmless(server, beside, f"fuzz {seed}", GATEWAY_MIB, ENGINE_MIB) as cost:
         program = (sys.executable, "-m", "tests.attacks.fuzz_wires", str(server.port), BAD_KEY, str(messages), seed)
         done = subprocess.run(program, stdout=subprocess.PIPE, check=True, text=True)
+    cost.report(record_property)
     took = time.monotonic() - began
     result: dict[str, Any] = json.loads(done.stdout)
     assert result["sent"] >= messages
@@ -45,15 +53,19 @@ def fuzz(server: RealServer, beside: Beside, messages: int, seed: str) -> str:
     return f"{result['sent']} messages in {took:.0f} s beside {len(beside.laps)} sessions"
 
 
-def test_fuzzed_messages_harm_nobody(server: RealServer, beside: Beside) -> None:
-    fuzz(server, beside, MESSAGES, SEED)
+def test_fuzzed_messages_harm_nobody(
+    server: RealServer, beside: Beside, record_property: Callable[[str, object], None]
+) -> None:
+    fuzz(server, beside, MESSAGES, SEED, record_property)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(4 * 3600)
-def test_many_fuzzed_messages_harm_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_fuzzed_messages_harm_nobody(
+    capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]
+) -> None:
     with real_server(settings=UNPACED) as server, GoodClient(server) as beside:
-        said = fuzz(server, beside, LONG_MESSAGES, f"long {SEED}")
+        said = fuzz(server, beside, LONG_MESSAGES, f"long {SEED}", record_property)
     with capsys.disabled():
         sys.stdout.write(f"\nfuzzed wires: {said}\n")
 

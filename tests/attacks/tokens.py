@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from typing import Any
 
+import numpy as np
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from tests.attacks.real_server import GOOD_KEY, OTHER_KEY
+from engine.boundary.preparation import hash_payload
+from realtime.http.auth import Gatekeeper
+from realtime.serving.tokens import Signer
+from realtime.session.settings import Settings
+from tests.attacks.real_server import BAD_KEY, GOOD_KEY, OTHER_KEY, SIGNING_SECRET
 from tests.attacks.sound import flac
-from tests.attacks.target import BOUNDARY, FORM, Answer, Client, Target, attack, form_file
+from tests.attacks.target import Answer, Client, Target, attack, form_file
 
 SECRETS = "/v1/realtime/client_secrets"
 TAKEN_OVER = 4409
@@ -43,6 +49,19 @@ async def forged_secrets(target: Target) -> None:
     for forged in ("ek_", "ek_forged", secret[:-1] + "!", secret.upper(), "ek_" + GOOD_KEY, secret + " "):
         if forged.strip() != secret:
             assert await target.refused(target.ws, key=forged) == (401, "invalid_api_key")
+
+
+@attack()
+async def secrets_of_a_key_that_is_gone(target: Target) -> None:
+    """Secrets that this server would have signed for a key that it does not have any more, or for no key at all."""
+    signer = Signer(SIGNING_SECRET.encode())
+    before, without = Gatekeeper(("a-key-that-is-gone", BAD_KEY), signer), Gatekeeper((), signer)
+    good = before.issue(before.check(BAD_KEY, ""), Settings(), 60).value
+    async with target.client(key=good) as client:
+        await client.still_works()
+    for keeper, key in ((before, "a-key-that-is-gone"), (without, "")):
+        secret = keeper.issue(keeper.check(key, "127.0.0.1"), Settings(), 60).value
+        assert await target.refused(target.ws, key=secret) == (401, "invalid_api_key")
 
 
 @attack()
@@ -159,9 +178,10 @@ BAD_FIELDS: list[dict[str, Any]] = [
 @attack()
 async def poisoned_items(target: Target) -> None:
     """Items for everybody's cache, good but for one field: text for a number, or a number beyond counting."""
-    form = form_file(flac(0.5)) + f"--{BOUNDARY}--\r\n".encode()
-    rendered = json.loads((await target.post("/v1/audio/render", form, FORM)).body)["items"][0]
-    items = [{**rendered, **bad} for bad in BAD_FIELDS] + [{}]
+    sound = np.linspace(-0.5, 0.5, 1280, dtype=np.float32)
+    good: dict[str, Any] = {"offset": 0, "length": 1, "sample": 0, "hash": hash_payload(sound).hex(), "shape": [1280]}
+    good["data"] = base64.b64encode(sound.tobytes()).decode()
+    items = [{**good, **bad} for bad in BAD_FIELDS] + [{}]
     for entry in items:
         answer = await target.post("/v1/audio/inject", json.dumps({"items": [entry]}).encode())
         assert answer.status in (400, 403), (entry, answer.status, answer.body)

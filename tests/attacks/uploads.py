@@ -72,6 +72,65 @@ async def ten_thousand_fields(target: Target) -> None:
 
 
 @attack()
+async def texts_without_a_total(target: Target) -> None:
+    """Forms of 600 fields of 60 kB, each with a letter that makes a text four times as large: refused by their sum."""
+    field = form_field("prompt", "x" * 60_000 + "😀")
+
+    async def fill() -> Answer:
+        async with target.raw() as socket:
+            await socket.send(head(target, "Transfer-Encoding: chunked"))
+            answer = asyncio.create_task(answer_of(socket))
+            for _ in range(600):
+                if answer.done() or not await socket.try_send(chunk(field)):
+                    break
+                await asyncio.sleep(0)
+            return await answer
+
+    for answer in await asyncio.gather(*(fill() for _ in range(3))):
+        assert (answer.status, answer.code) == (413, "form_too_large") and b"262144" in answer.body
+
+
+@attack()
+async def forms_that_stop_half_way(target: Target) -> None:
+    """Twenty forms that hold as much text as they may and go no further: bounded together, and cut off."""
+
+    async def begin_and_wait() -> bytes:
+        async with target.raw() as socket:
+            await socket.send(head(target, "Transfer-Encoding: chunked"))
+            for _ in range(7):
+                await socket.try_send(chunk(form_field("prompt", "é" * 15_000)))
+            return await socket.read_rest(15)
+
+    answers = await asyncio.gather(*(begin_and_wait() for _ in range(20)))
+    assert {answer[:12] for answer in answers} <= {b"", b"HTTP/1.1 408", b"HTTP/1.1 503"}
+    answer = await target.upload(form_file(flac(0.3)))
+    assert answer.status == 200, answer.body
+
+
+@attack()
+async def chunks_of_a_byte(target: Target) -> None:
+    """Two hundred kilobytes of body in chunks with a byte each, from two clients: read in turns with everybody else."""
+
+    async def trickle() -> Answer:
+        async with target.raw() as socket:
+            await socket.send(head(target, "Transfer-Encoding: chunked"))
+            await socket.send(chunk(form_file(b"")[:-2]) + b"1\r\nx\r\n" * 35_000)
+            await socket.send(chunk(f"\r\n--{BOUNDARY}--\r\n".encode()) + chunk(b""))
+            return await answer_of(socket)
+
+    for answer in await asyncio.gather(trickle(), trickle()):
+        assert (answer.status, answer.code) == (400, "not_audio"), answer.body
+
+
+@attack()
+async def renderings_that_nobody_asked_for(target: Target) -> None:
+    """Forty requests to render a file: off unless it is switched on, and refused before the file is read."""
+    body = form_file(flac(20)) + f"--{BOUNDARY}--\r\n".encode()
+    answers = await asyncio.gather(*(target.post("/v1/audio/render", body, FORM) for _ in range(40)))
+    assert {(answer.status, answer.code) for answer in answers} == {(403, "render_not_allowed")}
+
+
+@attack()
 async def a_codec_that_takes_long(target: Target) -> None:
     """A form whose texts are to be read by a codec that takes time by the square of their length."""
     body = b"".join((*(form_field(f"f{n}", "-" + "b" * 60_000) for n in range(20)), form_file(b"x")))

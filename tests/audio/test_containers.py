@@ -14,13 +14,22 @@ from itertools import pairwise
 from pathlib import Path
 
 import av
+import av.logging
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from audio.containers import MAX_PACKET_SAMPLES, STEP_SAMPLES, ContainerDecoder, read_file, sniff
+from audio.containers import (
+    MAX_PACKET_SAMPLES,
+    SERVED_CODECS,
+    STEP_SAMPLES,
+    ContainerDecoder,
+    read_file,
+    read_upload,
+    sniff,
+)
 from audio.errors import (
     AudioError,
     BadSamples,
@@ -28,8 +37,8 @@ from audio.errors import (
     EmptyAudio,
     NoAudioTrack,
     NotAudio,
+    NotServed,
     TooCompressed,
-    TooManyDecoders,
     UnsupportedRate,
 )
 
@@ -543,28 +552,75 @@ def test_absurd_channels_and_rates_are_refused(channels: int, rate: int) -> None
     assert isinstance(error, NotAudio | CorruptAudio | UnsupportedRate)
 
 
-def test_a_codec_that_nobody_sends_is_refused() -> None:
-    _, error = decode_until_error(write("matroska", "wavpack", 16_000, {}))
-    assert isinstance(error, NotAudio) and "codec" in str(error)
+UNSERVED = {
+    "ac3": ("matroska", "ac3", 48_000),
+    "eac3": ("matroska", "eac3", 48_000),
+    "mp2": ("matroska", "mp2", 48_000),
+    "wavpack": ("matroska", "wavpack", 16_000),
+    "tta": ("matroska", "tta", 16_000),
+    "adpcm_ms": ("wav", "adpcm_ms", 16_000),
+    "adpcm_ima_wav": ("wav", "adpcm_ima_wav", 16_000),
+    "g726": ("wav", "g726", 8_000),
+    "g722": ("wav", "g722", 16_000),
+    "ac3 in mp4": ("mp4", "ac3", 48_000),
+    "mp2 alone": ("mp2", "mp2", 48_000),
+}
 
 
-def test_decoders_that_hang_are_left_behind_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
+@pytest.mark.parametrize("kind", UNSERVED)
+def test_a_codec_that_is_not_served_is_refused_by_its_name(kind: str, tmp_path: Path) -> None:
+    """Also the local command's list has an end."""
+    data = write(*UNSERVED[kind], {})
+    for error in (decode_until_error(data)[1], upload_until_error(data)):
+        if "mp4" not in kind or "index" not in str(error):
+            assert isinstance(error, NotServed), error
+            assert f"the codec '{kind.split()[0]}' is not served; send Opus" in str(error)
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    if kind in ("wavpack", "tta"):
+        assert isinstance(read_until_error(path)[1], NotServed)
+    else:
+        assert_is_the_tone(joined(list(read_file(path))), SECONDS, tolerance=0.15)
 
-    def hanging(*_: object) -> Iterator[NDArray[np.float32]]:
-        go_on.wait()
-        return iter(())
 
-    monkeypatch.setattr("audio.containers._decode", hanging)
-    monkeypatch.setattr("audio.containers.MAX_LEFT_BEHIND", 3)
-    for _ in range(3):
-        decoder = ContainerDecoder(lambda: None)
-        decoder.give(b"OggS" + bytes(100))
-        decoder.close()
-    with pytest.raises(TooManyDecoders):
-        ContainerDecoder(lambda: None).give(b"OggS" + bytes(100))
-    go_on.set()
-    deadline = time.monotonic() + 5
-    while decoder_threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    ContainerDecoder(lambda: None).give(b"OggS" + bytes(100))
+@pytest.mark.parametrize(
+    ("container", "codec", "rate", "name"),
+    [
+        ("aiff", "pcm_s16be", 16_000, "AIFF"),
+        ("avi", "pcm_s16le", 16_000, "AVI"),
+        ("au", "pcm_s16be", 16_000, "AU"),
+        ("caf", "pcm_s16be", 16_000, "CAF"),
+        ("w64", "pcm_s16le", 16_000, "Wave64"),
+        ("asf", "wmav2", 44_100, "WMA"),
+        ("flv", "libmp3lame", 44_100, "FLV"),
+        ("ac3", "ac3", 48_000, "AC-3"),
+        ("adts", "aac", 48_000, "AAC without a container"),
+        ("mpeg", "mp2", 48_000, "MPEG"),
+    ],
+)
+def test_a_format_that_is_not_served_is_refused_by_its_name(container: str, codec: str, rate: int, name: str) -> None:
+    data = write(container, codec, rate, {})
+    for error in (decode_until_error(data)[1], upload_until_error(data)):
+        assert isinstance(error, NotServed)
+        assert str(error) == f"the format {name} is not served; send WebM, Ogg, MP3, FLAC, WAV or MP4"
+    assert error.sentence.startswith("The format") and error.sentence.endswith("MP4.")
+
+
+@pytest.mark.parametrize("kind", ["mp2", "video"])
+def test_no_decoder_that_is_not_served_is_opened_to_find_out_what_is_in_a_file(kind: str) -> None:
+    """libav opens decoders of all tracks before anybody asks for one, unless it is told which it may."""
+    data = write(*UNSERVED["mp2"], {}) if kind == "mp2" else silent_video()
+    av.logging.set_level(av.logging.VERBOSE)
+    try:
+        with av.logging.Capture(local=False) as logged:
+            decode_until_error(data, 65_536)
+    finally:
+        av.logging.set_level(None)
+    refused = [text for _, _, text in logged if "not on whitelist" in text]
+    assert refused and len(SERVED_CODECS) < 30
+
+
+def upload_until_error(data: bytes) -> AudioError:
+    with pytest.raises(AudioError) as error:
+        list(read_upload(io.BytesIO(data)))
+    return error.value

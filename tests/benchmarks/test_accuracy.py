@@ -1,9 +1,8 @@
-"""The program: what it refuses, with which exit status, and what it writes."""
+"""The program: what it refuses, with which exit status, what it writes; and figures that are worked out by hand."""
 
 from __future__ import annotations
 
 import json
-import wave
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,14 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks import accuracy
+from benchmarks.accuracy import Transcript, delays_of, rounds_of, transcripts_of
+from benchmarks.playing import Cost, Played
+from benchmarks.recordings import Clip, Part, Session
+from benchmarks.scoring import Word
 from engine.weights.store import UnknownModel
+from realtime.bench.words import english_normaliser
+from tests.benchmarks.test_playing import make_loop
+from tests.benchmarks.test_recordings import write_wav
 
 
 class Parrot:
@@ -30,18 +36,14 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(accuracy, "pull", unknown)
     monkeypatch.setattr(accuracy, "resolve", lambda name: Path(name))
-    monkeypatch.setattr(accuracy, "_transcriber", lambda model: Parrot())
+    monkeypatch.setattr(accuracy.OfflineTranscriber, "load", lambda model: Parrot())
     # The process keeps the thread count that other tests rely on.
     monkeypatch.setattr(accuracy.torch, "set_num_threads", lambda count: None)
 
 
 @pytest.fixture
 def manifest(tmp_path: Path) -> Path:
-    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(16_000)
-        file.writeframes(np.zeros(16_000, np.int16).tobytes())
+    write_wav(tmp_path / "a.wav", 1.0)
     entries = [
         {"path": "a.wav", "text": "good day color", "seconds": 1.0},
         {"path": "a.wav", "text": "", "seconds": 1.0},
@@ -81,7 +83,6 @@ def test_a_model_that_does_not_exist(
     "arguments",
     [
         ["--streams", "2"],
-        ["--paced"],
         ["--joined"],
         ["--live", "--rounds", "2"],
         ["--live", "--streams", "0"],
@@ -104,7 +105,7 @@ def test_offline_figures_are_printed_and_written(
     assert figures["offline"]["clips"] == 1
     assert figures["spelling_table"] is False
     output = capsys.readouterr()
-    assert "33.33 %" in output.out
+    assert "0.333" in output.out
     assert "colour is not color" in output.err
 
 
@@ -118,3 +119,95 @@ def test_spellings_are_evened_out_where_the_table_is_at_hand(
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["offline"]["wer"] == 0.0
     assert figures["spelling_table"] is True
+
+
+def test_figures_of_files_stand_beside_those_of_whole_clips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Parrot, "transcribe", lambda parrot, samples: "tick " * 10)
+    monkeypatch.setattr(accuracy, "spelling_table", dict)
+    monkeypatch.setattr(accuracy, "warm_loop", lambda model, streams, threads: make_loop())
+    manifest = tmp_path / "manifest.jsonl"
+    write_wav(tmp_path / "noise.wav", 3.0)
+    manifest.write_text(json.dumps({"path": "noise.wav", "text": "tick " * 10, "seconds": 3.0}))
+    assert accuracy.main([str(manifest), "--file", "--json", str(tmp_path / "figures.json")]) == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    # Three seconds have eight words of the ten that the whole clip is said to have.
+    assert figures["offline"]["wer"] == 0.0 and figures["file"]["wer"] == pytest.approx(0.2)
+    assert figures["file_minus_offline_points"] == pytest.approx(20.0)
+    assert figures["file"]["cpu_per_audio_second"] > 0
+    assert "File is +20.00 points from offline." in capsys.readouterr().out
+
+
+# Figures
+
+normalise = english_normaliser({})
+
+
+def clip(text: str, seconds: float = 10.0) -> Clip:
+    return Clip(Path(f"{text[:5]}.wav"), text, seconds, "clips" if text else "noise")
+
+
+def run_of(parts: list[Part], words: list[tuple[str, float, float, float]], seconds: float) -> Played:
+    """Words as (text, start, end, shown at)."""
+    run = Played(Session("s", tuple(part.clip for part in parts), 0.0), parts, seconds, closed_at=seconds + 0.3)
+    for text, start, end, at in words:
+        run.emissions.add(at, f" {text}", [Word(text, start, end)])
+    return run
+
+
+def test_speech_and_silence_are_reported_apart() -> None:
+    figures = accuracy.accuracy(
+        [
+            Transcript(clip("one two three four"), "one two tree four"),
+            Transcript(clip("five six"), "six"),
+            Transcript(clip("", 30.0), "Thank you."),
+            Transcript(clip("", 90.0), " ... "),
+        ],
+        normalise,
+    )
+    assert figures["clips"] == 2
+    assert figures["words_in_silence"] == 2
+    assert figures["insertions_per_silent_minute"] == pytest.approx(1.0)
+    assert figures["texts_in_silence"] == {".wav": "Thank you."}
+
+
+def test_nothing_but_silence_has_no_error_rate() -> None:
+    assert "wer" not in accuracy.accuracy([Transcript(clip(""), "")], normalise)
+
+
+def test_the_words_of_a_joined_session_go_to_the_clip_they_were_said_in() -> None:
+    parts = [Part(clip("good day"), 0.0, 4.0), Part(clip("fine thanks"), 4.0, 8.0)]
+    run = run_of(parts, [("Good", 0.5, 1.0, 2.0), ("day.", 1.0, 3.9, 4.5), ("Fine", 3.9, 4.3, 5.0)], 8.0)
+    assert [item.text for item in transcripts_of(run)] == ["Good day.", "Fine"]
+
+
+def test_a_session_of_one_clip_is_its_whole_text() -> None:
+    run = run_of([Part(clip("good day"), 0.0, 4.0)], [("Good", 0.5, 1.0, 2.0), ("day.", 9.0, 9.5, 9.9)], 4.0)
+    assert [item.text for item in transcripts_of(run)] == [" Good day."]
+
+
+def test_delays() -> None:
+    run = run_of([Part(clip("good day sir"), 0.0, 4.0)], [("Good", 0.5, 1.0, 2.0), ("day.", 1.0, 1.5, 3.0)], 4.0)
+    run.probabilities, run.frame_seconds = [0.0, 0.9, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0], 0.5
+    run.lags = [0.1, 0.4]
+    figures = delays_of([run])
+    assert figures["emission_delay_p50"] == pytest.approx(1.25)
+    assert figures["words_timed"] == 2
+    assert figures["time_to_final_p50"] == pytest.approx(1.5)
+    assert figures["lag_max"] == 0.4
+    assert figures["closed_after_end_max"] == pytest.approx(0.3)
+
+
+def test_delays_of_nothing() -> None:
+    assert delays_of([])["emission_delay_p95"] is None
+
+
+def test_rounds_compare_the_same_words_early_and_late() -> None:
+    parts = [Part(clip(text), 2.0 * at, 2.0 * at + 2) for at, text in enumerate(["good day", "so long"] * 2)]
+    words = [(word, 1.0 * at + 0.2, 1.0 * at + 0.8, 9.0) for at, word in enumerate("good day so long good day".split())]
+    costs = [Cost(0.0, 1.0, 2**20), Cost(4.1, 3.0, 2**21), Cost(8.1, 4.0, 2**21)]
+    first, second = rounds_of([run_of(parts, words, 8.0)], 2, costs, normalise)
+    assert (first["wer"], second["wer"]) == (0.0, 0.5)
+    assert first["cpu_per_audio_second"] == pytest.approx(2 / 4.1) and second["cpu_per_audio_second"] == 0.25
+    assert (first["seconds"], second["resident_mib"]) == (4.0, 2.0)

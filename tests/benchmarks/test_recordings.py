@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.recordings import (
+    BadManifest,
     Clip,
-    ManifestError,
     Session,
     joined_sessions,
     load_audio,
@@ -54,31 +54,31 @@ GOOD = {"path": "a.wav", "text": "hello there", "seconds": 0.5}
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: object, problem: str) -> None:
     write_wav(tmp_path / "a.wav", 0.5)
-    with pytest.raises(ManifestError, match=f"manifest.jsonl, line 3: .*{problem}"):
+    with pytest.raises(BadManifest, match=f"manifest.jsonl, line 3: .*{problem}"):
         read_manifest(write_manifest(tmp_path, GOOD, "", line))
 
 
 def test_a_manifest_that_is_not_there_or_not_text(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="cannot read the manifest"):
+    with pytest.raises(BadManifest, match="cannot read the manifest"):
         read_manifest(tmp_path / "nothing.jsonl")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(ManifestError, match="cannot read the manifest"):
+    with pytest.raises(BadManifest, match="cannot read the manifest"):
         read_manifest(tmp_path / "binary")
 
 
 @pytest.mark.parametrize("content", [[], ["", "  "]])
 def test_an_empty_manifest(tmp_path: Path, content: list[str]) -> None:
-    with pytest.raises(ManifestError, match="has no recordings"):
+    with pytest.raises(BadManifest, match="has no recordings"):
         read_manifest(write_manifest(tmp_path, *content))
 
 
 def test_a_kind_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="no recording of kind 'long'; it has clips, noise"):
+    with pytest.raises(BadManifest, match="no recording of kind 'long'; it has clips, noise"):
         read_manifest(write_manifest(tmp_path, GOOD, {**GOOD, "text": ""}), kind="long")
 
 
 def test_a_missing_recording_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match=r"a\.wav, which does not exist"):
+    with pytest.raises(BadManifest, match=r"a\.wav, which cannot be used"):
         read_manifest(write_manifest(tmp_path, GOOD))
 
 
@@ -86,9 +86,9 @@ def test_a_missing_recording_is_named(tmp_path: Path) -> None:
 def test_a_file_that_is_not_audio_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "letter.wav"
     path.write_bytes(content)
-    with pytest.raises(ManifestError, match=r"cannot use .*letter\.wav"):
+    with pytest.raises(BadManifest, match=r"cannot use .*letter\.wav"):
         load_audio(path)
-    with pytest.raises(ManifestError, match=r"names .*letter\.wav, which cannot be used"):
+    with pytest.raises(BadManifest, match=r"names .*letter\.wav, which cannot be used"):
         read_manifest(write_manifest(tmp_path, {**GOOD, "path": "letter.wav"}))
 
 

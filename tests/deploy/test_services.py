@@ -4,6 +4,7 @@ unit for systemd. Run on this machine with the installed entry point; what docke
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
 
 from engine.config import DEFAULT_MODEL
 from engine.weights.store import cache_folder
@@ -91,6 +93,22 @@ def container(described: Service, root: Path) -> Iterator[Container]:
             running.process.communicate()
 
 
+def prometheus_target() -> str:
+    """The name by which the server is asked for its metrics."""
+    described = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
+    (target,) = described["scrape_configs"][0]["static_configs"][0]["targets"]
+    return str(target)
+
+
+def asked_by_name(port: int, name: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", "/metrics", headers={"Host": name})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
 @pytest.mark.parametrize("name", ["server", "server-gpu"])
 @pytest.mark.parametrize("keys", [{}, KEYS], ids=["open", "with-keys"])
 def test_service_comes_up_answers_and_drains(
@@ -101,6 +119,7 @@ def test_service_comes_up_answers_and_drains(
         url = f"http://127.0.0.1:{running.port}"
         assert HttpServer(url).get("/ready").json() == {"status": "ready"}
         assert HttpServer(url).get("/v1/models").status == (401 if keys else 200)
+        assert asked_by_name(running.port, prometheus_target()) == 200
         if keys:
             assert HttpServer(url, "another-long-secret").get("/v1/models").status == 200
         code, said = running.stop()
@@ -191,8 +210,9 @@ def unit() -> dict[str, list[str]]:
 def test_unit_starts_says_ready_and_stopping(engine: dict[str, str], tmp_path: Path) -> None:
     described = unit()
     assert described["Type"] == ["notify"] and described["KillMode"] == ["mixed"], "the engine is needed for draining"
-    arguments = described["ExecStart"][0].split()[1:]
-    arguments[arguments.index("/etc/tickertape/tickertape.toml")] = str(ROOT / "docs/tickertape.toml")
+    config = tmp_path / "tickertape.toml"
+    shutil.copy(ROOT / "docs/tickertape.toml", config)
+    arguments = described["ExecStart"][0].replace("/etc/tickertape/tickertape.toml", str(config)).split()[1:]
     reader, writer = os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
@@ -207,12 +227,32 @@ def test_unit_starts_says_ready_and_stopping(engine: dict[str, str], tmp_path: P
             assert HttpServer(url).get("/ready").status == 200
             with os.fdopen(reader) as file:
                 assert file.read() == f"{url}\n"
+            assert reload(described["ExecReload"], config, process.pid) == [0, 0]
+            config.write_text("[server]\nprot = 1")
+            assert reload(described["ExecReload"][:1], config, process.pid) == [2], "`systemctl reload` fails"
+            assert HttpServer(url).get("/ready").status == 200
             process.send_signal(signal.SIGTERM)
             assert systemd.recv(4096).startswith(b"STOPPING=1\n")
             assert process.wait(STOP_S) == 0
         finally:
             process.kill()
             process.wait()
+
+
+def test_unit_and_services_may_open_many_files() -> None:
+    limits = [int(unit()["LimitNOFILE"][0])]
+    limits += [compose()["services"][name]["ulimits"]["nofile"] for name in ("server", "server-gpu")]
+    assert min(limits) >= 65536
+
+
+def reload(commands: list[str], config: Path, pid: int) -> list[int]:
+    """What the commands of `systemctl reload` end with."""
+    ended = []
+    for command in commands:
+        command = command.replace("/etc/tickertape/tickertape.toml", str(config)).replace("$MAINPID", str(pid))
+        words = command.replace("/opt/tickertape/bin/tickertape", str(SCRIPT)).split()
+        ended.append(subprocess.run(words, capture_output=True, timeout=60).returncode)
+    return ended
 
 
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -14,6 +15,7 @@ from blockbuster import BlockBuster, blockbuster_ctx
 
 from realtime.app import Server, listening
 from realtime.config import Config, ServerConfig
+from realtime.serving.isolated_decoder import IsolatedDecoder
 from tests.realtime.gateway_doubles import FakeEngine
 
 # The openai package asks for this once, by way of a subprocess.
@@ -26,6 +28,18 @@ def blockbuster() -> Any:
     with blockbuster_ctx() as guard:
         _allow_start_up(guard)
         yield guard
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_decoders() -> None:
+    """The program that forks decoders takes seconds to start on a busy machine; clients here do not wait that long."""
+
+    async def begin_one() -> None:
+        decoder = await IsolatedDecoder.begin()
+        await decoder.ask(b"")
+        decoder.end()
+
+    asyncio.run(begin_one())
 
 
 def _allow_start_up(guard: BlockBuster) -> None:

@@ -56,3 +56,19 @@ async def test_what_is_heard_does_not_depend_on_what_arrives_together(
         (stream,) = running.engine.streams
         assert np.array_equal(np.concatenate(stream.heard) * 32768, audio)
     assert True in at_once, "the short way was not taken at all"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [event("conversation.item.create"), frame(TEXT, b"{"), event("session.update")],
+    ids=["unsupported event", "no JSON", "update without a model"],
+)
+async def test_audio_that_comes_together_with_a_mistake_is_heard_at_once(serve: Serve, other: bytes) -> None:
+    """Nothing follows: a client that has said so much waits for what it said to be heard."""
+    async with serve() as running, bare_socket(running) as (_, writer):
+        spoken = append(np.zeros(4800, np.int16))
+        # The first message of a read may take the short way; the second cannot.
+        writer.write(spoken + spoken + other)
+        async with asyncio.timeout(10):
+            while not running.engine.streams or running.engine.streams[0].samples < 5000:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)

@@ -264,7 +264,7 @@ async def test_tls_hello_on_the_plain_port_is_closed_at_once(serve: Serve) -> No
 
 async def test_slow_handshake_is_cut_off(serve: Serve) -> None:
     async with serve(server={"handshake_s": 0.3}) as running:
-        assert await raw_exchange(running, b"GET /v1/realtime HTTP/1.1\r\nHost: x\r\nX-Slow: ") == b""
+        assert await raw_exchange(running, b"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nX-Slow: ") == b""
         assert await raw_exchange(running, b"") == b""
         async with greeted_client(running.ws) as client:
             await asyncio.sleep(0.5)
@@ -290,7 +290,7 @@ async def test_garbage_on_the_wire_ends_only_that_socket(serve: Serve) -> None:
 async def test_client_that_leaves_during_the_handshake_leaves_nothing_behind(serve: Serve) -> None:
     async with serve() as running:
         upgrade = (
-            b"GET /v1/realtime HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
             b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
         )
         for _ in range(20):
@@ -310,7 +310,7 @@ async def test_client_that_leaves_during_the_handshake_leaves_nothing_behind(ser
 @pytest.mark.parametrize("extra", [f"X-Long: {'a' * 9000}\r\n", "X-Many: a\r\n" * 200], ids=["long", "many"])
 async def test_head_of_an_upgrade_that_cannot_be_read_is_answered(serve: Serve, extra: str) -> None:
     head = (
-        "GET /v1/realtime HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        "GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
         f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n{extra}\r\n"
     )
     async with serve() as running:
@@ -321,7 +321,7 @@ async def test_bad_frame_before_the_greeting_is_no_error_of_the_server(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     head = (
-        b"GET /v1/realtime HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
         b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
     )
     async with serve() as running:
@@ -349,7 +349,7 @@ async def test_bad_frame_before_the_greeting_is_no_error_of_the_server(
 async def test_body_that_breaks_off_is_no_error_of_the_server(
     serve: Serve, caplog: pytest.LogCaptureFixture, path: str, body: bytes
 ) -> None:
-    head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n".encode()
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n".encode()
     async with serve() as running:
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
         writer.write(head + body)

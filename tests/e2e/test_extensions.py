@@ -234,6 +234,29 @@ async def test_dropped_client_resumes_without_losing_a_word(serve: Serve) -> Non
         assert running.metric("sessions_resumed_total") == 1
 
 
+async def test_commit_behind_audio_that_was_let_go_is_let_go_too(serve: Serve) -> None:
+    """A client sends audio and a commit and is gone: if not all of the audio is heard, nothing behind it is."""
+    engine = FakeEngine()
+    sent = tone(8.0, 16_000)
+    binary = {"type": "audio/pcm", "rate": 16_000, "transport": "binary"}
+    async with serve(engine) as running:
+        async with greeted_client(running.ws) as client:
+            session = await client.update(format=binary, turn_detection=None, include=RESUME)
+            for start in range(0, len(sent), 1600):
+                await client.socket.send(sent[start : start + 1600])
+            await client.send("input_audio_buffer.commit")
+            await client.socket.close(1001)
+        async with raw_client(f"{running.ws}?resume={session['resume']['token']}&after=1") as client:
+            hello = await client.receive()
+            rest = sent[2 * hello["received_samples"] :]
+            if rest:
+                await client.socket.send(rest)
+                await client.send("input_audio_buffer.commit")
+            events = await client.until(COMPLETED)
+        assert engine.streams[0].samples == 128_000
+        assert events[-1]["usage"] == {"type": "duration", "seconds": 8.0}
+
+
 async def test_events_missed_while_away_are_replayed(serve: Serve) -> None:
     async with serve() as running:
         async with greeted_client(running.ws) as client:

@@ -1,7 +1,7 @@
 """Two gateways and two engines as processes: any of them goes, and no word changes.
 
-What a model says depends a little on how far behind a busy machine is, so the engines are scripted; `benchmarks.fleet`
-does the same with a model.
+What a model says depends a little on how far behind a busy machine is, so the engines are scripted;
+`benchmarks.survival fleet` does the same with a model.
 """
 
 from __future__ import annotations

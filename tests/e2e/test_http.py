@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from openai import AsyncOpenAI
+from websockets.exceptions import InvalidStatus
 
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import COMPLETED, greeted_client, raw_client
@@ -210,18 +211,22 @@ async def test_a_client_secret_opens_sockets_and_nothing_else(serve: Serve, keys
             assert (await client.receive())["type"] == "Metadata"
 
 
-async def test_browsers_may_ask_from_anywhere(serve: Serve) -> None:
-    async with serve() as running, httpx.AsyncClient() as http:
-        headers = {
-            "Origin": "https://example.org",
-            "Access-Control-Request-Method": "POST",
-            "Access-Control-Request-Headers": "authorization, content-type",
-        }
-        response = await http.options(f"{running.base_url}/audio/transcriptions", headers=headers)
-        assert response.status_code == 200 and response.headers["access-control-allow-origin"] == "*"
-        response = await http.get(f"{running.base_url}/models", headers={"Origin": "https://example.org"})
-        assert response.headers["access-control-allow-origin"] == "*"
-        async with greeted_client(running.ws, origin="https://example.org"):
+async def test_a_client_secret_goes_with_its_key(serve: Serve) -> None:
+    async with serve(auth={"keys": ("the-real-key", "ek_the-other-key")}) as running, httpx.AsyncClient() as http:
+        secrets = []
+        for key in ("the-real-key", "ek_the-other-key"):
+            url, headers = f"{running.base_url}/realtime/client_secrets", {"Authorization": f"Bearer {key}"}
+            secrets.append((await http.post(url, headers=headers)).json()["value"])
+        bearers = [{"Authorization": f"Bearer {secret}"} for secret in secrets]
+        for bearer in bearers:
+            async with greeted_client(running.ws, additional_headers=bearer):
+                pass
+        running.gateway._context.gatekeeper.use_keys(("ek_the-other-key",))
+        with pytest.raises(InvalidStatus) as refused:
+            async with greeted_client(running.ws, additional_headers=bearers[0]):
+                pass
+        assert refused.value.response.status_code == 401
+        async with greeted_client(running.ws, additional_headers=bearers[1]):
             pass
 
 
@@ -283,3 +288,30 @@ async def test_page_and_its_files_are_served_and_nothing_else_of_the_folder(serv
         assert script.status_code == 200 and "javascript" in script.headers["content-type"]
         for path in ("/../config.py", "/%2e%2e/config.py", "/web/app.js", "/app.js/x"):
             assert (await http.get(running.http + path)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("served", "aliases", "listed"),
+    [
+        ("moonshine-base-streaming", ("mistralai/Voxtral-Mini-4B-Realtime-2602",), ["moonshine-base-streaming"]),
+        ("moonshine-base-streaming", ("whisper-1", "openai/whisper-tiny"), ["moonshine-base-streaming", "whisper-1"]),
+        (
+            "Voxtral-Mini-4B-Realtime-2602",
+            ("mistralai/Voxtral-Mini-4B-Realtime-2602",),
+            ["Voxtral-Mini-4B-Realtime-2602", "mistralai/Voxtral-Mini-4B-Realtime-2602"],
+        ),
+    ],
+)
+async def test_an_alias_of_another_model_is_taken_and_not_listed(
+    serve: Serve, served: str, aliases: tuple[str, ...], listed: list[str]
+) -> None:
+    engine = FakeEngine()
+    engine.spec = replace(engine.spec, name=served)
+    async with serve(engine, model={"aliases": aliases}) as running, httpx.AsyncClient() as http:
+        models = (await http.get(f"{running.base_url}/models")).json()["data"]
+        assert [model["id"] for model in models] == listed
+        for name in aliases:
+            assert (await http.get(f"{running.base_url}/models/{name}")).status_code == 200
+            async with greeted_client(running.ws) as client:
+                await client.send("session.update", model=name)
+                assert (await client.receive())["type"] == "session.updated", "vLLM's clients may name it"

@@ -277,6 +277,6 @@ async def test_metrics_show_what_happened(serve: Serve) -> None:
     assert 'tickertape_sessions_opened_total{dialect="openai"} 1.0' in text
     assert "tickertape_sessions_connected 1.0" in text
     assert "tickertape_final_seconds_count 1.0" in text
-    assert "tickertape_audio_received_seconds_total 1.8" in text
-    heard = next(line for line in text.splitlines() if line.startswith("tickertape_audio_heard_seconds_total"))
-    assert 1.7 < float(heard.split()[1]) <= 1.8
+    figures = dict(line.split() for line in text.splitlines() if line.startswith("tickertape_audio_"))
+    assert float(figures["tickertape_audio_received_seconds_total"]) == pytest.approx(1.8)
+    assert 1.7 < float(figures["tickertape_audio_heard_seconds_total"]) <= 1.8

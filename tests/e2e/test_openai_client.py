@@ -235,6 +235,30 @@ async def test_beta_in_a_browser_is_told_by_the_subprotocol(serve: Serve) -> Non
     assert "conversation.item.created" in kinds and "conversation.item.added" not in kinds
 
 
+@pytest.mark.parametrize(
+    ("offered", "headers", "selected"),
+    [
+        (["openai-beta.realtime-v1", "realtime", "openai-insecure-api-key.the-real-key"], {}, "realtime"),
+        (["openai-insecure-api-key.the-real-key", "openai-beta.realtime-v1"], {}, "openai-beta.realtime-v1"),
+        (None, {"Authorization": "Bearer the-real-key", "OpenAI-Beta": "assistants=v2, realtime=v1"}, None),
+    ],
+)
+async def test_beta_greets_as_such_however_it_is_asked_for(
+    serve: Serve, offered: list[Any] | None, headers: dict[str, str], selected: str | None
+) -> None:
+    async with serve(auth={"keys": ("the-real-key",)}) as running:
+        url = f"{running.ws}?intent=transcription"
+        async with raw_client(url, subprotocols=offered, additional_headers=headers) as client:
+            assert client.socket.subprotocol == selected
+            assert (await client.receive())["type"] == "transcription_session.created"
+
+
+async def test_ga_greets_as_such_with_the_intent_of_the_beta(serve: Serve) -> None:
+    """`intent=transcription` does not tell the two apart: clients of GA send it as well."""
+    async with serve() as running, raw_client(f"{running.ws}?intent=transcription") as client:
+        assert (await client.receive())["type"] == "session.created"
+
+
 @pytest.mark.parametrize("query", [{"model": "gpt-4o-transcribe"}, {"model": "m", "intent": "transcription"}])
 async def test_model_in_the_query_is_shown_and_served(serve: Serve, query: dict[str, str]) -> None:
     async with serve() as running, client_for(running.base_url) as client:
@@ -327,9 +351,9 @@ async def test_client_secret_opens_a_session_with_its_settings(serve: Serve) -> 
 
 
 async def test_models_are_listed_and_found(serve: Serve) -> None:
-    async with serve() as running, client_for(running.base_url) as client:
+    async with serve(model={"aliases": ("another-name",)}) as running, client_for(running.base_url) as client:
         names = [model.id async for model in client.models.list()]
-        assert names[0] == "fake-model"
+        assert names == ["fake-model", "another-name"]
         assert (await client.models.retrieve(names[1])).id == names[1]
         with pytest.raises(NotFoundError):
             await client.models.retrieve("no-such-model")

@@ -112,8 +112,7 @@ async def test_a_mistake_is_named_as_the_client_of_the_beta_wrote_it(
     [
         ("transcriptions", ENGLISH, {"language": "de"}, "language", "no language 'de'. There is en."),
         ("transcriptions", ENGLISH, {"language": "xx"}, "language", "not a language"),
-        ("transcriptions", ENGLISH, {"prompt": "Names."}, "prompt", "takes no prompt"),
-        ("transcriptions", ENGLISH, {"keywords[]": "tape"}, "keywords", "takes no keywords"),
+        ("transcriptions", MULTILINGUAL, {"prompt": "x" * 16_385}, "prompt", "at most 16384 characters"),
         ("transcriptions", WITH_WORDS, {"keywords[]": ["w"] * 501}, "keywords", "At most 500"),
         ("transcriptions", WITH_WORDS, {"keywords[]": ""}, "keywords", "empty"),
         ("transcriptions", WITH_WORDS, {"keywords[]": "x" * 10_000}, "keywords", "at most 64"),
@@ -151,6 +150,23 @@ async def test_an_upload_is_refused_with_the_reason(
         assert error["param"] == param and text in error["message"]
 
 
+@pytest.mark.parametrize("hint", [{"prompt": "Names and places."}, {"keywords[]": ["tape", "ticker"]}], ids=str)
+async def test_a_hint_that_the_model_does_not_take_changes_nothing_on_either_side(
+    serve: Serve, hint: dict[str, Any]
+) -> None:
+    """Clients of OpenAI send a prompt whatever the model is: they must work, as they do on a socket."""
+    engine = engine_with(ENGLISH)
+    async with serve(engine) as running, httpx.AsyncClient() as http, greeted_client(running.ws) as client:
+        files = {"file": ("a.wav", wav(0.9), "audio/wav")}
+        response = await http.post(f"{running.base_url}/audio/transcriptions", data=hint, files=files)
+        assert (response.status_code, response.json()["text"]) == (200, "w1 w2")
+        shown = await in_force(client, **{name.removesuffix("[]"): value for name, value in hint.items()})
+        assert not shown.get("prompt") and not shown.get("keywords")
+        await client.append(tone(1.0) + silence(0.8))
+        await client.until(COMPLETED)
+        assert [opened["options"] for opened in engine.opened] == [{}, {}]
+
+
 @pytest.mark.parametrize(
     ("query", "text"),
     [
@@ -163,7 +179,7 @@ async def test_an_upload_is_refused_with_the_reason(
         ("keywords=tape:loud", "word with a boost"),
         ("keywords=tape:-3", "between 0.1 and 10"),
         ("keywords=tape:11", "between 0.1 and 10"),
-        ("keywords=tape:nan", "between 0.1 and 10"),
+        ("keywords=tape:nan", "word with a boost"),
     ],
 )
 async def test_a_query_is_refused_in_the_dialects_own_shape(serve: Serve, query: str, text: str) -> None:
@@ -318,3 +334,78 @@ async def test_a_translation_is_an_upload_in_english(serve: Serve) -> None:
             assert response.status_code == 200 and "w1 w2" in response.text
         assert (response.json()["task"], response.json()["language"]) == ("translate", "english")
         assert engine.opened[-1]["options"] == {"task": "translate", "prompt": "Names."}
+
+
+@pytest.mark.parametrize(
+    ("transcription", "param"),
+    [
+        ({"language": "qq"}, "language"),
+        ({"language": 7}, "language"),
+        ({"task": "sing"}, "task"),
+        ({"keywords": ["x" * 65]}, "keywords"),
+        ({"keywords": "tape"}, "keywords"),
+        ({"prompt": "x" * 20_000}, "prompt"),
+        ({"delay": "never"}, "delay"),
+    ],
+)
+async def test_one_wrong_option_does_not_cost_the_others(serve: Serve, transcription: Any, param: str) -> None:
+    """Audio comes in the new format from here on: it must not be heard in the old one."""
+    async with serve() as running, greeted_client(running.ws) as client:
+        running.engine.keep_audio = True
+        await client.update(transcription={"language": "de", "prompt": "before"}, turn_detection=None)
+        given = {"prompt": "after", **transcription}
+        audio_input = {"format": {"type": "audio/pcm", "rate": 16_000}, "transcription": given}
+        await client.send("session.update", event_id="mine", session={"audio": {"input": audio_input}})
+        error = (await client.receive())["error"]
+        assert error["param"] == f"session.audio.input.transcription.{param}" and error["event_id"] == "mine"
+        updated = await client.receive()
+        assert updated["type"] == "session.updated"
+        shown = updated["session"]["audio"]["input"]
+        assert shown["format"] == {"type": "audio/pcm", "rate": 16_000} and shown["transcription"]["language"] == "de"
+        assert shown["transcription"]["prompt"] == ("before" if param == "prompt" else "after")
+        await client.append(tone(1.0, 16_000))
+        await client.send("input_audio_buffer.commit")
+        await client.until("input_audio_buffer.committed")
+        assert sum(map(len, running.engine.streams[-1].heard)) == 16_000
+
+
+async def test_each_wrong_field_of_an_update_is_named(serve: Serve) -> None:
+    async with serve() as running, greeted_client(running.ws) as client:
+        audio_input = {
+            "format": {"type": "audio/mp9"},
+            "turn_detection": {"type": "server_vad", "threshold": 2},
+            "transcription": {"model": "mine", "language": "qq", "languages": "de", "delay": "never"},
+        }
+        await client.send("session.update", session={"audio": {"input": audio_input}, "include": "words"})
+        events = await client.until("session.updated")
+        wrong = {event["error"]["param"].removeprefix("session.").removeprefix("audio.input.") for event in events[:-1]}
+        assert wrong == {"format.type", "turn_detection.threshold", "include"} | {
+            f"transcription.{name}" for name in ("language", "languages", "delay")
+        }
+        assert events[-1]["session"]["audio"]["input"]["transcription"]["model"] == "mine"
+
+
+async def test_an_update_of_which_nothing_can_be_taken_is_an_error_and_no_more(serve: Serve) -> None:
+    async with serve() as running, greeted_client(running.ws) as client:
+        await client.send("session.update", session={"audio": {"input": {"transcription": {"language": "qq"}}}})
+        assert (await client.receive())["type"] == "error"
+        await client.send("input_audio_buffer.clear")
+        assert (await client.receive())["type"] == "input_audio_buffer.cleared"
+
+
+async def test_words_that_do_not_go_together_leave_those_that_were(serve: Serve) -> None:
+    """A list in the prompt counts as keywords, and both together are too many."""
+    async with serve() as running, greeted_client(running.ws) as client:
+        running.engine.takes(replace(ENGLISH, keywords=True))
+        many = [f"word{number}" for number in range(300)]
+        first = await client.update(transcription={"prompt": ", ".join(many)})
+        audio_input = {
+            "format": {"type": "audio/pcmu"},
+            "transcription": {"keywords": [f"other{n}" for n in range(300)]},
+        }
+        await client.send("session.update", session={"audio": {"input": audio_input}})
+        events = await client.until("session.updated")
+        assert {event["type"] for event in events[:-1]} == {"error"}
+        shown = events[-1]["session"]["audio"]["input"]
+        assert shown["format"] == {"type": "audio/pcmu"}
+        assert shown["transcription"]["keywords"] == first["audio"]["input"]["transcription"]["keywords"]

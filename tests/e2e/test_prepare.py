@@ -146,7 +146,7 @@ async def test_what_is_rendered_can_be_injected(serve: Serve) -> None:
 
 
 async def test_render_refuses_what_is_not_audio_and_can_leave_data_out(serve: Serve) -> None:
-    async with serve() as running, httpx.AsyncClient() as http:
+    async with serve(server=INJECTS) as running, httpx.AsyncClient() as http:
         url = f"{running.base_url}/audio/render"
         bad = await http.post(url, files={"file": ("a.wav", b"no audio here", "audio/wav")})
         assert (bad.status_code, bad.json()["error"]["code"]) == (400, "not_audio")

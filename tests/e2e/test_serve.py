@@ -21,6 +21,7 @@ from websockets.exceptions import InvalidStatus
 from engine.server.loop import EngineLoop
 from engine.server.main import run_engine
 from tests.e2e.raw_client import raw_client
+from tests.e2e.serve_process import serving
 from tests.engine.fakes import build
 
 
@@ -192,3 +193,54 @@ async def test_the_second_interrupt_stops_at_once(stuck_engine: str, signals: in
     assert process.returncode == 0 and "Traceback" not in said.decode(), said.decode()
     assert said.decode().endswith("stopped\n")
     assert took >= drain_s if signals == 1 else took < drain_s - 1
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_two_servers_on_one_port_are_one_sentence(tmp_path: Path, engine_address: str, workers: str) -> None:
+    async with serving(tmp_path, "--engine", engine_address, "--port", "0", "--workers", workers) as first:
+        for others in ("1", "2"):
+            flags = ("--engine", engine_address, "--port", str(first.port), "--workers", others)
+            process = await start("serve", *flags)
+            _, said = await asyncio.wait_for(process.communicate(), 60)
+            assert process.returncode == 1
+            text = f"error: cannot listen on 127.0.0.1 port {first.port}: Address already in use; "
+            assert said.decode() == f"{text}choose another --host or --port\n"
+        assert await first.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "code", "said"),
+    [
+        (["--server.prot", "1"], {}, 2, "unrecognized arguments: --server.prot"),
+        ([], {"TICKERTAPE_SERVER_PROT": "1"}, 2, "TICKERTAPE_SERVER_PROT; did you mean 'TICKERTAPE_SERVER_PORT'?"),
+        (["--config", "{folder}/c.toml"], {}, 2, "unknown key 'server.prot'; did you mean 'server.port'?"),
+        (["--config", "{folder}/none.toml"], {}, 2, "cannot read the configuration file"),
+        (
+            ["--server.tls-cert", "{folder}/a", "--server.tls-key", "{folder}/b"],
+            {},
+            2,
+            "server.tls_cert: there is no file",
+        ),
+        (["--server.tls-cert", "{folder}/c.toml", "--server.tls-key", "{folder}/c.toml"], {}, 2, "must be PEM files"),
+        ([], {"TMPDIR": "{folder}/none"}, 1, "where no file can be made: No such file or directory; create the folder"),
+        ([], {"TMPDIR": "{folder}/c.toml"}, 1, "where no file can be made: Not a directory; create the folder"),
+        (
+            ["--host", "192.0.2.1", "--no-auth"],
+            {},
+            1,
+            "Cannot assign requested address; choose another --host",
+        ),
+    ],
+)
+async def test_a_start_that_cannot_be_is_one_sentence_with_the_way_out(
+    tmp_path: Path, arguments: list[str], environment: dict[str, str], code: int, said: str
+) -> None:
+    (tmp_path / "c.toml").write_text("[server]\nprot = 1\n")
+    filled = [argument.format(folder=tmp_path) for argument in arguments]
+    variables = {name: value.format(folder=tmp_path) for name, value in environment.items()}
+    flags = ("--engine", "ipc:///nobody/there", *filled)
+    async with serving(tmp_path, *flags, environment=variables, ready=False) as server:
+        async with asyncio.timeout(60):
+            assert await server.process.wait() == code, server.said
+        lines = [line for line in server.said.splitlines() if not line.startswith(("usage: ", " "))]
+        assert len(lines) == 1 and said in lines[0], server.said

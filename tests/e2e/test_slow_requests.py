@@ -13,9 +13,11 @@ from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import greeted_client
 
 SERVER = {"handshake_s": 0.4}
-WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-UPLOAD = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
-SECRET = b"POST /v1/realtime/client_secrets HTTP/1.1\r\nHost: x\r\n"
+WHOLE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+UPLOAD = (
+    b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+)
+SECRET = b"POST /v1/realtime/client_secrets HTTP/1.1\r\nHost: localhost\r\n"
 TRICKLE = [b"X"] * 200
 
 
@@ -56,7 +58,7 @@ async def cut_after(port: int, begin: bytes, pieces: list[bytes]) -> float | Non
         SECRET + b"Content-Length: 1000\r\n\r\n",
         WHOLE + SECRET + b"Content-Length: 1000\r\n\r\n",
         # This one is refused at once, and goes on.
-        b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n",
+        b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n",
     ],
     ids=["nothing", "head", "second head", "upload", "body", "second body", "refused body"],
 )
@@ -107,7 +109,7 @@ async def test_an_answer_that_nobody_reads_is_given_up(serve: Serve, monkeypatch
         _, writer = await asyncio.open_connection(sock=small, limit=1)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         for _ in range(4000):
-            writer.write(b"GET /app.js HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(b"GET /app.js HTTP/1.1\r\nHost: localhost\r\n\r\n")
         for _ in range(300):
             await asyncio.sleep(0.05)
             if not running.server.server_state.connections:

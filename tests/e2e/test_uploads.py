@@ -7,9 +7,15 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
+from realtime.http.forms import IN_MEMORY_BYTES
+from tests.audio.test_containers import write
+from tests.audio.test_mp4_file import FILES as MP4_FILES
+from tests.audio.test_mp4_file import video
 from tests.e2e.conftest import Serve
+from tests.e2e.raw_client import greeted_client
 from tests.e2e.test_http import error_code
 from tests.e2e.test_openai_client import wav
 from tests.realtime.gateway_doubles import FakeEngine
@@ -23,7 +29,7 @@ def file(seconds: float = 0.2) -> dict[str, Any]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -63,7 +69,8 @@ async def test_an_upload_without_a_length_is_counted_as_it_arrives(serve: Serve)
 async def test_files_that_wait_are_bounded_and_the_next_is_told_when_to_come_back(serve: Serve) -> None:
     engine = FakeEngine()
     engine.feed_delay_s = 1.0
-    async with serve(engine, limits={"uploads": 1, "uploads_waiting": 1}) as running, httpx.AsyncClient() as http:
+    limits = {"uploads": 1, "uploads_waiting": 1}
+    async with serve(engine, limits=limits, server={"inject": True}) as running, httpx.AsyncClient() as http:
         url = f"{running.base_url}/audio/transcriptions"
         running_one = asyncio.create_task(http.post(url, files=file(60.0)))
         await until(lambda: bool(engine.active))
@@ -138,10 +145,66 @@ async def test_a_client_that_leaves_while_its_file_arrives_is_no_error(
     async with serve(limits={"uploads": 1, "uploads_waiting": 0}) as running, httpx.AsyncClient() as http:
         for path in ("audio/transcriptions", "realtime/client_secrets"):
             _, writer = await asyncio.open_connection("127.0.0.1", running.port)
-            head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: {FORM['Content-Type']}\r\n"
+            head = f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {FORM['Content-Type']}\r\n"
             writer.write(head.encode() + b"Content-Length: 10000\r\n\r\n" + PART)
             await asyncio.sleep(0.1)
             writer.close()
             await asyncio.sleep(0.1)
         assert (await http.post(f"{running.base_url}/audio/transcriptions", files=file())).status_code == 200
         assert not caplog.records
+
+
+# Files as phones and programs write them
+
+
+@pytest.mark.parametrize("kind", ["m4a", "m4a, lossless", "mov", "video", "long m4a"])
+async def test_a_file_with_its_index_at_the_end_is_read_on_both_routes(serve: Serve, kind: str) -> None:
+    if kind == "long m4a":
+        data = await asyncio.to_thread(write, "ipod", "aac", 44_100, {}, loud(180.0))
+        assert len(data) > IN_MEMORY_BYTES, "it is on disk"
+    else:
+        data = await asyncio.to_thread(MP4_FILES[kind])
+    words = ["w1", "w2", "w3", "w4", "w5"]
+    async with serve() as running, httpx.AsyncClient(timeout=60) as http:
+        response = await http.post(f"{running.base_url}/audio/transcriptions", files={"file": ("a.m4a", data)})
+        assert response.status_code == 200 and response.json()["text"].split()[:5] == words
+        response = await http.post(f"{running.base_url}/listen", content=data)
+        assert response.status_code == 200, response.text
+        spoken = response.json()["results"]["channels"][0]["alternatives"][0]["transcript"].split()
+        assert spoken[:5] == words
+
+
+def loud(seconds: float) -> Any:
+    return np.random.default_rng(0).normal(0, 0.2, (1, round(44_100 * seconds))).astype(np.float32).clip(-1, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "text"),
+    [
+        (lambda: video(sound=False), "no_audio_track", "The file has no audio track; send one that has sound in it."),
+        (lambda: write("mp4", "ac3", 48_000, {}), "format_not_served", "The codec 'ac3' is not served; send Opus, AAC"),
+        (lambda: write("aiff", "pcm_s16be", 48_000, {}), "format_not_served", "The format AIFF is not served; send"),
+        (lambda: MP4_FILES["m4a"]()[:20_000], "corrupt_audio", "The MP4 file has no index (moov)"),
+    ],
+)  # fmt: skip
+async def test_a_file_that_cannot_be_read_is_refused_in_one_sentence(
+    serve: Serve, make: Callable[[], bytes], code: str, text: str
+) -> None:
+    data = await asyncio.to_thread(make)
+    async with serve() as running, httpx.AsyncClient() as http:
+        response = await http.post(f"{running.base_url}/audio/transcriptions", files={"file": ("a.mp4", data)})
+        assert (response.status_code, error_code(response)) == (400, code)
+        assert response.json()["error"]["message"].startswith(text)
+        response = await http.post(f"{running.base_url}/listen", content=data)
+        assert response.status_code == 400 and response.json()["err_msg"].startswith(text)
+
+
+async def test_a_socket_cannot_wait_for_an_index_and_names_the_fix(serve: Serve) -> None:
+    data = await asyncio.to_thread(MP4_FILES["m4a"])
+    async with serve() as running, greeted_client(running.ws) as client:
+        audio = {"format": {"type": "audio/webm", "transport": "binary"}}
+        await client.send("session.update", session={"audio": {"input": audio}})
+        await client.until("session.updated")
+        await client.socket.send(data)
+        error = (await client.until("error"))[-1]["error"]
+        assert "index (moov) at the end" in error["message"] and "-movflags +faststart" in error["message"]

@@ -24,6 +24,7 @@ from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, OpenTask, St
 from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Flushed, Open, Output, Saved, Speech, Text, Word
 from engine.options import Options
+from engine.runner.base import Detector, SynchronousRunner, never
 from engine.server.loop import EngineLoop
 from engine.server.main import Build
 from engine.spec import ModelSpec
@@ -65,7 +66,7 @@ VOCABULARY = Vocabulary([b"", *(b" w%d" % i for i in range(1, 82))])
 
 
 @dataclass
-class FakeFrames:
+class FakeFrames(SynchronousRunner):
     """One token per position, from the position's audio and the token before it."""
 
     spec: ModelSpec = FRAMES
@@ -85,7 +86,7 @@ class FakeFrames:
     def close(self) -> None:
         self.rows.clear()
 
-    def execute(self, plan: StepPlan) -> list[DecodeResult]:
+    def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
         time.sleep(self.step_seconds)
         if self.warm_up_seconds and not getattr(self, "is_warm", False):
             time.sleep(self.warm_up_seconds)
@@ -130,11 +131,12 @@ class LaunchingFrames(FakeFrames):
 
     chance: random.Random = field(default_factory=lambda: random.Random(0))
     queue: deque[tuple[StepPlan, list[DecodeResult]]] = field(default_factory=deque)
+    overlaps_steps = True
     # The most plans that nobody had asked about yet when another one came.
     most_ahead: int = 0
     unasked: int = 0
 
-    def launch(self, plan: StepPlan) -> Callable[[], list[DecodeResult]]:
+    def launch(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> Callable[[], list[DecodeResult]]:
         self.most_ahead = max(self.most_ahead, self.unasked)
         self.unasked += 1
         results: list[DecodeResult] = []
@@ -152,7 +154,7 @@ class LaunchingFrames(FakeFrames):
 
     def compute_next(self) -> None:
         plan, results = self.queue.popleft()
-        results += self.execute(plan)
+        results += self.compute(plan)
 
 
 @dataclass
@@ -160,6 +162,7 @@ class FakeWindowed(FakeFrames):
     """Reads its window again and again; commits what is not too near its end, and keeps some of it."""
 
     spec: ModelSpec = WINDOWED
+    saves_state = True
     edge: int = 4
     overlap: int = 9
 
@@ -183,7 +186,7 @@ class FakeWindowed(FakeFrames):
 
 
 @dataclass
-class FakeDetector:
+class FakeDetector(Detector):
     """The probability of speech in a frame is a function of the frame."""
 
     frame: int = FRAME
@@ -207,7 +210,11 @@ class FakeDetector:
     def resume(self, stream: str, saved: Saved) -> None:
         self.ears[stream] = saved["sample"], np.frombuffer(saved["rest"], np.float32)
 
-    def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
+    def launch(self, batch: list[tuple[str, NDArray[np.float32]]]) -> Callable[[], list[Speech]]:
+        found = self.listen(batch)
+        return lambda: found
+
+    def listen(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
         found = []
         for stream, samples in batch:
             start, rest = self.ears[stream]
@@ -224,6 +231,7 @@ class FakeDetector:
 class LaunchingFakeDetector(FakeDetector):
     """Listens at once and answers when it is asked, but not for a stream that was closed meanwhile."""
 
+    overlaps_steps = True
     openings: dict[str, object] = field(default_factory=dict)
 
     def open(self, stream: str, sample: int = 0) -> None:
@@ -235,7 +243,7 @@ class LaunchingFakeDetector(FakeDetector):
         self.openings.pop(stream, None)
 
     def launch(self, batch: list[tuple[str, NDArray[np.float32]]]) -> Callable[[], list[Speech]]:
-        found = [(self.openings[speech.stream], speech) for speech in self.detect(batch)]
+        found = [(self.openings[speech.stream], speech) for speech in self.listen(batch)]
         return lambda: [speech for opening, speech in found if self.openings.get(speech.stream) is opening]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.sounds import read_wav
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.seq2seq import Judging
 from engine.models.whisper import Whisper, WhisperConfig
@@ -12,6 +13,7 @@ from engine.runner.load import windowed_on_device
 from engine.runner.windowed.device_windows import DeviceWindows
 from engine.runner.windowed.greedy import Row
 from engine.weights.store import cache_folder
+from tests.gpu.windowed_words import build, differing, live_texts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -67,8 +69,6 @@ def test_the_recorded_step_equals_the_eager_step(family: str) -> None:
 
 @pytest.mark.parametrize("model", REAL_MODELS)
 def test_real_words_are_those_of_a_cpu(model: str) -> None:
-    from benchmarks.windowed_words import build, differing, live_texts, read_wav
-
     missing = [name for name in (model, REAL_SPEECH) if not (cache_folder() / name).exists()]
     if missing:
         pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))

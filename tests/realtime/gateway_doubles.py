@@ -51,7 +51,7 @@ def silence(seconds: float, rate: int = 24_000) -> bytes:
 class FakeStream:
     """One stream; `script` knobs on the engine make it misbehave."""
 
-    def __init__(self, engine: FakeEngine, name: str) -> None:
+    def __init__(self, engine: FakeEngine, name: str, live: bool = True) -> None:
         self.id = name
         self.samples = 0
         self.heard: list[NDArray[np.float32]] = []
@@ -67,6 +67,10 @@ class FakeStream:
         self._loud_samples = 0
         self._words = 0
         self._pending: list[messages.Word] = []
+        # Samples after which a window of a file is read; 0 for live sound, and where files are read word by word.
+        self._window = 0 if live else round(engine.file_window_s * RATE)
+        self._windows = 0
+        self._unfinished: messages.Word | None = None
 
     async def feed(self, samples: NDArray[np.float32]) -> None:
         self._check()
@@ -179,10 +183,33 @@ class FakeStream:
         self._put(messages.Speech(self.id, start, FRAME, probabilities))
 
     def _say(self, until: int) -> None:
+        if self._window:
+            last = until == self.samples
+            if last or self.samples // self._window > self._windows:
+                self._windows = self.samples // self._window
+                self._say_window(last)
+            return
         while self._pending and self._pending[0].end_sample <= max(until, 0) + FRAME:
             word = self._pending.pop(0)
             if not self._muted:
                 self._put(messages.Text(self.id, f" {word.text}", [word], [self._words], word.end_sample))
+
+    def _say_window(self, last: bool) -> None:
+        """As windowed models read a file: all text of a window at once, and a word ends where the next one begins.
+
+        The last word is complete when the next window is read, and so is the mark behind it.
+        """
+        before, words = self._unfinished, self._pending
+        self._pending, self._unfinished = [], None
+        delta = "".join(f" {word.text}" for word in words)
+        if before is not None:
+            delta, words = before.text[-1] + delta, [before, *words]
+        for word, following in zip(words, words[1:], strict=False):
+            word.end_sample = following.start_sample
+        if not last and words:
+            delta, self._unfinished = delta[:-1], words.pop()
+        if delta or words:
+            self._put(messages.Text(self.id, delta, words, [self._words], self.samples))
 
 
 class FakeEngine:
@@ -199,6 +226,8 @@ class FakeEngine:
         # Log-probabilities of some words.
         self.chances: dict[str, float] = {}
         self.feed_delay_s = 0.0
+        # Files are read in windows of so many seconds, as by windowed models; 0: word by word.
+        self.file_window_s = 0.0
         self.output_delay_s = 0.0
         self.keep_audio = False
         # So many first streams hear but say nothing.
@@ -254,7 +283,7 @@ class FakeEngine:
             raise AtCapacity(stream, "no room")
         if not self.ready:
             raise EngineDead("no engine")
-        opened = FakeStream(self, stream)
+        opened = FakeStream(self, stream, live)
         opened.turns = turns
         self.opened.append({"stream": stream, "live": live, "delay": delay_positions, "options": options})
         self.streams.append(opened)

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+import json
+import pprint
+import re
+import subprocess
+import traceback
+import typing
+from dataclasses import FrozenInstanceError, asdict, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from realtime.config import Config, ConfigError, load_config
+from realtime.config import (
+    RELOADABLE,
+    AuthConfig,
+    Config,
+    ConfigError,
+    Secret,
+    ServerConfig,
+    check_tls,
+    known_keys,
+    load_config,
+    take_over,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +47,7 @@ from realtime.config import Config, ConfigError, load_config
         ({"server.host": "0.0.0.0"}, "can be reached by others"),
         ({"server.host": "example.org"}, "can be reached by others"),
         ({"server.tls_cert": "x.pem"}, "belong together"),
+        ({"server.log_level": "loud"}, "server.log_level must be one of debug, info, warning, error, not 'loud'"),
         ({"model.spare": True, "model.engines": "tcp://gpu1:5555"}, "model.spare is for an engine of our own"),
         ({"server.tls_cert": "x.pem", "server.tls_key": "y.pem"}, "there is no file 'x.pem'"),
     ],
@@ -93,3 +112,123 @@ def test_a_silence_that_is_cut_out_is_longer_than_any_delay() -> None:
     assert load_config(environment={}, flags={"model.cut_silence_s": "0"}).model.cut_silence_s == 0
     with pytest.raises(ConfigError, match=r"model.cut_silence_s must be 0 or at least 3"):
         load_config(environment={}, flags={"model.cut_silence_s": "1"})
+
+
+# Secrets
+
+MARK = "mark-7f3a9c-do-not-show"
+
+
+def test_nothing_that_shows_a_configuration_shows_its_secrets() -> None:
+    config = Config(auth=AuthConfig(keys=(MARK, f"{MARK}-2"), secret=MARK))
+    shown = [repr(config), str(config), f"{config.auth.secret}", f"{config.auth.keys}"]
+    shown += [repr(asdict(config)), pprint.pformat(config), pprint.pformat(asdict(config)), str(vars_of(config.auth))]
+    assert not [text for text in shown if MARK in text]
+    for dump in (json.dumps, msgspec.json.encode):
+        with pytest.raises(TypeError):
+            dump(asdict(config))
+    assert config.auth.keys[0].reveal() == config.auth.secret.reveal() == MARK
+
+
+def vars_of(section: object) -> dict[str, Any]:
+    return {item.name: getattr(section, item.name) for item in fields(section)}  # type: ignore[arg-type]
+
+
+def test_every_setting_whose_name_says_that_it_is_secret_has_the_type_of_a_secret() -> None:
+    hints = {f"auth.{name}": kind for name, kind in typing.get_type_hints(AuthConfig).items()}
+    secret = {key for key, kind in hints.items() if kind in (Secret, tuple[Secret, ...])}
+    assert secret == {"auth.keys", "auth.secret"}
+    named = {key for key in known_keys() if re.search(r"secret$|\.keys?$|password|token", key)}
+    assert named == secret, "a new setting that holds a secret needs the type Secret"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'[auth]\nkeys = ["{MARK}"',
+        f"[auth]\nkeys = {MARK}",
+        f'[auth]\nkeys = [["{MARK}"]]',
+        f'[auth]\nkeys = {{ "{MARK}" = true }}',
+        f'[auth]\nsecret = ["{MARK}"]',
+        f'[auth]\nsecret = {{ of = "{MARK}" }}',
+        f'[auth]\nsecret = "{MARK}" "{MARK}"',
+        f'auth = "{MARK}"',
+        f'[auth]\nkeys = ["{MARK}"]\nno_auth = true',
+        f'[auth]\nsecret = "{MARK}"\n[fleet]\nsecret_file = "x"',
+    ],
+)
+def test_an_error_of_the_configuration_does_not_show_a_secret(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "tickertape.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_config(file, environment={})
+    assert MARK not in "".join(traceback.format_exception(refused.value)).replace(text, "")
+
+
+def test_a_secret_compares_by_its_text() -> None:
+    assert Secret("a") == Secret("a") == "a" and Secret("a") != Secret("b") and Secret("a") != 1
+    assert len(Secret("abc")) == 3 and not Secret() and hash(Secret("a")) == hash(Secret("a"))
+    assert Secret("\udcff") != Secret("é")
+
+
+# Reading it again
+
+
+def test_every_setting_that_can_be_reloaded_exists() -> None:
+    assert set(known_keys()) >= RELOADABLE
+    assert not {"server.port", "server.host", "server.workers", "auth.secret", "fleet.table"} & RELOADABLE
+
+
+def test_what_can_be_reloaded_changes_in_place_and_the_rest_is_named() -> None:
+    config = Config()
+    limits = config.limits
+    new = load_config(
+        environment={}, flags={"limits.max_sessions": 7, "auth.keys": MARK, "server.port": 9, "model.name": "x"}
+    )
+    changes = take_over(config, new)
+    assert changes.taken_over == ("auth.keys", "limits.max_sessions")
+    assert changes.need_restart == ("server.port", "model.name")
+    assert str(changes) == (
+        "changed: auth.keys, limits.max_sessions; changed and needs a restart: server.port, model.name"
+    )
+    assert limits.max_sessions == 7, "whoever holds the section sees it"
+    assert config.auth.keys == (MARK,) and config.server.port == 8000 and config.model.name == "default"
+    assert str(take_over(config, config)) == "nothing has changed"
+
+
+def test_a_configuration_that_is_good_alone_is_refused_beside_what_stays_as_it_is() -> None:
+    """The new one has no keys, on a loopback address. The address needs a restart, and others can reach the old one."""
+    config = Config(server=ServerConfig(host="0.0.0.0"), auth=AuthConfig(keys=(MARK,)))
+    new = load_config(environment={}, flags={"limits.max_sessions": 7})
+    with pytest.raises(ConfigError, match=r"server.host '0.0.0.0' can be reached by others"):
+        take_over(config, new)
+    assert config.auth.keys == (MARK,) and config.limits.max_sessions == 0, "nothing has changed"
+
+
+# Certificates
+
+
+def test_a_certificate_that_cannot_be_used_is_one_sentence_with_the_way_out(tmp_path: Path) -> None:
+    def pair(name: str, *options: str) -> tuple[str, str]:
+        cert, key = str(tmp_path / f"{name}.cert"), str(tmp_path / f"{name}.key")
+        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-days", "1", "-subj", "/CN=x"]
+        subprocess.run([*command, *options, "-keyout", key, "-out", cert], check=True, capture_output=True)
+        return cert, key
+
+    one, other = pair("one", "-nodes"), pair("other", "-nodes")
+    encrypted = pair("encrypted", "-passout", "pass:something")
+    noise = tmp_path / "noise"
+    noise.write_text("no PEM at all")
+    check_tls(ServerConfig(tls_cert=one[0], tls_key=one[1]))
+    check_tls(ServerConfig())
+    for cert, key, said in (
+        (one[0], other[1], "is not the key of the certificate"),
+        (*encrypted, "is encrypted; use a key without a password"),
+        (str(noise), one[1], "must be PEM files"),
+        (one[0], str(noise), "must be PEM files"),
+        (one[0], str(tmp_path), "server.tls_key: cannot read"),
+        (str(tmp_path / "gone"), one[1], "server.tls_cert: cannot read"),
+    ):
+        with pytest.raises(ConfigError, match=said) as refused:
+            check_tls(ServerConfig(tls_cert=cert, tls_key=key))
+        assert "\n" not in str(refused.value)

@@ -35,9 +35,11 @@ class PageServer:
 
 
 @asynccontextmanager
-async def page_server(engine: FakeEngine | None = None, *keys: str) -> AsyncIterator[PageServer]:
+async def page_server(
+    engine: FakeEngine | None = None, *keys: str, origins: tuple[str, ...] = ()
+) -> AsyncIterator[PageServer]:
     engine = engine or FakeEngine(words=WORDS)
-    config = Config(server=ServerConfig(port=0, drain_s=0.0), auth=AuthConfig(keys=keys))
+    config = Config(server=ServerConfig(port=0, drain_s=0.0, allowed_origins=origins), auth=AuthConfig(keys=keys))
     async with listening(engine, config) as running:
         yield PageServer(f"{running.url}/", running.port, engine)
 
@@ -144,5 +146,7 @@ async def page(browser: str, tmp_path: Path) -> AsyncIterator[Page]:
 
 @pytest.fixture
 async def server() -> AsyncIterator[PageServer]:
+    """Reads files as windowed models do."""
     async with page_server() as running:
+        running.engine.file_window_s = 30.0
         yield running

@@ -55,6 +55,8 @@ class Page(Tab):
         self._loaded = asyncio.Event()
         self._crashed = asyncio.Event()
         self._names: dict[str, str] = {}
+        # The name of the last download that was read.
+        self.saved_as = ""
         self._finished: asyncio.Queue[str] = asyncio.Queue()
         self._reader = asyncio.create_task(self._read(), name="devtools reader")
 
@@ -195,7 +197,8 @@ class Page(Tab):
     async def downloaded(self, suffix: str) -> str:
         """The text of the next finished download, whose name must have this ending."""
         number = await asyncio.wait_for(self._finished.get(), 10)
-        assert self._names[number].endswith(f".{suffix}")
+        self.saved_as = self._names[number]
+        assert self.saved_as.endswith(f".{suffix}")
         return await asyncio.to_thread((self.downloads / number).read_text, encoding="utf-8")
 
 

@@ -1,8 +1,9 @@
-"""A line between browser and server that a test can cut, or clog so that nothing more passes upwards."""
+"""A line between browser and server that a test can cut, clog upwards or freeze both ways."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,9 +14,12 @@ class Line:
         self._target = target
         self._writers: list[asyncio.StreamWriter] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._flowing = asyncio.Event()
+        self._flowing, self._answering = asyncio.Event(), asyncio.Event()
         self._flowing.set()
+        self._answering.set()
         self._closed = False
+        # The name that the server is told in place of the one the browser asked for, as by some proxies.
+        self.host = ""
 
     @property
     def url(self) -> str:
@@ -31,11 +35,20 @@ class Line:
         self._closed = True
         self.cut()
 
+    def open_again(self) -> None:
+        self._closed = False
+
     def clog(self) -> None:
         self._flowing.clear()
 
+    def freeze(self) -> None:
+        """Nothing passes either way, and no connection says that it is broken."""
+        self._flowing.clear()
+        self._answering.clear()
+
     def clear(self) -> None:
         self._flowing.set()
+        self._answering.set()
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._closed:
@@ -43,18 +56,23 @@ class Line:
             return
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target)
         self._writers += [writer, up_writer]
-        for pump in (self._pump(reader, up_writer, self._flowing), self._pump(up_reader, writer, None)):
+        if self.host:
+            await self._rename(reader, up_writer)
+        for pump in (self._pump(reader, up_writer, self._flowing), self._pump(up_reader, writer, self._answering)):
             task = asyncio.create_task(pump)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event | None
-    ) -> None:
+    async def _rename(self, reader: asyncio.StreamReader, up_writer: asyncio.StreamWriter) -> None:
+        """Send the head of a request on under another name. No other request follows on this connection unseen."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        head = re.sub(rb"\r\nHost: [^\r]*", b"\r\nHost: " + self.host.encode(), head)
+        up_writer.write(head.replace(b"\r\nConnection: keep-alive", b"\r\nConnection: close"))
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event) -> None:
         try:
             while data := await reader.read(4096):
-                if gate is not None:
-                    await gate.wait()
+                await gate.wait()
                 writer.write(data)
                 await writer.drain()
         except ConnectionError:

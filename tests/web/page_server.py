@@ -21,7 +21,9 @@ async def serve(port: int, model: str | None) -> None:
     """Serve until the process is killed."""
     config = Config(server=ServerConfig(port=port))
     if model is None:
-        serving = listening(FakeEngine(words=WORDS), config)
+        engine = FakeEngine(words=WORDS)
+        engine.file_window_s = 30.0
+        serving = listening(engine, config)
     else:
         serving = running_server(replace(config, model=ModelConfig(name=model)))
     async with serving as running:

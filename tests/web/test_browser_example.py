@@ -30,12 +30,23 @@ async def test_wrong_key_is_no_connection(page: Page) -> None:
         await page.until(f"{STATE} === 'listening'")
 
 
-async def test_captions_appear_while_the_microphone_plays(page: Page, server: PageServer) -> None:
+async def test_a_server_without_keys_does_not_listen_to_a_page_that_it_was_not_told_of(
+    page: Page, server: PageServer
+) -> None:
     await open_example(page, server)
     await page.click("#start")
-    await page.until("document.querySelector('#captions span')?.textContent")
-    await page.until(f"{CAPTIONS}.includes({WORDS[4]!r})")
-    said = (await page.evaluate(CAPTIONS)).split()
-    assert said == WORDS[: len(said)]
-    await page.click("#start")
-    await page.until(f"{STATE} === 'stopped'")
+    await page.until("document.querySelector('#start').textContent === 'Start' && " + STATE)
+    assert not server.engine.opened
+
+
+async def test_captions_appear_while_the_microphone_plays(page: Page) -> None:
+    # To a browser, all pages that are opened from disk have this origin.
+    async with page_server(origins=("null",)) as server:
+        await open_example(page, server)
+        await page.click("#start")
+        await page.until("document.querySelector('#captions span')?.textContent")
+        await page.until(f"{CAPTIONS}.includes({WORDS[4]!r})")
+        said = (await page.evaluate(CAPTIONS)).split()
+        assert said == WORDS[: len(said)]
+        await page.click("#start")
+        await page.until(f"{STATE} === 'stopped'")

@@ -92,6 +92,29 @@ async def test_cut_line_is_resumed(tab: FirefoxTab, server: PageServer, talk: Pa
     tab.errors = [error for error in tab.errors if "connection" not in error]
 
 
+async def test_server_that_starts_and_line_that_is_dead(tab: FirefoxTab, server: PageServer) -> None:
+    """This browser holds back sockets to where sockets have failed, so the page must not let them fail often."""
+    server.engine.ready = False
+    await tab.before_load(SPEAKER)
+    async with line_to(server.port) as line:
+        await tab.open(line.url)
+        await tab.click("#listen")
+        for _ in range(3):
+            await tab.until(f"/^The server is starting, still recording: retrying in [0-3] s$/.test({STATE})")
+            await tab.until(f"!{STATE}.includes('retrying')")
+        server.engine.ready = True
+        await tab.until(f"{STATE} === 'Listening'", 15)
+        await tab.until(f"{DONE}.length >= 1")
+        line.freeze()
+        await tab.until(f"{STATE}.startsWith('No answer from the server, still recording')", 15)
+        line.clear()
+        await tab.until(f"{STATE}.startsWith('Listening') || {STATE}.startsWith('Resumed')", 15)
+        await stop(tab)
+    check_said(await turns(tab))
+    # The browser itself reports a socket that was refused.
+    tab.errors = [error for error in tab.errors if "connection" not in error]
+
+
 # What is about to be stored when a page goes may be lost; on a busy machine that moment is long.
 KEPT_TURNS = """new Promise((resolve) => {
   const request = indexedDB.open("tickertape");
@@ -125,6 +148,7 @@ async def test_file_reload_find_and_large_captions(tab: FirefoxTab, server: Page
     )
     await tab.click("#overlay-close")
     await tab.until("document.querySelector('#overlay').hidden")
+    await tab.evaluate("(window.confirm = () => true, undefined)")
     await tab.click("#clear")
     await tab.until(f"{TURNS}.length === 0")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.web.conftest import PageServer
@@ -91,14 +92,82 @@ async def test_earlier_transcripts_are_listed_opened_and_deleted(page: Page, ser
     assert await texts(page) == list(SENTENCES[:3])
     await page.click("#open-library")
     await page.until("document.querySelector('#library').open")
+    # What is deleted is gone for good, so the page asks first.
+    await page.evaluate("(window.confirm = () => ((window.asked = true), false), undefined)")
+    await page.click("#library-list li:nth-child(1) .quiet")
+    await page.until("window.asked")
+    assert await page.evaluate(f"{ROWS}.length") == 2
+    await page.evaluate("(window.confirm = () => true, undefined)")
     await page.click("#library-list li:nth-child(1) .quiet")
     await page.until(f"{ROWS}.length === 1")
     assert len(await page.evaluate(KEPT)) == 3
     await page.press("Escape")
-    # Deleting what is on the page asks first only if it would be lost for good unsaved; it came from the archive.
+    # Also if it came from the archive and nothing was added.
+    await page.evaluate("(window.confirm = () => ((window.asked = false), false), undefined)")
+    await page.click("#clear")
+    await page.until(f"window.asked === false && {TURNS}.length === 3")
+    await page.evaluate("(window.confirm = () => true, undefined)")
     await page.click("#clear")
     await page.until(f"{TURNS}.length === 0")
     await page.until(f"{KEPT}.then((kept) => kept.length === 0)")
+
+
+async def test_choice_after_a_reload_is_in_view(page: Page, server: PageServer) -> None:
+    """However long the captions are, and on a phone too."""
+    await page.open(server.url + "health")
+    await page.evaluate(keep_turns(server.url, 200))
+    for size in ((1200, 800), (360, 640)):
+        await page.size(*size, mobile=size[0] < 500)
+        await page.open(server.url)
+        await page.until(RESTORED)
+        await page.until("document.documentElement.scrollTop > 1000")
+        for button in ("#go-on", "#afresh"):
+            seen = f"""(() => {{
+              const {{ x, y, width, height }} = document.querySelector({button!r}).getBoundingClientRect();
+              return document.elementFromPoint(x + width / 2, y + height / 2)?.id;
+            }})()"""
+            assert f"#{await page.evaluate(seen)}" == button
+    # Next after the captions, and the button in them, for whoever has no pointer.
+    await page.evaluate("document.querySelector('#captions').focus()")
+    for button in ("earlier", "go-on", "afresh"):
+        await page.press("Tab")
+        assert await page.evaluate("document.activeElement.id") == button
+
+
+def keep_turns(url: str, count: int, seconds: float = 200) -> str:
+    """A script that puts a transcript into the browser's archive, as if it had been recorded an hour ago."""
+    return f"""(async () => {{
+      const {{ Archive }} = await import("{url}archive.js");
+      const archive = new Archive();
+      await archive.open();
+      const turn = (number) => ({{ number, text: `turn ${{number}}.`, state: "done", words: [],
+        start: number, end: number + 1 }});
+      const turns = Array.from({{ length: {count} }}, (_, number) => turn(number));
+      const head = {{ id: Date.now() - 3.6e6, title: "long", seconds: {seconds}, updated: Date.now() }};
+      await archive.write(head, turns, []);
+    }})()"""
+
+
+async def test_earlier_transcripts_have_their_date_and_length(page: Page, server: PageServer) -> None:
+    """Also one whose last turn was open when it was kept, and one that was kept without a length."""
+    await page.open(server.url + "health")
+    await page.evaluate(keep_turns(server.url, 75, seconds=0))
+    await page.open(server.url)
+    await page.until(RESTORED)
+    await page.click("#afresh")
+    await page.click("#listen")
+    await page.until(OPEN_TEXT)
+    await page.click("#open-library")
+    await page.until(f"{ROWS}.length === 2")
+    here, earlier = await page.evaluate(f"{ROWS}.map((row) => row.querySelector('small').textContent)")
+    assert re.search(r", 0:0[1-9] long, on the page$", here)
+    began = await page.evaluate(
+        "new Date(Date.now() - 3.6e6).toLocaleString([], { dateStyle: 'medium', timeStyle: 'short' })"
+    )
+    # The minute may have changed since.
+    assert earlier.endswith(", 1:15 long") and earlier.split(",")[0] == began.split(",")[0]
+    await page.press("Escape")
+    await stop(page)
 
 
 async def test_forbidden_storage_is_said_and_captions_work(page: Page, server: PageServer, talk: Path) -> None:

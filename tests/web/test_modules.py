@@ -23,7 +23,7 @@ const completed = (id, start, end, transcript, words) => ({
 """
 
 
-MODULES = ("backlog", "captions", "decimator", "export", "format", "tape", "transcript")
+MODULES = ("backlog", "captions", "decimator", "export", "format", "tape", "transcript", "turn-cutter")
 Run = Callable[[str], Awaitable[Any]]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -56,7 +56,7 @@ async def test_captions_are_cut_as_the_server_cuts_them(run: Run) -> None:
         return [all.toSrt(t), all.toVtt(t), all.toText(t), all.toJson(t)];""",
     )
     assert files[0] == to_srt(lines)
-    assert files[1].replace("&lt;", "<").replace("&gt;", ">") == to_vtt(lines) and "&lt;so&gt;" in files[1]
+    assert files[1] == to_vtt(lines) and "&lt;so&gt;" in files[1]
     assert files[2] == spoken + "\n"
     assert json.loads(files[3])["turns"][0]["words"] == words
 
@@ -153,3 +153,55 @@ async def test_hours_of_captions_keep_the_document_small(run: Run) -> None:
     assert shown[0] <= 81 and shown[1] == "i920"
     assert shown[2] == ["i520", 80, False, False]
     assert shown[3:] == ["i999", 1000]
+
+
+CUT = """
+const cut = (pieces) => {
+  const cutter = new all.TurnCutter();
+  const turns = pieces.flatMap(([delta, words]) => cutter.push(delta, words));
+  const last = cutter.end();
+  return last ? [...turns, last] : turns;
+};
+const say = (text, seconds, at = 0) =>
+  text.split(" ").map((word, n) => ({ word, start: at + n * seconds, end: at + (n + 1) * seconds }));
+"""
+
+
+async def test_text_of_a_file_is_cut_at_pauses_and_after_sentences(run: Run) -> None:
+    """However it comes: in one piece, word by word, or with the mark of a window's last word in the next piece."""
+    one, two = "He came in. He sat", "down. Nobody spoke."
+    turns = await run(
+        CUT
+        + f"""const first = say({one!r}, 0.3), rest = say({two!r}, 0.3, 1.5);
+        const before = say("Later.", 0.3, 5);
+        // A word that lasts until the next one begins hides the pause behind it.
+        rest[0].end = 3;
+        rest[1].start = 3;
+        const whole = cut([["{one} {two} Later.", [...first, ...rest, ...before]]]);
+        const single = cut([...first, ...rest, ...before].map((word) => [` ${{word.word}}`, [word]]));
+        const loose = cut([["{one} down", first], [". Nobody spoke.", rest], [" Later.", before]]);
+        return [whole, single, loose];"""
+    )
+    assert turns[0] == turns[1] == turns[2]
+    assert [turn["text"] for turn in turns[0]] == ["He came in. He sat down.", "Nobody spoke.", "Later."]
+    assert [turn["start"] for turn in turns[0]] == [0, 3, 5]
+
+
+async def test_text_of_a_file_without_marks_spaces_or_times_is_cut_all_the_same(run: Run) -> None:
+    unmarked, spaceless, timeless, strange = await run(
+        CUT
+        + """const words = say(Array(300).fill("word").join(" "), 0.3);
+        const unmarked = cut([[words.map(({ word }) => word).join(" "), words]]);
+        const signs = say(Array(40).fill("潮が引いて船が遠くに").join(" "), 2);
+        const spaceless = cut([[signs.map(({ word }) => word).join(""), signs]]);
+        const timeless = cut(Array.from({ length: 40 }, () => ["Nobody knows when this was said. ", []]));
+        // Words that are written otherwise than the text.
+        const strange = cut([["twenty five boats lay out. ", say("25 boats lay out.", 0.3)]]);
+        return [unmarked, spaceless, timeless, strange];"""
+    )
+    for turns in (unmarked, spaceless, timeless):
+        assert len(turns) > 1 and all(30 < len(turn["text"]) <= 400 for turn in turns)
+    assert "".join(turn["text"] for turn in spaceless) == "潮が引いて船が遠くに" * 40
+    assert " ".join(turn["text"] for turn in timeless) == " ".join(["Nobody knows when this was said."] * 40)
+    assert all(turn["text"].endswith(".") for turn in timeless)
+    assert [turn["text"] for turn in strange] == ["twenty five boats lay out."]

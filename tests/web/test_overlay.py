@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.web.conftest import PageServer
 from tests.web.devtools import Page
+from tests.web.line import line_to
 from tests.web.page_server import SENTENCES
 from tests.web.shown import listen, send_file, stop
 
@@ -44,6 +45,20 @@ async def test_large_captions_fill_the_screen_and_follow_the_speaker(page: Page,
     await page.until("document.querySelector('#overlay').hidden && !document.fullscreenElement")
     await page.until("document.activeElement.id === 'open-overlay'")
     await stop(page)
+
+
+async def test_large_captions_say_that_the_server_is_lost(page: Page, server: PageServer) -> None:
+    async with line_to(server.port) as line:
+        await listen(page, line.url)
+        await page.click("#open-overlay")
+        assert await page.evaluate("document.querySelector('#overlay-state').textContent") == ""
+        line.close_for_good()
+        await page.until("document.querySelector('#overlay-state').textContent.startsWith('Server lost')")
+        box = await page.evaluate("document.querySelector('#overlay-state').getBoundingClientRect().toJSON()")
+        assert box["height"] > 0 and box["bottom"] <= await page.evaluate("innerHeight")
+        await page.click("#overlay-close")
+        await page.until("document.querySelector('#overlay').hidden")
+        await stop(page)
 
 
 async def test_escape_closes_and_the_size_is_remembered(page: Page, server: PageServer, talk: Path) -> None:

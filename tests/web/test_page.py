@@ -148,6 +148,15 @@ async def test_full_server_is_said_and_tried_again(page: Page) -> None:
         await stop(page)
 
 
+async def test_server_that_is_gone_before_the_first_word_is_said(page: Page) -> None:
+    with server_process() as server:
+        await page.open(server.url)
+        server.kill()
+        await page.click("#listen")
+        said = await page.until(f"{PROBLEM} ?? (/^Server lost/.test({STATE}) && {STATE})")
+        assert said.startswith("Server lost")
+
+
 async def test_denied_microphone_is_said(page: Page, server: PageServer) -> None:
     await page.deny("microphone", server.url)
     await page.open(server.url)
@@ -188,7 +197,7 @@ async def test_dropped_file_that_is_no_sound_is_said(page: Page, server: PageSer
           document.body.dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true }));
         })()"""
     )
-    assert "This file could not be read: the stream is none of" in await page.until(PROBLEM)
+    assert "notes.mp3 could not be read: the stream is none of" in await page.until(PROBLEM)
     assert await page.evaluate(STATE) == "Ready"
 
 

@@ -49,7 +49,9 @@ SHARED_TAB = """
 """
 LANGUAGE = "document.querySelector('#language')"
 SHOWN_LANGUAGE = "!document.querySelector('#language-box').hidden"
-PROGRESS = "document.querySelector('#progress:not([hidden])')"
+# The engine is asked for a stream with the first sound.
+SOME_SOUND = "document.querySelector('#elapsed').textContent > '0:00'"
+PROGRESS = "document.querySelector('#job:not([hidden]) progress')"
 
 
 async def choose_source(page: Page, value: str) -> None:
@@ -69,6 +71,60 @@ async def test_sound_of_a_tab_is_heard(page: Page, server: PageServer, choice: s
     assert await page.evaluate("window.shared.getVideoTracks().every((track) => track.readyState === 'ended')")
     await stop(page)
     check_said(await turns(page))
+
+
+SLEEPY_CONTEXT = """
+  const Context = AudioContext;
+  window.AudioContext = class extends Context {
+    constructor(...how) {
+      super(...how);
+      window.context = this;
+    }
+    async resume() {
+      if (!window.asleep) await super.resume();
+    }
+  };
+"""
+
+
+async def test_muted_microphone_is_said(page: Page, server: PageServer) -> None:
+    await page.before_load(
+        """const silent = () => new AudioContext().createMediaStreamDestination().stream;
+        navigator.mediaDevices.getUserMedia = async () => silent();"""
+    )
+    await listen(page, server.url)
+    await page.until(f"{STATE} === 'Listening, but the microphone is silent'")
+    await page.until("document.querySelector('#elapsed').textContent > '0:05'")
+    await stop(page)
+    assert "No speech was heard" in await page.until(PROBLEM)
+
+
+async def test_machine_that_slept_is_said_and_noted(page: Page, server: PageServer) -> None:
+    """No sound comes at all, as after sleep or a call on a phone, until the browser gives some again."""
+    await page.before_load(SLEEPY_CONTEXT)
+    await listen(page, server.url)
+    await page.until(OPEN_TEXT)
+    await page.evaluate("(window.asleep = true, window.context.suspend())")
+    await page.until(f"{STATE} === 'No sound comes from the microphone'")
+    await page.evaluate("new Promise((done) => setTimeout(done, 10000))")
+    await page.evaluate("(window.asleep = false, undefined)")
+    # The page itself asks for sound again.
+    await page.until(f"{STATE} === 'Listening'")
+    await stop(page)
+    [note] = [turn for turn in await turns(page) if turn.state == "note"]
+    assert note.text.startswith("No sound for about 1")
+
+
+async def test_unplugged_microphone_is_said_and_keeps_the_text(page: Page, server: PageServer) -> None:
+    await page.before_load(
+        """const ask = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
+        navigator.mediaDevices.getUserMedia = async (wanted) => (window.stream = await ask(wanted));"""
+    )
+    await listen(page, server.url)
+    shown = await page.until(OPEN_TEXT)
+    await page.evaluate("window.stream.getAudioTracks()[0].dispatchEvent(new Event('ended'))")
+    assert "was unplugged" in await page.until(f"{STATE} === 'Ready' && {PROBLEM}")
+    assert any(turn.text.startswith(shown) for turn in await turns(page))
 
 
 async def test_tab_that_ends_or_shares_no_sound_is_said(page: Page, server: PageServer) -> None:
@@ -102,13 +158,14 @@ async def test_file_goes_whole_and_its_words_come_back_in_turns(page: Page, serv
 async def test_progress_of_sending_and_of_reading_is_shown(page: Page, server: PageServer, talk: Path) -> None:
     """The line lets nothing through, then the engine takes its time."""
     server.engine.feed_delay_s = 0.3
+    server.engine.file_window_s = 2.0
     async with line_to(server.port) as line:
         await page.open(line.url)
         line.clog()
         await page.choose_file("#file", talk)
-        await page.until(f"{STATE} === 'Sending the file' && {PROGRESS}")
+        await page.until(f"{STATE} === 'Sending' && {PROGRESS}")
         line.clear()
-        await page.until(f"{STATE} === 'Reading the file' && {PROGRESS}?.value > 0.1 && {PROGRESS}.value < 1")
+        await page.until(f"{STATE} === 'Transcribing' && {PROGRESS}?.value > 0.1 && {PROGRESS}.value < 1")
         # Text is there while the rest is read.
         await page.until(OPEN_TEXT)
         await page.until(f"{STATE} === 'Ready'")
@@ -118,17 +175,20 @@ async def test_progress_of_sending_and_of_reading_is_shown(page: Page, server: P
 
 async def test_stopped_upload_keeps_what_was_read(page: Page, server: PageServer, talk: Path) -> None:
     server.engine.feed_delay_s = 0.5
+    server.engine.file_window_s = 2.0
     await page.open(server.url)
     await page.choose_file("#file", talk)
     shown = await page.until(OPEN_TEXT)
     await stop(page)
-    after = await turns(page)
+    *after, note = await turns(page)
     assert after[-1].state == "cut" and any(turn.text.startswith(shown) for turn in after)
-    await page.until("document.querySelector('#progress').hidden")
+    assert note.state == "note"
+    await page.until("document.querySelector('#job').hidden")
 
 
 async def test_server_that_goes_away_while_it_reads_is_said(page: Page, server: PageServer, talk: Path) -> None:
     server.engine.feed_delay_s = 0.5
+    server.engine.file_window_s = 2.0
     async with line_to(server.port) as line:
         await page.open(line.url)
         await page.choose_file("#file", talk)
@@ -169,7 +229,7 @@ async def test_language_and_words_to_expect(page: Page, takes: Options, told: di
         await choose(page, "#language", "fr")
         await choose(page, "#keywords", "Tickertape, Moonshine,")
         await page.click("#listen")
-        await page.until(f"{STATE} === 'Listening'")
+        await page.until(f"{STATE} === 'Listening' && {SOME_SOUND}")
         await stop(page)
         assert engine.opened[-1]["options"] == told
 
@@ -185,7 +245,7 @@ async def test_the_one_language_of_a_model_is_shown_and_is_no_choice(page: Page)
         await page.open(server.url)
         await page.until(f"{LANGUAGE}.readOnly && {LANGUAGE}.value === 'English'")
         await page.click("#listen")
-        await page.until(f"{STATE} === 'Listening'")
+        await page.until(f"{STATE} === 'Listening' && {SOME_SOUND}")
         await stop(page)
         assert "language" not in engine.opened[-1]["options"]
         engine.takes(MULTILINGUAL)

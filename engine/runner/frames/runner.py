@@ -26,6 +26,7 @@ from engine.models.voxtral_realtime import (
     VoxtralRealtime,
     tensor_shapes,
 )
+from engine.runner.base import Runner, never
 from engine.runner.bias import KeywordTree, KeywordTrees
 from engine.runner.bias_tables import BiasTables
 from engine.runner.device import Download, free_memory, require_device, total_memory
@@ -90,7 +91,9 @@ class _Work:
 _Pass = tuple[list[_Work], Download]
 
 
-class VoxtralRunner:
+class VoxtralRunner(Runner):
+    overlaps_steps = True
+
     def __init__(self, model: VoxtralRealtime, vocabulary: Vocabulary, memory: MemoryPlan, settings: RunnerSettings):
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # fusing the weights left holes that the pages need
@@ -189,11 +192,8 @@ class VoxtralRunner:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def execute(self, plan: StepPlan) -> list[DecodeResult]:
-        return self.launch(plan)()
-
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Callable[[], list[DecodeResult]]:
+    def launch(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> Callable[[], list[DecodeResult]]:
         self.warm_up()
         for slot in plan.closed:
             self._slots.pop(slot, None)

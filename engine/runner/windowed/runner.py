@@ -19,6 +19,7 @@ from engine.core.plan import DecodeResult, DecodeTask, OpenTask, StepPlan, Timed
 from engine.messages import Open, Saved
 from engine.models.seq2seq import SpeechModel
 from engine.options import MAX_KEYWORDS, Options
+from engine.runner.base import SynchronousRunner, never
 from engine.runner.bias import KeywordTrees, LateTree
 from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION
 from engine.runner.windowed.ears import Ear, Sound
@@ -120,7 +121,11 @@ class _Reading:
             self.rows[slot].done = True
 
 
-class WindowedRunner:
+class WindowedRunner(SynchronousRunner):
+    pauses_uploads = True
+    saves_state = True
+    judges_windows = True
+
     def __init__(
         self, model: SpeechModel, vocabulary: Vocabulary, spec: ModelSpec, policy: Policy, windows: Windows
     ) -> None:
@@ -142,11 +147,8 @@ class WindowedRunner:
         self.spec.options.check(message.options)
         self._keywords.check(message.options)
 
-    def execute(self, plan: StepPlan) -> list[DecodeResult]:
-        return self.execute_until(plan, lambda: False)
-
     @torch.inference_mode()
-    def execute_until(self, plan: StepPlan, time_is_up: Callable[[], bool]) -> list[DecodeResult]:
+    def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
         self._prepare(plan)
         live, backlog = plan.decode[: plan.live], plan.decode[plan.live :]
         results = self._windows.share_out(live, self._read_whole) if live else {}
@@ -161,7 +163,7 @@ class WindowedRunner:
     @torch.inference_mode()
     def _read_whole(self, tasks: Sequence[DecodeTask]) -> Results:
         reading = self._read(tasks, live=True)
-        reading.go_on(lambda: False)
+        reading.go_on(never)
         return reading.results
 
     def _prepare(self, plan: StepPlan) -> None:

@@ -104,7 +104,7 @@ async def test_words_do_not_change_when_a_stream_moves(windowed: bool, cut: int,
         inheritance = await adopted(second)
         reader.task.cancel()
         stream.lay_down()
-        assert inheritance.base == b"value" and inheritance.number == 2
+        assert inheritance.base == b"value" and inheritance.number == 1 + messages.NEXT_OWNER
         assert inheritance.goes_on_at <= cut
         later = tuple(flush for flush in flushes if flush >= cut)
         whole = await finish(inheritance, [output for _, output in known], later)
@@ -124,13 +124,13 @@ async def test_the_former_owner_hears_that_it_is_wanted_and_then_that_it_is_fenc
     async with fakes.running(engine) as first, fakes.running(RemoteEngine(engine.address)) as second:
         stream = await first.open("moving")
         heard: list[str] = []
-        first.wills.on_wanted = lambda key: heard.append(f"wanted {key}")
-        first.wills.on_fenced = lambda key: heard.append(f"fenced {key}")
+        first.wills.on_wanted = lambda key, number: bool(heard.append(f"wanted {key} {number}"))
+        first.wills.on_fenced = lambda key, number: heard.append(f"fenced {key} {number}")
         entrust(first, stream, 0)
         # It does not answer.
         inheritance = await adopted(second)
         assert inheritance.stream is not None
-        await fakes.until(lambda: heard == ["wanted key", "fenced key"])
+        await fakes.until(lambda: heard == ["wanted key 1", f"fenced key {1 + messages.NEXT_OWNER}"])
         await stream.feed(AUDIO)
         await stream.finish()
         await inheritance.stream.feed(AUDIO[:1600])
@@ -182,7 +182,10 @@ async def test_of_two_engines_that_have_a_session_the_one_with_the_higher_number
             seat.link.send(messages.Entrust("", "key", number, 0, [], base=value, keep_s=60, last=True))
             await seat.link.taken()
         inheritance = await heir.adopt("key")
-        assert inheritance is not None and (inheritance.base, inheritance.number) == (b"value 2", 3)
+        assert inheritance is not None and (inheritance.base, inheritance.number) == (
+            b"value 2",
+            2 + messages.NEXT_OWNER,
+        )
         # The other one has forgotten it.
         older = addresses[numbers.index(1)]
         async with fakes.running(RemoteEngine(older.address)) as stranger:

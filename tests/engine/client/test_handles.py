@@ -50,7 +50,7 @@ def test_warm_up_runs_a_whole_stream_and_leaves_the_engine_empty() -> None:
 
 def test_a_model_that_fails_its_warm_up_is_not_ready() -> None:
     loop = fakes.build()
-    loop.runner.execute = lambda plan: 1 / 0  # type: ignore[assignment, method-assign]
+    loop.runner.launch = lambda plan, time_is_up: 1 / 0  # type: ignore[assignment, method-assign]
     with pytest.raises(EngineDead, match="warm-up failed"):
         warm_up(loop)
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from benchmarks.gpu_checks import detection_error
 from engine.errors import AtCapacity, BadItem, DuplicateStream, UnknownStream
 from engine.models.silero import FRAME_SAMPLES, SileroVad, load_silero
 from engine.runner.device_speech import ROUND_SAMPLES, DeviceSpeechDetector
 from engine.runner.speech import SETTLED_FRAMES, SpeechDetector
 from tests.engine.models.test_silero import voice
+from tests.gpu.steps import detection_error
 
 Samples = NDArray[np.float32]
 CLOSE = 1e-4

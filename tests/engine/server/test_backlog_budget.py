@@ -12,6 +12,7 @@ from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan, TimedToken
 from engine.core.scheduler import Scheduler
 from engine.messages import Abort, Closed, Feed, Finish, Item, Open, Output, Text
+from engine.runner.base import SynchronousRunner, never
 from engine.server.backlog_budget import PROBE_EVERY, SHARE_OF_STRIDE
 from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
@@ -32,7 +33,7 @@ class Clock:
 
 
 @dataclass
-class Batching:
+class Batching(SynchronousRunner):
     """A model whose step costs so much, and so much more for every position."""
 
     clock: Clock
@@ -45,13 +46,7 @@ class Batching:
     def check_open(self, message: Open) -> None:
         pass
 
-    def warm_up(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def execute(self, plan: StepPlan) -> list[DecodeResult]:
+    def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
         self.plans.append(plan)
         self.clock.now += self.step_ns + self.position_ns * sum(task.end - task.start for task in plan.decode)
         return [DecodeResult([1] * (task.end - task.start)) for task in plan.decode]
@@ -65,13 +60,14 @@ class Batching:
 class Pausing(Batching):
     """Reads a window of backlog in so many pieces; says where each window began and ended."""
 
+    pauses_uploads = True
     pieces: int = 30
     spec: ModelSpec = WINDOWED
     work: Iterator[None] | None = None
     done: list[int] = field(default_factory=list)
     stints: list[int] = field(default_factory=list)
 
-    def execute_until(self, plan: StepPlan, time_is_up: Callable[[], bool]) -> list[DecodeResult]:
+    def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
         self.plans.append(replace(plan, decode=list(plan.decode)))
         live = [self.read(task.base, task.end) for task in plan.decode[: plan.live]]
         self.clock.now += PIECE_NS * len(live)

@@ -49,10 +49,10 @@ SETTINGS = GateSettings(
 
 @dataclass
 class PoisonDetector(fakes.FakeDetector):
-    def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
+    def listen(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
         if any((samples == BREAKS_DETECTOR).any() for _, samples in batch):
             raise RuntimeError("the detector met the poison")
-        found = super().detect(batch)
+        found = super().listen(batch)
         for speech in found:
             if any(stream == speech.stream and (samples == BREAKS_GATE).any() for stream, samples in batch):
                 speech.probabilities = ["loud"]  # type: ignore[list-item]

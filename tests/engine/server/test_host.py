@@ -273,8 +273,8 @@ def test_a_message_that_is_none_is_borne_and_a_gateway_that_has_no_other_connect
 
 def test_an_output_without_bytes_ends_its_stream_alone(calm: str) -> None:
     class Talkative(fakes.FakeDetector):
-        def detect(self, batch: list[Any]) -> list[messages.Speech]:
-            found = super().detect(batch)
+        def listen(self, batch: list[Any]) -> list[messages.Speech]:
+            found = super().listen(batch)
             return [
                 replace(speech, probabilities=[np.float64(1)]) if speech.stream.endswith("bad") else speech
                 for speech in found

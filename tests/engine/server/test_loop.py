@@ -28,6 +28,7 @@ from engine.messages import (
     Speech,
     Text,
 )
+from engine.runner.base import Detector, SynchronousRunner, never
 from engine.server.gate import GateSettings
 from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
@@ -45,7 +46,7 @@ WINDOWED = replace(
 )
 
 
-class EchoRunner:
+class EchoRunner(SynchronousRunner):
     """Says a letter for every position it hears; the letter is in the payload's first own sample."""
 
     def __init__(self, spec: ModelSpec = SPEC, fail: Callable[[StepPlan], None] | None = None) -> None:
@@ -58,7 +59,7 @@ class EchoRunner:
         if "language" in message.options:
             raise ValueError("this model has no languages; leave the option out")
 
-    def execute(self, plan: StepPlan) -> list[DecodeResult]:
+    def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
         if self.fail:
             self.fail(plan)
         for task in plan.encode:
@@ -84,7 +85,7 @@ class EchoRunner:
         pass
 
 
-class LoudnessDetector:
+class LoudnessDetector(Detector):
     """Speech is wherever the samples are not zero; one probability per 640 samples."""
 
     def __init__(self) -> None:
@@ -97,14 +98,14 @@ class LoudnessDetector:
     def close(self, stream: str) -> None:
         del self.streams[stream]
 
-    def detect(self, batch: list[tuple[str, NDArray[np.float32]]]) -> list[Speech]:
+    def launch(self, batch: list[tuple[str, NDArray[np.float32]]]) -> Callable[[], list[Speech]]:
         answers = []
         for stream, samples in batch:
             frames = samples.reshape(-1, 640)
             self.most = max(self.most, samples.size)
             answers.append(Speech(stream, self.streams[stream], 640, [float(bool(f.any())) for f in frames]))
             self.streams[stream] += samples.size
-        return answers
+        return lambda: answers
 
     def pass_silence(self, stream: str, samples: int) -> Speech:
         self.streams[stream] += samples

@@ -27,6 +27,7 @@ from engine.messages import (
     Output,
     Speech,
 )
+from engine.runner.base import never
 from engine.server.loop import EngineLoop
 from tests.engine import fakes
 from tests.engine.server.test_blame import commands_of, items_of, text
@@ -211,7 +212,7 @@ def test_a_suspect_is_computed_while_nothing_else_is() -> None:
 @pytest.mark.parametrize("fails", ["launch", "answer"])
 def test_a_runner_that_fails_ends_the_engine_once(fails: str) -> None:
     class Failing(fakes.LaunchingFrames):
-        def launch(self, plan: StepPlan) -> Any:
+        def launch(self, plan: StepPlan, time_is_up: Any = never) -> Any:
             if plan.decode and fails == "launch":
                 raise RuntimeError("device lost")
             answers = super().launch(plan)

@@ -26,7 +26,7 @@ def test_an_engine_that_is_late_takes_in_no_more_than_it_computes(calm: str) -> 
         host.send(name, command(messages.Open("good")))
     for position in range(20):
         for name in (b"g", b"h"):
-            idle = [command(messages.Adopt("", "nobody's")) for _ in range(LEAST_COMMANDS // 4)]
+            idle = [command(messages.Adopt("", "nobody's", 1)) for _ in range(LEAST_COMMANDS // 4)]
             host.post(name, feed("good", position), *idle, audio=(audio(position),))
     host.host.tick()
     taken = [peer.numbering.taken - 1 for peer in host.host._peers.values()]
@@ -53,7 +53,7 @@ def test_an_engine_of_a_windowed_model_takes_in_a_stride_of_every_stream() -> No
     host.greet(b"g")
     host.send(b"g", *(command(messages.Open(f"s{number}")) for number in range(streams)))
     for _ in range(2 * stride):
-        host.post(b"g", *(command(messages.Adopt("", "nobody's")) for _ in range(streams)))
+        host.post(b"g", *(command(messages.Adopt("", "nobody's", 1)) for _ in range(streams)))
     host.host.tick()
     assert 2 * stride * streams > LEAST_COMMANDS and not host.host._peers[b"g"].inbox
 

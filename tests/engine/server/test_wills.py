@@ -9,11 +9,14 @@ import pytest
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.sockets import SILENCE_SECONDS
-from engine.server.wills import MOST_ENTRIES, RELEASE_SECONDS
+from engine.messages import NEXT_OWNER
+from engine.server.wills import CLAIM_SECONDS, MOST_ENTRIES, RELEASE_SECONDS
 from tests.engine.server.test_host import Host, calm, command, say_all
 
 __all__ = ["calm"]
 KEEP_S = 60.0
+# Numbers of the second and of the third owner.
+SECOND, THIRD = 1 + NEXT_OWNER, 1 + 2 * NEXT_OWNER
 
 
 def entrust(host: Host, name: bytes, consumed: int, number: int = 1, **changes: Any) -> None:
@@ -21,8 +24,38 @@ def entrust(host: Host, name: bytes, consumed: int, number: int = 1, **changes: 
     host.send(name, command(messages.Entrust("good", "s", number, consumed, **fields)))
 
 
-def adopt(host: Host, name: bytes) -> None:
-    host.send(name, command(messages.Adopt("", "s")))
+def adopt(host: Host, name: bytes, number: int | None = None) -> None:
+    """Ask for the session first, and adopt what the engine says it has."""
+    if number is None:
+        host.send(name, command(messages.Ask("", "s", 1)))
+        number = held(host, name)[-1].number
+    host.send(name, command(messages.Adopt("", "s", number)))
+
+
+def held(host: Host, name: bytes) -> list[messages.Held]:
+    return [output for output in host.said(name) if isinstance(output, messages.Held)]
+
+
+def claim(host: Host, name: bytes, *claims: tuple[str, int, bool]) -> None:
+    host.send(name, command(messages.Claim("", 7, list(claims))))
+    assert messages.Claimed(7) in host.said(name)
+
+
+def fenced(host: Host, name: bytes) -> list[messages.Fenced]:
+    return [output for output in host.said(name) if isinstance(output, messages.Fenced)]
+
+
+def listen(host: Host, seconds: float) -> None:
+    """So long passes, in which the engine looks at what comes."""
+    for _ in range(round(seconds / 0.1)):
+        host.now += 0.1
+        host.tick()
+
+
+def come_back(host: Host, name: bytes, *claims: tuple[str, int, bool]) -> None:
+    """A gateway connects anew, with these sessions."""
+    host.greet(name)
+    claim(host, name, *claims)
 
 
 def inherited(host: Host, name: bytes) -> list[messages.Inherited]:
@@ -65,7 +98,7 @@ def test_a_stream_moves_to_another_gateway_without_a_change_in_its_words(host: H
     entrust(host, b"a", len(known), last=True)
     adopt(host, b"b")
     (value,) = inherited(host, b"b")
-    assert (value.number, value.base, value.stream, value.consumed) == (2, b"base", "good", len(known))
+    assert (value.number, value.base, value.stream, value.consumed) == (SECOND, b"base", "good", len(known))
     assert value.end == host.loop.scheduler.spec.prefix_positions + 10
     assert value.sample == 10 * host.loop.scheduler.spec.samples_per_position
     finish_at(host, b"b", 10)
@@ -76,22 +109,21 @@ def test_a_stream_moves_to_another_gateway_without_a_change_in_its_words(host: H
 def test_the_owner_is_asked_first_and_its_last_word_counts(host: Host, calm: str) -> None:
     entrust(host, b"a", 0)
     adopt(host, b"b")
-    assert messages.Wanted("s") in host.said(b"a")
+    assert messages.Wanted("s", 1) in host.said(b"a")
     assert not inherited(host, b"b"), "the owner has not answered yet"
     known = heard(host, b"a")
     entrust(host, b"a", len(known), base=b"last", last=True)
     assert inherited(host, b"b")[0].base == b"last"
-    assert messages.Fenced("s") in host.said(b"a")
+    assert messages.Fenced("s", SECOND) in host.said(b"a")
 
 
 def test_an_owner_that_does_not_answer_is_fenced_and_changes_nothing_any_more(host: Host, calm: str) -> None:
     known = heard(host, b"a")
     entrust(host, b"a", len(known))
     adopt(host, b"b")
-    host.now += RELEASE_SECONDS + 1
-    host.tick()
+    listen(host, RELEASE_SECONDS + 1)
     assert inherited(host, b"b")[0].base == b"base"
-    assert messages.Fenced("s") in host.said(b"a")
+    assert messages.Fenced("s", SECOND) in host.said(b"a")
     # It wakes up and goes on as if it still had the session.
     say_all(host, b"a", "good", range(10, 13))
     host.send(b"a", command(messages.Flush("good", 7)), command(messages.Abort("good")))
@@ -99,17 +131,17 @@ def test_an_owner_that_does_not_answer_is_fenced_and_changes_nothing_any_more(ho
     host.send(b"a", command(messages.Disown("good", "s", 1)))
     finish_at(host, b"b", 10)
     assert text(known) + text(heard(host, b"b")) == calm
-    entrust(host, b"b", 0, number=2, base=b"fresh", last=True)
+    entrust(host, b"b", 0, number=SECOND, base=b"fresh", last=True)
     host.greet(b"c")
     adopt(host, b"c")
-    assert (inherited(host, b"c")[0].base, inherited(host, b"c")[0].number) == (b"fresh", 3)
+    assert (inherited(host, b"c")[0].base, inherited(host, b"c")[0].number) == (b"fresh", THIRD)
 
 
 def test_an_owner_that_is_gone_is_noticed_at_once(host: Host, calm: str) -> None:
     known = heard(host, b"a")
     entrust(host, b"a", len(known))
     host.line.gone.add(b"a")
-    adopt(host, b"b")
+    adopt(host, b"b", 1)
     assert inherited(host, b"b")
     finish_at(host, b"b", 10)
     assert text(known) + text(heard(host, b"b")) == calm
@@ -124,11 +156,11 @@ def test_the_last_words_of_an_owner_that_is_gone_count(leaves: str, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(host, "tick", lambda: None)
         if leaves == "killed":
-            adopt(host, b"b")
+            adopt(host, b"b", 1)
         host.send(b"a", command(messages.Entrust("", "s", 1, 0, [b"last"])))
         if leaves == "says goodbye":
             host.line.arriving.append((b"a", codec.encode(codec.Bye())))
-            adopt(host, b"b")
+            adopt(host, b"b", 1)
     host.line.gone.add(b"a")
     host.tick()
     assert inherited(host, b"b")[0].entries == [b"last"]
@@ -147,6 +179,7 @@ def test_a_stream_waits_for_its_next_gateway_and_is_forgotten_in_time(host: Host
     assert not host.loop.scheduler.streams and not len(host.host._wills)
     host.greet(b"d")
     adopt(host, b"d")
+    assert held(host, b"d") == [messages.Held("s", 1)], "nobody has it"
     assert inherited(host, b"d") == [messages.Inherited("s")]
 
 
@@ -157,11 +190,108 @@ def test_a_stream_without_a_will_ends_with_its_gateway(host: Host) -> None:
     assert not host.loop.scheduler.streams
 
 
-def test_a_gateway_that_comes_back_begins_anew(host: Host) -> None:
+@pytest.mark.parametrize("claims", [[], [("s", 2, True)], [("s", 1, False)]], ids=["gone", "elsewhere", "nowhere"])
+def test_a_gateway_that_comes_back_begins_anew(host: Host, claims: list[tuple[str, int, bool]]) -> None:
     entrust(host, b"a", 0)
-    host.greet(b"a")
-    host.tick()
+    come_back(host, b"a", *claims)
     assert not host.loop.scheduler.streams and not len(host.host._wills)
+    assert not fenced(host, b"a")
+
+
+def test_what_a_gateway_left_is_there_until_it_says_that_it_goes_on_with_it(host: Host) -> None:
+    """It was thought lost. Its client may look for the session in the same moment at another gateway."""
+    entrust(host, b"a", 0)
+    host.line.gone.add(b"a")
+    listen(host, 2.0)
+    host.line.gone.clear()
+    host.greet(b"a")
+    adopt(host, b"b")
+    assert inherited(host, b"b")[0].number == SECOND
+    claim(host, b"a", ("s", 1, False))
+    assert fenced(host, b"a") == [messages.Fenced("s", SECOND)]
+    assert len(host.host._wills) == 1
+
+
+def test_a_session_whose_gateway_has_come_back_is_not_over(host: Host) -> None:
+    """Its value is on its way: whoever asks for it meanwhile is not told that nobody has it."""
+    entrust(host, b"a", 0)
+    come_back(host, b"a", ("s", 1, False))
+    host.send(b"b", command(messages.Ask("", "s", 3)))
+    assert held(host, b"b") == [messages.Held("s", 3, 1, whole=False)]
+    host.send(b"a", command(messages.Entrust("", "s", 2, 0, [], base=b"again", keep_s=KEEP_S)))
+    adopt(host, b"b")
+    assert messages.Wanted("s", 2) in host.said(b"a")
+    listen(host, RELEASE_SECONDS + 1)
+    assert (inherited(host, b"b")[-1].base, inherited(host, b"b")[-1].number) == (b"again", SECOND + 1)
+
+
+def test_what_a_gateway_claimed_and_never_left_is_forgotten_in_time_and_with_it(host: Host) -> None:
+    for goes in (True, False):
+        come_back(host, b"a", ("s", 1, False))
+        if goes:
+            host.line.gone.add(b"a")
+            listen(host, 2.0)
+            host.line.gone.clear()
+        else:
+            listen(host, CLAIM_SECONDS + 1)
+        host.send(b"b", command(messages.Ask("", "s", 3)))
+        assert held(host, b"b")[-1] == messages.Held("s", 3)
+
+
+# A former owner moves the session from engine to engine as often as it likes.
+@pytest.mark.parametrize("moves", [1, 2, 1000])
+def test_a_former_owner_never_gets_past_the_next_one(host: Host, moves: int) -> None:
+    entrust(host, b"a", 0)
+    host.line.gone.add(b"a")
+    adopt(host, b"b")
+    entrust(host, b"b", 0, number=SECOND, base=b"fresh")
+    host.line.gone.clear()
+    host.greet(b"a")
+    for number in range(1, 2 + moves):
+        host.send(b"a", command(messages.Entrust("", "s", number, 0, [], base=b"stale", keep_s=KEEP_S)))
+    host.send(b"a", command(messages.Disown("", "s", 1 + moves)))
+    assert len(fenced(host, b"a")) == 1 + moves and not fenced(host, b"b")
+    host.greet(b"c")
+    adopt(host, b"c")
+    entrust(host, b"b", 0, number=SECOND, base=b"fresh", last=True)
+    assert (inherited(host, b"c")[-1].base, inherited(host, b"c")[-1].number) == (b"fresh", THIRD)
+
+
+def test_an_owner_that_comes_from_another_engine_fences_the_one_that_was_here(host: Host) -> None:
+    entrust(host, b"a", 0)
+    host.send(b"b", command(messages.Entrust("", "s", SECOND + 1, 0, [], base=b"moved", keep_s=KEEP_S)))
+    assert fenced(host, b"a") == [messages.Fenced("s", SECOND + 1)]
+
+
+def test_a_request_from_before_somebody_else_had_the_session_takes_nothing(host: Host) -> None:
+    """It waited in a process that stood still: the client has gone to another gateway since."""
+    entrust(host, b"a", 0, last=True)
+    host.greet(b"c")
+    adopt(host, b"c")
+    assert inherited(host, b"c")[0].number == SECOND
+    adopt(host, b"b", 1)
+    assert inherited(host, b"b") == [messages.Inherited("s")]
+    assert not [output for output in host.said(b"c") if isinstance(output, messages.Wanted)]
+    listen(host, RELEASE_SECONDS + 1)
+    assert not fenced(host, b"c")
+
+
+def test_an_engine_that_stood_still_hears_the_owner_out_before_it_takes_a_session(host: Host) -> None:
+    """The owner had answered within its time; the answer waited for the engine."""
+    entrust(host, b"a", 0)
+    adopt(host, b"b")
+    host.post(b"a", command(messages.Entrust("good", "s", 1, 0, [], base=b"last", keep_s=KEEP_S, last=True)))
+    host.now += 10 * RELEASE_SECONDS
+    host.tick()
+    assert inherited(host, b"b")[0].base == b"last"
+    # And one whose answer is not there yet gets the time that it would have had.
+    host.greet(b"c")
+    adopt(host, b"c")
+    host.now += 10 * RELEASE_SECONDS
+    host.tick()
+    assert not inherited(host, b"c")
+    listen(host, RELEASE_SECONDS + 1)
+    assert inherited(host, b"c")
 
 
 def test_of_two_who_ask_the_last_has_the_session(host: Host) -> None:
@@ -170,7 +300,7 @@ def test_of_two_who_ask_the_last_has_the_session(host: Host) -> None:
     adopt(host, b"b")
     adopt(host, b"c")
     entrust(host, b"a", 0, last=True)
-    assert inherited(host, b"b") == [messages.Inherited("s")] and inherited(host, b"c")[0].number == 2
+    assert inherited(host, b"b") == [messages.Inherited("s")] and inherited(host, b"c")[0].number == SECOND
 
 
 def test_what_is_kept_is_bounded(host: Host) -> None:
@@ -179,7 +309,7 @@ def test_what_is_kept_is_bounded(host: Host) -> None:
     entrust(host, b"a", 0, last=True)
     adopt(host, b"b")
     assert inherited(host, b"b")[0].chunks == [bytes([chunk]) * 30 for chunk in (47, 48, 49)]
-    entrust(host, b"b", 0, number=2, entries=[b"x"] * (MOST_ENTRIES + 1))
+    entrust(host, b"b", 0, number=SECOND, entries=[b"x"] * (MOST_ENTRIES + 1))
     assert not len(host.host._wills), "a will that outgrows its bounds is not kept"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from realtime import cli
 from realtime.commands import completion, pull
-from realtime.commands.terminal import CommandFailed, UsageError
+from realtime.commands.terminal import CommandFailed, UsageError, read_config
 from realtime.config import Config, load_config
 
 ROOT = Path(__file__).parents[3]
@@ -141,6 +141,39 @@ def test_check_config_prints_what_is_in_force_without_secrets(
     assert load_config(environment={}, flags={}).server.port == 8000
 
 
+@pytest.mark.parametrize("between", ["", "\n"])
+def test_no_command_shows_a_secret_whatever_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], between: str
+) -> None:
+    """`between`: a key with a line break in it, which no header can carry."""
+    mark = "mark-7f3a9c-do-not-show"
+    file = tmp_path / "tickertape.toml"
+    file.write_text(f'[auth]\nkeys = ["{mark}"]\nsecret = "{mark}"\n')
+    monkeypatch.setenv("TICKERTAPE_API_KEY", f"{mark}{between}{mark}")
+    url = f"http://user:{mark}@127.0.0.1:9/v1/realtime?resume={mark}"
+    for arguments in (
+        ["check-config", str(file)],
+        ["serve", "--config", str(file), "--port", "many"],
+        ["serve", "--auth.key", mark],
+        ["serve", f"--auth.key={mark}"],
+        ["serve", "--auth.keys", mark, "--no-auth"],
+        ["status", "--ready", "http://127.0.0.1:9"],
+        ["status", "--ready", url],
+        ["status", "--json", url.replace("http", "ftp")],
+        ["bench", url, "--streams", "1", "--hold", "2", "--warm-up", "1", "--output", str(tmp_path)],
+        ["bench", url.replace("http", "ftp"), "--streams", "1", "--output", str(tmp_path)],
+        ["transcribe", "--server", url, str(file)],
+        ["transcribe", "--live", "--server", url, str(file)],
+    ):
+        try:
+            cli.main(arguments)
+        except SystemExit as stopped:
+            assert stopped.code == 2
+        shown = capsys.readouterr()
+        assert mark not in shown.out + shown.err, arguments
+        assert shown.err, f"{arguments}: the command said nothing at all"
+
+
 def test_the_documented_file_has_every_key_with_its_default() -> None:
     path = ROOT / "docs" / "tickertape.toml"
     assert load_config(path, environment={}) == Config()
@@ -168,6 +201,13 @@ def test_an_engine_takes_every_setting_of_the_model_that_serve_takes(tmp_path: P
     assert settings == EngineConfig("voxtral", "cuda:1", 7, 2, 512, True, False)
     for name in EngineConfig.setting_names():
         cli.build_parser().parse_args(["engine", "--listen", "ipc:///x", f"--model.{name.replace('_', '-')}", "1"])
+
+
+def test_debugging_is_the_lowest_level_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_config(None, {}).server.log_level == "info"
+    monkeypatch.setenv("TICKERTAPE_DEBUG", "1")
+    assert read_config(None, {}).server.log_level == "debug"
+    assert read_config(None, {"server.log_level": "error"}).server.log_level == "error", "what was said counts"
 
 
 def test_flags_of_serve_reach_the_configuration() -> None:

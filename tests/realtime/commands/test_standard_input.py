@@ -67,7 +67,7 @@ def read(data: bytes, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
         (b"RI", "none of WebM"),
         (b"this is no sound at all, only words", "none of WebM"),
         (b"RIFF\xff\xff\xff\xffWAVE", "incomplete"),
-        (b"RIFF\xff\xff\xff\xffAVI list", "none of WebM"),
+        (b"RIFF\xff\xff\xff\xffAVI list", "the format AVI is not served"),
         (b"RIFF\xff\xff\xff\xffWAVEdata\xff\xff\xff\xff" + bytes(100), "incomplete"),
         (b"RIFF\xff\xff\xff\xffWAVEJUNK\xf0\xff\xff\x7f" + bytes(100), "incomplete"),
     ],

@@ -16,7 +16,7 @@ from tests.realtime.gateway_doubles import FakeEngine
 
 async def shown(figures: str | None) -> dict[str, Any]:
     app = build_app(FakeEngine(), Config(fleet=FleetConfig(figures=figures)))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         answer: dict[str, Any] = (await client.get("/capacity")).raise_for_status().json()
     return answer
 

@@ -24,14 +24,17 @@ def sender(*pieces: bytes) -> Any:
 
 async def test_places_are_bounded_and_given_back_once() -> None:
     spool = Spool(LIMITS)
-    first, _ = Upload(spool, 100), Upload(spool, 100)
+    first, second = Upload(spool, 100), Upload(spool, 100)
     with pytest.raises(Refusal) as refused:
         Upload(spool, 100)
     assert refused.value.status == 503 and refused.value.retry_after_s
     await first.close()
     await first.close()
     assert spool.uploads == 1
-    Upload(spool, 100)
+    third = Upload(spool, 100)
+    await second.close()
+    await third.close()
+    assert spool.uploads == 0
 
 
 async def test_bytes_are_counted_as_they_arrive() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from engine import messages
 from engine.client.wills import Inheritance
@@ -19,6 +21,7 @@ from realtime.metrics.gateway import Metrics
 from realtime.serving.live_limits import LiveLimits
 from realtime.serving.live_session import LiveSession
 from realtime.serving.saved_live import LIVE_VERSION, SavedLive
+from realtime.serving.throttle import SHARE_S
 from realtime.session.core import Session
 from realtime.session.events import (
     Append,
@@ -52,6 +55,31 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.001)
+
+
+async def test_a_minute_of_audio_that_waited_for_its_stream_does_not_keep_others_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The stream takes all of it without a wait; others have a turn after each piece that takes its time."""
+    feed = FakeStream.feed
+
+    async def costly(stream: FakeStream, samples: NDArray[np.float32]) -> None:
+        until = time.perf_counter() + 2 * SHARE_S
+        while time.perf_counter() < until:
+            pass
+        await feed(stream, samples)
+
+    monkeypatch.setattr(FakeStream, "feed", costly)
+    engine = FakeEngine()
+    live = live_session(engine)
+    for _ in range(60):
+        live.submit(audio(RATE))
+    turns = []
+    while not engine.streams or engine.streams[0].samples < 60 * RATE:
+        await asyncio.sleep(0)
+        turns.append(engine.streams[0].samples if engine.streams else 0)
+    assert max(later - earlier for earlier, later in zip(turns, turns[1:], strict=False)) <= RATE
+    await live.close()
 
 
 async def test_audio_that_nothing_stands_before_is_fed_at_once_and_in_order() -> None:
@@ -187,7 +215,7 @@ async def test_a_session_taken_over_while_its_options_change_hears_all_of_its_au
     core = live.session
     core.handle(audio(2 * RATE), 0.0)
     saved = SavedLive(
-        LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), ("", 0), [], 0, now=0.0,
+        LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), [], 0, now=0.0,
         **{**live.runner.save(last=False), "reopen": True, "runs_out": True},
     )  # fmt: skip
     inherited = Inheritance(1, b"", [], [], former, goes_on_at=RATE)  # type: ignore[arg-type]
@@ -206,7 +234,7 @@ async def test_a_session_taken_over_before_its_new_stream_was_begun_asks_that_on
     for event in (audio(RATE, 0.5), Commit()):
         core.handle(event, 0.0)
     saved = SavedLive(
-        LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), ("", 0), [], 0, now=0.0,
+        LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), [], 0, now=0.0,
         **{**live.runner.save(last=False), "reanchor": (0, RATE // 2)},
     )  # fmt: skip
     for tag in (1, 2):
@@ -230,7 +258,7 @@ async def test_a_session_taken_over_before_its_first_audio_hears_by_the_last_set
     live = live_session(engine)
     core = live.session
     saved = SavedLive(
-        LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), ("", 0), [], 0, now=0.0,
+        LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), [], 0, now=0.0,
         **live.runner.save(last=False),
     )  # fmt: skip
     live.take_over(saved, Inheritance(1, b"", [], []), core, np.zeros(0, np.float32))

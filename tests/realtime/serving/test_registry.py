@@ -27,30 +27,35 @@ async def never(*_: object) -> None:
 
 async def test_a_session_that_fails_in_a_tick_ends_and_the_others_tick_on(caplog: pytest.LogCaptureFixture) -> None:
     entries = sessions()
-    bad, good = (entries.create(Caller(name), Settings(), OpenAIDialect) for name in ("bad", "good"))
-    socket = Connection(bad.live, bad.inbox, never, never, SocketExtras(), Turnstile())  # type: ignore[arg-type]
-    entries.attach(bad, socket)
-    ticks = []
-    good.live.tick = lambda: ticks.append(True)  # type: ignore[method-assign]
+    async with (
+        entries.open(Caller("bad"), Settings(), [OpenAIDialect]) as (bad,),
+        entries.open(Caller("good"), Settings(), [OpenAIDialect]) as (good,),
+    ):
+        socket = Connection(bad.live, bad.inbox, never, never, SocketExtras(), Turnstile())  # type: ignore[arg-type]
+        entries.attach((bad,), socket)
+        ticks = []
+        good.live.tick = lambda: ticks.append(True)  # type: ignore[method-assign]
 
-    def fail() -> None:
-        raise ValueError("a bug")
+        def fail() -> None:
+            raise ValueError("a bug")
 
-    bad.live.tick = fail  # type: ignore[method-assign]
-    await entries.tick()
-    await entries.tick()
-    assert len(ticks) == 2 and len(entries) == 1
-    assert socket._hangup is not None and socket._hangup.code == CloseCode.INTERNAL
-    assert [record.message for record in caplog.records] == [f"session {bad.live.id} failed"]
+        bad.live.tick = fail  # type: ignore[method-assign]
+        await entries.tick()
+        await entries.tick()
+        assert len(ticks) == 2 and len(entries) == 1
+        assert socket._hangup is not None and socket._hangup.code == CloseCode.INTERNAL
+        assert [record.message for record in caplog.records] == [f"session {bad.live.id} failed"]
+    assert len(entries) == 0, "the good one had no socket"
 
 
 async def test_callers_that_come_once_are_counted_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(house, "MAX_COUNTED_CALLERS", 50)
     entries = sessions(new_sessions_per_minute=1)
     for number in range(500):
-        await entries.admit(Caller(f"address {number}"))
-        entries._house.leave(f"address {number}")
-    counts = entries._house._counts  # type: ignore[attr-defined]
+        async with entries.open(Caller(f"address {number}"), Settings(), [OpenAIDialect]):
+            pass
+    counts = entries._house.counts  # type: ignore[attr-defined]
     assert len(counts._arrivals) == 50 and not counts._by_process[0]
     with pytest.raises(Refusal):
-        await entries.admit(Caller("address 499"))
+        async with entries.open(Caller("address 499"), Settings(), [OpenAIDialect]):
+            pass

@@ -22,7 +22,6 @@ SAVED = SavedLive(
     dialect_state={},
     dialect_fixed=True,
     item_ids=("item", 3),
-    event_ids=("event", 4),
     outbox=[],
     sequence=5,
     engine_settings=Settings(),

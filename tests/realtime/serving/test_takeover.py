@@ -82,34 +82,34 @@ async def heard_by_the_engine(
     config = Config(limits=LimitsConfig(audio_in_flight_s=0.05))
     sessions = Sessions(engine, config, lambda: 0.0, lambda: 0.0)
     chosen = Settings(format=audio_format, turn_detection=None, include=(INCLUDE_RESUME,))
-    entry = sessions.create(Caller("test"), chosen, OpenAIDialect)
-    unit = SAMPLE_BYTES[audio_format.type]
-    socket = Socket(entry)
-    sessions.attach(entry, socket.connection)
-    old: list[Socket] = []
-    sent = 0
-    for pieces, rounds in takeovers:
-        for number in range(pieces):
-            piece = data[sent : sent + cuts[number % len(cuts)]]
-            socket.audio(piece, audio_format.binary)
-            sent += len(piece)
-        for _ in range(rounds):
-            await asyncio.sleep(0)
-        entry.inbox.reconnected()
-        sent = json.loads(entry.live.greeting_again())["received_samples"] * unit
-        old.append(socket)
+    async with sessions.open(Caller("test"), chosen, [OpenAIDialect]) as (entry,):
+        unit = SAMPLE_BYTES[audio_format.type]
         socket = Socket(entry)
-        sessions.attach(entry, socket.connection)
-    socket.audio(data[sent:], audio_format.binary)
-    socket.messages.put_nowait({"type": "websocket.receive", "text": '{"type": "input_audio_buffer.commit"}'})
-    socket.messages.put_nowait({"type": "websocket.disconnect", "code": 1001})
-    await socket.serving
-    for left in old:
-        assert isinstance(await left.serving, Hangup) and left.closed_with == CloseCode.TAKEN_OVER
-    while entry.live.queued_seconds:  # noqa: ASYNC110
-        await asyncio.sleep(0)
-    assert entry.live.session.source_samples == len(data) // unit
-    await sessions.end(entry)
+        sessions.attach((entry,), socket.connection)
+        old: list[Socket] = []
+        sent = 0
+        for pieces, rounds in takeovers:
+            for number in range(pieces):
+                piece = data[sent : sent + cuts[number % len(cuts)]]
+                socket.audio(piece, audio_format.binary)
+                sent += len(piece)
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+            entry.inbox.reconnected()
+            sent = json.loads(entry.live.greeting_again())["received_samples"] * unit
+            old.append(socket)
+            socket = Socket(entry)
+            sessions.attach((entry,), socket.connection)
+        socket.audio(data[sent:], audio_format.binary)
+        socket.messages.put_nowait({"type": "websocket.receive", "text": '{"type": "input_audio_buffer.commit"}'})
+        socket.messages.put_nowait({"type": "websocket.disconnect", "code": 1001})
+        await socket.serving
+        for left in old:
+            assert isinstance(await left.serving, Hangup) and left.closed_with == CloseCode.TAKEN_OVER
+        while entry.live.queued_seconds:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert entry.live.session.source_samples == len(data) // unit
+        await sessions.end(entry)
     return np.concatenate([np.zeros(0, np.float32), *engine.streams[0].heard])
 
 

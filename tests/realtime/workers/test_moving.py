@@ -25,10 +25,12 @@ from realtime.session.events import Configure, EngineSwitched
 from tests.e2e.raw_client import COMPLETED, RawClient, greeted_client, raw_client
 from tests.engine import fakes
 from tests.realtime.workers import engines
-from tests.realtime.workers.clients import Speaker
+from tests.realtime.workers.clients import VAD, Speaker
 
 INCLUDE = ["session.resume", "input_audio_buffer.acks"]
 FORMAT = {"type": "audio/pcm", "rate": engines.RATE}
+# How long a turn of `engines.talk` takes, with the pause behind it, and then some.
+SECONDS = 3
 
 
 @dataclass
@@ -145,6 +147,52 @@ async def test_an_old_owner_that_goes_on_after_a_takeover_changes_nothing(
             assert events[-1]["transcript"] == calm
 
 
+async def test_no_event_id_comes_twice_whoever_goes_on_with_a_session() -> None:
+    """Greetings are no part of what a session was sent, and each connection has one. The owner is lost each time, so
+    that the next one goes on from what the engine was told, not from a last word."""
+    sound = engines.talk(6 * SECONDS, 1)
+    told: dict[str, dict[str, Any]] = {}
+    by_number: dict[int, dict[str, Any]] = {}
+
+    def note(event: dict[str, Any]) -> None:
+        known = told.setdefault(event["event_id"], event)
+        assert known == event, "two events with one id"
+        if "seq" in event:
+            assert by_number.setdefault(event["seq"], event) == event, "an event that is sent again is the same"
+
+    async with places(number=3) as found:
+        for place in found:
+            place.client.wills.on_wanted = None
+        async with raw_client(found[0].url) as client:
+            note(await client.receive())
+            # Turns end by themselves: whatever a client asks for would make a new base of the session's will.
+            wishes = {"audio": {"input": {"format": FORMAT, "turn_detection": VAD}}, "include": INCLUDE}
+            await client.send("session.update", session={"type": "transcription"} | wishes)
+            updated = await client.receive()
+            note(updated)
+            token = updated["session"]["resume"]["token"]
+            await client.append(sound[:16_000])
+            for event in await client.until("input_audio_buffer.acknowledged"):
+                note(event)
+            client.socket.transport.abort()
+        for turn, place in enumerate([found[0], found[1], found[1], found[2], found[0]]):
+            # Some of what came is asked for again.
+            last = max(by_number)
+            after = last - turn % 3
+            async with raw_client(f"{place.url}?resume={token}&after={after}") as again:
+                greeting = await again.receive()
+                note(greeting)
+                first = greeting["received_samples"] * 2
+                await again.append(sound[first : first + 2 * SECONDS * engines.RATE])
+                event: dict[str, Any] = {"type": "", "seq": 0}
+                while event["type"] != COMPLETED or event["seq"] <= last:
+                    event = await again.receive()
+                    note(event)
+                again.socket.transport.abort()
+        assert sorted(by_number) == list(range(1, len(by_number) + 1))
+        assert sum(event["type"] == COMPLETED for event in by_number.values()) >= 5
+
+
 async def transcript(url: str, audio: bytes) -> str:
     async with greeted_client(url) as client:
         await begin(client, audio)
@@ -235,7 +283,7 @@ async def test_options_that_change_while_a_session_moves_are_in_force_behind_it(
         finish, submit = stream.finish, runner._submit
 
         def give_up() -> None:
-            first.gateway.sessions._wanted(live.id)
+            first.gateway.sessions._wanted(live.id, live.will.number)
 
         async def finish_and_give_up() -> None:
             await finish()
@@ -273,8 +321,8 @@ async def test_a_session_that_comes_to_a_gateway_while_that_begins_to_drain_is_n
         sessions.hands_over = True
         drains: list[asyncio.Task[None]] = []
 
-        async def adopt_late(key: str) -> Any:
-            inherited = await adopt(key)
+        async def adopt_late(key: str, is_wanted: Any) -> Any:
+            inherited = await adopt(key, is_wanted)
             drains.append(asyncio.create_task(sessions.drain(-2.0)))
             await fakes.until(lambda: sessions.draining)
             return inherited

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from websockets.exceptions import InvalidStatus
@@ -75,7 +77,11 @@ async def test_workers_that_are_killed_and_replaced_under_sessions_change_no_wor
         for speaker in speakers:
             speaker.hold_at(4.0)
         speaking = asyncio.gather(*(speaker.speak() for speaker in speakers))
-        await fakes.until(lambda: all(speaker.events for speaker in speakers))
+        # Each has said something: before that, nothing of a session is with the engine yet.
+        await fakes.until(lambda: all(speaker.text for speaker in speakers))
+        # A worker that is killed takes with it what it counted in its last moment.
+        while await opened(parent) != SESSIONS + 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
         first, second = sorted(parent.workers)
         kill(parent, first)
         await fakes.until(lambda: len(parent.workers) == 2 and first not in parent.workers)
@@ -91,10 +97,12 @@ async def test_workers_that_are_killed_and_replaced_under_sessions_change_no_wor
             speaker.check()
             assert speaker.text == calm.text
         assert sum(speaker.losses for speaker in speakers) >= SESSIONS, "each lost at least one of the two"
-        # All of them count together.
-        figures = await get(parent, "/metrics")
-        opened = next(line for line in figures.splitlines() if line.startswith("tickertape_sessions_opened_total{"))
-        assert float(opened.split()[-1]) == SESSIONS + 1
+        assert await opened(parent) == SESSIONS + 1, "all workers count together, also those that are gone"
+
+
+async def opened(parent: Parent) -> float:
+    lines = (await get(parent, "/metrics")).splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("tickertape_sessions_opened_total{"))
 
 
 async def test_limits_figures_and_secrets_are_those_of_the_server_not_of_a_worker() -> None:
@@ -165,3 +173,54 @@ async def test_a_worker_ends_with_its_parent() -> None:
         )
     ours.close()
     assert await process.wait() != 0
+
+
+async def test_a_worker_that_cannot_be_started_for_a_while_is_started_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The system has no processes or no memory left: it says so to every try, until some are free again."""
+    tries: list[int] = []
+    start = asyncio.create_subprocess_exec
+
+    async def scarce(*arguments: Any, **options: Any) -> asyncio.subprocess.Process:
+        tries.append(len(tries))
+        if len(tries) <= 3:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return await start(*arguments, **options)
+
+    monkeypatch.setattr(parents, "FIRST_BACKOFF_S", 0.05)
+    async with workers() as parent:
+        open_files = len(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", scarce)
+        dead = min(parent.workers)
+        kill(parent, dead)
+        await fakes.until(lambda: len(tries) == 4 and len(parent.workers) == 2)
+        await asyncio.gather(*(worker.wait_until_ready() for worker in parent.workers.values()))
+        assert len(os.listdir("/proc/self/fd")) <= open_files + 2, "what a try had opened is closed again"
+        said = [record.getMessage() for record in caplog.records if "cannot be started" in record.getMessage()]
+        assert len(said) == 1 and "Resource temporarily unavailable" in said[0]
+        # The same in a rolling restart: it ends, and the old workers stay.
+        tries.clear()
+        before = set(parent.workers)
+        parent.restart()
+        assert parent._restarting is not None
+        await parent._restarting
+        assert set(parent.workers) == before and "the rolling restart ends here" in caplog.text
+        # Or one that ends before it listens.
+        monkeypatch.setattr(parents.sys, "executable", "/bin/false")
+        parent.restart()
+        await parent._restarting
+        assert set(parent.workers) == before
+    assert not parent.workers
+
+
+async def test_a_server_whose_worker_cannot_be_started_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: Any, **__: Any) -> asyncio.subprocess.Process:
+        raise MemoryError
+
+    async with workers() as parent:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", never)
+        kill(parent, min(parent.workers))
+        await fakes.until(lambda: len(parent.workers) == 1)
+        async with asyncio.timeout(30):
+            await parent.stop(lambda: True)

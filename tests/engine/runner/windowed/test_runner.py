@@ -278,7 +278,7 @@ class Uploads:
 
     def stint(self, plan: StepPlan, pieces: int) -> list[DecodeResult]:
         left = iter(range(pieces - 1))
-        return self.runner.execute_until(plan, lambda: next(left, None) is None)
+        return self.runner.compute(plan, lambda: next(left, None) is None)
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5])

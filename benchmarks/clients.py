@@ -1,0 +1,450 @@
+"""Clients that speak at the pace of speech over real sockets, from processes of their own.
+
+A `PacedClient` measures lags. Audio goes out when its last sample has been spoken, on an absolute schedule. A word's
+lag is the time from the moment its last sample was sent to the moment the delta with its text came, less the model's
+delay; that of a final text counts from the last sample of speech, before the silence that ended the turn. A model with
+random weights says words in pauses too, which wait for the turn before them to be completed: only words within speech
+are scored. No two sessions send the same samples on the same grid, so that no cache can answer for the model.
+
+A `ResumingClient` outlives its connections: it resumes its session, sends again what was lost, waits for its last words
+and notes how it fared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import multiprocessing
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from websockets.exceptions import ConnectionClosed
+
+from benchmarks.measuring import RunFailed, cpu_seconds
+from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, resampled, speech
+from realtime.bench.record import COMMITTED, SPEECH_STOPPED
+from realtime.client import lasting_session
+from realtime.client.lasting_session import INCLUDE, LastingSession
+from realtime.client.wire_client import (
+    COMPLETED,
+    DELTA,
+    CannotConnect,
+    Refused,
+    SessionWishes,
+    WireSession,
+    open_session,
+)
+
+# The silence that ends a turn, as sessions ask for it.
+TURN_SILENCE_MS = 500
+TURNS = {"type": "server_vad", "silence_duration_ms": TURN_SILENCE_MS}
+# A refused client asks again after so long, as one that heeds Retry-After would.
+ASK_AGAIN_S = 1.0
+# One period of speech and silence, for sessions that are silent for a share of the time.
+PERIOD_S = 20.0
+SAMPLES_PER_POSITION = 1280
+PACKET_S = 0.08
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the clients of one process are to do."""
+
+    urls: list[str]
+    sessions: list[int]
+    all_sessions: int
+    # A WAV file; None: made-up voices.
+    recording: Path | None
+    rate: int = SAMPLE_RATE
+    append_ms: int = 80
+    # The model's own delay, which is taken off the lag.
+    delay_ms: int = 0
+    silent_share: float = 0.0
+    # Where the sound has speech, in seconds: only words there are scored.
+    speech: Sequence[tuple[float, float]] = ()
+    language: str | None = None
+    # Of resuming clients: for how long each speaks, and whether each has a part of the sound of its own.
+    seconds: float = 0.0
+    own_parts: bool = True
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Moments on the machine's monotonic clock. The first session of all processes connects at `begins`, the last one
+    `join_s` later. Paced clients count what happens between the other two, and then hang up."""
+
+    begins: float
+    join_s: float
+    counts_from: float = 0.0
+    counts_until: float = 0.0
+
+    def joins_at(self, number: int, all_sessions: int) -> float:
+        return self.begins + number / all_sessions * self.join_s
+
+
+async def sleep_until(moment: float) -> None:
+    await asyncio.sleep(max(0.0, moment - time.monotonic()))
+
+
+# Clients that measure lags
+
+
+class Track:
+    """Sound that goes round, as bytes of 16-bit samples."""
+
+    def __init__(self, data: bytes) -> None:
+        self.samples = len(data) // 2
+        # Twice, so that a piece never has to be put together.
+        self._bytes = memoryview(data + data)
+
+    def piece(self, start: int, count: int) -> memoryview:
+        start %= self.samples
+        return self._bytes[2 * start : 2 * (start + count)]
+
+
+@dataclass
+class Findings:
+    """Of all sessions of a process. `lags` are pairs of seconds since counting began and the lag in milliseconds, of
+    words in speech, less the model's delay; words in pauses are counted. `finals` are lags of final texts."""
+
+    lags: list[tuple[float, float]] = field(default_factory=list)
+    finals: list[float] = field(default_factory=list)
+    in_pauses: int = 0
+    appends: int = 0
+    late_ms: list[float] = field(default_factory=list)
+    events: Counter[str] = field(default_factory=Counter)
+    refusals: int = 0
+    connected: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+class PacedClient:
+    """One session."""
+
+    def __init__(
+        self, number: int, orders: Orders, schedule: Schedule, sounds: tuple[Track, Track], findings: Findings
+    ) -> None:
+        self._number = number
+        self._orders = orders
+        self._schedule = schedule
+        self._findings = findings
+        self._speech, self._quiet = sounds
+        random = np.random.default_rng(number)
+        grid = SAMPLES_PER_POSITION * orders.rate // SAMPLE_RATE
+        # A place of its own on the grid of items: no other session sends the same frames.
+        self._start = int(random.integers(0, self._speech.samples // grid)) * grid + number % grid
+        self._silent_from = float(random.uniform(0, PERIOD_S))
+        # When each append was sent, which of them were silent, and the texts whose words were not named yet.
+        self._sent: list[float] = []
+        self._silent: set[int] = set()
+        self._texts: deque[tuple[str, float]] = deque()
+        # Where the speech of a turn ended, in seconds, by the turn's item.
+        self._speech_ends: dict[str, float] = {}
+
+    async def run(self) -> None:
+        orders, schedule, findings = self._orders, self._schedule, self._findings
+        await sleep_until(schedule.joins_at(self._number, orders.all_sessions))
+        while time.monotonic() < schedule.counts_until:
+            try:
+                async with open_session(orders.urls[self._number % len(orders.urls)]) as session:
+                    await self._converse(session)
+                return
+            except Refused:
+                findings.refusals += 1
+                await asyncio.sleep(ASK_AGAIN_S)
+            except CannotConnect as error:
+                findings.failures.append(str(error))
+                return
+            except ConnectionClosed as error:
+                findings.failures.append(f"closed: {error}")
+                return
+        findings.failures.append("never let in")
+
+    async def _converse(self, session: WireSession) -> None:
+        await session.configure(SessionWishes(self._orders.rate, TURNS, language=self._orders.language), INCLUDE)
+        self._findings.connected += 1
+        listener = asyncio.create_task(self._listen(session))
+        try:
+            await self._speak(session)
+        finally:
+            listener.cancel()
+            await asyncio.gather(listener, return_exceptions=True)
+
+    async def _speak(self, session: WireSession) -> None:
+        orders, schedule, findings = self._orders, self._schedule, self._findings
+        size, step = orders.rate * orders.append_ms // 1000, orders.append_ms / 1000
+        spoken, place = time.monotonic(), self._start
+        while spoken < schedule.counts_until:
+            spoken += step
+            await sleep_until(spoken)
+            sound = self._speech
+            if (spoken + self._silent_from) % PERIOD_S < orders.silent_share * PERIOD_S:
+                sound = self._quiet
+                self._silent.add(len(self._sent))
+            now = time.monotonic()
+            self._sent.append(now)
+            if schedule.counts_from <= now < schedule.counts_until:
+                findings.appends += 1
+                findings.late_ms.append(1000 * (now - spoken))
+            await session.append(sound.piece(place, size))
+            place += size
+
+    async def _listen(self, session: WireSession) -> None:
+        async for event in session.events():
+            self._take(event, time.monotonic())
+
+    def _take(self, event: dict[str, Any], now: float) -> None:
+        kind = event["type"]
+        self._findings.events[kind] += 1
+        if kind == DELTA:
+            self._texts.extend((text, now) for text in event["delta"].split())
+            for word in event.get("words", ()):
+                self._note(word)
+        elif kind == SPEECH_STOPPED:
+            self._speech_ends[event["item_id"]] = (event["audio_end_ms"] - TURN_SILENCE_MS) / 1000
+        elif kind == COMPLETED and event["transcript"] and event["item_id"] in self._speech_ends:
+            self._findings.finals += self._lag_ms(self._speech_ends.pop(event["item_id"]), now)
+
+    def _note(self, word: dict[str, Any]) -> None:
+        while self._texts:
+            text, came = self._texts.popleft()
+            if text == word["word"]:
+                break
+        else:
+            return
+        for lag_ms in self._lag_ms(word["end"], came):
+            if self._is_in_speech(word["start"], word["end"]):
+                moment, lag_ms = came - self._schedule.counts_from, lag_ms - self._orders.delay_ms
+                self._findings.lags.append((round(moment, 3), round(lag_ms, 2)))
+            else:
+                self._findings.in_pauses += 1
+
+    def _lag_ms(self, end: float, came: float) -> list[float]:
+        """From the moment the sample at `end` was sent; empty if it does not count."""
+        append = int(end * 1000 / self._orders.append_ms - 1e-6)
+        if append >= len(self._sent) or not self._schedule.counts_from <= came < self._schedule.counts_until:
+            return []
+        return [1000 * (came - self._sent[append])]
+
+    def _is_in_speech(self, start: float, end: float) -> bool:
+        """Whether a word lies within speech from its first to its last moment, by the detector that heard the sound."""
+        appends = range(int(start * 1000 / self._orders.append_ms), int(end * 1000 / self._orders.append_ms - 1e-6) + 1)
+        if not self._silent.isdisjoint(appends):
+            return False
+        place = (self._start / self._orders.rate + start) % (self._speech.samples / self._orders.rate)
+        return any(first <= place and place + end - start <= last for first, last in self._orders.speech)
+
+
+async def play_paced(orders: Orders, sound: Samples, schedule: Schedule) -> Findings:
+    spoken = pcm16(resampled(sound, SAMPLE_RATE, orders.rate))
+    quiet = (np.random.default_rng(0).standard_normal(len(spoken) // 2) * 3).astype(np.int16).tobytes()
+    findings, sounds = Findings(), (Track(spoken), Track(quiet))
+    clients = [PacedClient(number, orders, schedule, sounds, findings) for number in orders.sessions]
+    await asyncio.gather(*(client.run() for client in clients))
+    return findings
+
+
+# Clients that outlive their connections
+
+
+class ResumingClient(LastingSession):
+    """Speaks its audio at the pace of speech, resumes when a connection is lost, and waits for the last word."""
+
+    def __init__(self, url: str, audio: bytes) -> None:
+        super().__init__(url, None, SessionWishes(SAMPLE_RATE, TURNS))
+        self.events: list[dict[str, Any]] = []
+        self.failure = ""
+        # Seconds from each loss of the connection until the session went on; and what happened to it, and when.
+        self.resumed_s: list[float] = []
+        self.lines: list[str] = []
+        # How often the server gave it a session: more than once is a session that was lost.
+        self.begun = 0
+        self.began_at = 0.0
+        self.is_speaking = True
+        # Longest time without an acknowledgement of new audio.
+        self.longest_wait_s = 0.0
+        self._audio = audio
+        self._lost_at: float | None = None
+        self._heard_at: float | None = None
+        self._marks: list[tuple[int, float, asyncio.Future[float]]] = []
+
+    async def speak(self) -> None:
+        """Raises CannotConnect at once: a client that is not let in does not speak."""
+        speaking = asyncio.create_task(self._say())
+        telling = asyncio.create_task(self.run(self.events.append, self._line))
+        try:
+            await asyncio.wait({speaking, telling}, return_when=asyncio.FIRST_COMPLETED)
+            self.is_speaking = False
+            await telling
+        finally:
+            self.is_speaking = False
+            speaking.cancel()
+            for _, _, heard in self._marks:
+                heard.cancel()
+
+    def mark(self) -> asyncio.Future[float]:
+        """Seconds from now until audio that is spoken after now has been acknowledged."""
+        heard = asyncio.get_running_loop().create_future()
+        self._marks.append((self.kept.end + 1, time.perf_counter(), heard))
+        return heard
+
+    @property
+    def text(self) -> str:
+        return " ".join(event["transcript"] for event in self.events if event["type"] == COMPLETED)
+
+    @property
+    def wrong_numbers(self) -> int:
+        """Numbers of events that are missing or came twice."""
+        numbers = [event["seq"] for event in self.events if "seq" in event]
+        return sum(number != place for place, number in enumerate(numbers, 1))
+
+    @property
+    def wrong_items(self) -> int:
+        """Items that were completed more or less than once."""
+        done = [event["item_id"] for event in self.events if event["type"] == COMPLETED]
+        committed = {event["item_id"] for event in self.events if event["type"] == COMMITTED}
+        return len(done) - len(set(done)) + len(committed ^ set(done))
+
+    def outcome(self) -> dict[str, Any]:
+        """How it fared, as data."""
+        names = ("text", "failure", "begun", "resumed_s", "longest_wait_s", "wrong_numbers", "wrong_items")
+        return {name: getattr(self, name) for name in names} | {"samples_lost": self.kept.lost}
+
+    def story(self) -> str:
+        """What happened, to look into."""
+        numbers = [event["seq"] for event in self.events if "seq" in event]
+        jumps = [pair for pair in pairwise(numbers) if pair[1] != pair[0] + 1]
+        kinds = [f"{event.get('item_id', '')} {event['type'].rpartition('.')[2]}" for event in self.events]
+        items = [kind for kind in kinds if kind.endswith((" committed", " completed", " failed"))]
+        errors = [event["error"]["message"] for event in self.events if "error" in event]
+        return f"begun {self.begun}, {jumps=}, lines {self.lines}, {items=}, {errors=}, text {self.text}"
+
+    async def _say(self) -> None:
+        size, due = int(PACKET_S * SAMPLE_RATE) * 2, time.perf_counter()
+        for start in range(0, len(self._audio), size):
+            due += PACKET_S
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            self.append(self._audio[start : start + size])
+        self.finish()
+
+    def _line(self, text: str) -> None:
+        """Called with a text when the connection is lost, and with an empty one when it is back."""
+        now = time.perf_counter()
+        if text:
+            self._lost_at = self._lost_at or now
+        elif self._lost_at is not None:
+            self.resumed_s.append(now - self._lost_at)
+            self._lost_at = None
+        self.lines.append(f"{now - self.began_at:.2f} {text or 'back'}")
+
+    def _note(self, event: dict[str, Any]) -> None:
+        super()._note(event)
+        if event["type"] == "session.updated":
+            self.begun += 1
+            self.began_at = self.began_at or time.perf_counter()
+
+    def _confirm(self, sample: int) -> None:
+        before = self.kept.first
+        super()._confirm(sample)
+        if self.kept.first == before:
+            return
+        now = time.perf_counter()
+        if self._heard_at is not None:
+            self.longest_wait_s = max(self.longest_wait_s, now - self._heard_at)
+        self._heard_at = now
+        while self._marks and self._marks[0][0] <= self.kept.first:
+            _, since, heard = self._marks.pop(0)
+            if not heard.done():
+                heard.set_result(now - since)
+
+
+def resume_at_once() -> None:
+    """Clients look again at once: it is the server's time that is measured."""
+    lasting_session.FIRST_WAIT_S = 0.1
+
+
+def own_part(sound: bytes, number: int, seconds: float) -> bytes:
+    """So many seconds of the sound, from a place of this session's own on, always the same."""
+    start = int(np.random.default_rng(number).integers(0, len(sound) // 2))
+    return looped(sound[2 * start :] + sound[: 2 * start], seconds)
+
+
+def looped(sound: bytes, seconds: float) -> bytes:
+    wanted = 2 * int(seconds * SAMPLE_RATE)
+    return (sound * -(-wanted // len(sound)))[:wanted]
+
+
+async def play_resuming(orders: Orders, sound: Samples, schedule: Schedule) -> list[dict[str, Any]]:
+    resume_at_once()
+    data = pcm16(sound)
+    part = own_part if orders.own_parts else lambda data, number, seconds: looped(data, seconds)
+    clients = [ResumingClient(orders.urls[0], part(data, number, orders.seconds)) for number in orders.sessions]
+
+    async def one(number: int, client: ResumingClient) -> None:
+        await sleep_until(schedule.joins_at(number, orders.all_sessions))
+        try:
+            await client.speak()
+        except CannotConnect as error:
+            client.failure = str(error)
+
+    await asyncio.gather(*map(one, orders.sessions, clients))
+    return [client.outcome() for client in clients]
+
+
+# Their processes
+
+
+def run_clients(play: Callable[..., Any], orders: Orders, pipe: Connection) -> None:
+    """Main function of a process: prepares, says that it is ready, gets a schedule, plays, and sends what it found."""
+    sound = speech(orders.recording)
+    pipe.send("ready")
+    schedule = pipe.recv()
+    # All sessions begin with the same few objects; the collector would only walk them.
+    gc.freeze()
+    pipe.send(asyncio.run(play(orders, sound, schedule)))
+
+
+class ClientProcesses:
+    """Sessions dealt to processes of clients, which are ready when this is made."""
+
+    def __init__(self, play: Callable[..., Any], sessions: int, processes: int, **orders: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for index in range(min(processes, sessions)):
+            ours, theirs = context.Pipe()
+            mine = Orders(sessions=list(range(index, sessions, processes)), all_sessions=sessions, **orders)
+            process = context.Process(target=run_clients, args=(play, mine, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._receive()
+
+    def begin(self, schedule: Schedule) -> None:
+        for pipe in self._pipes:
+            pipe.send(schedule)
+
+    def cpu_seconds(self) -> float:
+        return sum(cpu_seconds(process.pid or 0) for process in self._processes)
+
+    def findings(self) -> list[Any]:
+        """What each process found, when all are through."""
+        return self._receive()
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+    def _receive(self) -> list[Any]:
+        try:
+            return [pipe.recv() for pipe in self._pipes]
+        except EOFError as error:
+            raise RunFailed("a process of clients ended; its error is above") from error

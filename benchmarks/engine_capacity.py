@@ -1,0 +1,521 @@
+"""How many live streams one GPU holds: the engine's own loop, no sockets and no gateway.
+
+    python -m benchmarks.engine_capacity --window 1024 --kv bf16 --streams 100 200 400 --bisect 6 --reference
+    python -m benchmarks.engine_capacity --whisper small --streams 200 400 --seconds 20 --audio speech.wav
+    python -m benchmarks.engine_capacity --model whisper-tiny.en --streams 200 400 --seconds 20 --audio speech.wav
+
+N streams with random phases play the same sound from different places, 80 ms at a time, in real time. Lag is the time
+from the moment a frame of 80 ms is complete to the moment its answer is out.
+
+Voxtral Realtime at full dimensions, with random weights that say a word in three frames of ten, as speech has them.
+The speech detector listens (`--no-detector` leaves it out). Streams start as old as their windows are long, so every
+step reads full windows from the first second on; they join 5 ms apart, and counting begins 2 s after the last. A point
+holds if the 99th percentile of the lag is at most 80 ms. A step is what the engine's thread does between two looks at
+its inbox: commands in, detection, plan, launch, and commit of the step before; what of it is not the device is the
+host on the critical path (`--one-by-one`: steps do not overlap). The same thread makes the audio: that counts in the
+lag and as feed, not as host.
+
+With --whisper the model is Whisper with random weights whose answers are replaced by three tokens a second, with
+--model a windowed model with its real weights. Speech detection, the gate, pauses and saved states are on, as in a
+server. Streams join 4 ms apart, and counting begins when windows are as long as they get (`--settle`). A pass comes
+every 0.8 s, so half of that is in the lag from the start. A point holds if the 95th percentile of the lag is at most
+1.5 s, over all and in the second half.
+
+Needs torch, numpy, silero-vad and (for --reference) transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.measuring import is_at_most, parser_of, percentiles, row, show, write_json
+from benchmarks.random_weights import KV_TYPES, WHISPER_SIZES, count_tokens, random_whisper, voxtral_runner
+from benchmarks.sounds import Samples, speech
+from benchmarks.step_cost import Bench as HostBench
+from engine.core.limits import Limits
+from engine.core.plan import DecodeResult, DecodeTask, StepPlan
+from engine.core.scheduler import Scheduler
+from engine.messages import Abort, Dead, Feed, Item, Open, Output, Speech, Text
+from engine.models.voxtral_realtime import STREAMING_PAD
+from engine.models.whisper import Whisper
+from engine.runner.base import never
+from engine.runner.device import GIB, free_memory, require_device
+from engine.runner.device_speech import DeviceSpeechDetector
+from engine.runner.frames.batch import Payloads, StepRows
+from engine.runner.frames.runner import VoxtralRunner
+from engine.runner.load import DEVICE_DTYPE, load_detector, windowed_on_device
+from engine.runner.windowed.device_windows import DeviceWindows
+from engine.runner.windowed.runner import WindowedRunner
+from engine.server.collector import calm_collector
+from engine.server.gate import GateSettings
+from engine.server.loop import EngineLoop
+from engine.weights.pretrained import load_speech_model
+from engine.weights.store import resolve
+
+MAX_LAG_MS, MAX_WINDOWED_LAG_MS = 80.0, 1500.0
+# A windowed engine that is so far behind does not catch up: the rest of the point would measure nothing.
+HOPELESS_LAG_MS = 6000.0
+POSITION_NS = 80_000_000
+SETTLE_S = 2.0
+
+Point = dict[str, Any]
+
+
+class Traffic:
+    """N streams, each with its own phase and its own place in the sound; they join one after the other."""
+
+    def __init__(
+        self,
+        streams: int,
+        first_position: int,
+        seed: int,
+        sound: Samples,
+        payload_samples: int = 2000,
+        join_every_ns: int = 5_000_000,
+    ) -> None:
+        random = np.random.default_rng(seed)
+        self.names = [f"stream {index}" for index in range(streams)]
+        self._phases = np.sort(random.integers(0, POSITION_NS, streams)).tolist()
+        # Frames that a stream misses at the beginning because it has not joined yet.
+        self._missed = (random.permutation(streams) * join_every_ns // POSITION_NS).tolist()
+        self.joined_ns = (max(self._missed) + 1) * POSITION_NS
+        # It goes round; a frame reads a little further.
+        self._length = len(sound)
+        self._sound = np.concatenate([sound, sound[:payload_samples]])
+        self._payload_samples = payload_samples
+        self._starts = random.integers(0, self._length, streams).tolist()
+        self._first = first_position
+        self._next = 0  # frames are numbered over all streams, in order of arrival
+
+    def due(self, elapsed_ns: int) -> list[Feed]:
+        feeds = []
+        while self.next_arrival() <= elapsed_ns:
+            frame, index = divmod(self._next, len(self.names))
+            self._next += 1
+            frame -= self._missed[index]
+            if frame < 0:
+                continue
+            start = (self._starts[index] + frame * 1280) % self._length
+            payload = self._sound[start : start + self._payload_samples]
+            item = Item(self._first + frame, 1, frame * 1280, b"%d/%d" % (index, frame), payload)
+            feeds.append(Feed(self.names[index], [item]))
+        return feeds
+
+    def next_arrival(self) -> int:
+        frame, index = divmod(self._next, len(self.names))
+        return int((frame + 1) * POSITION_NS + self._phases[index])
+
+    def arrival(self, index: int, position: int) -> int:
+        return int((position - self._first + self._missed[index] + 1) * POSITION_NS + self._phases[index])
+
+
+class Watch:
+    """Notes the tasks that steps answer, and the milliseconds that the device computes for them."""
+
+    def __init__(self, runner: Any, detector: Any) -> None:
+        self._tasks: list[DecodeTask] = []
+        self._device_ms = 0.0
+        # Of each pass on the device a function that says how long it took: since the last launch, and by launch.
+        self._passes: list[Callable[[], float]] = []
+        self._launched: deque[list[Callable[[], float]]] = deque()
+        if isinstance(runner, VoxtralRunner):
+            self._time_calls(runner._graphs or runner._passes, "run" if runner._graphs else "batch")
+            launch = runner.launch
+
+            def launch_and_note(
+                plan: StepPlan, time_is_up: Callable[[], bool] = never
+            ) -> Callable[[], list[DecodeResult]]:
+                answers = launch(plan, time_is_up)
+                self._launched.append(self._passes[:])
+                self._passes.clear()
+                return answers
+
+            runner.launch = launch_and_note  # type: ignore[method-assign]
+        if isinstance(detector, DeviceSpeechDetector) and detector._graphs is not None:
+            self._time_calls(detector._graphs, "run")
+
+    def follow(self, scheduler: Scheduler) -> None:
+        """Look at each step where it is committed."""
+        commit = scheduler.commit
+
+        def note_and_commit(plan: StepPlan, results: list[DecodeResult]) -> list[Output]:
+            self._tasks += plan.decode
+            if self._launched:
+                self._device_ms += sum(milliseconds() for milliseconds in self._launched.popleft())
+            return commit(plan, results)
+
+        scheduler.commit = note_and_commit  # type: ignore[method-assign]
+
+    def look(self) -> tuple[list[DecodeTask], float]:
+        """What was noted since the last look."""
+        noted, self._tasks, self._device_ms = (self._tasks, self._device_ms), [], 0.0
+        return noted
+
+    def _time_calls(self, owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def on_the_device(count: int) -> None:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call(count)
+            end.record()
+            self._passes.append(lambda: float(begin.elapsed_time(end)))
+
+        def on_the_cpu(count: int) -> None:
+            began = time.perf_counter()
+            call(count)
+            took = 1000 * (time.perf_counter() - began)
+            self._passes.append(lambda: took)
+
+        setattr(owner, name, on_the_device if torch.cuda.is_available() else on_the_cpu)
+
+
+class Step(NamedTuple):
+    """Milliseconds of one step, and the tasks it answered."""
+
+    whole: float
+    submit: float
+    speech: float
+    plan: float
+    execute: float
+    commit: float
+    device: float
+    tasks: int
+
+
+class Trace:
+    """What is counted of one point."""
+
+    def __init__(self) -> None:
+        # Milliseconds: when each frame was answered, and its lag.
+        self.lags: list[tuple[float, float]] = []
+        self.steps: list[Step] = []
+        self.feed_ns = self.idle_ns = 0
+        self.words = self.frames = self.frames_with_speech = 0
+        self.late_frames = 0
+
+    def note(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if isinstance(output, Dead):
+                raise RuntimeError(output.message)
+            if isinstance(output, Text):
+                self.words += len(output.words)
+            elif isinstance(output, Speech):
+                self.frames += len(output.probabilities)
+                self.frames_with_speech += sum(probability >= 0.5 for probability in output.probabilities)
+
+
+class Bench:
+    """An engine whose points are measured one after the other."""
+
+    def __init__(self, runner: VoxtralRunner | WindowedRunner, limits: Limits, options: argparse.Namespace) -> None:
+        self._windowed = isinstance(runner, WindowedRunner)
+        self._detector = None if options.no_detector else load_detector(runner, limits.max_streams)
+        self._watch = Watch(runner, self._detector)
+        self._runner, self._limits, self._spec = runner, limits, runner.spec
+        self._sound = speech(options.audio)
+        self._settle_s = options.settle if self._windowed or options.small else SETTLE_S
+        # Of each token that a batch of windows decodes one by one: how many rows take part.
+        self._rows_of_tokens: list[int] = []
+        if isinstance(runner, WindowedRunner):
+            windows = runner._windows
+            assert isinstance(windows, DeviceWindows)
+            script = windows._model if options.whisper and isinstance(windows._model, Whisper) else None
+            count_tokens(windows, self._rows_of_tokens, script)
+        else:
+            # Streams begin behind a full window, which is where they spend their lives.
+            start = 64 + 2 * max(group.window_positions for group in runner.spec.kv_groups)
+            self._spec = replace(runner.spec, prefix_positions=start)
+        if options.one_by_one:
+            # A runner without `launch`: steps do not overlap.
+            plain = {name: getattr(runner, name) for name in ("spec", "vocabulary", "check_open")}
+            self._runner = SimpleNamespace(**plain, execute=lambda plan: runner.launch(plan)())  # type: ignore[assignment,union-attr]
+
+    def measure(self, streams: int, seconds: float) -> Point:
+        scheduler = Scheduler(self._spec, self._limits, self._runner.vocabulary)
+        self._watch.follow(scheduler)
+        gate = GateSettings() if self._windowed else None
+        loop = EngineLoop(scheduler, self._runner, self._detector, gate)
+        payload, join_ns = (self._spec.samples_per_position, 4_000_000) if self._windowed else (2000, 5_000_000)
+        traffic = Traffic(streams, self._spec.prefix_positions, 1, self._sound, payload, join_ns)
+        options = {"language": "en"} if self._windowed else {}
+        loop.submit([Open(name, options=options) for name in traffic.names], 0)
+        finish_steps(loop)
+        gc.collect()  # what the last point left behind
+        self._watch.look()
+        trace = self._play(loop, traffic, seconds)
+        loop.submit([Abort(name) for name in traffic.names], 0)
+        finish_steps(loop)
+        return point_of(trace, streams, seconds, self._windowed, len(self._rows_of_tokens))
+
+    def _play(self, loop: EngineLoop, traffic: Traffic, seconds: float) -> Trace:
+        """Real time: feed what is due, step, note; what happens before streams have settled does not count."""
+        trace, index_of = Trace(), {name: index for index, name in enumerate(traffic.names)}
+        counts_from = traffic.joined_ns + self._settle_s * 1e9
+        began = time.perf_counter_ns()
+        while (elapsed := time.perf_counter_ns() - began) < counts_from + seconds * 1e9:
+            counts = elapsed >= counts_from
+            feeds = traffic.due(elapsed)
+            step_began = time.perf_counter_ns()
+            loop.submit(feeds, elapsed)
+            submitted = time.perf_counter_ns()
+            if not loop.has_work():
+                time.sleep(max(0, traffic.next_arrival() - elapsed) / 1e9)
+                trace.idle_ns += (time.perf_counter_ns() - submitted) * counts
+                continue
+            result = loop.step()
+            now = time.perf_counter_ns()
+            tasks, device_ms = self._watch.look()
+            if not counts:
+                self._rows_of_tokens.clear()
+                continue
+            trace.feed_ns += step_began - began - elapsed
+            trace.note([] if result is None else result.outputs)
+            for task in tasks:
+                for position in range(task.start, task.end):
+                    lag_ns = now - began - traffic.arrival(index_of[task.stream], position)
+                    trace.lags.append(((now - began) / 1e6, lag_ns / 1e6))
+            times = loop.meter.times
+            parts = (times.speech_ns, times.plan_ns, times.execute_ns, times.commit_ns)
+            nanoseconds = (now - step_began, submitted - step_began, *parts)
+            trace.steps.append(Step(*[each / 1e6 for each in nanoseconds], device=device_ms, tasks=len(tasks)))
+            if self._windowed and trace.lags and trace.lags[-1][1] > HOPELESS_LAG_MS:
+                break
+        waiting = sum(stream.available - stream.computed for stream in loop.scheduler.streams.values())
+        trace.late_frames = max(0, waiting - len(traffic.names))
+        return trace
+
+
+def finish_steps(loop: EngineLoop) -> None:
+    while loop.has_work():
+        loop.step()
+
+
+def point_of(trace: Trace, streams: int, seconds: float, windowed: bool, tokens: int = 0) -> Point:
+    """Times in milliseconds; shares are of all the time, but for the host's, which is what the device did not do of the
+    steps, and speech, which is the share of frames with speech."""
+    if not trace.lags:
+        raise RuntimeError("no speech in that time: play for longer, or another recording")
+    lags, half = [lag for _, lag in trace.lags], (trace.lags[0][0] + trace.lags[-1][0]) / 2
+    steps, answering = trace.steps, [step for step in trace.steps if step.tasks]
+    device, whole = sum(step.device for step in steps), sum(step.whole for step in steps)
+    timed = [step.whole - step.submit for step in answering] if windowed else [step.whole for step in steps]
+    point = {
+        "streams": streams,
+        "seconds": seconds,
+        "holds": False,
+        "steps": len(steps),
+        **percentiles("batch", [step.tasks for step in answering], 50),
+        **percentiles("lag", lags, 50, 95, 99),
+        "lag_p95_late": percentiles("lag", [lag for at, lag in trace.lags if at >= half], 95)["lag_p95"],
+        "lag_max": max(lags),
+        **percentiles("step", timed, 50, 95, 99),
+        **percentiles("device", [step.device for step in answering], 50),
+        "device_share": device / 1000 / seconds,
+        "host_share": max(0.0, 1 - device / whole),
+        "feed_share": trace.feed_ns / 1e9 / seconds,
+        "idle_share": trace.idle_ns / 1e9 / seconds,
+        "speech_share": trace.frames_with_speech / max(1, trace.frames),
+        "late_frames": trace.late_frames,
+        "passes_per_second": sum(step.tasks for step in steps) / seconds,
+        # Tokens that a batch of windows decoded one by one, for each pass.
+        "tokens_one_by_one": tokens / max(1, len(answering)),
+        "words_per_stream_second": trace.words / seconds / streams,
+        **percentiles("plan_commit", [step.plan + step.commit for step in steps], 99),
+    }
+    for part in ("submit", "speech", "plan", "execute", "commit"):
+        spent = [getattr(step, part) for step in steps]
+        point |= percentiles(part, spent, 50) | {f"{part}_time_share": sum(spent) / 1000 / seconds}
+    if windowed:
+        point["holds"] = all(is_at_most(point[name], MAX_WINDOWED_LAG_MS) for name in ("lag_p95", "lag_p95_late"))
+    else:
+        point["holds"] = is_at_most(point["lag_p99"], MAX_LAG_MS) and trace.late_frames == 0
+    return point
+
+
+Measure = Callable[[int, float], Point]
+
+
+def search(measure: Measure, points: list[Point], seconds: float, probe_seconds: float, room: int) -> list[Point]:
+    """Bisect for the largest number of streams that holds, to within 2 %, starting from what is known."""
+    low = max((point["streams"] for point in points if point["holds"]), default=1)
+    failing = [point["streams"] for point in points if not point["holds"] and point["streams"] > low]
+    high, found = min([room + 1, *failing]), list[Point]()
+    while high - low > max(4, low // 50):
+        middle = (low + high) // 2
+        found.append(measure(middle, probe_seconds))
+        low, high = (middle, high) if found[-1]["holds"] else (low, middle)
+    # A probe is short; the largest number is measured again for as long as the points asked for.
+    known = [*points, *found]
+    largest = max((point["streams"] for point in known if point["holds"]), default=0)
+    if largest and all(point["seconds"] < seconds for point in known if point["streams"] == largest):
+        found.append(measure(largest, seconds))
+    return found
+
+
+# Parts of Voxtral's step alone
+
+
+def step_times(runner: VoxtralRunner, sizes: list[int]) -> list[tuple[int, float]]:
+    """Milliseconds of the recorded step alone, by batch size, all streams with full windows in pages of their own."""
+    if not sizes:
+        return []
+    buffers, graphs = runner._buffers, runner._graphs
+    assert graphs is not None
+    for cache in runner._caches:
+        ring = cache.layout.group.ring_pages
+        cache.update_table(
+            [(slot, index, slot * ring + index) for slot in range(runner.memory.streams) for index in range(ring)]
+        )
+    rows = []
+    for size in sizes:
+        position = 2 * max(group.window_positions for group in runner.spec.kv_groups)
+        step = StepRows(list(range(size)), [position] * size, [0] * size, [-1] * size)
+        noise = (np.random.default_rng(size).standard_normal((size, 2000)) * 0.1).astype(np.float32)
+        buffers.upload(step, Payloads(list(range(1, size + 1)), list(noise)))
+        times = []
+        for _ in range(20):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graphs.run(size)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        rows.append((size, float(np.median(times))))
+    return rows
+
+
+def plan_commit_ms(streams: int, steps: int = 60) -> float:
+    """Median milliseconds of plan and commit when that many streams have a frame in one step."""
+    bench = HostBench.start(streams)
+    times = []
+    for _ in range(steps):
+        bench.tick()
+        times.append((bench.loop.meter.times.plan_ns + bench.loop.meter.times.commit_ns) / 1e6)
+    return float(np.median(times))
+
+
+@torch.inference_mode()
+def transformers_step_ms(history: int = 200, steps: int = 30) -> float:
+    """The same model in `transformers`, streaming one position at a time: median milliseconds of a step at batch 1,
+    `history` positions into a stream."""
+    from transformers import VoxtralRealtimeConfig, VoxtralRealtimeForConditionalGeneration
+
+    config = VoxtralRealtimeConfig()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model = VoxtralRealtimeForConditionalGeneration(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    def step(positions: int, caches: dict[str, Any]) -> dict[str, Any]:
+        mels = config.audio_length_per_tok * positions
+        features = torch.randn(1, config.audio_config.num_mel_bins, mels, device="cuda", dtype=torch.bfloat16)
+        tokens = torch.full((1, positions), STREAMING_PAD, device="cuda")
+        out = model(input_ids=tokens, input_features=features, num_delay_tokens=6, use_cache=True, **caches)
+        out.logits[:, -1].argmax(-1).item()
+        return {name: getattr(out, name) for name in ("past_key_values", "encoder_past_key_values", "padding_cache")}
+
+    caches, times = step(history, {}), []
+    for _ in range(steps):
+        began = time.perf_counter()
+        caches = step(1, caches)
+        times.append((time.perf_counter() - began) * 1000)
+    return float(np.median(times))
+
+
+# The command
+
+
+def start_voxtral(options: argparse.Namespace, report: dict[str, Any]) -> Bench:
+    if options.reference:
+        report["transformers_step_ms"] = transformers_step_ms()
+        gc.collect()
+        torch.cuda.empty_cache()
+    began = time.perf_counter()
+    runner = voxtral_runner(options.kv, options.window, options.max_streams, options.small)
+    memory = runner.memory
+    report |= {"model": runner.spec.name, "room_for": memory.streams, "free_gib": free_memory(runner.device) / GIB}
+    report["start_s"] = time.perf_counter() - began
+    report["steps"] = step_times(runner, [size for size in options.sizes if size <= memory.streams])
+    calm_collector()
+    report["plan_commit_512_ms"] = plan_commit_ms(512, 5 if options.small else 60)
+    bench = Bench(runner, Limits(memory.streams, memory.cache_embeds, memory.group_pages), options)
+    report["free_with_detector_gib"] = free_memory(runner.device) / GIB
+    return bench
+
+
+def start_windowed(options: argparse.Namespace, report: dict[str, Any]) -> Bench:
+    began = time.perf_counter()
+    device = require_device("cpu" if options.small else "cuda")
+    dtype = DEVICE_DTYPE if device.type == "cuda" else torch.float32
+    room, name = free_memory(device), options.model or f"random whisper-{options.whisper}"
+    found = random_whisper(options.whisper, device) if options.whisper else load_speech_model(resolve(options.model))
+    runner, limits = windowed_on_device(Path(name).name, *found, device, dtype, room, options.max_streams)
+    if not options.small:
+        runner.warm_up()
+    bench = Bench(runner, limits, options)
+    memory = runner._windows._memory  # type: ignore[attr-defined]
+    report |= {"model": runner.spec.name, "memory": asdict(memory) | {"total_gib": memory.total_bytes / GIB}}
+    report |= {"room_for": memory.streams, "free_gib": free_memory(device) / GIB}
+    report["start_s"] = time.perf_counter() - began
+    calm_collector()
+    return bench
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--whisper", choices=sorted(WHISPER_SIZES), help="a Whisper of this size with random weights")
+    model.add_argument("--model", help="windowed, real weights: a name that `tickertape pull` knows, or a path")
+    parser.add_argument("--streams", type=int, nargs="*", default=[100, 200, 400])
+    parser.add_argument("--seconds", type=float, default=60.0, help="that count, for each point")
+    parser.add_argument("--bisect", type=float, metavar="SECONDS", help="search the largest N, SECONDS per probe")
+    parser.add_argument("--max-streams", type=int, help="streams to make room for; default: all that fit")
+    parser.add_argument("--audio", type=Path, help="a WAV file of speech; default: made-up voices")
+    parser.add_argument("--settle", type=float, default=10.0, help="windowed: seconds before counting begins")
+    parser.add_argument("--kv", choices=sorted(KV_TYPES), default="bf16", help="Voxtral: keys and values")
+    parser.add_argument("--window", type=int, default=1024, help="Voxtral: decoder window in tokens")
+    parser.add_argument(
+        "--sizes", type=int, nargs="*", default=[1, 8, 32, 64, 128], help="Voxtral: batches timed alone"
+    )
+    parser.add_argument("--reference", action="store_true", help="Voxtral: time transformers on this machine first")
+    parser.add_argument("--no-detector", action="store_true", help="Voxtral: leave speech detection out")
+    parser.add_argument("--one-by-one", action="store_true", help="Voxtral: steps that do not overlap")
+    options = parser.parse_args(arguments)
+    if options.small:
+        options.streams, options.seconds, options.sizes, options.max_streams = [2], 3.0, [], 2
+        options.settle = 0.0
+        torch.set_num_threads(1)
+    report: dict[str, Any] = {"device": "cpu" if options.small else torch.cuda.get_device_name()}
+    bench = (start_windowed if options.whisper or options.model else start_voxtral)(options, report)
+    show("Engine alone", report)
+
+    def measure(streams: int, seconds: float) -> Point:
+        point = bench.measure(streams, seconds)
+        print(f"engine alone, {row(point)}", flush=True)
+        return point
+
+    wanted = [streams for streams in options.streams if streams <= report["room_for"]]
+    points = [measure(streams, options.seconds) for streams in wanted]
+    if options.bisect:
+        points += search(measure, points, options.seconds, options.bisect, report["room_for"])
+    held = [point["streams"] for point in points if point["holds"] and point["seconds"] >= options.seconds]
+    print(f"largest N that holds for {options.seconds:.0f} s: {max(held, default=0)}")
+    write_json(options, {"arguments": vars(options), **report, "points": points})
+
+
+if __name__ == "__main__":
+    main()

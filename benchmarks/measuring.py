@@ -1,0 +1,178 @@
+"""Shared by all benchmarks: common options, printed figures, JSON files, a profile, and what a process costs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from realtime.bench.trend import percentile
+
+ROOT = Path(__file__).parents[1]
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class RunFailed(Exception):
+    """There are no figures; the text says why."""
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return with_common_options(parser)
+
+
+def with_common_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--small", action="store_true", help="seconds, on a CPU: shows that it runs, measures nothing")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    return parser
+
+
+def write_json(options: argparse.Namespace, figures: Any) -> None:
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False, default=str) + "\n")
+
+
+def show(title: str, figures: Mapping[str, Any]) -> None:
+    """Print one figure a line; a group of figures is indented below its name."""
+    print(f"\n{title}")
+    _show_rows(figures, 2)
+
+
+def _show_rows(figures: Mapping[str, Any], indent: int) -> None:
+    for name, value in figures.items():
+        label = " " * indent + (name if "." in name else name.replace("_", " "))
+        if isinstance(value, Mapping):
+            print(label)
+            _show_rows(value, indent + 2)
+        else:
+            print(f"{label:<44} {_shown(value)}", flush=True)
+
+
+def row(figures: Mapping[str, Any]) -> str:
+    """All figures in one line."""
+    return ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in figures.items())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.3f}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value)) or "-"
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def percentiles(name: str, values: Sequence[float], *shares: int) -> dict[str, float | None]:
+    """{"lag_p50": ..., "lag_max": ...}, where 100 is the maximum; None without values."""
+    return {f"{name}_{'max' if share == 100 else f'p{share}'}": percentile(values, share) for share in shares}
+
+
+def is_at_most(value: float | None, bound: float) -> bool:
+    return value is not None and value <= bound
+
+
+async def until(condition: Callable[[], bool], patience_s: float = 300.0) -> None:
+    async with asyncio.timeout(patience_s):
+        while not condition():  # noqa: ASYNC110 - the condition has no event
+            await asyncio.sleep(0.005)
+
+
+# Processes
+
+
+def stat_of(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on; empty if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = stat_of(pid)
+    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS if fields else 0.0
+
+
+def with_descendants(pid: int) -> list[int]:
+    """By asking all processes for their parents: not every kernel lists children."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := stat_of(int(entry.name))):
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = [pid]
+    for known in found:
+        found += children.get(known, [])
+    return found
+
+
+def private_bytes(pid: int) -> int:
+    """Memory that a process shares with no other."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+# Profile
+
+
+class Profile:
+    """Looks at the stack for every millisecond of processor time and counts which folder's code runs. With `within`,
+    only while a function of this name runs."""
+
+    def __init__(self, within: str = "") -> None:
+        self._within = within
+        self._folders: Counter[str] = Counter()
+        self._stacks: Counter[str] = Counter()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        signal.signal(signal.SIGPROF, self._look)
+        signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def show(self, cost: float, unit: str) -> None:
+        """Split a cost by folder. C code counts for the Python code that called it."""
+        total = max(1, self._folders.total())
+        for folder, count in self._folders.most_common():
+            print(f"  {cost * count / total:7.1f} {unit}  {folder}")
+
+    def write(self, path: Path) -> None:
+        """Collapsed stacks, one a line, as flame graph tools read them."""
+        path.write_text("".join(f"{stack} {count}\n" for stack, count in self._stacks.items()))
+
+    def _look(self, number: int, frame: FrameType | None) -> None:
+        stack = []
+        file = frame.f_code.co_filename if frame else ""
+        while frame is not None:
+            stack.append(f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})")
+            frame = frame.f_back
+        if not any(self._within in entry for entry in stack):
+            return
+        self._stacks[";".join(reversed(stack))] += 1
+        self._folders[_folder_of(file)] += 1
+
+
+def _folder_of(file: str) -> str:
+    """`engine/client` of ours, a package of others, a module of Python's own."""
+    if "site-packages/" in file:
+        return file.partition("site-packages/")[2].split("/")[0]
+    if file.startswith(f"{ROOT}/"):
+        return "/".join(file[len(str(ROOT)) + 1 :].split("/")[:-1][:2])
+    return "/".join(file.split("/")[-2:])

@@ -1,0 +1,238 @@
+"""Plays recordings into a real engine loop, as a microphone or as uploads, and notes when text came.
+
+Time is virtual: live audio arrives on schedule, and every engine step moves time on by what the step took. A step of
+200 ms finds 200 ms more audio after it, exactly as live, but no time passes while the engine is idle. Uploads are sent
+as fast as the engine takes them, with as much audio waiting ahead as behind a gateway. Speech detection, windows and
+batches are those of a server; there are no sockets.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from benchmarks.measuring import RunFailed, resident_bytes
+from benchmarks.recordings import Part, Session
+from benchmarks.scoring import Emissions, Word
+from benchmarks.sounds import SAMPLE_RATE
+from engine.boundary.preparation import make_cutter, prepare
+from engine.client.client import ClientSettings
+from engine.messages import Closed, Command, Dead, Failed, Feed, Finish, Open, Output, Refused, Speech, Text
+from engine.server.loop import EngineLoop
+from engine.spec import ModelSpec
+from realtime.session.words import timed_word
+
+# What a client sends at a time, and about what a gateway reads of a file at a time.
+PACKET_SAMPLES, PIECE_SAMPLES = 1280, SAMPLE_RATE
+# How often the cost of a run is noted.
+COST_EVERY_SECONDS = 10.0
+# Streams do not start in step with each other.
+STAGGER_SECONDS = 0.37
+
+T = TypeVar("T")
+
+
+class VirtualClock:
+    """Time that moves by work, and jumps over idleness."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.cpu_seconds = 0.0
+
+    def run(self, work: Callable[[], T]) -> T:
+        """The smaller of wall and processor time counts: what other programs take from this machine does not."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        result = work()
+        cpu = time.process_time() - cpu
+        self.now += min(time.perf_counter() - wall, cpu)
+        self.cpu_seconds += cpu
+        return result
+
+    def wait_until(self, moment: float) -> None:
+        self.now = max(self.now, moment)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a run has cost by a moment, seconds from its start."""
+
+    at: float
+    cpu_seconds: float
+    resident_bytes: int
+
+
+@dataclass(slots=True)
+class Played:
+    """What became of one session. Moments are seconds from its first sample."""
+
+    session: Session
+    parts: list[Part]
+    seconds: float
+    emissions: Emissions = field(default_factory=Emissions)
+    probabilities: list[float] = field(default_factory=list)
+    frame_seconds: float = 0.0
+    # How far the engine was behind the live edge when text came.
+    lags: list[float] = field(default_factory=list)
+    closed_at: float | None = None
+    # The code of the first language that the model told with words.
+    language: str = ""
+
+    def take(self, output: Output, at: float) -> None:
+        if isinstance(output, Text):
+            words = [
+                Word(
+                    word.text,
+                    word.start_sample / SAMPLE_RATE,
+                    word.end_sample / SAMPLE_RATE,
+                    timed_word(word).confidence,
+                )
+                for word in output.words
+            ]
+            self.emissions.add(at, output.delta, words)
+            if output.delta or words:
+                self.language = self.language or output.language
+            self.lags.append(min(at, self.seconds) - output.sample / SAMPLE_RATE)
+        elif isinstance(output, Speech):
+            self.probabilities += output.probabilities
+            self.frame_seconds = output.frame_samples / SAMPLE_RATE
+        elif isinstance(output, Closed):
+            self.closed_at = at
+
+
+class Player:
+    """One client: sends what its microphone has recorded so far, or of a file as much as may wait in the engine."""
+
+    def __init__(
+        self, session: Session, spec: ModelSpec, starts_at: float, options: dict[str, str], live: bool = True
+    ) -> None:
+        samples, parts = session.load()
+        if not live:
+            parts = [Part(parts[0].clip, 0.0, math.inf)]
+        self.played = Played(session, parts, len(samples) / SAMPLE_RATE)
+        self.starts_at = starts_at
+        # When the next command is to be sent, by the clock and by what the engine has computed.
+        self.next_at = starts_at
+        self._fed = 0
+        self._ahead = int(ClientSettings().ahead_seconds * spec.sample_rate / spec.samples_per_position)
+        self._live = live
+        self._samples = samples
+        self._spec = spec
+        self._commands = self._make_commands(options)
+        self.finished = False
+
+    def due(self, now: float, computed: int) -> Iterator[Command]:
+        while not self.finished and (self.next_at <= now if self._live else self._fed - computed < self._ahead):
+            command = next(self._commands)
+            self.finished = isinstance(command, Finish)
+            if command is not None:
+                yield command
+
+    def _make_commands(self, options: dict[str, str]) -> Iterator[Command | None]:
+        """A command for each piece of audio, or None where a piece completes no item."""
+        name, samples, spec = self.played.session.name, self._samples, self._spec
+        cutter, size = make_cutter(spec), PACKET_SAMPLES if self._live else PIECE_SAMPLES
+        self.next_at = self.starts_at + min(size, len(samples)) / SAMPLE_RATE
+        yield Open(name, self._live, options=options)
+        for start in range(0, len(samples), size):
+            items = prepare(cutter, cutter.cut(samples[start : start + size]), spec)
+            is_last = start + size >= len(samples)
+            if is_last:
+                silence = spec.flush_positions_for(spec.default_delay_positions)
+                items += prepare(cutter, cutter.flush(silence), spec)
+            else:
+                self.next_at = self.starts_at + min(start + 2 * size, len(samples)) / SAMPLE_RATE
+            if items:
+                self._fed = items[-1].offset + items[-1].length
+            yield Feed(name, items) if items else None
+        yield Finish(name)
+
+
+class Run:
+    """Plays sessions, at most `streams` live ones and `uploads` others at a time. `options` are the model's, by the
+    name of the session."""
+
+    def __init__(
+        self, loop: EngineLoop, streams: int = 0, uploads: int = 0, options: Mapping[str, dict[str, str]] | None = None
+    ) -> None:
+        self._loop = loop
+        self._spec = loop.scheduler.spec
+        self._at_once = {True: streams, False: uploads}
+        self._options = options or {}
+        self._players: dict[bool, dict[str, Player]] = {True: {}, False: {}}
+        self._done: list[Played] = []
+        self.clock = VirtualClock()
+        self.costs: list[Cost] = []
+        # Positions of each upload that were computed.
+        self.computed: dict[str, int] = {}
+
+    def play(
+        self,
+        live: Iterable[Session] = (),
+        uploads: Iterable[Session] = (),
+        progress: Callable[[Played], None] = lambda played: None,
+        until: float = math.inf,
+    ) -> list[Played]:
+        """Until all sessions are through, or `until`; with live sessions, until those are. `progress` is called with
+        each session that ends; a deque of uploads may grow meanwhile."""
+        clock = self.clock
+        waiting = {True: deque(live), False: uploads if isinstance(uploads, deque) else deque(uploads)}
+        decisive = [True] if waiting[True] else [True, False]
+        while clock.now < until and any(waiting[kind] or self._players[kind] for kind in decisive):
+            self._begin(waiting)
+            # Behind a gateway another process cuts files: that is not on the clock.
+            files = [command for player in self._players[False].values() for command in self._due(player)]
+            outputs = clock.run(partial(self._tick, files))
+            if not self.costs or clock.now >= self.costs[-1].at + COST_EVERY_SECONDS:
+                self.costs.append(Cost(clock.now, clock.cpu_seconds, resident_bytes()))
+            for output in outputs:
+                self._take(output, progress)
+            if not self._loop.has_work():
+                self._wait_for_audio(stuck=not outputs and not files)
+        return self._done
+
+    def _begin(self, waiting: dict[bool, deque[Session]]) -> None:
+        for is_live, players in self._players.items():
+            while waiting[is_live] and len(players) < self._at_once[is_live]:
+                session = waiting[is_live].popleft()
+                starts_at = self.clock.now + STAGGER_SECONDS * len(players) * is_live
+                options = self._options.get(session.name, {})
+                players[session.name] = Player(session, self._spec, starts_at, options, is_live)
+
+    def _due(self, player: Player) -> list[Command]:
+        stream = self._loop.scheduler.streams.get(player.played.session.name)
+        return list(player.due(self.clock.now, 0 if stream is None else stream.computed))
+
+    def _tick(self, files: list[Command]) -> list[Output]:
+        live = [command for player in self._players[True].values() for command in self._due(player)]
+        self._loop.submit(files + live, int(self.clock.now * 1e9))
+        step = self._loop.step()
+        for name in self._players[False]:
+            if name in self._loop.scheduler.streams:
+                self.computed[name] = self._loop.scheduler.streams[name].computed
+        return [] if step is None else step.outputs
+
+    def _wait_for_audio(self, stuck: bool) -> None:
+        players = self._players[True] | self._players[False]
+        upcoming = [player.next_at for player in self._players[True].values() if not player.finished]
+        if upcoming:
+            self.clock.wait_until(min(upcoming))
+        elif players and stuck:
+            raise RunFailed(f"the engine is idle, but these sessions never ended: {', '.join(players)}")
+
+    def _take(self, output: Output, progress: Callable[[Played], None]) -> None:
+        if isinstance(output, Dead | Failed | Refused):
+            raise RunFailed(output.message)
+        for players in self._players.values():
+            player = players.get(getattr(output, "stream", ""))
+            if player is None:
+                continue
+            player.played.take(output, self.clock.now - player.starts_at)
+            if isinstance(output, Closed):
+                self._done.append(player.played)
+                del players[player.played.session.name]
+                progress(player.played)

@@ -1,0 +1,227 @@
+"""Models with random weights: Voxtral Realtime and Whisper at full dimensions, made on the device, or tiny on a CPU.
+
+Everything is computed as with real weights. What is said is not left to chance: Voxtral says a word in three frames of
+ten, Whisper three tokens for each second of audio, as speech has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.core.limits import Limits
+from engine.core.scheduler import Scheduler
+from engine.models.operands import Heads
+from engine.models.voxtral_realtime import (
+    FIRST_TEXT_TOKEN,
+    STREAMING_PAD,
+    STREAMING_WORD,
+    Stack,
+    VoxtralConfig,
+    VoxtralRealtime,
+    tensor_shapes,
+    voxtral_mini_4b,
+)
+from engine.models.whisper import Whisper, WhisperConfig
+from engine.runner.device import free_memory, require_device
+from engine.runner.frames.memory import plan_memory
+from engine.runner.frames.runner import NOT_FORCED, RunnerSettings, VoxtralRunner
+from engine.runner.load import DEVICE_DTYPE, load_detector, windowed_on_device
+from engine.runner.windowed.device_windows import DeviceWindows
+from engine.runner.windowed.greedy import Answer, Row, Speaker
+from engine.server.gate import GateSettings
+from engine.server.loop import EngineLoop
+from engine.server.silence_cut import cut_settings
+from engine.vocabulary import Vocabulary
+
+KV_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+# Of ten frames so many are text: 3.75 words a second, where people say two to three, of one token or two each.
+WORDS_IN_TEN_FRAMES = 3
+
+# Voxtral Realtime
+
+
+def tiny_voxtral() -> VoxtralConfig:
+    audio = Stack(32, 2, 48, Heads(2, 2, 16, 42), 1e6, 1e-5, biased=True)
+    text = Stack(48, 2, 64, Heads(4, 2, 16, 64), 1e6, 1e-5, biased=False)
+    # Most tokens are text, so that random weights say something.
+    vocabulary = 10 * FIRST_TEXT_TOKEN
+    return VoxtralConfig(audio, text, mel_bins=16, rows_per_position=4, vocabulary=vocabulary, default_delay=6)
+
+
+def random_tensors(config: VoxtralConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+    """Norms near one and matrices that keep their input's scale, so that activations stay in a sensible range."""
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors = {}
+    for name, shape in tensor_shapes(config).items():
+        noise = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        if len(shape) == 1:
+            tensors[name] = noise.mul_(0.1).add_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            tensors[name] = noise.mul_(0.05 if "embed_tokens" in name else noise[0].numel() ** -0.5)
+    return tensors
+
+
+def random_voxtral(
+    config: VoxtralConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[VoxtralRealtime, Vocabulary]:
+    pieces = [b""] * FIRST_TEXT_TOKEN + [f" {index}".encode() for index in range(config.vocabulary - FIRST_TEXT_TOKEN)]
+    return VoxtralRealtime(config, random_tensors(config, dtype, device)), Vocabulary(pieces, STREAMING_WORD)
+
+
+class SpeakingRunner(VoxtralRunner):
+    """Says as much as speech does, where random weights would say a word in nearly every frame. An output that is known
+    beforehand is one more number that a step is given, as after the death of an engine."""
+
+    def _forced_at(self, slots: list[int], positions: list[int]) -> list[int]:
+        known = super()._forced_at(slots, positions)
+        return [
+            STREAMING_PAD if token == NOT_FORCED and (7 * slot + position) % 10 >= WORDS_IN_TEN_FRAMES else token
+            for slot, position, token in zip(slots, positions, known, strict=True)
+        ]
+
+
+def voxtral_runner(kv: str, window: int, max_streams: int | None, small: bool = False) -> VoxtralRunner:
+    """Warm and with full pages: of full dimensions on a GPU, or with `small` a tiny one on the CPU."""
+    device = require_device("cpu" if small else "cuda")
+    config = tiny_voxtral() if small else voxtral_mini_4b()
+    settings = RunnerSettings(kv_dtype=KV_TYPES[kv], decoder_window=window, max_streams=max_streams)
+    if small:
+        torch.set_num_threads(1)
+        settings = RunnerSettings("cpu", torch.float32, torch.float32, decoder_window=24, max_streams=max_streams or 8)
+    memory = plan_memory(
+        config,
+        free_memory(device),
+        decoder_window=settings.decoder_window,
+        dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
+        max_streams=settings.max_streams,
+    )
+    model, vocabulary = random_voxtral(config, settings.dtype, device)
+    runner = SpeakingRunner(model, vocabulary, memory, settings)
+    # Random rows: zeros could be faster than real ones.
+    for cache in runner._caches:
+        for layer in cache.pages.data:
+            if layer.dtype == torch.float8_e4m3fn:
+                layer.view(torch.uint8).random_(0x20, 0x50)  # bit patterns of moderate values
+            else:
+                layer.normal_()
+        if cache.pages.scales is not None:
+            cache.pages.scales.fill_(0.01)
+    runner.warm_up()
+    return runner
+
+
+def voxtral_loop(kv: str, window: int, max_streams: int | None, small: bool) -> EngineLoop:
+    """As a server runs it: with speech detection, and silence cut out."""
+    runner = voxtral_runner(kv, window, max_streams, small)
+    memory, streams = runner.memory, runner.memory.streams
+    limits = Limits(streams, memory.cache_embeds, memory.group_pages, step_positions=streams, step_embeds=streams)
+    scheduler = Scheduler(runner.spec, limits, runner.vocabulary)
+    cut = cut_settings(EngineConfig().cut_silence_s)
+    return EngineLoop(scheduler, runner, load_detector(runner, streams), cut=cut)
+
+
+# Whisper
+
+# mels, vocabulary, audio frames, width, audio heads, audio layers, text tokens, text heads, text layers
+WHISPER_SIZES = {
+    "tiny.en": WhisperConfig(80, 51_864, 1500, 384, 6, 4, 448, 6, 4),
+    "base.en": WhisperConfig(80, 51_864, 1500, 512, 8, 6, 448, 8, 6),
+    "small": WhisperConfig(80, 51_865, 1500, 768, 12, 12, 448, 12, 12),
+    "large-v3-turbo": WhisperConfig(128, 51_866, 1500, 1280, 20, 32, 448, 20, 4),
+    # For small runs.
+    "toy": WhisperConfig(80, 51_864, 1500, 32, 2, 1, 448, 2, 1),
+}
+TOKENS_PER_SECOND = 3.0
+FIRST_TOKEN, TOKENS = 1_000, 20_000
+# Log-probability of every token of the script.
+SURE = -0.05
+
+
+def random_whisper(size: str, device: torch.device) -> tuple[Whisper, list[bytes]]:
+    """The model, and the bytes of its tokens: each is a word."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Whisper(WHISPER_SIZES[size])
+    with torch.no_grad():
+        for embedding in (model.encoder.positional_embedding, model.decoder.positional_embedding):
+            embedding.normal_(0.0, 0.02)
+    pieces = [b" w%d" % token for token in range(model.end_token)]
+    return model.eval(), pieces + [b""] * (model.config.vocabulary - len(pieces))
+
+
+class ScriptedSpeaker(Speaker):
+    """Computes every pass of another speaker and replaces its answers by a script.
+
+    Random weights would talk without end, or not at all. The script has a token every `frames_per_token`, each with the
+    attention of its moment. The token nearest to the live edge changes from pass to pass, as the last word of a draft
+    does. So a pass that goes on by 0.8 s decodes two or three tokens one by one, and one draft token fails.
+    """
+
+    def __init__(self, speaker: Speaker, rows: Sequence[Row], frames_per_token: float, end_token: int) -> None:
+        self._speaker = speaker
+        self._rows = rows
+        self._spacing = frames_per_token
+        self._end_token = end_token
+        self._begins = [max(0.0, row.progress._said_until) for row in rows]
+
+    def read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> list[Answer]:
+        self._speaker.read(known, places, kept)
+        self.logits = self._speaker.logits
+        starts = [len(text) - len(row.draft) for text, row in zip(known, self._rows, strict=True)]
+        return [self._answer(row, column - starts[row] + 1) for row, column in places]
+
+    def say(self, last: list[tuple[int, int]]) -> list[Answer]:
+        self._speaker.say(last)
+        self.logits = self._speaker.logits
+        return [self._answer(index, len(row.tokens)) for index, row in enumerate(self._rows)]
+
+    def _answer(self, index: int, number: int) -> Answer:
+        """The new token of this number in a row."""
+        row = self._rows[index]
+        peak = int(self._begins[index] + (number + 1) * self._spacing)
+        if peak >= row.frames:
+            return Answer(self._end_token, SURE, row.frames - 1)
+        before = row.committed[-1] if row.committed else FIRST_TOKEN
+        token = FIRST_TOKEN + (before - FIRST_TOKEN + number + 1) % TOKENS
+        # Too close to the edge to be heard well: another word than it will be.
+        return Answer(token + TOKENS if peak + self._spacing >= row.frames else token, SURE, peak)
+
+
+def count_tokens(windows: DeviceWindows, counts: list[int], script_of: Whisper | None) -> None:
+    """`counts` gets an entry, the number of rows, for each token that a batch decodes one by one. With a model to make
+    a script for, live streams say what the script has."""
+    decoder = windows._decoder
+    passes = decoder._passes
+
+    def counted(rows: list[Row], speaker_for: Callable[[int], Speaker]) -> Iterator[None]:
+        def scripted(text: int) -> Speaker:
+            speaker = speaker_for(text)
+            if script_of is None:
+                return speaker
+            spacing = 16_000 / script_of.samples_per_frame / TOKENS_PER_SECOND
+            return ScriptedSpeaker(speaker, rows, spacing, script_of.end_token)
+
+        for _ in passes(rows, scripted):
+            counts.append(len(rows))
+            yield
+
+    decoder._passes = counted  # type: ignore[method-assign]
+
+
+def whisper_loop(size: str, max_streams: int | None, small: bool) -> EngineLoop:
+    device = require_device("cpu" if small else "cuda")
+    dtype = DEVICE_DTYPE if device.type == "cuda" else torch.float32
+    model, pieces = random_whisper(size, device)
+    runner, limits = windowed_on_device(
+        f"whisper-{size}", model, pieces, device, dtype, free_memory(device), max_streams
+    )
+    windows = runner._windows
+    assert isinstance(windows, DeviceWindows)
+    count_tokens(windows, [], model)
+    scheduler = Scheduler(runner.spec, limits, runner.vocabulary)
+    return EngineLoop(scheduler, runner, load_detector(runner, limits.max_streams), GateSettings())

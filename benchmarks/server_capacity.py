@@ -1,0 +1,223 @@
+"""How many sessions the whole server holds: sockets, gateways, engine process, speech detection, limits as they are.
+
+    python -m benchmarks.server_capacity --sessions 600 500:24000:50 1000:16000:80:0.5 --kv fp8 --seconds 60 \\
+        --workers 6 --json docs/data/h200-server.json
+
+The model is Voxtral Realtime at full dimensions with random weights (`benchmarks/random_weights.py`); everything else
+is what `tickertape serve --engine` runs. Clients in processes of their own send speech in real time over sockets, with
+turn detection (`benchmarks/clients.py`). A word's lag is the time from the moment its last sample was sent to the delta
+with its text, less the model's delay; appends of 80 ms alone make that up to 80 ms, because an item needs 2.5 ms of
+what follows it. A load holds if the 99th percentile is at most 250 ms, the lag does not grow and no session fails.
+Words in pauses, by the server's own detector on the sound that is sent, are counted and not scored: random weights say
+some, and they wait until the turn before is completed.
+
+With --whisper SIZE the model is Whisper with random weights that say what a script has, with --model NAME a windowed
+model with its real weights. All their words are scored, but they wait for the next pass, and for another if the first
+is not sure. A load holds if 95 of 100 turns have their final text at most 1.5 s after the end of speech, and if the
+stream that is furthest behind has at most 1.5 s of audio that no pass has read, 95 of 100 times that the server is
+asked. With --null there is no model: that measures what gateways spend.
+
+Several loads share one start: SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]].
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.clients import ClientProcesses, Findings, Schedule, play_paced
+from benchmarks.measuring import is_at_most, parser_of, percentiles, show, write_json
+from benchmarks.servers import Server, add_server_options
+from benchmarks.sounds import SAMPLE_RATE, speech, utterances
+
+SETTLE_S = 3.0
+ASK_EVERY_S = 0.5
+# A lag that grows by more than this in a minute does not stay.
+MAX_GROWTH_MS_PER_MIN = 100.0
+# A model that answers every frame is held to the lag of its words (99th percentile), less its own delay; one that reads
+# windows to how far the engine is behind and to when texts are final (95th percentiles).
+MAX_LAG_MS, VOXTRAL_DELAY_MS = 250.0, 480
+MAX_WINDOWED_LAG_MS = 1500.0
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Load:
+    """So many sessions, how they send, and for which share of the time each of them is silent."""
+
+    sessions: int
+    rate: int = SAMPLE_RATE
+    append_ms: int = 80
+    silent: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str, rate: int, append_ms: int, silent: float) -> Load:
+        """SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]]; the others are the defaults of the last three."""
+        given = text.split(":")
+        defaults = [str(rate), str(append_ms), str(silent)]
+        sessions, *others = [*given, *defaults[len(given) - 1 :]]
+        return cls(int(sessions), int(others[0]), int(others[1]), float(others[2]))
+
+    def __str__(self) -> str:
+        silent = f", each silent for {self.silent:.0%} of the time" if self.silent else ""
+        return f"{self.sessions} sessions, {self.rate // 1000} kHz, appends of {self.append_ms} ms{silent}"
+
+
+def heard_speech(audio: Path | None, everywhere: bool) -> list[tuple[float, float]]:
+    """Where the server's detector hears speech in the sound that clients send, which goes round, in seconds. Models
+    that say nothing in pauses by themselves need no detector to score their words."""
+    sound = speech(audio)
+    seconds = len(sound) / SAMPLE_RATE
+    if everywhere:
+        return [(0.0, seconds)]
+    from engine.models.silero import FRAME_SAMPLES, load_silero
+    from engine.runner.speech import SpeechDetector
+
+    detector = SpeechDetector(load_silero(), 1)
+    detector.open("sound")
+    # It comes to the beginning as it does to clients that have gone round.
+    detector.detect([("sound", sound[-2 * SAMPLE_RATE :])])
+    (found,) = detector.detect([("sound", sound)])
+    spans = utterances(found.probabilities, FRAME_SAMPLES / SAMPLE_RATE)
+    return [(start, min(end, seconds)) for start, end in spans]
+
+
+def measure(server: Server, load: Load, options: argparse.Namespace, spans: list[tuple[float, float]]) -> Result:
+    windowed = is_windowed(options)
+    clients = ClientProcesses(
+        play_paced,
+        load.sessions,
+        options.clients,
+        urls=server.urls,
+        recording=options.audio,
+        rate=load.rate,
+        append_ms=load.append_ms,
+        delay_ms=0 if windowed else VOXTRAL_DELAY_MS,
+        language="en" if windowed else None,
+        silent_share=load.silent,
+        speech=spans,
+    )
+    try:
+        begins, join_s = time.monotonic() + 0.5, load.sessions / options.joins_per_second
+        counts_from = begins + join_s + (0.5 if options.small else SETTLE_S)
+        schedule = Schedule(begins, join_s, counts_from, counts_from + options.seconds)
+        clients.begin(schedule)
+        time.sleep(max(0.0, schedule.counts_from - time.monotonic()))
+        before = {**server.cpu_seconds(), "clients": clients.cpu_seconds()}
+        capacities = watch(server, schedule.counts_until)
+        after = {**server.cpu_seconds(), "clients": clients.cpu_seconds()}
+        findings = clients.findings()
+    finally:
+        clients.stop()
+    server.check()
+    cores = {name: (after[name] - before.get(name, 0.0)) / options.seconds for name in after}
+    return summary(load, options.seconds, findings, cores, capacities)
+
+
+def is_windowed(options: argparse.Namespace) -> bool:
+    return bool(options.whisper or options.model)
+
+
+def watch(server: Server, until: float) -> list[tuple[int, float]]:
+    """By the server's own account, again and again: streams that it holds, and how far its engine is behind in ms."""
+    told = []
+    while time.monotonic() < until:
+        capacity = server.capacity()
+        behind = max((engine["lag_ms"] for engine in capacity["engines"]), default=0)
+        told.append((capacity["streams_that_hold"], behind))
+        time.sleep(max(0.0, min(ASK_EVERY_S, until - time.monotonic())))
+    return told
+
+
+def summary(
+    load: Load,
+    seconds: float,
+    findings: list[Findings],
+    cores: dict[str, float],
+    capacities: list[tuple[int, float]],
+) -> Result:
+    """Times in milliseconds, processor time in cores."""
+    pairs = [pair for found in findings for pair in found.lags]
+    lags = [lag for _, lag in pairs]
+    moments = [moment for moment, _ in pairs]
+    grows = len(pairs) > 1 and np.ptp(moments) > 0
+    finals = [value for found in findings for value in found.finals]
+    appends = sum(found.appends for found in findings)
+    gateways = sorted((used for name, used in cores.items() if name.startswith("gateway")), reverse=True)
+    each_us = 1e6 * seconds / max(1, appends)
+    return {
+        "load": asdict(load),
+        "connected": sum(found.connected for found in findings),
+        "refusals": sum(found.refusals for found in findings),
+        "said_to_hold": capacities[-1][0] if capacities else 0,
+        "failures": [text for found in findings for text in found.failures][:20],
+        "seconds": seconds,
+        "words": len(pairs),
+        "words_in_pauses": sum(found.in_pauses for found in findings),
+        **percentiles("lag", lags, 50, 95, 99),
+        "lag_max": max(lags, default=None),
+        "growth_per_min": float(np.polyfit(moments, lags, 1)[0]) * 60 if grows else 0.0,
+        # Audio that the engine has and has not read, of the stream that is furthest behind, by the engine's own count.
+        **percentiles("behind", [behind for _, behind in capacities], 50, 95),
+        # From the end of speech to the final text of a turn, which waits for the turn's silence.
+        "finals": len(finals),
+        **percentiles("final", finals, 50, 95),
+        "appends": appends,
+        **percentiles("append_late", [value for found in findings for value in found.late_ms], 99),
+        "engine_cores": cores["engine"],
+        # Of each process of the gateways, the busiest first.
+        "gateway_cores": gateways,
+        "client_cores": cores["clients"],
+        "gateway_us_per_append": sum(gateways) * each_us,
+        "engine_us_per_append": cores["engine"] * each_us,
+        "events": dict(sum((found.events for found in findings), Counter())),
+    }
+
+
+def holds(result: Result, windowed: bool) -> bool:
+    is_whole = result["connected"] == result["load"]["sessions"] and not result["failures"] and result["words"] > 0
+    if windowed:
+        in_time = all(is_at_most(result[name], MAX_WINDOWED_LAG_MS) for name in ("behind_p95", "final_p95"))
+    else:
+        in_time = is_at_most(result["lag_p99"], MAX_LAG_MS)
+    return is_whole and in_time and result["growth_per_min"] <= MAX_GROWTH_MS_PER_MIN
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--sessions", nargs="+", default=["600"], metavar="LOAD", help="see above")
+    parser.add_argument("--seconds", type=float, default=60.0, help="that are counted, for each load")
+    parser.add_argument("--rate", type=int, default=SAMPLE_RATE, help="of loads that do not say theirs, 16000 or 24000")
+    parser.add_argument("--append-ms", type=int, default=80, help="of loads that do not say it")
+    parser.add_argument("--silent", type=float, default=0.0, help="share of the time for which each session is silent")
+    add_server_options(parser)
+    options = parser.parse_args(arguments)
+    if options.small:
+        # A tiny Voxtral on the CPU, unless another model is asked for.
+        options.sessions, options.seconds, options.device, options.clients = ["2:24000:50:0.2"], 2.0, "cpu", 1
+        options.max_streams, options.max_load, options.workers = 4, 0.0, 1
+    windowed, results = is_windowed(options), list[Result]()
+    with tempfile.TemporaryDirectory(prefix="server-") as name:
+        folder = options.logs or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        spans, began = heard_speech(options.audio, options.null or windowed), time.monotonic()
+        with Server(options, folder) as server:
+            print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
+            for text in options.sessions:
+                load = Load.parse(text, options.rate, options.append_ms, options.silent)
+                results.append(measure(server, load, options, spans))
+                outcome = "holds" if holds(results[-1], windowed) else "FAILS"
+                show(f"Whole server, {load}, {options.seconds:.0f} s: {outcome}", results[-1])
+                write_json(options, {"arguments": vars(options), "results": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The whole server as processes: one engine, gateways over it, and all that they start."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measuring import RunFailed, cpu_seconds, with_descendants
+
+READY_S = 180.0
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="real weights: a name that `tickertape pull` knows, or a path")
+    parser.add_argument("--voxtral", action="store_true", help="a Voxtral Realtime with random weights")
+    parser.add_argument(
+        "--whisper", metavar="SIZE", help="a Whisper of this size with random weights that say a script"
+    )
+    parser.add_argument("--null", action="store_true", help="no model: what the gateways spend")
+    parser.add_argument("--device", default="cuda", help="of --model")
+    parser.add_argument("--kv", choices=("bf16", "fp8"), default="fp8", help="keys and values of Voxtral")
+    parser.add_argument("--window", type=int, default=1024, help="decoder window of Voxtral in tokens")
+    parser.add_argument("--max-streams", type=int, help="streams to make room for; default: all that fit")
+    parser.add_argument("--gateways", type=int, default=1, help="processes of `tickertape serve` before the one engine")
+    parser.add_argument("--workers", type=int, help="workers of each; default: what the server chooses")
+    parser.add_argument("--max-load", type=float, help="another limit on the engine's load; 0 counts streams only")
+    parser.add_argument("--clients", type=int, default=4, help="processes of clients")
+    parser.add_argument("--joins-per-second", type=float, default=50.0)
+    parser.add_argument("--audio", type=Path, help="a WAV file of speech; default: made-up voices")
+    parser.add_argument("--logs", type=Path, help="folder for the logs of the processes")
+
+
+class Child:
+    """A process and all that it starts; ended together."""
+
+    def __init__(self, name: str, command: list[str], log: Path) -> None:
+        self.name = name
+        self._log = log
+        # A process group of its own: workers and forked engines end with it.
+        with log.open("w") as file:
+            self._process = subprocess.Popen(command, start_new_session=True, stdout=file, stderr=file)
+        self.pid = self._process.pid
+
+    def check(self) -> None:
+        if self._process.poll() is not None:
+            raise RunFailed(f"{self.name} ended with {self._process.returncode}:\n{self._log.read_text()[-2000:]}")
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.pid, signal.SIGKILL)
+                self._process.wait()
+
+
+class Server:
+    """An engine and gateways as the options say, ready when this is made; a context that stops them."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._options = options
+        address, self.urls, self._children = f"ipc://{folder / 'engine'}", list[str](), list[Child]()
+        try:
+            self.engine = self._start("engine", [*self._engine_command(), "--listen", address], folder)
+            self.gateways = [self._gateway(number, address, folder) for number in range(options.gateways)]
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start(self, name: str, command: list[str], folder: Path) -> Child:
+        self._children.append(Child(name, [sys.executable, "-m", *command], folder / f"{name}.log"))
+        return self._children[-1]
+
+    def _engine_command(self) -> list[str]:
+        options = self._options
+        room = [] if options.max_streams is None else [str(options.max_streams)]
+        if options.model:
+            limit = ["--model.max-streams", *room] if room else []
+            return ["realtime.cli", "engine", "--model", options.model, "--device", options.device, *limit]
+        command = ["benchmarks.engines", *(["--max-streams", *room] if room else [])]
+        if options.null:
+            return command
+        command += ["--whisper", options.whisper] if options.whisper else ["--voxtral", "--kv", options.kv]
+        return [*command, "--window", str(options.window), *(["--small"] if options.small else [])]
+
+    def _gateway(self, number: int, address: str, folder: Path) -> Child:
+        options, port = self._options, free_port()
+        command = ["realtime.cli", "serve", "--engine", address, "--port", str(port)]
+        command += ["--workers", str(options.workers)] if options.workers else []
+        command += [] if options.max_load is None else ["--limits.max-load", str(options.max_load)]
+        self.urls.append(f"ws://127.0.0.1:{port}/v1/realtime?intent=transcription")
+        return self._start(f"gateway{number}", command, folder)
+
+    def _wait_until_ready(self) -> None:
+        until = time.monotonic() + READY_S
+        waiting = list(range(len(self.urls)))
+        while waiting:
+            self.check()
+            if time.monotonic() > until:
+                raise RunFailed(f"the server was not ready within {READY_S:.0f} s")
+            try:
+                with urllib.request.urlopen(self._http(waiting[0], "/ready"), timeout=2):
+                    waiting.pop(0)
+            except OSError:
+                time.sleep(0.1)
+
+    def _http(self, gateway: int, path: str) -> str:
+        return self.urls[gateway].replace("ws", "http", 1).partition("/v1")[0] + path
+
+    def capacity(self) -> dict[str, Any]:
+        with urllib.request.urlopen(self._http(0, "/capacity"), timeout=5) as answer:
+            told: dict[str, Any] = json.load(answer)
+        return told
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Of the engine, and of each process of the gateways."""
+        pids = [pid for gateway in self.gateways for pid in with_descendants(gateway.pid)]
+        engine = sum(map(cpu_seconds, with_descendants(self.engine.pid)))
+        return {"engine": engine, **{f"gateway {pid}": cpu_seconds(pid) for pid in pids}}
+
+    def workers(self) -> list[int]:
+        """Process ids of the first gateway's workers, the oldest first."""
+        found = []
+        for pid in with_descendants(self.gateways[0].pid):
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_text()
+            except OSError:
+                continue
+            if "realtime.workers.worker" in command:
+                found.append(pid)
+        return sorted(found)
+
+    def check(self) -> None:
+        for child in self._children:
+            child.check()
+
+    def stop(self) -> None:
+        for child in reversed(self._children):
+            child.stop()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

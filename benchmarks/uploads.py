@@ -1,0 +1,132 @@
+"""What uploads do to a live stream, and a live stream to them: delay, lag, throughput and words, with and without.
+
+    python -m benchmarks.uploads [--uploads 4] [--seconds 44] [--model NAME] [--threads 1] [--json FILE]
+
+Plays the sample recording that `tickertape pull` provides into a real engine loop: at the pace of a microphone for the
+live stream, as fast as the engine takes it for the uploads, with the same audio waiting ahead as behind a gateway.
+Uploads are sent again and again for as long as the live stream speaks. Time is virtual (`benchmarks/playing.py`): what
+other programs take from the machine does not count.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict, deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.accuracy import SMALL_MODEL
+from benchmarks.measuring import RunFailed, parser_of, percentiles, show, write_json
+from benchmarks.playing import Played, Run
+from benchmarks.recordings import Clip, Part, Session, sample_speech
+from benchmarks.sounds import SAMPLE_RATE, Samples
+from engine.config import DEFAULT_MODEL, EngineConfig
+from engine.server.build import build_loop
+from engine.server.collector import calm_collector
+from engine.server.loop import EngineLoop
+from engine.server.main import warm_up
+
+
+@dataclass(frozen=True)
+class Sound(Session):
+    """A session whose audio is at hand."""
+
+    samples: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
+
+    def load(self) -> tuple[Samples, list[Part]]:
+        return self.samples, [Part(self.clips[0], 0.0, len(self.samples) / SAMPLE_RATE)]
+
+
+def sound(name: str, samples: Samples) -> Sound:
+    return Sound(name, (Clip(Path(name), "", len(samples) / SAMPLE_RATE, "clips"),), 0.0, samples)
+
+
+class EndlessUploads:
+    """Clients that each send a file, take its text, and send the file again under another name."""
+
+    def __init__(self, audio: Samples, clients: int) -> None:
+        # Each starts elsewhere in the recording: no two read the same window at the same time.
+        starts = range(0, len(audio), max(1, len(audio) // clients))[:clients]
+        self.waiting: deque[Session] = deque(
+            sound(f"upload-{number}-0", np.roll(audio, -start)) for number, start in enumerate(starts)
+        )
+        # By client, the text of each file that came to its end.
+        self.texts: dict[str, list[str]] = defaultdict(list)
+
+    def again(self, played: Played) -> None:
+        client, _, number = played.session.name.rpartition("-")
+        if client:
+            self.texts[client].append(played.emissions.text)
+            self.waiting.append(replace(played.session, name=f"{client}-{int(number) + 1}"))
+
+
+def same_texts(one: EndlessUploads, other: EndlessUploads) -> bool:
+    """Whether each upload said the same in both runs, as often as it came to its end in both."""
+    pairs = [pair for client in one.texts for pair in zip(one.texts[client], other.texts[client], strict=False)]
+    if not pairs:
+        raise RunFailed("no upload came to its end in both runs; take shorter or more of the recording")
+    return all(text == same for text, same in pairs)
+
+
+def play(
+    loop: EngineLoop, live: list[Session], uploads: EndlessUploads, clients: int, until: float = math.inf
+) -> tuple[list[Played], float]:
+    """The live session, if there is one, and seconds of uploads that were computed for each second."""
+    run = Run(loop, streams=1, uploads=clients)
+    played = run.play(live, uploads.waiting, uploads.again, until)
+    for name in list(loop.scheduler.streams):
+        loop.scheduler.abort(name)
+    loop.step()
+    spoken = [one for one in played if one.session.name == "live"]
+    seconds = sum(run.computed.values()) * loop.scheduler.spec.samples_per_position / SAMPLE_RATE
+    return spoken, seconds / (spoken[0].closed_at or until if spoken else until)
+
+
+def delays(run: Played) -> dict[str, Any]:
+    """Seconds from the end of each word to its text, and how far the engine was behind when text came."""
+    waits = [word.shown_at - word.end for word in run.emissions.shown()]
+    if not waits:
+        raise RunFailed("the live stream said nothing")
+    return percentiles("delay", waits, 50, 95) | percentiles("lag", run.lags, 50, 95)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--uploads", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=44.0, help="of the recording")
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args(arguments)
+    if options.small:
+        options.uploads, options.seconds, options.model = 2, 3.0, SMALL_MODEL
+    audio = sample_speech(options.seconds)
+    # What uploads may spend is counted on the clock that the delays are counted on.
+    loop = build_loop(EngineConfig(model=options.model, threads=options.threads), time.process_time_ns)
+    warm_up(loop)
+    calm_collector()
+    live: list[Session] = [sound("live", np.concatenate([audio, np.zeros(SAMPLE_RATE, np.float32)]))]
+    beside_live, by_themselves = (EndlessUploads(audio, options.uploads) for _ in range(2))
+    (alone,), _ = play(loop, live, EndlessUploads(audio, 1), 0)
+    (together,), rate_beside = play(loop, live, beside_live, options.uploads)
+    _, rate_alone = play(loop, [], by_themselves, options.uploads, options.seconds / 2)
+    before, beside = delays(alone), delays(together)
+    report: dict[str, Any] = {
+        "live": {"alone": before, "with uploads": beside},
+        "ratio": {name: beside[name] / before[name] for name in before},
+        # Seconds of audio a second, all together.
+        "uploads": {"alone": rate_alone, "beside live": rate_beside},
+        "same_words": {
+            "live": alone.emissions.text == together.emissions.text,
+            "uploads": same_texts(beside_live, by_themselves),
+        },
+    }
+    show("Uploads beside a live stream", report)
+    write_json(options, report)
+
+
+if __name__ == "__main__":
+    main()

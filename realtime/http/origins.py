@@ -1,0 +1,120 @@
+"""Which pages may use the server, and by which names it may be asked.
+
+A browser sends what the page of any website asks for to any address that it can reach, this machine among them. Two
+headers say what is behind a request. `Origin` names the page: pages of other origins than the server's own are refused
+unless they are listed. `Host` is the name that the server was asked by: a website can have its own name lead to this
+machine, and the browser then takes the server for a part of that website (DNS rebinding). Programs that are no browsers
+send no `Origin`, and a name or address of this machine as `Host`.
+
+With keys neither is needed: no website knows a key. Then any page may ask, unless origins are listed.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from ipaddress import ip_address
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from realtime.config import ServerConfig, is_loopback
+from realtime.errors import Refusal
+from realtime.http.gateway import refused
+from realtime.metrics.gateway import Metrics
+
+DEFAULT_PORTS = {"http": "80", "ws": "80", "https": "443", "wss": "443"}
+ANY = "*"
+
+
+class BrowserRules:
+    """`asks_for_keys` is asked each time: keys may come and go while the server runs."""
+
+    def __init__(self, server: ServerConfig, asks_for_keys: Callable[[], bool]) -> None:
+        self._origins = frozenset(origin.lower() for origin in server.allowed_origins)
+        self._hosts = frozenset(_name(host) for host in server.allowed_hosts)
+        self._asks_for_keys = asks_for_keys
+        # Others than this machine may ask, and do so by its address or its name.
+        self._is_reachable = not is_loopback(server.host)
+        own = socket.gethostname().lower()
+        self._own_names = {server.host.lower(), own, f"{own}.local"} if self._is_reachable else set()
+
+    def allowed_origins(self) -> list[str]:
+        """What pages are told about it (CORS)."""
+        return [ANY] if self._any_page() else sorted(self._origins)
+
+    def check(self, headers: Headers) -> None:
+        """Raises a 403 Refusal with the header's name as `param`. It repeats nothing of the request."""
+        host, origins = headers.get("host"), headers.getlist("origin")
+        if host is not None and not self._asks_for_keys() and not self._is_ours(_name(host)):
+            text = (
+                "A server without keys answers to names and addresses of its own machine only; its operator can add "
+                "this name to server.allowed_hosts."
+            )
+            raise Refusal(403, "host_not_allowed", text, param="host")
+        if origins and not self._any_page() and not (len(origins) == 1 and self._is_allowed(origins[0], host or "")):
+            text = (
+                "Pages of other websites may not use this server; its operator can add this page's origin to "
+                "server.allowed_origins."
+            )
+            raise Refusal(403, "origin_not_allowed", text, param="origin")
+
+    def _any_page(self) -> bool:
+        return ANY in self._origins or (self._asks_for_keys() and not self._origins)
+
+    def _is_allowed(self, origin: str, host: str) -> bool:
+        scheme, _, place = origin.lower().partition("://")
+        port = DEFAULT_PORTS.get(scheme)
+        # A proxy that ends TLS changes the scheme and nothing else, so the scheme says nothing.
+        same = port is not None and (_name(place), _port(place) or port) == (_name(host), _port(host) or port)
+        return same or origin.lower() in self._origins
+
+    def _is_ours(self, name: str) -> bool:
+        if name in self._hosts or ANY in self._hosts or name in self._own_names:
+            return True
+        # No website can have an address as its name; names below `localhost` lead to this machine everywhere.
+        return is_loopback(name) or name.endswith(".localhost") or (self._is_reachable and _is_address(name))
+
+
+class BrowserGuard:
+    """Refuses requests and sockets by these rules, before any route sees them."""
+
+    def __init__(self, app: ASGIApp, rules: BrowserRules, metrics: Metrics) -> None:
+        self._app = app
+        self._rules = rules
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            try:
+                self._rules.check(Headers(scope=scope))
+            except Refusal as refusal:
+                self._metrics.refused.labels(refusal.param).inc()
+                response = refused(scope["path"], refusal)
+                if scope["type"] == "websocket":
+                    await WebSocket(scope, receive, send).send_denial_response(response)
+                else:
+                    await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _name(place: str) -> str:
+    """The name or address in `name:port`, `[address]:port` or a name alone."""
+    if place.startswith("["):
+        return place[1:].partition("]")[0].lower()
+    name = place if place.count(":") > 1 else place.partition(":")[0]
+    return name.removesuffix(".").lower()
+
+
+def _port(place: str) -> str:
+    return place.rpartition("]")[2].partition(":")[2]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True

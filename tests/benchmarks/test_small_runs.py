@@ -1,0 +1,89 @@
+"""Every benchmark has a small run that ends and prints its figures, on a CPU and without recordings of its own."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.__main__ import benchmarks
+from benchmarks.recordings import SAMPLE
+from engine.weights.store import cache_folder
+from realtime.client import lasting_session
+
+# The command line, and what it prints among others.
+RUNS = {
+    "step_cost": ["ratio", "512 streams", "linear, 500 items", "bytes at 5000 items"],
+    "host_cost": ["us an item"],
+    "append_cost": ["16 kHz, 80 ms appends, 4 sessions", "24 kHz, 50 ms appends, 4 sessions"],
+    "link_cost": ["items per gateway core second", "there and back ms p99", "bytes saved"],
+    "gateway_cost": ["messages per cpu second", "bytes each", "longest callback s"],
+    "engine_capacity": ["plan commit 512 ms", "lag p99", "largest N that holds"],
+    "engine_capacity --whisper toy": ["passes per second", "tokens one by one", "largest N that holds"],
+    "server_capacity": ["2 sessions, 24 kHz, appends of 50 ms", "lag p99", "gateway us per append"],
+    "kernels attention": ["us per layer", "tb per second"],
+    "kernels keywords": ["ms without keywords", "ms with keywords"],
+    "accuracy": ["wer", "emission delay p50", "File is", "Live is"],
+    "keywords": ["rare found", "other errors", "made up"],
+    "languages": ["told right by length", "wer told"],
+    "uploads": ["delay p50", "beside live", "same words"],
+    "survival engine": ["words changed by kills", "recovery s p50"],
+    "survival spare": ["killed s p50", "spare private bytes"],
+    "survival spare --voxtral": ["killed s p50", "spare private bytes"],
+    "survival server": ["kind worker", "reconnected s p50", "words that differ 0"],
+    "survival fleet": ["kind gateway", "went on s p50", "words that differ 0"],
+}
+NEED_WEIGHTS = ("accuracy", "keywords", "languages", "uploads")
+CASES = [pytest.param(run, marks=[pytest.mark.ray] if run.endswith("fleet") else []) for run in RUNS]
+
+
+@pytest.fixture
+def nothing_is_left_changed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Programs may settle the whole process; this one goes on."""
+    monkeypatch.setattr(lasting_session, "FIRST_WAIT_S", lasting_session.FIRST_WAIT_S)
+    threads, thresholds = torch.get_num_threads(), gc.get_threshold()
+    yield
+    torch.set_num_threads(threads)
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("nothing_is_left_changed")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("run", CASES)
+def test_a_small_run_ends_and_prints_its_figures(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, *arguments = run.split()
+    for weights in (SAMPLE, "moonshine-tiny") if name in NEED_WEIGHTS else ():
+        if not (cache_folder() / weights).exists():
+            pytest.skip(f"not in the cache; run `tickertape pull {weights}`")
+    report = tmp_path / "report.json"
+    status = importlib.import_module(f"benchmarks.{name}").main([*arguments, "--small", "--json", str(report)])
+    assert not status
+    printed = capsys.readouterr().out
+    assert [figure for figure in RUNS[run] if figure not in printed] == []
+    assert json.loads(report.read_text())
+
+
+def test_no_benchmark_is_left_out() -> None:
+    assert {run.split()[0] for run in RUNS} == set(benchmarks())
+
+
+def test_the_package_lists_its_benchmarks() -> None:
+    shown = subprocess.run([sys.executable, "-m", "benchmarks"], capture_output=True, text=True, check=True).stdout
+    for name, title in benchmarks().items():
+        assert name in shown and title in shown and title.endswith((".", "?"))
+
+
+def test_an_engine_alone_is_measured_where_only_torch_and_numpy_are_installed() -> None:
+    """Machines with a GPU may not have the packages of the server."""
+    absent = ("msgspec", "zmq", "websockets", "starlette", "uvicorn", "uvloop", "av", "soxr")
+    modules = ("benchmarks.engine_capacity", "benchmarks.kernels", "tests.gpu.steps", "tests.gpu.windowed_words")
+    script = f"import sys; sys.modules |= dict.fromkeys({absent}); import {', '.join(modules)}"
+    subprocess.run([sys.executable, "-c", script], check=True)

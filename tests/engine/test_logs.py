@@ -1,0 +1,172 @@
+"""The log: whatever strangers say stays in its line, and no kind of line can flood it."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import logs
+from engine.logs import CONTINUED, MOST_LINES, PERIOD_S, LimitedHandler, LineFormatter, printable
+
+ROOT = Path(__file__).parents[2]
+FORGED = "2026-01-01 00:00:00 ERROR tickertape: the engine is on fire"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Log:
+    """A logger whose lines can be read."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.stream = io.StringIO()
+        self.handler = LimitedHandler(self.stream, self.clock)
+        self.handler.setFormatter(LineFormatter("%(levelname)s %(name)s: %(message)s"))
+        self.logger = logging.Logger("test")
+        self.logger.addHandler(self.handler)
+
+    @property
+    def lines(self) -> list[str]:
+        return self.stream.getvalue().splitlines()
+
+    def complain(self, value: object) -> None:
+        self.logger.warning("a client said %s", value)
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+def test_no_process_of_the_server_sets_its_log_up_by_itself() -> None:
+    """What is escaped and limited holds for all of them, also for what libraries log."""
+    elsewhere = [
+        path.relative_to(ROOT).as_posix()
+        for package in ("audio", "engine", "fleet", "realtime")
+        for path in (ROOT / package).rglob("*.py")
+        if re.search(r"basicConfig|dictConfig|addHandler|StreamHandler|FileHandler", path.read_text())
+    ]
+    assert elsewhere == ["engine/logs.py"]
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_a_text_is_one_line_without_control_characters(text: str) -> None:
+    line = printable(text)
+    assert len(line.splitlines()) <= 1 and not any(ord(letter) < 32 or 127 <= ord(letter) < 160 for letter in line)
+    line.encode()
+
+
+def test_ordinary_text_of_any_alphabet_stays_as_it_is() -> None:
+    assert printable("žluťoučký 🐎 C:\\n") == "žluťoučký 🐎 C:\\n"
+    assert printable("a\r\nb\x1b[2Jc\u2028d\u202e") == "a\\r\\nb\\x1b[2Jc\\u2028d\\u202e"
+
+
+def test_a_value_cannot_begin_a_line(log: Log) -> None:
+    log.complain(f"hello\r\n{FORGED}\x1b[1A")
+    assert log.lines == [f"WARNING test: a client said hello\\r\\n{FORGED}\\x1b[1A"]
+
+
+def test_an_error_cannot_begin_a_line_either(log: Log) -> None:
+    try:
+        try:
+            raise ValueError(f"bad header\n{FORGED}")
+        except ValueError as error:
+            raise ExceptionGroup("several\n", [error, KeyError(f"\x1b]0;\n{FORGED}")]) from error
+    except ExceptionGroup:
+        log.logger.exception("failed")
+    first, *others = log.lines
+    assert first == "ERROR test: failed"
+    assert len(others) > 10 and all(line.startswith(CONTINUED) for line in others)
+    assert not any(ord(letter) < 32 for line in others for letter in line)
+    # It is a stack trace all the same.
+    assert any(__file__ in line for line in others)
+
+
+def test_a_trace_that_another_handler_has_written_before_is_marked_too(log: Log) -> None:
+    try:
+        raise ValueError(f"\n{FORGED}")
+    except ValueError:
+        record = logging.LogRecord("test", logging.ERROR, "", 0, "failed", None, sys.exc_info())
+    logging.Formatter().format(record)
+    log.handler.handle(record)
+    assert all(line.startswith(CONTINUED) for line in log.lines[1:]) and len(log.lines) > 3
+
+
+def test_lines_of_a_kind_are_counted_beyond_so_many(log: Log) -> None:
+    for number in range(MOST_LINES + 37):
+        log.complain(number)
+    log.logger.warning("something else")
+    assert len(log.lines) == MOST_LINES + 1
+    log.clock.now = PERIOD_S - 1
+    log.logger.warning("something else again")
+    assert len(log.lines) == MOST_LINES + 2
+    log.clock.now = PERIOD_S
+    log.complain("after a minute")
+    assert log.lines[-2:] == [
+        f"WARNING test: 37 more like this: a client said {MOST_LINES + 36}",
+        "WARNING test: a client said after a minute",
+    ]
+    log.handler.close()
+    assert "more like this" not in log.lines[-1], "it is told once"
+
+
+def test_a_line_that_differs_in_every_word_is_of_its_kind(log: Log) -> None:
+    """Libraries write messages that are made before they are logged."""
+    for number in range(1000):
+        log.logger.error(f"Exception in callback {number}: {'x' * number}")  # noqa: G004
+    assert len(log.lines) == MOST_LINES and len(log.handler._kinds) == 1
+    log.handler.close()
+    assert f"{1000 - MOST_LINES} more like this: " in log.lines[-1] and len(log.lines[-1]) < 400
+
+
+def test_what_was_left_out_is_told_without_another_line(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "PERIOD_S", 0.05)
+    told = threading.Event()
+    monkeypatch.setattr(log.stream, "write", lambda text: told.set() if "3 more like this" in text else None)
+    for number in range(MOST_LINES + 3):
+        log.complain(number)
+    assert told.wait(20)
+
+
+def test_what_was_left_out_is_told_when_the_process_ends(log: Log) -> None:
+    for number in range(MOST_LINES + 2):
+        log.complain(number)
+    log.handler.close()
+    assert log.lines[-1] == f"WARNING test: 2 more like this: a client said {MOST_LINES + 1}"
+
+
+def test_lines_for_those_who_debug_are_not_limited(log: Log) -> None:
+    for number in range(2 * MOST_LINES):
+        log.logger.debug("detail %d", number)
+    assert len(log.lines) == 2 * MOST_LINES
+
+
+def test_a_line_that_was_left_out_keeps_nothing_alive(log: Log) -> None:
+    class Value:
+        alive = 0
+
+        def __init__(self) -> None:
+            Value.alive += 1
+
+        def __del__(self) -> None:
+            Value.alive -= 1
+
+    for _ in range(2 * MOST_LINES):
+        log.complain(Value())
+    assert Value.alive == 0
+    log.handler.close()

@@ -1,0 +1,229 @@
+"""Steps of a Voxtral Realtime in several ways, to be compared: recorded or eager, by kernels or by the reference,
+overlapping or one by one; speech detection on a device against that on the CPU, and so the choice of a token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.kernels import KeywordChoice
+from benchmarks.random_weights import random_voxtral
+from engine.core.limits import Limits
+from engine.core.plan import DecodeResult, StepPlan
+from engine.core.scheduler import Scheduler
+from engine.messages import Abort, Feed, Finish, Item, Open, Output
+from engine.models.silero import load_silero
+from engine.models.voxtral_realtime import VoxtralRealtime, voxtral_mini_4b
+from engine.runner.base import SynchronousRunner, never
+from engine.runner.bias import AT_WORD
+from engine.runner.device_speech import DeviceSpeechDetector
+from engine.runner.frames.memory import plan_memory
+from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
+from engine.runner.speech import SpeechDetector
+from engine.server.loop import EngineLoop
+from engine.vocabulary import Vocabulary
+
+DELAYS = (1, 6, 30)
+
+
+def make_runner(
+    model: VoxtralRealtime, vocabulary: Vocabulary, kv_dtype: torch.dtype, *, graphs: bool, kernels: bool
+) -> VoxtralRunner:
+    settings = RunnerSettings(kv_dtype=kv_dtype, decoder_window=64, max_streams=len(DELAYS), graphs=graphs)
+    memory = plan_memory(
+        model.config,
+        1 << 40,
+        decoder_window=settings.decoder_window,
+        dtype=settings.dtype,
+        kv_dtype=kv_dtype,
+        max_streams=settings.max_streams,
+    )
+    runner = VoxtralRunner(model, vocabulary, memory, settings)
+    runner._passes._kernels = kernels
+    return runner
+
+
+def transcribe(runner: VoxtralRunner, positions: int, forced: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Tokens of one stream per delay over the same noise, one position per step; `forced` ones are repeated."""
+    memory = runner.memory
+    limits = Limits(memory.streams, memory.cache_embeds, memory.group_pages)
+    loop = EngineLoop(Scheduler(runner.spec, limits, runner.vocabulary), runner)
+    noise = (np.random.default_rng(5).standard_normal(positions * 1280 + 2000) * 0.1).astype(np.float32)
+    names = {f"delay {delay}": delay for delay in DELAYS}
+    loop.submit([Open(name, True, delay, {}, forced.get(name, [])) for name, delay in names.items()], 0)
+    tokens: dict[str, list[int]] = {name: [] for name in names}
+    execute = runner.execute
+
+    for position in range(positions):
+        payload = noise[position * 1280 : position * 1280 + 2000]
+        item = (runner.spec.prefix_positions + position, 1, position * 1280, b"%d" % position, payload)
+        loop.submit([Feed(name, [Item(*item)]) for name in names], position)
+        plan = loop.scheduler.plan()
+        results = execute(plan)
+        for task, result in zip(plan.decode, results, strict=True):
+            tokens[task.stream] += result.tokens
+        loop.scheduler.commit(plan, results)
+    return tokens
+
+
+def tap(model: VoxtralRealtime) -> list[Tensor]:
+    """Collects all logits from here on."""
+    rows: list[Tensor] = []
+    compute = VoxtralRealtime.logits
+
+    def tapped(hidden: Tensor) -> Tensor:
+        logits = compute(model, hidden)
+        rows.append(logits.float())
+        return logits
+
+    model.logits = tapped  # type: ignore[method-assign]
+    return rows
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Tokens of the recorded and the eager step by stream; relative errors of the logits, kernels to reference."""
+
+    recorded: dict[str, list[int]]
+    eager: dict[str, list[int]]
+    logit_errors: list[float]
+
+
+def compare_paths(kv_dtype: torch.dtype, positions: int) -> Outcome:
+    model, vocabulary = random_voxtral(voxtral_mini_4b(), torch.bfloat16, torch.device("cuda"))
+    recorded = transcribe(make_runner(model, vocabulary, kv_dtype, graphs=True, kernels=True), positions, {})
+    found = tap(model)
+    eager = transcribe(make_runner(model, vocabulary, kv_dtype, graphs=False, kernels=True), positions, {})
+    wanted = tap(model)
+    transcribe(make_runner(model, vocabulary, kv_dtype, graphs=False, kernels=False), positions, eager)
+    errors = [float((mine - right).norm() / right.norm()) for mine, right in zip(found, wanted, strict=True)]
+    return Outcome(recorded, eager, errors)
+
+
+class OneByOne(SynchronousRunner):
+    """A runner that hides that its steps can overlap."""
+
+    def __init__(self, runner: VoxtralRunner) -> None:
+        self.spec, self.vocabulary = runner.spec, runner.vocabulary
+        self._runner = runner
+
+    def check_open(self, message: Open) -> None:
+        self._runner.check_open(message)
+
+    def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
+        return self._runner.execute(plan)
+
+
+def in_turns(runner: VoxtralRunner, positions: int, overlap: bool) -> dict[str, list[int]]:
+    """Tokens of streams in two groups whose steps alternate, so that batches are the same whether they overlap or not.
+
+    A stream joins in the middle, in the place of one that is aborted while its step is under way.
+    """
+    memory = runner.memory
+    limits = Limits(memory.streams, memory.cache_embeds, memory.group_pages)
+    loop = EngineLoop(Scheduler(runner.spec, limits, runner.vocabulary), runner if overlap else OneByOne(runner))
+    noise = (np.random.default_rng(5).standard_normal((3, positions * 1280 + 2000)) * 0.1).astype(np.float32)
+    tokens: dict[str, list[int]] = {}
+    fed: dict[str, int] = {}
+
+    commit = loop.scheduler.commit
+
+    def noting(plan: StepPlan, results: list[DecodeResult]) -> list[Output]:
+        for task, result in zip(plan.decode, results, strict=True):
+            tokens.setdefault(task.stream, []).extend(result.tokens)
+        return commit(plan, results)
+
+    loop.scheduler.commit = noting  # type: ignore[method-assign]
+    groups = [["a", "b"], ["c"]]
+    loop.submit([Open(name) for group in groups for name in group], 0)
+    for position in range(positions):
+        if position == positions // 2:
+            loop.submit([Abort("c"), Open("d")], position)
+            groups[1] = ["d"]
+        for group in groups:
+            feeds = []
+            for name in group:
+                start = fed[name] = fed.get(name, 0) + 1
+                payload = noise["abcd".index(name) % 3][start * 1280 : start * 1280 + 2000]
+                item = Item(
+                    runner.spec.prefix_positions + start - 1, 1, (start - 1) * 1280, b"%s%d" % (name.encode(), start)
+                )
+                item.payload = payload
+                feeds.append(Feed(name, [item]))
+            loop.submit(feeds, position)
+            loop.step()
+    loop.submit([Finish(name) for name in "abd"], positions)
+    while loop.has_work():
+        loop.step()
+    return tokens
+
+
+def compare_overlap(kv_dtype: torch.dtype, positions: int) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Tokens with steps that overlap, and with steps one by one."""
+    model, vocabulary = random_voxtral(voxtral_mini_4b(), torch.bfloat16, torch.device("cuda"))
+    runner = make_runner(model, vocabulary, kv_dtype, graphs=True, kernels=True)
+    return in_turns(runner, positions, overlap=True), in_turns(runner, positions, overlap=False)
+
+
+def detection_error(device: str, streams: int = 40, rounds: int = 60) -> float:
+    """The largest difference between the probabilities of both detectors, over noise and voices of all phases."""
+    mine = DeviceSpeechDetector(load_silero(products=True).to(device), streams)
+    mine.warm_up()
+    theirs = SpeechDetector(load_silero(), streams)
+    random = np.random.default_rng(3)
+    time = np.arange(rounds * 1280) / 16_000
+    pending, worst = [], 0.0
+    names = [f"s{index}" for index in range(streams)]
+    for name in names:
+        mine.open(name)
+        theirs.open(name)
+    audio = []
+    for index in range(streams):
+        pitch = 90 + 3 * index
+        buzz = sum(np.sin(2 * np.pi * pitch * k * time) / k for k in range(1, 25)) * (
+            np.sin(2 * np.pi * 3 * time) > -0.3
+        )
+        row = 0.1 * buzz + 0.003 * random.standard_normal(len(time))
+        row[: index * 100] = 0.0
+        audio.append(row.astype(np.float32))
+    for turn in range(rounds):
+        batch = [
+            (name, row[turn * 1280 : (turn + 1) * 1280])
+            for i, (name, row) in enumerate(zip(names, audio, strict=True))
+            if (turn + i) % 5
+        ]
+        pending.append((mine.launch(batch), theirs.detect(batch)))
+    for answers, wanted in pending:
+        for found, right in zip(answers(), wanted, strict=True):
+            assert (found.stream, found.sample) == (right.stream, right.sample)
+            worst = max(worst, float(np.abs(np.subtract(found.probabilities, right.probabilities)).max()))
+    return worst
+
+
+def compare_choices(choice: KeywordChoice, steps: int = 12) -> int:
+    """The choice on the device, step after step, against that of the trees on the host, for every eighth row. Returns
+    how many of them keywords changed."""
+    rows, trees, marker = len(choice.tokens), choice.trees, 1
+    states, changed, draw = [AT_WORD] * rows, 0, random.Random(2)
+    for _ in range(steps):
+        choice.logits.copy_(2.0 * torch.randn(choice.logits.shape, device=choice.logits.device))
+        # The marker of a word is likeliest, and the beginning of a keyword a little less.
+        begins = [draw.choice(list(trees[row % len(trees)].entries)) for row in range(rows)]
+        choice.logits[range(rows), begins] = 30.0
+        choice.logits[:, marker] = 30.25
+        choice.choose()
+        values, tokens = choice.logits.float().cpu().numpy(), choice.tokens.tolist()
+        for row in range(0, rows, 8):
+            best = int(values[row].argmax())
+            expected = trees[row % len(trees)].choose(states[row], values[row], best)
+            # Two tokens may tie in bf16.
+            assert expected == tokens[row] or values[row][expected] == values[row][tokens[row]]
+            changed += expected != best
+        states = [trees[row % len(trees)].after(states[row], token) for row, token in enumerate(tokens)]
+    assert choice.tables._states[:rows].tolist() == states
+    return changed
