@@ -49,6 +49,7 @@ class DecodeTask:
     `new_pages` are the ring-table entries (group, ring index, page) that changed since the stream's last task.
     `final` asks a windowed model to commit all it has heard: no audio that belongs to this text will follow. `pause`
     says that the speaker paused at `end`: a final task may follow there, so the model decodes to the end right now.
+    `cut_off` says that a final task ends while somebody speaks: its last word may be half a word.
     `pending` says that the marks which the model left open last have not been said.
     """
 
@@ -62,6 +63,7 @@ class DecodeTask:
     final: bool
     pause: bool = False
     pending: bool = False
+    cut_off: bool = False
 
 
 @dataclass(slots=True)

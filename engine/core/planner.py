@@ -92,7 +92,10 @@ class Planner:
         if stream.new_pages:
             pages, stream.new_pages = stream.new_pages, _NO_PAGES
         pending = bool(stream.text.pending)
-        self._decode.append(DecodeTask(stream.slot, stream.id, base, start, end, rows, pages, final, pause, pending))
+        cut_off = final and stream.flushes[0].cut_off
+        self._decode.append(
+            DecodeTask(stream.slot, stream.id, base, start, end, rows, pages, final, pause, pending, cut_off)
+        )
         self._positions -= end - base
 
     def _window_span(self, stream: Stream) -> tuple[int, int]:

@@ -103,13 +103,14 @@ class Scheduler:
         if not stream.queued and stream.is_due(self.spec):
             self._queue(stream, now if caught_up else stream.timeline.arrival_at(stream.computed))
 
-    def flush(self, name: str, tag: int | None, position: int | None = None) -> None:
-        """All before `position` (None: all that was fed; it may lie ahead) must become text; `Flushed` follows then."""
+    def flush(self, name: str, tag: int | None, position: int | None = None, *, cut_off: bool = False) -> None:
+        """All before `position` (None: all that was fed; it may lie ahead) must become text; `Flushed` follows then.
+        `cut_off`: somebody is speaking there."""
         stream = self.open_stream(name)
         done = [stream.computed, *(task.end for task in self._unfinished if task.slot == stream.slot)]
         before = [mark.position for mark in stream.flushes] + (done if self.spec.rereads_window else [])
         position = max(stream.available if position is None else position, *before, 0)
-        stream.flushes.append(FlushMark(position, tag, ends_text=tag is not None))
+        stream.flushes.append(FlushMark(position, tag, ends_text=tag is not None, cut_off=cut_off))
         self._settle(stream, self._replies)
 
     def mark(self, name: str, tag: int | None = None, *, ends_text: bool = False) -> None:

@@ -29,12 +29,14 @@ UNPAGED = 1 << 62
 @dataclass(slots=True)
 class FlushMark:
     """The text of all positions below `position` is wanted. `tag` goes into the answer; None wants no answer. Unless it
-    `ends_text`, the sentence may go on. With `resume_at`, the stream goes on there, what lies between is not heard."""
+    `ends_text`, the sentence may go on. With `resume_at`, the stream goes on there, what lies between is not heard.
+    `cut_off`: somebody was speaking there, so the last word may be half a word."""
 
     position: int
     tag: int | None
     ends_text: bool = False
     resume_at: int | None = None
+    cut_off: bool = False
 
 
 class Stream:

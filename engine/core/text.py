@@ -70,8 +70,10 @@ class WordBuilder:
                 return complete
             self._start = start if self._marked is None else self._marked
             self._marked = None
+        # Marks are not spoken: a word ends with its letters, wherever the model looked when it put the mark.
+        if not any(map(str.isalnum, self._text)) or any(map(str.isalnum, text)):
+            self._end = end if end > self._start else self._start
         self._text += text
-        self._end = end if end > self._start else self._start
         return complete
 
     def note_chance(self, piece: bytes, log_probability: float) -> None:

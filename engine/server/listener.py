@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.scheduler import Scheduler
-from engine.messages import Flush, Item, Output, Saved, Speech, TurnRule
+from engine.messages import Flush, Item, Output, Saved, Speech, Text, TurnRule
 from engine.runner.base import Detector
 from engine.server.gate import Begin, Cut, Decision, End, GateSettings, Pause, Resume, Skip, SpeechGate
 from engine.server.last_spoken import LastSpoken
 from engine.server.turn_ends import TurnEnds
 from engine.server.unheard import Samples, Stretch, Unheard
+from engine.server.word_times import WordTimes
 
 # A stream that is about to be computed, and the positions [start, end).
 Target = tuple[str, int, int]
@@ -41,12 +42,16 @@ class Listener:
         self._heard = heard
         self._detector = detector
         self._gates: dict[str, SpeechGate] = {}
+        # Of streams with a gate: where their words can be.
+        self._times: dict[str, WordTimes] = {}
         # Of streams with a gate whose gateway said what ends a turn.
         self._turns: dict[str, TurnEnds] = {}
         # What part of the audio that was listened to last belongs to live streams.
         self.live_share = 0.0
         self._scheduler = scheduler
         self._gate_settings = gate
+        # Less quiet than this behind the last speech: somebody is still speaking.
+        self._pause_samples = 0 if gate is None else gate.pause_samples
         if gate is not None:
             spec = scheduler.spec
             self._file_settings = gate.for_files((spec.window_for(live=False) - 2) * spec.samples_per_position)
@@ -72,6 +77,7 @@ class Listener:
         if self._gate_settings is not None:
             live = self._scheduler.streams[name].live
             self._gates[name] = SpeechGate(self._gate_settings if live else self._file_settings)
+            self._times[name] = WordTimes(self._gate_settings.stop_threshold)
             self._scheduler.hold(name, True)
             self.change_turns(name, turns)
         elif not self._scheduler.spec.rereads_window:
@@ -94,6 +100,7 @@ class Listener:
             self._open.remove(name)
             self._detector.close(name)
             self._gates.pop(name, None)
+            self._times.pop(name, None)
             self._turns.pop(name, None)
             self._spoken.pop(name, None)
             self._unheard.pop(name, None)
@@ -180,11 +187,18 @@ class Listener:
             if name in self._turns:
                 self._turns[name].restart()
 
+    def bound_words(self, outputs: Iterable[Output]) -> None:
+        """Set the times of words right that are about to go out, by what was heard."""
+        for output in outputs:
+            if isinstance(output, Text) and output.words and output.stream in self._times:
+                self._times[output.stream].bound(output.words)
+
     def save(self, name: str) -> dict[str, Saved]:
         """All that decides what is heard of a stream from here on, as plain data."""
         parts = {"detector": self._detector.save(name)}
         if name in self._gates:
             parts["gate"] = self._gates[name].save()
+            parts["times"] = self._times[name].save()
         if name in self._turns:
             parts["turns"] = self._turns[name].save()
         return parts
@@ -194,6 +208,8 @@ class Listener:
         self._detector.resume(name, parts["detector"])
         if name in self._gates:
             self._gates[name].resume(parts["gate"])
+            if "times" in parts:  # a state that an older engine saved has none
+                self._times[name].resume(parts["times"])
         # The rule of that moment: what the stream was opened with may have changed by then.
         self.change_turns(name, None)
         if "turns" in parts:
@@ -253,7 +269,10 @@ class Listener:
             self._say(speech)
 
     def _pass_gate(self, speech: Speech, gate: SpeechGate) -> None:
-        name, turns = speech.stream, self._turns.get(speech.stream)
+        name, turns, times = speech.stream, self._turns.get(speech.stream), self._times[speech.stream]
+        stream = self._scheduler.streams[name]
+        times.forget_before(stream.clock.sample_at(stream.base))
+        times.hear(speech.sample, speech.frame_samples, speech.probabilities)
         for probabilities, is_end in [(speech.probabilities, False)] if turns is None else turns.split(speech):
             self._obey(name, gate.judge(probabilities, speech.frame_samples))
             if is_end:
@@ -282,7 +301,8 @@ class Listener:
                     scheduler.hold(name, False)
                 case End():
                     # Audio of a burst may be here already from behind the utterance: that is not part of it.
-                    scheduler.flush(name, None, position_behind(decision.sample))
+                    cut_off = decision.sample - decision.speech_end < self._pause_samples
+                    scheduler.flush(name, None, position_behind(decision.sample), cut_off=cut_off)
                     scheduler.hold(name, True)
                 case Cut():
                     scheduler.flush(name, None, position_behind(decision.sample))

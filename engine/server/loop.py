@@ -177,6 +177,8 @@ class EngineLoop:
             committed = self._commit(outputs, 0)
             self._say_the_rest(outputs)
         self.meter.end(live_share)
+        if self._listener is not None:
+            self._listener.bound_words(outputs)
         self._cut.tell(outputs)
         if self._states is not None:
             outputs += self._states.take(committed, outputs)

@@ -34,6 +34,7 @@ from engine.runner.windowed.stability import (
     Progress,
     best_cut,
     committable,
+    heard_before_the_end,
     is_noise,
     loop_start,
     rising,
@@ -297,6 +298,8 @@ class WindowedRunner(SynchronousRunner):
         whole = task.final and not slot.live
         steps = steady(places, floor) if whole else rising(places, floor)
         new = [Heard(*each) for each in zip(row.tokens, steps, row.log_probabilities, strict=True)]
+        if task.cut_off:
+            new = new[: heard_before_the_end(row.tokens, places, (floor, sound.edge), self.vocabulary.pieces)]
         said = [heard.token for heard in slot.committed]
         loop = loop_start(said + row.tokens)
         if loop is not None:

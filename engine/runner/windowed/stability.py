@@ -23,6 +23,12 @@ _MUSIC = "\u266a".encode()
 _REACH = 0.35 * POSITIONS_PER_SECOND
 # Attention that peaks this far before what was said already is more than noise of the measurement.
 FAR_BACK = 0.8 * POSITIONS_PER_SECOND
+# The same at the end of a sound that was cut off in the middle of speech: the text has come to the last half second and
+# then goes back. There is nothing left to hear then, and the model goes on by itself with words that nobody said.
+_BACK_FROM_END = 0.25 * POSITIONS_PER_SECOND
+_AT_THE_END = 0.5 * POSITIONS_PER_SECOND
+# No second word begins in the last tenth of a second.
+_LAST_WORD = 0.1 * POSITIONS_PER_SECOND
 # Longest phrase looked for by the loop check, and how often it may be said in a row.
 _LOOP_TOKENS = 12
 _LOOP_REPEATS = 4
@@ -155,6 +161,32 @@ class Progress:
         self._said_until = max(self._said_until, peak if near else min(peak, self._last))
         self._last = peak
         return self._behind == 2
+
+
+def heard_before_the_end(
+    tokens: list[int], places: list[float], window: tuple[float, float], pieces: list[bytes]
+) -> int:
+    """How many leading tokens of a hypothesis were heard, if the sound was cut off in the middle of speech. `window` is
+    where what was said ends and where the sound ends.
+
+    A model that is stopped in the middle of a word goes on with what would be likely: it has learnt that a sentence has
+    an end. Words that it heard follow each other in the sound; what it makes up looks back from its end, or has no
+    sound of its own.
+    """
+    floor, edge = window
+    count = len(tokens)
+    progress, reached = Progress(floor, _BACK_FROM_END), floor
+    for index, place in enumerate(places):
+        again = progress.begins_again(place)
+        if again and reached >= edge - _AT_THE_END:
+            count = index - 1
+            break
+        reached = max(reached, place)
+    starts = [index for index in range(count) if starts_word(pieces[tokens[index]])]
+    if count < len(tokens) and starts and not starts_word(pieces[tokens[count]]) and not is_mark(pieces[tokens[count]]):
+        count = starts.pop()  # the rest of that word was made up
+    last = [index for index in starts if index < count and places[index] > edge - _LAST_WORD]
+    return last[1] if len(last) > 1 else count
 
 
 def rereads_from(peaks: list[float], floor: float) -> int | None:

@@ -53,7 +53,7 @@ def test_punctuation_stays_with_its_word() -> None:
     builder = WordBuilder()
     builder.push(" yes", 0, 80)
     assert builder.push(",", 80, 90) is None
-    assert builder.push(" but", 200, 280) == Word("yes,", 0, 90)
+    assert builder.push(" but", 200, 280) == Word("yes,", 0, 80)
 
 
 def test_a_word_brings_the_chances_of_its_tokens() -> None:
@@ -65,9 +65,27 @@ def test_a_word_brings_the_chances_of_its_tokens() -> None:
     twin = WordBuilder()
     twin.resume(*builder.unfinished)
     for each in (builder, twin):
-        assert each.push(" but", 200, 280) == Word("yes,", 0, 90, [(b" yes", -0.5), (b",", -2.0)])
+        assert each.push(" but", 200, 280) == Word("yes,", 0, 80, [(b" yes", -0.5), (b",", -2.0)])
         each.note_chance(b" but", -0.1)
         assert each.flush() == Word("but", 200, 280, [(b" but", -0.1)])
+
+
+def test_a_word_ends_with_its_letters_and_not_with_its_marks() -> None:
+    """The model looks at the silence behind a sentence when it says its full stop."""
+    builder = WordBuilder()
+    for text, start, end in (
+        (" you", 0, 80),
+        (".", 80, 1000),
+        (" $", 1100, 1110),
+        ("5", 1110, 1200),
+        (" \u266a", 2000, 2100),
+    ):
+        builder.push(text, start, end)
+        if text == ".":
+            assert builder.flush() == Word("you.", 0, 80)
+        if text == "5":
+            assert builder.flush() == Word("$5", 1100, 1200)
+    assert builder.flush() == Word("\u266a", 2000, 2100), "it has no letters"
 
 
 def test_a_lone_space_is_not_a_word() -> None:

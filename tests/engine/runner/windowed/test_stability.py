@@ -10,6 +10,7 @@ from engine.runner.windowed.stability import (
     Policy,
     best_cut,
     committable,
+    heard_before_the_end,
     is_noise,
     loop_start,
     rereads_from,
@@ -214,3 +215,54 @@ def test_steady_places_rise_and_are_places_of_peaks(peaks: list[float], floor: f
     assert set(places) <= {floor, *peaks} and all(place >= floor for place in places)
     in_order = sorted(max(peak, floor) for peak in peaks)
     assert steady(in_order, floor) == in_order
+
+
+def cut_off(said: str, *seconds: float, ends: float, from_: float = 0.0) -> str:
+    """What is left of a hypothesis whose words look at these seconds, of a sound that was cut off."""
+    words = said.split("|")
+    pieces = [word.encode() for word in words]
+    window = (from_ * 12.5, ends * 12.5)
+    count = heard_before_the_end(list(range(len(words))), [place * 12.5 for place in seconds], window, pieces)
+    return "".join(words[:count])
+
+
+def test_words_that_look_back_from_the_end_of_a_sound_that_was_cut_off_were_not_heard() -> None:
+    """As the embedded model had them, in the middle of "worst" and of "epoch"."""
+    said = ",| it| was| the| best| of| times|,| it| was| the"
+    places = (3.06, 2.92, 3.09, 3.3, 2.87, 2.87, 2.87, 2.87, 2.87, 2.87, 3.3)
+    assert cut_off(said, *places, ends=3.33, from_=2.18) == ", it was the"
+    said = ",| it| was| the| epo|ch| of| belief|,| it"
+    places = (10.7, 10.82, 10.86, 11.06, 11.06, 10.58, 10.58, 10.58, 10.58, 10.6)
+    assert cut_off(said, *places, ends=11.08, from_=9.78) == ", it was the", "half a word is not guessed at"
+
+
+def test_two_words_cannot_begin_at_the_very_end() -> None:
+    said, places = ",| it| was| the| age", (8.7, 8.7, 8.92, 9.06, 9.06)
+    assert cut_off(said, *places, ends=9.09, from_=7.82) == ", it was the"
+    assert cut_off(said, 8.7, 8.7, 8.8, 8.92, 9.06, ends=9.09, from_=7.82) == ", it was the age"
+
+
+def test_a_text_that_goes_on_to_the_end_stays() -> None:
+    said = " It| was| the| age| of| wisdom|."
+    assert cut_off(said, 4.94, 5.13, 5.27, 5.44, 5.66, 5.75, 6.26, ends=6.28) == " It was the age of wisdom."
+    assert cut_off(said, 4.94, 5.13, 4.9, 4.8, 5.66, 5.75, 6.26, ends=6.28) == " It was the age of wisdom.", (
+        "a look back long before the end is noise of the measurement"
+    )
+
+
+places = st.lists(st.tuples(st.integers(0, 6), st.floats(0, 60, allow_nan=False)), max_size=30)
+
+
+@given(places, st.floats(0, 60), st.floats(0, 60))
+def test_a_sound_that_was_cut_off_gives_leading_words(
+    found: list[tuple[int, float]], floor: float, edge: float
+) -> None:
+    tokens = [token for token, _ in found]
+    count = heard_before_the_end(tokens, [place for _, place in found], (floor, edge), PIECES)
+    assert 0 <= count <= len(tokens)
+    last = [
+        index
+        for index in range(count)
+        if PIECES[tokens[index]].startswith(b" ") and found[index][1] > edge - 0.1 * 12.5
+    ]
+    assert len(last) <= 1
