@@ -453,6 +453,7 @@ class PatientHttp(H11Protocol):
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._no_longer_http = True
+        self._held_flow.hold(False)
         self._watch()
         super().handle_websocket_upgrade(event)
 

@@ -14,8 +14,10 @@ import pytest
 from realtime.serving import uvicorn_patch
 from realtime.serving.uvicorn_patch import HTTP_PIECE_BYTES
 from tests.e2e.conftest import Serve
+from tests.e2e.raw_client import COMPLETED, greeted_client
 from tests.e2e.test_upload_storage import HEAD, answer, chunk
 from tests.e2e.test_uploads import PART, file
+from tests.realtime.gateway_doubles import silence, tone
 
 
 @contextmanager
@@ -80,3 +82,13 @@ async def test_a_body_is_the_same_however_it_is_parsed(
                 read += await reader.read(65_536)
         assert read.count(b"HTTP/1.1 200") == 500
         writer.close()
+
+
+async def test_a_socket_whose_head_came_in_pieces_is_read(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_patch, "PARSING_S", -1.0)
+    # Longer than a piece of a request, and shorter than one of a socket, which would pause and go on by itself.
+    headers = {f"X-Filler-{number}": "x" * 900 for number in range(3)}
+    async with serve() as running, greeted_client(running.ws, additional_headers=headers) as client:
+        for _ in range(3):
+            await client.append(tone(1.0) + silence(0.8))
+            assert (await client.until(COMPLETED))[-1]["transcript"]
