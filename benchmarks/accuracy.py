@@ -306,10 +306,14 @@ def offline(clips: list[Clip], model: str, normalise: Normaliser) -> tuple[Figur
 
 
 def through_the_engine(
-    what: str, sessions: list[Session], options: argparse.Namespace, normalise: Normaliser, whole: dict[Path, str]
+    loop: EngineLoop,
+    what: str,
+    sessions: list[Session],
+    options: argparse.Namespace,
+    normalise: Normaliser,
+    whole: dict[Path, str],
 ) -> Figures:
     """`live` or `file`."""
-    loop = warm_loop(options.model, options.streams, options.threads)
     finished: list[Played] = []
 
     def note(played: Played) -> None:
@@ -346,16 +350,18 @@ def measure(clips: list[Clip], options: argparse.Namespace) -> Figures:
     if not options.only_live:
         report["offline"], whole = offline(clips, options.model, normalise)
         show("Offline: whole clips, greedy", report["offline"])
+    if options.file or options.live:
+        loop = warm_loop(options.model, options.streams, options.threads)
     if options.file:
         sessions = one_session_per_clip(clips, 0.0)
-        report["file"] = through_the_engine("file", sessions, options, normalise, whole)
+        report["file"] = through_the_engine(loop, "file", sessions, options, normalise, whole)
         show(f"File: uploads, {options.streams} at a time", report["file"])
     if options.live:
         if options.joined:
             sessions = joined_sessions(clips, options.streams, options.pause, options.rounds)
         else:
             sessions = one_session_per_clip(clips, options.pause)
-        report["live"] = through_the_engine("live", sessions, options, normalise, whole)
+        report["live"] = through_the_engine(loop, "live", sessions, options, normalise, whole)
         show(f"Live: {options.streams} stream(s) in simulated time", report["live"])
     for what in ("file", "live"):
         before, after = (report.get(name, {}).get("wer") for name in ("offline", what))
@@ -399,7 +405,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=positive, help="only the first N recordings")
     parser.add_argument("--streams", type=positive, default=1, help="live sessions or files at the same time")
     parser.add_argument("--joined", action="store_true", help="all clips as one long session per stream")
-    parser.add_argument("--rounds", type=positive, default=1, help="with --joined: play the clips so many times over")
+    parser.add_argument("--rounds", type=positive, default=1, help="with --joined: how often the clips are played")
     parser.add_argument("--pause", type=float, default=PAUSE_SECONDS, help="seconds of silence after each recording")
     parser.add_argument("--threads", type=positive, default=1, help="threads of torch")
     options = parser.parse_args(arguments)

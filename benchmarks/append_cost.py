@@ -8,7 +8,7 @@ for turn detection, times of words, acknowledgements and to be able to resume. A
 and the engine's and the clients' part out.
 
 Appends come in slices of 5 ms of speech, spread evenly over the clients. The next slice is sent when 5 ms are over and
-this one was read, so a machine that is too busy for so many clients lets time pass more slowly, and measures the same.
+this one was read, so on a machine that is too busy time passes more slowly, and the figure is the same.
 """
 
 from __future__ import annotations

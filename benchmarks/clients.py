@@ -19,7 +19,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,8 @@ from typing import Any
 import numpy as np
 from websockets.exceptions import ConnectionClosed
 
-from benchmarks.measuring import RunFailed, cpu_seconds
+from benchmarks.measuring import RunFailed, cpu_seconds, percentiles
+from benchmarks.scoring import differing_words, plain_words
 from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, resampled, speech
 from realtime.bench.record import COMMITTED, SPEECH_STOPPED
 from realtime.client import lasting_session
@@ -261,9 +261,8 @@ class ResumingClient(LastingSession):
         super().__init__(url, None, SessionWishes(SAMPLE_RATE, TURNS))
         self.events: list[dict[str, Any]] = []
         self.failure = ""
-        # Seconds from each loss of the connection until the session went on; and what happened to it, and when.
+        # Seconds from each loss of the connection until the session went on.
         self.resumed_s: list[float] = []
-        self.lines: list[str] = []
         # How often the server gave it a session: more than once is a session that was lost.
         self.begun = 0
         self.began_at = 0.0
@@ -317,15 +316,6 @@ class ResumingClient(LastingSession):
         names = ("text", "failure", "begun", "resumed_s", "longest_wait_s", "wrong_numbers", "wrong_items")
         return {name: getattr(self, name) for name in names} | {"samples_lost": self.kept.lost}
 
-    def story(self) -> str:
-        """What happened, to look into."""
-        numbers = [event["seq"] for event in self.events if "seq" in event]
-        jumps = [pair for pair in pairwise(numbers) if pair[1] != pair[0] + 1]
-        kinds = [f"{event.get('item_id', '')} {event['type'].rpartition('.')[2]}" for event in self.events]
-        items = [kind for kind in kinds if kind.endswith((" committed", " completed", " failed"))]
-        errors = [event["error"]["message"] for event in self.events if "error" in event]
-        return f"begun {self.begun}, {jumps=}, lines {self.lines}, {items=}, {errors=}, text {self.text}"
-
     async def _say(self) -> None:
         size, due = int(PACKET_S * SAMPLE_RATE) * 2, time.perf_counter()
         for start in range(0, len(self._audio), size):
@@ -342,7 +332,6 @@ class ResumingClient(LastingSession):
         elif self._lost_at is not None:
             self.resumed_s.append(now - self._lost_at)
             self._lost_at = None
-        self.lines.append(f"{now - self.began_at:.2f} {text or 'back'}")
 
     def _note(self, event: dict[str, Any]) -> None:
         super()._note(event)
@@ -396,6 +385,32 @@ async def play_resuming(orders: Orders, sound: Samples, schedule: Schedule) -> l
 
     await asyncio.gather(*map(one, orders.sessions, clients))
     return [client.outcome() for client in clients]
+
+
+def summary(outcomes: Sequence[dict[str, Any]], references: Sequence[str]) -> dict[str, Any]:
+    """How resuming clients fared. Their texts are compared with the references."""
+    texts = [outcome["text"] for outcome in outcomes]
+    waits = [wait for outcome in outcomes for wait in outcome["resumed_s"]]
+    differ, words = differing_words(texts, references)
+    pairs = zip(texts, references, strict=True)
+    return {
+        "sessions": len(outcomes),
+        # Sessions that did not come to their end, and those that had to begin anew (410).
+        "lost": sum(bool(outcome["failure"]) or outcome["begun"] > 1 for outcome in outcomes),
+        # Connections that were lost, and seconds from each loss until the client had its session again.
+        "connections_lost": len(waits),
+        **percentiles("reconnected_s", waits, 50, 100),
+        # Longest time without an acknowledgement of new audio.
+        "longest_wait_s": max((outcome["longest_wait_s"] for outcome in outcomes), default=0.0),
+        "words": words,
+        "words_that_differ": differ,
+        "sessions_that_differ": sum(plain_words(text) != plain_words(reference) for text, reference in pairs),
+        "wrong_numbers": sum(outcome["wrong_numbers"] for outcome in outcomes),
+        "wrong_items": sum(outcome["wrong_items"] for outcome in outcomes),
+        # Samples that a client had to drop because no server took them.
+        "samples_lost": sum(outcome["samples_lost"] for outcome in outcomes),
+        "failures": [outcome["failure"] for outcome in outcomes if outcome["failure"]][:20],
+    }
 
 
 # Their processes

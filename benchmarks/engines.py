@@ -61,14 +61,14 @@ SPEC = replace(voxtral_spec(), look_back_samples=680, look_ahead_samples=40)
 
 
 def room_for(streams: int, spec: ModelSpec, step_positions: int | None = None) -> Limits:
-    """Room for so many streams, and one frame of each in a step unless more is asked for."""
+    """Limits with room for these streams, and one frame of each in a step unless more is asked for."""
     pages = tuple(group.ring_pages * streams for group in spec.kv_groups)
     step = step_positions or streams
     return Limits(streams, spec.embeds_per_stream * streams + 4096, pages, step_positions=step, step_embeds=step)
 
 
 class NullRunner(SynchronousRunner):
-    """Answers at once: a word piece every so many positions and blanks between, as in speech."""
+    """Answers at once: a word piece every `words_every` positions and blanks between, as in speech."""
 
     def __init__(self, spec: ModelSpec, words_every: int = 5) -> None:
         self.spec = spec

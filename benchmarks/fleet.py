@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.clients import ResumingClient, resume_at_once
+from benchmarks.clients import ResumingClient, resume_at_once, summary
 from benchmarks.measuring import ROOT, percentiles, row, until
 from benchmarks.recordings import sample_speech
 from benchmarks.sounds import SAMPLE_RATE, pcm16
@@ -55,9 +55,7 @@ SETTLE_S = 60.0
 # not: the share of their room that is taken, seconds between arrivals, and seconds that it stays.
 SCALE = "[scale]\nabove = 0.8\nabove_s = 2\nbelow = 0.5\nbelow_s = 5\ncool_down_s = 3\n"
 LOAD, ARRIVE_S, STAY_S = 0.75, 1.0, 10.0
-# A client that has its session back after more than this is looked into.
-LONG_S = 3.0
-# Ray looks after a node this often, and gives it up after so many misses: its own 15 s would be most of the run.
+# Ray checks a node every second here and gives it up after three misses: its own 15 s would be most of the run.
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -296,7 +294,7 @@ class Fleet:
 
 
 def wait_for_nodes(file: Path, count: int) -> None:
-    """Until the cluster has so many nodes, asked in a process of its own: one that has once spoken to Ray ends with
+    """Until the cluster has `count` nodes, asked in a process of its own: one that has once spoken to Ray ends with
     it."""
     script = (
         "import sys, time, ray; from fleet.cluster.connect import connect; from fleet.plan import read_plan\n"
@@ -454,15 +452,6 @@ class Crowd:
         self._is_over = True
         await asyncio.gather(*self._living)
 
-    def show_troubles(self, alone: str) -> None:
-        """Print what is not as it should be, to look into."""
-        for client in self.clients:
-            differs = client.begun > 1 or client.wrong_numbers or client.wrong_items or client.text != alone
-            if client.failure or differs:
-                print(f"a session differs: {client.failure} {client.story()}", flush=True)
-            elif max(client.resumed_s, default=0.0) > LONG_S:
-                print(f"a session was away for long: {client.lines}", flush=True)
-
     async def _live(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
         refused_at: float | None = None
@@ -489,23 +478,22 @@ class Crowd:
 class Matrix:
     """One fleet, and everything that is done to it."""
 
-    def __init__(self, fleet: Fleet, audio: bytes, options: argparse.Namespace, summary: Callable[..., Any]) -> None:
-        self._fleet, self._audio, self._options, self._summary = fleet, audio, options, summary
+    def __init__(self, fleet: Fleet, audio: bytes, options: argparse.Namespace) -> None:
+        self._fleet, self._audio, self._options = fleet, audio, options
         self._alone = ""
 
     def _crowd(self, clients: int, apart_s: float) -> Crowd:
         return Crowd(self._fleet.url, self._audio, clients, apart_s)
 
     def _summary_of(self, clients: list[ResumingClient]) -> dict[str, Any]:
-        found: dict[str, Any] = self._summary([client.outcome() for client in clients], [self._alone] * len(clients))
-        return found
+        return summary([client.outcome() for client in clients], [self._alone] * len(clients))
 
     async def play_alone(self) -> None:
         crowd = self._crowd(1, 0.0)
         await asyncio.sleep(1.0)
         await crowd.end()
         if len(crowd.clients) != 1 or crowd.clients[0].failure:
-            raise RuntimeError(f"the calm run failed: {[client.story() for client in crowd.clients]}")
+            raise RuntimeError(f"the calm run failed: {[client.outcome() for client in crowd.clients]}")
         self._alone = crowd.clients[0].text
         print(f"alone: {self._alone}", flush=True)
 
@@ -534,7 +522,9 @@ class Matrix:
             owned_twice += not await self._has_at_most(0)
         finally:
             watching.cancel()
-        crowd.show_troubles(self._alone)
+        for client in crowd.clients:
+            if client.failure or client.begun > 1 or client.wrong_numbers or client.text != self._alone:
+                print(f"a session differs: {client.outcome()}", flush=True)
         return {
             "kind": kind,
             "times": times,
@@ -617,14 +607,14 @@ class Matrix:
             await asyncio.sleep(0.2)
 
 
-async def measure(options: argparse.Namespace, summary: Callable[..., Any]) -> list[dict[str, Any]]:
+async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     resume_at_once()
     # Parts of the fleet run elsewhere, and some of them are from this folder.
     os.environ |= HEALTH | {"PYTHONPATH": str(ROOT)}
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
         fleet = Fleet(Path(folder), options)
-        matrix = Matrix(fleet, pcm16(sample_speech(options.seconds)), options, summary)
+        matrix = Matrix(fleet, pcm16(sample_speech(options.seconds)), options)
         try:
             await fleet.start()
             await matrix.play_alone()

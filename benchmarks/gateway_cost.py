@@ -205,15 +205,15 @@ async def send(server: ServerProcess, clients: int, seconds: float, rate: int, p
     return sum(await asyncio.gather(*(one(number) for number in range(clients))))
 
 
-def message_rate(server: ServerProcess, seconds: float, rate: int) -> float:
+def message_rate(server: ServerProcess, clients: int, seconds: float, rate: int) -> float:
     """Messages per second of the server's processor time."""
     before = cpu_seconds(server.pid)
-    count = uvloop.run(send(server, CLIENTS, seconds, rate, paced=False))
+    count = uvloop.run(send(server, clients, seconds, rate, paced=False))
     return count / (cpu_seconds(server.pid) - before)
 
 
 async def idle_bytes(server: ServerProcess, connections: int) -> int:
-    """Memory that so many idle connections take."""
+    """Memory of these idle connections together."""
     async with server.connect() as first:
         await first.recv()
         before, sockets = private_bytes(server.pid), []
@@ -248,7 +248,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=100, help="live streams to look at the event loop under")
     parser.add_argument("--connections", type=int, default=1000, help="idle connections to hold")
     options = parser.parse_args(arguments)
-    count = 1 if options.small else ROUNDS
+    count, clients = (1, 2) if options.small else (ROUNDS, CLIENTS)
     if options.small:
         options.seconds, options.streams, options.connections = 0.1, 4, 10
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -259,7 +259,8 @@ def main(arguments: list[str] | None = None) -> None:
         for number in range(count + 1):
             for name, (kind, rate) in CASES.items():
                 # The first round warms up.
-                measured = message_rate(servers[kind], options.seconds if number else min(0.5, options.seconds), rate)
+                seconds = options.seconds if number else min(0.5, options.seconds)
+                measured = message_rate(servers[kind], clients, seconds, rate)
                 rounds[name] += [measured] if number else []
         memory = {kind: uvloop.run(idle_bytes(server, options.connections)) for kind, server in servers.items()}
     finally:
@@ -282,7 +283,7 @@ def main(arguments: list[str] | None = None) -> None:
         "live": live_load(options.streams, 2 * options.seconds),
     }
     show(
-        f"Appends of {1000 * CHUNK_S:.0f} ms, {CLIENTS} clients that do not pace themselves, medians of {count} rounds",
+        f"Appends of {1000 * CHUNK_S:.0f} ms, {clients} clients that do not pace themselves, medians of {count} rounds",
         report,
     )
     write_json(options, report)

@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps in 80 ms")
     parser.add_argument("--rounds", type=int, default=60, help="of 80 ms that are counted")
     parser.add_argument("--words-every", type=int, default=5, help="items; 1 is what random weights do")
-    parser.add_argument("--silent-every", type=int, default=0, help="one of so many streams has no speech")
+    parser.add_argument("--silent-every", type=int, default=0, help="one of N streams has no speech; 0: all have")
     parser.add_argument("--profile", type=Path, help="split the figure by folder, and write the stacks here")
     options = parser.parse_args(arguments)
     if options.small:

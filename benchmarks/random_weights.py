@@ -38,7 +38,7 @@ from engine.server.silence_cut import cut_settings
 from engine.vocabulary import Vocabulary
 
 KV_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-# Of ten frames so many are text: 3.75 words a second, where people say two to three, of one token or two each.
+# Frames of ten that are text: 3.75 words a second, where people say two to three, of one token or two each.
 WORDS_IN_TEN_FRAMES = 3
 
 # Voxtral Realtime

@@ -5,7 +5,7 @@
     python -m benchmarks.survival server [--kinds calm:2,worker:1,restart:1] [--sessions 8] [--workers 2] [--model NAME]
     python -m benchmarks.survival fleet [--kinds engine:10,gateway:10,...] [--null]
 
-Everybody speaks at the pace of a microphone. `engine`: recordings, with a flush after each as turn detection would ask
+All speech comes at the pace of a microphone. `engine`: recordings, with a flush after each as turn detection would ask
 for; the engine is killed again and again, and words are compared with a calm run, case and punctuation aside; a second
 calm run shows how much two runs differ by themselves. `spare`: seconds from a kill of the engine until the next word,
 with and without a spare engine, beside the same from moments at which nothing was killed. Both are engine and engine
@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import fleet
-from benchmarks.clients import ClientProcesses, Schedule, play_resuming
+from benchmarks.clients import ClientProcesses, Schedule, play_resuming, summary
 from benchmarks.engines import null_loop
 from benchmarks.measuring import (
     parser_of,
@@ -67,7 +67,7 @@ PATIENCE_S = 300.0
 HAPPENS_AT = 0.45
 
 Figures = dict[str, Any]
-# Makes an engine that shares its device with so many.
+# Makes an engine; the argument is the number of engines that share its device.
 MakeEngine = Callable[[int], EngineProcess]
 
 
@@ -148,7 +148,7 @@ async def play_with_kills(make: MakeEngine, sessions: list[list[Samples]], kills
 
 
 def load_sessions(options: argparse.Namespace) -> list[list[Samples]]:
-    """Each session's clips with a pause behind each, up to about so many seconds."""
+    """Each session's clips with a pause behind each, up to about `--seconds`."""
     loaded = []
     clips = read_manifest(options.manifest, kind="clips")
     for session in joined_sessions(clips, options.sessions, PAUSE_S):
@@ -189,7 +189,7 @@ def compare_words(options: argparse.Namespace) -> Figures:
     )
     metrics, memory = killed["metrics"], killed["memory"]
     changed, words = differing_words(calm["texts"], killed["texts"])
-    for name, other in (("again", again), ("killed", killed)) if options.show else ():
+    for name, other in (("again", again), ("killed", killed)):
         for left, right in zip(calm["texts"], other["texts"], strict=True):
             if plain_words(left) != plain_words(right):
                 print(f"--- calm:  {left}\n--- {name}: {right}")
@@ -212,7 +212,7 @@ def compare_words(options: argparse.Namespace) -> Figures:
 async def measure_pauses(
     make: MakeEngine, audio: Samples, sessions: int, kills: int, spares: int, alive_s: tuple[float, float]
 ) -> Figures:
-    """Seconds until the next words, over all sessions and kills, with so many spare engines."""
+    """Seconds until the next words, over all sessions and kills, with this number of spare engines."""
     engines = [make(1 + spares) for _ in range(1 + spares)]
     client = EngineClient(engines, ClientSettings(spares=spares))
     began = time.perf_counter()
@@ -288,32 +288,6 @@ def compare_spares(options: argparse.Namespace) -> list[Figures]:
 # Clients that resume: the whole server
 
 
-def summary(outcomes: Sequence[Figures], references: Sequence[str]) -> Figures:
-    """How resuming clients fared. Their texts are compared with the references."""
-    texts = [outcome["text"] for outcome in outcomes]
-    waits = [wait for outcome in outcomes for wait in outcome["resumed_s"]]
-    differ, words = differing_words(texts, references)
-    pairs = zip(texts, references, strict=True)
-    return {
-        "sessions": len(outcomes),
-        # Sessions that did not come to their end, and those that had to begin anew (410).
-        "lost": sum(bool(outcome["failure"]) or outcome["begun"] > 1 for outcome in outcomes),
-        # Connections that were lost, and seconds from each loss until the client had its session again.
-        "connections_lost": len(waits),
-        **percentiles("reconnected_s", waits, 50, 100),
-        # Longest time without an acknowledgement of new audio.
-        "longest_wait_s": max((outcome["longest_wait_s"] for outcome in outcomes), default=0.0),
-        "words": words,
-        "words_that_differ": differ,
-        "sessions_that_differ": sum(plain_words(text) != plain_words(reference) for text, reference in pairs),
-        "wrong_numbers": sum(outcome["wrong_numbers"] for outcome in outcomes),
-        "wrong_items": sum(outcome["wrong_items"] for outcome in outcomes),
-        # Samples that a client had to drop because no server took them.
-        "samples_lost": sum(outcome["samples_lost"] for outcome in outcomes),
-        "failures": [outcome["failure"] for outcome in outcomes if outcome["failure"]][:20],
-    }
-
-
 # What happens to a server, by kind.
 SERVER_LOSSES: dict[str, Callable[[Server], None]] = {
     "calm": lambda server: None,
@@ -374,7 +348,7 @@ def lose_in_fleet(options: argparse.Namespace) -> list[Figures]:
     if options.small:
         options.null, options.sessions, options.seconds = True, 2, 8.0
         options.kinds = [("calm", 1), ("engine", 1), ("gateway", 1)]
-    return asyncio.run(fleet.measure(options, summary))
+    return asyncio.run(fleet.measure(options))
 
 
 # The command
@@ -401,7 +375,6 @@ def main(arguments: list[str] | None = None) -> None:
     one.add_argument("--sessions", type=int, default=2)
     one.add_argument("--seconds", type=float, default=120.0, help="audio per session")
     one.add_argument("--model", default=DEFAULT_MODEL)
-    one.add_argument("--show", action="store_true", help="print the texts that differ")
     one.set_defaults(run=compare_words, device="auto", threads=1)
     one = with_common_options(commands.add_parser("spare", help="time until the next words, with and without a spare"))
     one.add_argument("--model", default=DEFAULT_MODEL)

@@ -23,7 +23,7 @@ from websockets.exceptions import ConnectionClosed
 from realtime.bench.sounds import Bank, Playlist, chunks
 from realtime.client.wire_client import CannotConnect, SessionWishes, WireSession, open_session
 
-# Sessions open this long before their audio starts, so that nobody is measured while they connect.
+# Sessions open this long before their audio starts, so that no client is measured while others connect.
 CONNECT_S = 1.0
 # How long a generator process may take until it is ready to play.
 READY_S = 120.0

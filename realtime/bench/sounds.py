@@ -51,7 +51,7 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Playlist:
     pieces: tuple[Piece, ...]
-    # What is said in it; None if nobody knows.
+    # What is said in it; None if that is not known.
     text: str | None
 
     @property
@@ -130,7 +130,7 @@ def playlist(bank: Bank, client: int, seconds: float, pause_s: float) -> Playlis
     """Audio for one client: whole recordings in an order of its own, with pauses between them.
 
     The same client of the same bank always says the same. A bank of one recording is cut at a different place for each
-    client, and then nobody knows its text.
+    client, and then its text is not known.
     """
     order = random.Random(f"client {client}")
     pause = Piece(None, round(pause_s * bank.rate))

@@ -86,13 +86,12 @@ def test_the_detector_hears_speech_in_what_the_streams_send() -> None:
     sound = speech()
     (heard,) = detector.detect([("a", sound[: 16 * 16_000])])
     share = np.mean(np.array(heard.probabilities) >= 0.5)
-    assert 0.3 < share < 0.95, "somebody speaks, and pauses"
+    assert 0.3 < share < 0.95, "speech and pauses"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("one_by_one", [False, True])
-def test_a_tiny_model_on_the_cpu_goes_through_all_of_it(one_by_one: bool) -> None:
-    options: Any = Namespace(no_detector=False, one_by_one=one_by_one, audio=None, settle=0.0, small=True, whisper=None)
+def test_steps_that_do_not_overlap_are_measured_too() -> None:
+    options: Any = Namespace(no_detector=True, one_by_one=True, audio=None, settle=0.0, small=True, whisper=None)
     runner = voxtral_runner("bf16", 1024, 2, small=True)
     memory = runner.memory
     bench = Bench(runner, Limits(memory.streams, memory.cache_embeds, memory.group_pages), options)

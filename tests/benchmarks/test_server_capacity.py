@@ -32,7 +32,7 @@ def test_a_point_holds_by_its_lag_its_growth_and_its_sessions() -> None:
     assert not holds(result([(moment, lag + 10 * moment) for moment, lag in steady]), windowed=False), "later and later"
     for broken in (result(steady, connected=1), result(steady, failures=["closed"])):
         assert not holds(broken, windowed=False)
-    assert not holds(result([]), windowed=False), "nobody said anything"
+    assert not holds(result([]), windowed=False), "without a word there is nothing to hold"
 
 
 def test_a_windowed_model_is_held_to_final_texts_and_to_what_its_engine_has_read() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks import fleet
-from benchmarks.survival import SERVER_LOSSES, kinds_of, summary
+from benchmarks.clients import summary
+from benchmarks.survival import SERVER_LOSSES, kinds_of
 
 
 def outcome(text: str, **changes: Any) -> dict[str, Any]:

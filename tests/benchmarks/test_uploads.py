@@ -26,8 +26,8 @@ def test_uploads_are_sent_again_and_again_for_as_long_as_the_live_session_speaks
 
 def test_uploads_alone_stop_when_their_time_is_over() -> None:
     uploads = EndlessUploads(AUDIO, 2)
-    nobody, rate = play(make_loop(), [], uploads, 2, until=0.05)
-    assert not nobody and rate > 0
+    live, rate = play(make_loop(), [], uploads, 2, until=0.05)
+    assert not live and rate > 0
 
 
 def test_runs_without_a_whole_upload_prove_nothing() -> None:
