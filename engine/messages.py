@@ -168,12 +168,23 @@ class Adopt:
 
 
 @dataclass(slots=True)
+class Renew:
+    """The client has come back to the owner itself: the session gets the number of a new owner, so that no request to
+    adopt it that is older takes it away. Answered by `Renewed` with the same tag."""
+
+    stream: str
+    key: str
+    tag: int
+    number: int
+
+
+@dataclass(slots=True)
 class Claim:
     """All sessions of a gateway: the key, the number, and whether another engine keeps the value now.
 
     It is the first word on a new connection, and is said again by a gateway that stood still. The engine answers with
     `Fenced` for each session that belongs to another gateway by now, then with `Claimed` with the same tag. What the
-    gateway left here before and goes on with is forgotten.
+    gateway left here and goes on with is forgotten.
     """
 
     stream: str
@@ -190,7 +201,9 @@ class Disown:
     number: int
 
 
-Command = Open | Feed | Flush | ChangeTurns | Finish | Abort | Entrust | Ask | Adopt | Claim | Disown
+# About a session, not about a stream.
+SessionCommand = Entrust | Ask | Adopt | Renew | Claim | Disown
+Command = Open | Feed | Flush | ChangeTurns | Finish | Abort | SessionCommand
 
 # In place of the token of a position that was cut out of a stream and not computed.
 CUT = -1
@@ -333,6 +346,14 @@ class Held:
 
 
 @dataclass(slots=True)
+class Renewed:
+    """Answers `Renew`: the number from now on; 0 if the session is another's."""
+
+    tag: int
+    number: int
+
+
+@dataclass(slots=True)
 class Claimed:
     """Answers `Claim`."""
 
@@ -368,7 +389,7 @@ class Inherited:
 
 
 # About a session, not about a stream.
-SessionOutput = Wanted | Fenced | Held | Claimed | Inherited
+SessionOutput = Wanted | Fenced | Held | Renewed | Claimed | Inherited
 Output = Text | Speech | StreamState | Opened | Flushed | Closed | Failed | Refused | Dead | SessionOutput
 
 

@@ -101,6 +101,11 @@ class WireHeld(Wire, tag="held"):
     whole: bool
 
 
+class WireRenewed(Wire, tag="renewed"):
+    tag: int
+    number: int
+
+
 class WireClaimed(Wire, tag="claimed"):
     tag: int
 
@@ -127,11 +132,12 @@ class WireInherited(Wire, tag="inherited"):
     options: dict[str, str]
 
 
-WireSessionOutput = WireWanted | WireFenced | WireHeld | WireClaimed | WireInherited
+WireSessionOutput = WireWanted | WireFenced | WireHeld | WireRenewed | WireClaimed | WireInherited
 _SESSION_OUTPUTS: dict[type[messages.SessionOutput], type[WireSessionOutput]] = {
     messages.Wanted: WireWanted,
     messages.Fenced: WireFenced,
     messages.Held: WireHeld,
+    messages.Renewed: WireRenewed,
     messages.Claimed: WireClaimed,
     messages.Inherited: WireInherited,
 }
@@ -346,7 +352,7 @@ def wire_output(output: messages.Output) -> WireOutput:
             return WireRefused(stream, code, message)
         case messages.Dead(message):
             return WireDead(message)
-        case messages.Wanted() | messages.Fenced() | messages.Held() | messages.Claimed() | messages.Inherited():
+        case _:
             wire = _SESSION_OUTPUTS[type(output)]
             return wire(*(getattr(output, name) for name in wire.__struct_fields__))
 
@@ -375,6 +381,6 @@ def plain_output(output: WireOutput) -> messages.Output:
             return messages.Refused(output.stream, output.code, output.message)
         case WireDead():
             return messages.Dead(output.message)
-        case WireWanted() | WireFenced() | WireHeld() | WireClaimed() | WireInherited():
+        case _:
             plain = next(kind for kind, wire in _SESSION_OUTPUTS.items() if wire is type(output))
             return plain(*(getattr(output, name) for name in output.__struct_fields__))

@@ -112,6 +112,13 @@ class WireAdopt(Wire, tag="adopt"):
     number: Count
 
 
+class WireRenew(Wire, tag="renew"):
+    stream: str
+    key: str
+    tag: Count
+    number: Count
+
+
 class WireClaim(Wire, tag="claim"):
     stream: str
     tag: Count
@@ -124,7 +131,7 @@ class WireDisown(Wire, tag="disown"):
     number: Count
 
 
-WireSessionCommand = WireEntrust | WireAsk | WireAdopt | WireClaim | WireDisown
+WireSessionCommand = WireEntrust | WireAsk | WireAdopt | WireRenew | WireClaim | WireDisown
 WireCommand = WireOpen | WireFeed | WireFlush | WireChangeTurns | WireFinish | WireAbort | WireSessionCommand
 
 _encoder = msgspec.msgpack.Encoder()
@@ -198,10 +205,18 @@ def _wire_command(command: messages.Command, items: list[WireItem]) -> WireComma
             return WireFinish(command.stream)
         case messages.Abort():
             return WireAbort(command.stream)
-        case messages.Adopt():
-            return WireAdopt(command.stream, command.key, command.number)
+        case _:
+            return _wire_session_command(command)
+
+
+def _wire_session_command(command: messages.SessionCommand) -> WireSessionCommand:
+    match command:
         case messages.Ask():
             return WireAsk(command.stream, command.key, command.tag)
+        case messages.Adopt():
+            return WireAdopt(command.stream, command.key, command.number)
+        case messages.Renew():
+            return WireRenew(command.stream, command.key, command.tag, command.number)
         case messages.Claim():
             return WireClaim(command.stream, command.tag, command.claims)
         case messages.Disown():

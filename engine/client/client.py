@@ -27,7 +27,7 @@ from engine.client.replay import StreamLimits, positions_to_keep
 from engine.client.stream import EngineStream
 from engine.client.supervisor import EngineMetrics, Supervisor
 from engine.client.table import LOOK_SECONDS, TableFile
-from engine.client.wills import Inheritance, WillDesk, keeper_for
+from engine.client.wills import Inheritance, Owned, WillDesk, keeper_for
 from engine.errors import AtCapacity, DuplicateStream, EngineDead, EngineError
 from engine.messages import Item
 from engine.spec import ModelSpec
@@ -175,9 +175,9 @@ class EngineClient:
         """A session of another gateway, with its stream; None if no engine knows of it."""
         return await self.wills.adopt(self._running.seats, key, is_wanted)
 
-    async def newest(self, key: str) -> int:
-        """The highest number under which any engine has this session."""
-        return await self.wills.newest(self._running.seats, key)
+    async def renew(self, owned: Owned) -> int:
+        """The number from now on of a session of ours; 0 if it is another gateway's by now."""
+        return await self.wills.renew(self._running.seats, owned)
 
     async def confirm(self) -> None:
         """Until the engines have said which of our sessions are another gateway's by now."""

@@ -31,6 +31,8 @@ LOOK_SECONDS = 0.05
 # How long a session that nobody waits for any more is left for the next who asks.
 LEFT_SECONDS = 60.0
 
+Answer = messages.Held | messages.Renewed | messages.Claimed
+
 
 @dataclass(frozen=True, slots=True)
 class Owned:
@@ -53,6 +55,8 @@ class Inheritance:
     base: bytes
     chunks: list[bytes]
     entries: list[bytes]
+    # The engine that it came from.
+    link: EngineLink | None = None
     stream: EngineStream | None = None
     goes_on_at: int = 0
     flushes: int = 0
@@ -70,8 +74,8 @@ class WillDesk:
         self.sessions: Callable[[], Iterable[Owned]] | None = None
         self._make_stream = make_stream
         self._tags = 0
-        # Answers to `Ask` and `Claim`, by tag, and to `Adopt`.
-        self._awaited: dict[int, asyncio.Future[messages.Held | messages.Claimed]] = {}
+        # Those who wait for an answer with a tag, and for one to `Adopt`.
+        self._awaited: dict[int, asyncio.Future[Answer]] = {}
         self._adopting: dict[tuple[Seat, str], asyncio.Future[Inheritance | None]] = {}
 
     def heard(self, seat: Seat, output: messages.SessionOutput) -> None:
@@ -83,7 +87,7 @@ class WillDesk:
             case messages.Fenced(key, number):
                 if self.on_fenced is not None:
                     self.on_fenced(key, number)
-            case messages.Held() | messages.Claimed():
+            case messages.Held() | messages.Renewed() | messages.Claimed():
                 answered = self._awaited.get(output.tag)
                 if answered is not None and not answered.done():
                     answered.set_result(output)
@@ -120,14 +124,22 @@ class WillDesk:
 
     # Sessions of others.
 
-    async def newest(self, seats: Seats, key: str) -> int:
-        """The highest number under which an engine has this session; 0 if none has it, or none answers soon."""
-        links = {seat: seat.link for seat in seats.all if seat.link is not None}
-        asking = self._ask_all(links, key)
-        answers = await _answers_of(asking.values(), OTHERS_SECONDS)
+    async def renew(self, seats: Seats, owned: Owned) -> int:
+        """The client of a session of ours has come back to us. Returns the session's number from now on: nobody who
+        asked for it before gets it. 0 if it is another's by now. Raises EngineDead if the engine that keeps it does not
+        say."""
+        links = {seat: seat.link for seat in seats.all if seat.link is not None and seat.link is not owned.place}
+        asking = self._ask_all(links, owned.key)
+        number = owned.number
+        if owned.place is not None:
+            renewed = await self._answer(owned.place, partial(_send_renewal, owned))
+            if not isinstance(renewed, messages.Renewed):
+                raise EngineDead(f"the engine at {owned.place.address} has not answered")
+            number = renewed.number
+        others = await _answers_of(asking.values(), OTHERS_SECONDS)
         for task in asking.values():
             task.cancel()
-        return max((held.number for held in answers), default=0)
+        return 0 if any(held.number > number for held in others) else number
 
     async def adopt(self, seats: Seats, key: str, is_wanted: Callable[[], bool] = lambda: True) -> Inheritance | None:
         """The session from the engine that has its newest value; None if none has any. Raises EngineDead if one that
@@ -143,7 +155,8 @@ class WillDesk:
         found = {seat: task.result() for seat, task in asking.items() if _has_session(task)}
         if not found:
             now = asyncio.get_running_loop().time()
-            unsure = [seat for seat in seats.all if seat.link is None and now - seat.since < UNSURE_SECONDS]
+            # One that was connected meanwhile has not been asked.
+            unsure = [seat for seat in seats.all if seat not in links and now - seat.since < UNSURE_SECONDS]
             if len(answers) < len(links) or unsure or not links:
                 raise EngineDead("not all engines have answered; try again in a few seconds")
             return None
@@ -173,9 +186,7 @@ class WillDesk:
             raise EngineDead(f"the engine at {link.address} has not answered")
         return held
 
-    async def _answer(
-        self, link: EngineLink, send: Callable[[EngineLink, int], None]
-    ) -> messages.Held | messages.Claimed | None:
+    async def _answer(self, link: EngineLink, send: Callable[[EngineLink, int], None]) -> Answer | None:
         """What the engine answers; None if the link ends before it does, or it takes too long."""
         self._tags += 1
         tag, answered = self._tags, asyncio.get_running_loop().create_future()
@@ -219,7 +230,7 @@ class WillDesk:
                 found.stream.lay_down()
 
     def _take(self, seat: Seat, inherited: messages.Inherited) -> Inheritance:
-        given = (inherited.number, inherited.base, inherited.chunks, inherited.entries)
+        given = (inherited.number, inherited.base, inherited.chunks, inherited.entries, seat.link)
         if not inherited.stream:
             return Inheritance(*given)
         stream = self._make_stream(inherited)
@@ -251,6 +262,10 @@ async def _answers_of(
         if any(held.number for held in answers):
             timeout = OTHERS_SECONDS
     return answers
+
+
+def _send_renewal(owned: Owned, link: EngineLink, tag: int) -> None:
+    link.send(messages.Renew("", owned.key, tag, owned.number))
 
 
 def _has_session(task: asyncio.Task[messages.Held]) -> bool:

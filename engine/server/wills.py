@@ -14,7 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine import messages
-from engine.boundary.commands import WireAdopt, WireAsk, WireClaim, WireDisown, WireEntrust, WireSessionCommand
+from engine.boundary.commands import (
+    WireAdopt,
+    WireAsk,
+    WireClaim,
+    WireDisown,
+    WireEntrust,
+    WireRenew,
+    WireSessionCommand,
+)
 from engine.server.peer import MOST_OUTPUTS_KEPT, HostedStream, Peer, Roster
 
 logger = logging.getLogger(__name__)
@@ -22,6 +30,8 @@ logger = logging.getLogger(__name__)
 # How long an owner that is asked for a session may take to give it up before it is taken. Gateways that stood still for
 # nearly as long find out first whether their sessions are still their own: `STANDSTILL_S` must be less.
 RELEASE_SECONDS = 1.0
+# Gateways lose an engine that stands still for longer, and go on at another one.
+STOOD_STILL_SECONDS = 2.5
 # How long a session counts as held after its gateway has come back without leaving its value anew.
 CLAIM_SECONDS = 10.0
 # Entries since the last base, and bytes of them, beyond which a will is not believed: owners begin anew long before.
@@ -39,6 +49,8 @@ class Will:
     key: str
     number: int
     owner: Peer | None
+    # The lowest number under which its owner may still speak: it may not have heard of a higher one yet.
+    least: int = 0
     # The gateway that was lost and may come back, with a newer value than this one; none if it gave the session up.
     left_by: str = ""
     base: bytes = b""
@@ -90,6 +102,8 @@ class Wills:
         # How long the engine has listened. While it stands still nobody can answer it, and nobody is late.
         self._listened_s = 0.0
         self._ticked_at = self._reviewed_at = clock()
+        # Until then a session whose owner was lost may have gone on at another engine: this one stood still.
+        self._in_doubt_until = float("-inf")
 
     def __len__(self) -> int:
         return len(self._wills)
@@ -102,6 +116,8 @@ class Wills:
                 peer.outputs.append(self._held(command.key, command.tag))
             case WireAdopt():
                 self._adopt(peer, command.key, command.number)
+            case WireRenew():
+                peer.outputs.append(messages.Renewed(command.tag, self._renew(peer, command)))
             case WireClaim():
                 self._claim(peer, command)
             case WireDisown():
@@ -126,6 +142,8 @@ class Wills:
 
     def tick(self, now: float) -> None:
         """Give sessions to those who have waited long enough, and forget those that nobody wants."""
+        if now - self._ticked_at > STOOD_STILL_SECONDS:
+            self._in_doubt_until = now + CLAIM_SECONDS
         self._listened_s += min(now - self._ticked_at, 2 * REVIEW_SECONDS)
         self._ticked_at = now
         if now - self._reviewed_at >= REVIEW_SECONDS:
@@ -152,36 +170,54 @@ class Wills:
     def _take_away(self, will: Will, owner: Peer) -> None:
         """The owner has had its time. If its last word is here already, that counts."""
         self._hear_out(owner)
-        if will.owner is owner and self._wills.get(will.key) is will:
+        if will.owner is not owner or self._wills.get(will.key) is not will:
+            return
+        if self._clock() < self._in_doubt_until:
+            # It may have gone on at another engine, and not have said so yet.
+            self._refuse_heirs(will)
+        else:
             self._orphan(will)
 
     def _held(self, key: str, tag: int) -> messages.Held:
         will, returned = self._wills.get(key), self._returned.get(key)
         if will is not None:
-            return messages.Held(key, tag, will.number)
+            return messages.Held(key, tag, will.number, whole=not self._is_in_doubt(will))
         return messages.Held(key, tag) if returned is None else messages.Held(key, tag, returned.number, whole=False)
 
+    def _renew(self, peer: Peer, command: WireRenew) -> int:
+        will = self._wills.get(command.key)
+        if will is None:
+            return command.number
+        if will.owner is not peer or command.number < will.least:
+            return 0
+        self._refuse_heirs(will)
+        will.number += messages.NEXT_OWNER
+        return will.number
+
+    def _is_in_doubt(self, will: Will) -> bool:
+        """Whether its owner may have taken it to another engine, and not come back yet to say so."""
+        return will.owner is None and bool(will.left_by) and self._clock() < self._in_doubt_until
+
     def _claim(self, peer: Peer, claim: WireClaim) -> None:
-        """A gateway says which sessions it has: those of another are told, and what it left behind is forgotten."""
-        claimed = set()
+        """A gateway says which sessions it has: those of another are told, and what it left here and goes on with is
+        forgotten. What it does not name waits on: it may have given it up, and the word of that be lost."""
         for key, number, is_elsewhere in claim.claims:
-            claimed.add(key)
             will = self._wills.get(key)
-            if will is not None and will.number > number:
+            was_left = will is not None and will.owner is None and will.left_by == peer.gateway
+            if will is not None and will.owner is peer:
+                continue
+            if will is not None and will.number > number and not was_left:
                 peer.outputs.append(messages.Fenced(key, will.number))
             elif will is None or will.owner is None:
                 if will is not None:
                     self._forget(will)
                 if not is_elsewhere:
                     self._returned[key] = _Returned(number, peer, self._clock())
-        for will in list(self._wills.values()):
-            if will.owner is None and will.left_by == peer.gateway and will.key not in claimed:
-                self._forget(will)
         peer.outputs.append(messages.Claimed(claim.tag))
 
     def _entrust(self, peer: Peer, given: WireEntrust) -> None:
         will = self._wills.get(given.key)
-        least = given.number if will is None else will.number + (will.owner is not peer)
+        least = 0 if will is None else will.least if will.owner is peer else will.number + 1
         if given.number < least:
             peer.outputs.append(messages.Fenced(given.key, least))
             return
@@ -204,15 +240,16 @@ class Wills:
 
     def _begin(self, peer: Peer, given: WireEntrust, known: Will | None) -> Will:
         assert given.base is not None
-        will = known or Will(given.key, given.number, peer)
+        will = known or Will(given.key, given.number, peer, given.number)
         self._wills[given.key] = will
         self._returned.pop(given.key, None)
         if will.owner not in (None, peer):
             # It was adopted at another engine, and has moved here.
             will.owner.outputs.append(messages.Fenced(will.key, given.number))
-        if not messages.same_owner(given.number, will.number):
+        if will.owner is not peer:
             self._refuse_heirs(will)
-        will.owner, will.left_by, will.number, will.base = peer, "", given.number, given.base
+            will.owner, will.left_by, will.least = peer, "", given.number
+        will.number, will.base = max(will.number, given.number), given.base
         will.entries, will.entry_bytes, will.keep_s = [], 0, given.keep_s
         will.positions_before, will.samples_before = given.positions_before, given.samples_before
         if given.chunk:
@@ -265,6 +302,8 @@ class Wills:
         given = 0
         for key in list(self._wanted):
             will = self._wills.get(key)
+            if will is not None and self._is_in_doubt(will):
+                self._refuse_heirs(will)
             if will is None or not will.heirs:
                 self._wanted.discard(key)
             elif will.owner is None and will.heirs[-1].has_room and given < GIVEN_AT_ONCE:
@@ -278,6 +317,7 @@ class Wills:
             other.outputs.append(messages.Inherited(will.key))
         will.heirs, will.owner, will.left_by = [], heir, ""
         will.number += messages.NEXT_OWNER
+        will.least = will.number
         inherited = messages.Inherited(
             will.key,
             will.number,

@@ -144,7 +144,10 @@ class Answers:
 
     async def prometheus(self, request: Request) -> Response:
         try:
-            figures = await self._scrapes.read()
+            # The parent of several workers adds up, whichever of them is asked. Figures that one of them kept would be
+            # older than those that another has told since.
+            metrics = self._context.metrics
+            figures = await (self._scrapes.read() if metrics.of_all is None else metrics.scrape())
         except TimeoutError as error:
             text = "The other processes of the server do not answer; try again."
             raise Refusal(503, "metrics_not_ready", text, retry_after_s=5, kind="server_error") from error

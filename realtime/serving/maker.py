@@ -149,6 +149,8 @@ class SessionMaker:
         entry = self._entry(
             facts, dialect, saved.session.settings, caller, saved.may_inject, Ids(*saved.item_ids), inherited.number
         )  # fmt: skip
+        if entry.live.will is not None:
+            entry.live.will.was_adopted(inherited.link)
         entry.inbox.dialect_fixed = saved.dialect_fixed
         self._reenact(entry, saved, inherited)
         return entry

@@ -19,8 +19,10 @@ _LAST_DATA = struct.Struct("8x44xI")
 def peer_has_closed(transport: asyncio.BaseTransport) -> bool:
     """Whether the other side has closed, or at least sends no more. Not known everywhere: then it has not."""
     found = transport.get_extra_info("socket")
-    if found is None or not hasattr(select, "POLLRDHUP") or found.fileno() < 0:
+    if found is None or not hasattr(select, "POLLRDHUP"):
         return False
+    if found.fileno() < 0:
+        return True
     poll = select.poll()
     poll.register(found.fileno(), select.POLLRDHUP)
     return bool(poll.poll(0))
@@ -29,7 +31,7 @@ def peer_has_closed(transport: asyncio.BaseTransport) -> bool:
 def seconds_since_data(transport: asyncio.BaseTransport) -> float:
     """How long ago the last bytes came, whether they were read or not. Not known everywhere: then just now."""
     found = transport.get_extra_info("socket")
-    if found is None or not hasattr(socket, "TCP_INFO") or found.family == socket.AF_UNIX:
+    if found is None or found.fileno() < 0 or not hasattr(socket, "TCP_INFO"):
         return 0.0
     try:
         info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA.size)

@@ -248,9 +248,10 @@ class Sessions:
         assert self.standstill is not None
         await self.standstill.over()
         entry = self._entries.get(session_id)
-        if entry is not None and entry.live.resumable:
-            # Another gateway may have had it meanwhile, if the word of that has not come here yet.
-            self._fenced(session_id, await self._heirs.newest(session_id))
+        if entry is not None and entry.live.resumable and (will := entry.live.will) is not None:
+            # Another gateway may have it by now, and the word of that be on its way; or ask for it at this moment.
+            if not await will.renew():
+                self._fenced(session_id, will.number + 1)
         entry = self._entries.get(session_id)
         return entry if entry is not None else await self._inherit(session_id, caller, has_left)
 
@@ -293,9 +294,11 @@ class Sessions:
         return [owned for will in wills if will is not None and (owned := will.owned) is not None]
 
     def _wanted(self, session_id: str, number: int) -> bool:
-        """Another process asks for a session: its client is there. Returns whether it asks for an outdated copy."""
+        """Another process asks for a session: its client is there. Returns whether it asks for an outdated copy. What
+        was asked before this process stood still may have come over a connection that is lost, and so would the last
+        word be: engines take what they have, or ask again."""
         entry = self._entries.get(session_id)
-        if entry is None or entry.live.will is None:
+        if entry is None or entry.live.will is None or (self.standstill is not None and self.standstill.is_unsure):
             return False
         if entry.live.will.number > number:
             return True

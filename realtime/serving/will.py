@@ -31,7 +31,7 @@ class WillApi(Protocol):
 
     def keeper_for(self, stream: EngineStream | None) -> Keeper | None: ...
     async def adopt(self, key: str, is_wanted: Callable[[], bool]) -> Inheritance | None: ...
-    async def newest(self, key: str) -> int: ...
+    async def renew(self, owned: Owned) -> int: ...
     async def confirm(self) -> None: ...
 
 
@@ -68,8 +68,10 @@ class Will:
         # Something happened that is no entry: the next word is a base.
         self._stale = True
         self._link: EngineLink | None = None
+        # The engine that is known to have it: what was sent may be lost on the way.
+        self._taken_by: EngineLink | None = None
         # Whether any engine was ever given it, and those who are to forget it.
-        self._was_placed = number >= messages.NEXT_OWNER
+        self._was_placed = False
         self._moving: set[asyncio.Task[None]] = set()
         # The link that asks for the next word when it makes its next batch.
         self._due: EngineLink | None = None
@@ -102,7 +104,10 @@ class Will:
         self._send_soon()
 
     async def left(self) -> None:
-        """Until all of it has left this process."""
+        """Until all of it has left this process; the first time, until an engine has it. With the first word a client
+        is given the token with which it comes back, and any gateway that it comes to must find the session then."""
+        if self._taken_by is None and self._due is not None:
+            await self._due.taken()
         link = self._due or self._link
         if link is not None:
             await link.flushed()
@@ -113,12 +118,33 @@ class Will:
     @property
     def owned(self) -> Owned | None:
         """What engines know of it; None if none has ever heard of it."""
-        link = None if self._link is None or self._link.lost is not None else self._link
-        return Owned(self._key, self.number, link) if self._was_placed else None
+        link = self._taken_by
+        is_there = link is not None and link is self._link and link.lost is None
+        return Owned(self._key, self.number, link if is_there else None) if self._was_placed else None
 
     @property
     def has_place(self) -> bool:
         return self._engine.keeper_for(self._stream()) is not None
+
+    def was_adopted(self, link: EngineLink | None) -> None:
+        """This engine keeps what another gateway left with it, under our number."""
+        self._link = self._taken_by = link
+        self._was_placed = True
+
+    async def renew(self) -> bool:
+        """The client has come back to this process: nobody who asked for the session before is to get it. Returns
+        whether it is still ours. Raises EngineDead if the engine that has it does not say."""
+        link = None if self._link is None or self._link.lost is not None else self._link
+        number = await self._engine.renew(Owned(self._key, self.number, link))
+        if not number:
+            return False
+        moves = max(number % messages.NEXT_OWNER, self.number % messages.NEXT_OWNER)
+        self.number = max(self.number, number // messages.NEXT_OWNER * messages.NEXT_OWNER + moves)
+        if link is not None and link is not self._link:
+            # It has moved meanwhile, under a number that is lower than what the former engine has now.
+            link.send(messages.Disown("", self._key, number))
+            self.begin_anew()
+        return True
 
     def review(self) -> None:
         """Called now and then: a session that has moved, or lost its engine, leaves its value with the new one."""
@@ -170,8 +196,8 @@ class Will:
         entries, self._entries = self._entries, []
         if not (self._stale or entries):
             return
-        former, self._link = (self._link, self.number), keeper.link
-        moves = keeper.link is not former[0]
+        former, self._link = self._link, keeper.link
+        moves = keeper.link is not former
         if moves and self._was_placed:
             # Of two engines that have the session, the one with the higher number has it right.
             self.number += 1
@@ -184,13 +210,17 @@ class Will:
             stream.handover.is_entrusted = True
         keeper.link.send(word)
         if moves:
-            self._move(*former, keeper.link, stream)
+            self._move(former, keeper.link, stream)
 
-    def _move(self, former: EngineLink | None, number: int, link: EngineLink, stream: EngineStream | None) -> None:
-        """Have the former engine forget the session that it has under this number, when the new one has it."""
+    def _move(self, former: EngineLink | None, link: EngineLink, stream: EngineStream | None) -> None:
+        """Have the former engine forget the session, when the new one has it."""
+        number = self.number
 
         async def move() -> None:
             await link.taken()
+            if link.lost is not None:
+                return
+            self._taken_by = link
             if former is not None:
                 former.send(messages.Disown("", self._key, number))
             if stream is not None:

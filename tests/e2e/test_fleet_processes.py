@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from realtime.client import lasting_session
+from realtime.client import lasting_session, wire_client
 from tests.engine import fakes
 from tests.engine.client.test_table import put
 from tests.realtime.workers.clients import Speaker
@@ -53,6 +53,15 @@ class Part:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", self._module, *self._command, stdout=log, stderr=log
             )
+
+    def stop(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self.process is not None
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGCONT)
 
     async def end(self, number: signal.Signals) -> int:
         assert self.process is not None
@@ -113,6 +122,52 @@ class Fleet:
         self.at = 1 - self.at
         await self.gateways[1 - self.at].end(signal.SIGTERM)
 
+    # Processes that are stopped for so long and go on. The speaker says nothing new meanwhile.
+
+    async def stop_engine(self, speaker: Speaker, seconds: float) -> None:
+        """The one with the stream. Whoever has waited for so long goes on at the other one."""
+        await self._stop(self.engines[await self.home()], seconds)
+
+    async def stop_other_engine(self, speaker: Speaker, seconds: float) -> None:
+        await self._stop(self.engines[1 - await self.home()], seconds)
+
+    async def stop_gateway_patiently(self, speaker: Speaker, seconds: float) -> None:
+        """The client waits for its gateway."""
+        await self._stop(self.gateways[self.at], seconds)
+
+    async def stop_gateway(self, speaker: Speaker, seconds: float) -> None:
+        """The client leaves for the other gateway."""
+        stopped = asyncio.create_task(self._stop(self.gateways[self.at], seconds))
+        self.at = 1 - self.at
+        speaker.leave()
+        await self._back(speaker, stopped)
+
+    async def stop_gateway_with_a_request(self, speaker: Speaker, seconds: float) -> None:
+        """The client first tries to come back to the gateway that is stopped, where its request waits."""
+        stopped = asyncio.create_task(self._stop(self.gateways[self.at], seconds))
+        tries = len(speaker.lines)
+        speaker.leave()
+        await fakes.until(lambda: any("did not answer" in line for line in speaker.lines[tries:]))
+        self.at = 1 - self.at
+        await self._back(speaker, stopped)
+
+    async def _stop(self, part: Part, seconds: float) -> None:
+        part.stop()
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            part.go_on()
+
+    async def _back(self, speaker: Speaker, stopped: asyncio.Task[None]) -> None:
+        """Until the client is at this gateway, the other one has gone on, and that has nothing of the client left."""
+        await fakes.until(lambda: speaker.lines[-1] == "")
+        await stopped
+        woken = self.gateways[1 - self.at]
+        async with asyncio.timeout(30):
+            while (await asyncio.to_thread(woken.figures)).get("sessions") != 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        await self.whole()
+
 
 @asynccontextmanager
 async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
@@ -134,6 +189,7 @@ async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
     finally:
         for part in [*group.gateways, *group.engines]:
             if part.process is not None:
+                part.go_on()
                 await part.end(signal.SIGKILL)
 
 
@@ -153,6 +209,46 @@ async def test_no_word_changes_whichever_part_goes(tmp_path: Path, monkeypatch: 
             async with asyncio.timeout(120):
                 await fakes.until(lambda: len(speaker.text) > 0 or task.done())  # noqa: B023
                 await getattr(fleet, what)()
+                speaker.hold_at(None)
+                await task
+            speaker.check()
+            assert speaker.text == calm.text, what
+
+
+STOPS = (
+    "stop_gateway",
+    "stop_gateway_with_a_request",
+    "stop_gateway_patiently",
+    "stop_engine",
+    "stop_other_engine",
+)
+
+
+# Connections between processes outlast the first, and not the second.
+@pytest.mark.parametrize("seconds", [3.0, 10.0])
+async def test_no_word_changes_whichever_part_is_stopped_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    monkeypatch.setattr(lasting_session, "FIRST_WAIT_S", 0.05)
+    # Longer than it takes to get a session from a gateway that does not answer.
+    monkeypatch.setattr(wire_client, "OPEN_TIMEOUT_S", 2.0)
+    audio = talk(8, 1)
+    async with running_fleet(tmp_path) as fleet:
+        calm = Speaker(lambda: fleet.url, audio)
+        await calm.speak()
+        calm.check()
+        for what in STOPS:
+            await fleet.whole()
+            speaker = Speaker(lambda: fleet.url, audio)
+            speaker.hold_at(3.0)
+            task = asyncio.create_task(speaker.speak())
+            async with asyncio.timeout(180):
+                await fakes.until(lambda: len(speaker.text) > 0 or task.done())  # noqa: B023
+                await getattr(fleet, what)(speaker, seconds)
+                # The next words are told where the client is now, and the last ones after everything has come to rest.
+                heard = len(speaker.text)
+                speaker.hold_at(6.0)
+                await fakes.until(lambda: len(speaker.text) > heard or task.done())  # noqa: B023
                 speaker.hold_at(None)
                 await task
             speaker.check()

@@ -10,7 +10,7 @@ from engine import messages
 from engine.boundary import codec
 from engine.boundary.sockets import SILENCE_SECONDS
 from engine.messages import NEXT_OWNER
-from engine.server.wills import CLAIM_SECONDS, MOST_ENTRIES, RELEASE_SECONDS
+from engine.server.wills import CLAIM_SECONDS, MOST_ENTRIES, RELEASE_SECONDS, STOOD_STILL_SECONDS
 from tests.engine.server.test_host import Host, calm, command, say_all
 
 __all__ = ["calm"]
@@ -190,12 +190,20 @@ def test_a_stream_without_a_will_ends_with_its_gateway(host: Host) -> None:
     assert not host.loop.scheduler.streams
 
 
-@pytest.mark.parametrize("claims", [[], [("s", 2, True)], [("s", 1, False)]], ids=["gone", "elsewhere", "nowhere"])
-def test_a_gateway_that_comes_back_begins_anew(host: Host, claims: list[tuple[str, int, bool]]) -> None:
+@pytest.mark.parametrize("claim", [("s", 2, True), ("s", 1, False)], ids=["elsewhere", "nowhere"])
+def test_a_gateway_that_comes_back_begins_anew(host: Host, claim: tuple[str, int, bool]) -> None:
     entrust(host, b"a", 0)
-    come_back(host, b"a", *claims)
+    come_back(host, b"a", claim)
     assert not host.loop.scheduler.streams and not len(host.host._wills)
     assert not fenced(host, b"a")
+
+
+def test_what_a_gateway_gave_up_without_being_heard_waits_for_another(host: Host) -> None:
+    """The connection broke before its last word was here, and when it comes back it has the session no more."""
+    entrust(host, b"a", 0)
+    come_back(host, b"a")
+    adopt(host, b"b")
+    assert inherited(host, b"b")[0].number == SECOND
 
 
 def test_what_a_gateway_left_is_there_until_it_says_that_it_goes_on_with_it(host: Host) -> None:
@@ -236,6 +244,46 @@ def test_what_a_gateway_claimed_and_never_left_is_forgotten_in_time_and_with_it(
             listen(host, CLAIM_SECONDS + 1)
         host.send(b"b", command(messages.Ask("", "s", 3)))
         assert held(host, b"b")[-1] == messages.Held("s", 3)
+
+
+@pytest.mark.parametrize("leaves", ["gone", "silent"])
+def test_an_engine_that_stood_still_gives_nothing_away_that_its_owner_may_have_taken_elsewhere(
+    host: Host, leaves: str
+) -> None:
+    """Gateways lose an engine that stands still, and go on at another one. It hears of that when they are back."""
+    entrust(host, b"a", 0)
+    host.now += STOOD_STILL_SECONDS + 5
+    host.tick()
+    if leaves == "gone":
+        host.line.gone.add(b"a")
+    adopt(host, b"b", 1)
+    listen(host, RELEASE_SECONDS + 1)
+    assert inherited(host, b"b") == [messages.Inherited("s")], "not now, and not for good"
+    host.send(b"b", command(messages.Ask("", "s", 3)))
+    assert held(host, b"b")[-1] == messages.Held("s", 3, 1, whole=leaves == "silent")
+    assert not fenced(host, b"a")
+    host.line.gone.clear()
+    come_back(host, b"a", ("s", 2, True))
+    host.send(b"b", command(messages.Ask("", "s", 4)))
+    assert held(host, b"b")[-1] == messages.Held("s", 4), "it has gone on elsewhere"
+
+
+def test_what_nobody_comes_back_for_after_a_standstill_of_the_engine_is_given_away(host: Host) -> None:
+    entrust(host, b"a", 0)
+    host.now += STOOD_STILL_SECONDS + 5
+    host.line.gone.add(b"a")
+    listen(host, CLAIM_SECONDS + 1)
+    adopt(host, b"b")
+    assert inherited(host, b"b")[0].number == SECOND
+
+
+def test_what_an_owner_gives_up_after_a_standstill_of_the_engine_is_given_away(host: Host) -> None:
+    host.now += STOOD_STILL_SECONDS + 5
+    host.tick()
+    entrust(host, b"a", 0)
+    adopt(host, b"b")
+    entrust(host, b"a", 0, base=b"last", last=True)
+    assert inherited(host, b"b")[0].base == b"last"
 
 
 # A former owner moves the session from engine to engine as often as it likes.
@@ -281,13 +329,13 @@ def test_an_engine_that_stood_still_hears_the_owner_out_before_it_takes_a_sessio
     entrust(host, b"a", 0)
     adopt(host, b"b")
     host.post(b"a", command(messages.Entrust("good", "s", 1, 0, [], base=b"last", keep_s=KEEP_S, last=True)))
-    host.now += 10 * RELEASE_SECONDS
+    host.now += 2 * RELEASE_SECONDS
     host.tick()
     assert inherited(host, b"b")[0].base == b"last"
     # And one whose answer is not there yet gets the time that it would have had.
     host.greet(b"c")
     adopt(host, b"c")
-    host.now += 10 * RELEASE_SECONDS
+    host.now += 2 * RELEASE_SECONDS
     host.tick()
     assert not inherited(host, b"c")
     listen(host, RELEASE_SECONDS + 1)

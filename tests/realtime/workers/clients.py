@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from realtime.client.lasting_session import LastingSession
-from realtime.client.wire_client import COMPLETED, SessionWishes
+from realtime.client.wire_client import COMPLETED, SessionWishes, WireSession
 from tests.realtime.workers.engines import RATE
 
 VAD = {"type": "server_vad", "threshold": 0.3, "silence_duration_ms": 300, "prefix_padding_ms": 0}
@@ -25,11 +25,21 @@ class Speaker(LastingSession):
         self.lines: list[str] = []
         self._held_at = len(audio)
         self._let_go = asyncio.Event()
+        self._session: WireSession | None = None
 
     def hold_at(self, seconds: float | None) -> None:
         """Say no more than this for now; None: all of it."""
         self._held_at = len(self.audio) if seconds is None else int(seconds * RATE) * 2
         self._let_go.set()
+
+    def leave(self) -> None:
+        """Give the connection up without a word; another one is made at once."""
+        assert self._session is not None
+        self._session._socket.transport.abort()
+
+    async def _talk(self, session: WireSession, on_event: Callable[[dict[str, Any]], None]) -> None:
+        self._session = session
+        await super()._talk(session, on_event)
 
     def _target(self) -> str:
         self._url = self.where()
@@ -62,7 +72,10 @@ class Speaker(LastingSession):
         return sum(bool(line) for line in self.lines)
 
     def check(self) -> None:
-        """Numbers without gap or repeat, one end for each item, and all of it was told in pieces before."""
+        """Numbers without gap or repeat, ids that come once, one end for each item, and all of it was told in pieces
+        before."""
+        ids = [event["event_id"] for event in self.events]
+        assert len(ids) == len(set(ids)), "two events with one id"
         numbers = [event["seq"] for event in self.events if "seq" in event]
         assert numbers == list(range(1, len(numbers) + 1)), (numbers, self.lines)
         done = [event["item_id"] for event in self.events if event["type"] == COMPLETED]

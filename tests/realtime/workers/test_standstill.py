@@ -1,0 +1,139 @@
+"""Processes of a fleet that are stopped and go on later, in any order of events: no session is taken from its client.
+
+The fleet is simulated (`simulated_fleet.py`), so that an order that was found is found again; `test_fleet_processes.py`
+does the same to real processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+
+from tests.realtime.workers.engines import talk
+from tests.realtime.workers.simulated_fleet import Client, SimulatedFleet
+
+AUDIO = talk(8, 1)
+# After the last process has gone on, everything is settled by then: claims, and what waited for nobody.
+SETTLED_S = 12.0
+
+
+@dataclass(frozen=True)
+class Stop:
+    """So long after the event before, a process stands still for so long: a gateway, the one at which the client is
+    now (home), or an engine."""
+
+    after_s: float
+    part: str
+    number: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Leave:
+    """So long after the event before, the client closes its connection and goes to this gateway."""
+
+    after_s: float
+    number: int
+
+
+Story = list[Stop | Leave]
+
+
+@contextmanager
+def running(chance: Random) -> Iterator[SimulatedFleet]:
+    with pytest.MonkeyPatch.context() as patch:
+        fleet = SimulatedFleet(chance, patch, gateways=3)
+        try:
+            fleet.run(1.0)
+            yield fleet
+        finally:
+            fleet.end()
+
+
+def tell(story: Story, seed: int, patience_s: float) -> tuple[Client, list[str]]:
+    """The client after all of it, and what is left of its session that should not be."""
+    with running(Random(seed)) as fleet:
+        client = Client(fleet, AUDIO, patience_s)
+        fleet.until(lambda: bool(client.events), 30)
+        for event in story:
+            fleet.run(event.after_s)
+            if isinstance(event, Leave):
+                client.leave(event.number)
+            elif event.part == "home":
+                client.socket.gateway.stop(event.seconds)
+            elif event.part == "gateway":
+                fleet.gateways[event.number].stop(event.seconds)
+            else:
+                fleet.engines[event.number].stop(event.seconds)
+        fleet.until(lambda: client.is_done, 200)
+        fleet.until(lambda: all(part.is_awake for part in (*fleet.gateways, *fleet.engines)), 60)
+        fleet.run(SETTLED_S)
+        counts = {
+            "sessions": sum(len(gateway.sessions) for gateway in fleet.gateways),
+            "wills": sum(len(engine.host._wills) for engine in fleet.engines),
+            "streams": sum(len(engine.host._roster.streams) for engine in fleet.engines),
+        }
+        return client, [f"{count} {name}" for name, count in counts.items() if count > 1]
+
+
+def calm_text() -> list[str]:
+    client, left = tell([], 0, 30.0)
+    assert not client.wrongs and not left and len(client.text) == 4
+    return client.text
+
+
+CALM = calm_text()
+
+PAUSES = st.sampled_from((0.0, 0.1, 0.3, 1.0, 2.5))
+STOPS = st.sampled_from((0.5, 0.9, 1.2, 2.0, 3.0, 5.0, 10.0))
+LEAVES = st.builds(Leave, PAUSES, st.integers(0, 2))
+GATEWAYS = st.builds(Stop, PAUSES, st.sampled_from(("gateway", "home")), st.integers(0, 2), STOPS)
+# Connections outlast these.
+SHORT_STOPS_OF_ENGINES = st.builds(
+    Stop, PAUSES, st.just("engine"), st.integers(0, 1), st.sampled_from((0.5, 1.2, 2.0, 3.0))
+)
+# One after the other: a session that was rebuilt has to be heard before it can be rebuilt again.
+STOPS_OF_ENGINES = st.builds(Stop, st.just(16.0), st.just("engine"), st.integers(0, 1), STOPS)
+ANY_STOPS_OF_ENGINES = st.builds(Stop, PAUSES, st.just("engine"), st.integers(0, 1), STOPS)
+SEEDS = st.integers(0, 1 << 16)
+# Without making failures smaller: a story is short already, and telling one takes a second.
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
+PATIENCE = st.sampled_from((1.5, 3.0, 5.0))
+
+
+@settings(max_examples=25, deadline=None, phases=PHASES)
+@given(st.lists(GATEWAYS | LEAVES | SHORT_STOPS_OF_ENGINES, max_size=6), SEEDS, PATIENCE)
+# The first gateway stands still, its client leaves it for another one, and it goes on.
+@example([Stop(2.0, "gateway", 0, 10.0)], 1, 5.0)
+@example([Stop(2.0, "gateway", 0, 3.0), Leave(0.3, 0), Leave(1.0, 1)], 1, 5.0)
+def test_gateways_that_stood_still_take_no_session_back(story: Story, seed: int, patience_s: float) -> None:
+    client, left = tell(story, seed, patience_s)
+    assert not client.wrongs
+    assert client.text == CALM
+    assert not left
+
+
+@settings(max_examples=8, deadline=None, phases=PHASES)
+@given(st.lists(STOPS_OF_ENGINES, min_size=1, max_size=2), SEEDS)
+def test_engines_that_stood_still_change_no_word(story: Story, seed: int) -> None:
+    client, left = tell(story, seed, 60.0)
+    assert not client.wrongs
+    assert client.text == CALM
+    assert not left
+
+
+@settings(max_examples=20, deadline=None, phases=PHASES)
+@given(st.lists(GATEWAYS | LEAVES | ANY_STOPS_OF_ENGINES, max_size=8), SEEDS, PATIENCE)
+def test_whatever_stood_still_a_session_has_one_owner(story: Story, seed: int, patience_s: float) -> None:
+    """Both holders of a session may be away at once, and then it is lost and its client hears of that. An engine that
+    is lost soon after a gateway has adopted its stream costs words: the stream cannot be rebuilt before enough of it
+    was heard. Two owners would cost more: numbers that come twice, and connections that are closed for nothing."""
+    client, left = tell(story, seed, patience_s)
+    assert all(wrong.startswith(("answered with 410", "closed with 1011")) for wrong in client.wrongs)
+    assert not left
