@@ -84,7 +84,7 @@ async def _connected(url: str, key: str) -> ClientConnection:
         except InvalidStatus as error:
             if error.response.status_code not in (429, 503) or time.monotonic() > deadline:
                 raise
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
 
 
 async def _read(socket: ClientConnection, lap: Lap, started: float) -> None:

@@ -66,7 +66,7 @@ async def slow_loris_heads(target: Target) -> None:
             for byte in b"GET /v1/realtime HTTP/1.1\r\nHost: x\r\nX-Slow: " + b"a" * 1000:
                 if not await socket.try_send(bytes([byte])) or socket.reader.at_eof():
                     return
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.1)
             raise AssertionError("a head that never ends was waited for")
 
     await asyncio.wait_for(asyncio.gather(*(drip() for _ in range(200))), 20)

@@ -34,7 +34,6 @@ async def sessions_left_behind(target: Target) -> None:
             await socket.send_event(**update)
             while b"session.updated" not in (await socket.read_frame())[1]:
                 pass
-    await asyncio.sleep(4)
 
 
 @attack()

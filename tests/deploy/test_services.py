@@ -74,7 +74,7 @@ class Container:
         while not self.is_healthy():
             assert self.process.poll() is None, self.process.communicate()[1]
             assert time.monotonic() < deadline
-            time.sleep(0.5)
+            time.sleep(0.1)
 
     def stop(self) -> tuple[int, str]:
         self.process.send_signal(signal.SIGTERM)

@@ -15,6 +15,7 @@ from blockbuster import BlockBuster, blockbuster_ctx
 
 from realtime.app import Server, listening
 from realtime.config import Config, ServerConfig
+from realtime.http.forms import Spool
 from realtime.serving.isolated_decoder import IsolatedDecoder
 from tests.realtime.gateway_doubles import FakeEngine
 
@@ -72,6 +73,13 @@ class Running:
     def gateway(self) -> Any:
         return self.server.gateway
 
+    async def answers_others(self) -> None:
+        """Until the server has answered a request that came later than all that was sent to it before."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        assert b" 200 " in await reader.read()
+        writer.close()
+
     def metric(self, name: str, **labels: str) -> float:
         return self.gateway.metrics.registry.get_sample_value(f"tickertape_{name}", labels) or 0.0
 
@@ -93,6 +101,20 @@ async def running_server(engine: FakeEngine | None = None, **sections: dict[str,
 @pytest.fixture
 def serve() -> Serve:
     return running_server
+
+
+@pytest.fixture
+def spools(monkeypatch: pytest.MonkeyPatch) -> list[Spool]:
+    """The book of uploads of every server that is started from now on."""
+    made: list[Spool] = []
+
+    class Seen(Spool):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr("realtime.http.forms.Spool", Seen)
+    return made
 
 
 def pytest_configure() -> None:

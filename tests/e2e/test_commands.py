@@ -126,12 +126,15 @@ def microphone(tmp_path: Path) -> dict[str, str]:
         f"#!{sys.executable}\n"
         "import sys, time, itertools\n"
         f"sound = open({str(tmp_path / 'pcm')!r}, 'rb').read() + bytes(32000)\n"
+        f"played = open({str(tmp_path / 'played')!r}, 'a')\n"
         "began = time.monotonic()\n"
         "for number in itertools.count():\n"
         "    chunk = sound[2560 * number : 2560 * (number + 1)] or bytes(2560)\n"
         "    time.sleep(max(0.0, began + 0.08 * number - time.monotonic()))\n"
         "    sys.stdout.buffer.write(chunk)\n"
         "    sys.stdout.buffer.flush()\n"
+        "    played.write('.')\n"
+        "    played.flush()\n"
     )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     blocked = tmp_path / "without"
@@ -203,11 +206,13 @@ async def test_server_that_restarts_gets_the_sound_that_was_kept(
         process = await start(*arguments, **microphone)
         await until(lambda: talk.exists() and "w2" in talk.read_text())
         port = first.port
-    await asyncio.sleep(1.0)
+    # A second is spoken while there is no server.
+    before = len((tmp_path / "played").read_text())
+    await until(lambda: len((tmp_path / "played").read_text()) > before + 12)
     async with serve(server={"port": port}) as second:
         assert isinstance(second, Running)
         await until(lambda: second.engine.streams and len(talk.read_text().splitlines()) > 5)
-        await asyncio.sleep(2.5)
+        await until(lambda: float(talk.read_text().splitlines()[-1].split("\t")[1]) > 3.0)
         process.send_signal(signal.SIGINT)
         shown, said = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 0, said.decode()

@@ -229,9 +229,9 @@ async def test_browsers_send_their_key_as_a_subprotocol(serve: Serve, offer: lis
 
 async def test_client_that_waits_long_with_keepalives_is_kept(serve: Serve) -> None:
     engine = FakeEngine()
-    async with serve(engine, limits={"idle_s": 0.5}) as running, raw_client(listen(running)) as client:
-        for _ in range(4):
-            await asyncio.sleep(0.25)
+    async with serve(engine, limits={"idle_s": 1.0}) as running, raw_client(listen(running)) as client:
+        for _ in range(20):
+            await asyncio.sleep(0.1)
             await client.send("KeepAlive")
         await client.socket.send(tone(1.0, 16_000) + silence(0.6, 16_000))
         assert (await client.receive())["type"] == "Results"

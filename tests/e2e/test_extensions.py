@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 from typing import Any
 
@@ -16,6 +15,7 @@ from engine.options import Options
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import COMPLETED, DELTA, RawClient, greeted_client, raw_client
 from tests.realtime.gateway_doubles import FakeEngine, silence, tone
+from tests.waiting import until
 
 WORDS = "item.input_audio_transcription.words"
 
@@ -167,9 +167,8 @@ async def test_acknowledgements_count_the_clients_own_samples(serve: Serve) -> N
     async with serve() as running, greeted_client(running.ws) as client:
         await client.update(turn_detection=None, include=["input_audio_buffer.acks"])
         await client.append(tone(1.0))
-        await asyncio.sleep(0.3)
+        seen = (await client.until("input_audio_buffer.acknowledged"))[-1]["samples"]
         await client.append(tone(0.5))
-        seen = 0
         while seen < 36_000:
             event = await client.receive()
             if event["type"] == "input_audio_buffer.acknowledged":
@@ -215,7 +214,7 @@ async def test_dropped_client_resumes_without_losing_a_word(serve: Serve) -> Non
             first = await client.until(DELTA)
             # The line drops without a word.
             client.socket.transport.abort()
-        await asyncio.sleep(0.1)
+        await until(lambda: not running.gateway.sessions.connected)
         last = max(event.get("seq", 0) for event in first)
         async with raw_client(f"{running.ws}?resume={token}&after={last}") as client:
             hello = await client.receive()
@@ -311,17 +310,15 @@ async def test_session_that_nobody_resumes_ends_and_one_that_did_not_ask_ends_at
         async with greeted_client(running.ws) as client:
             await client.append(tone(0.5))
             await client.until("input_audio_buffer.speech_started")
-        await asyncio.sleep(0.05)
-        assert not len(running.gateway.sessions)
+        await until(lambda: not len(running.gateway.sessions))
         async with greeted_client(running.ws) as client:
             token = (await client.update(include=["session.resume"]))["resume"]["token"]
             await client.append(tone(0.5))
             await client.until("input_audio_buffer.speech_started")
             client.socket.transport.abort()
-        await asyncio.sleep(0.05)
+        await until(lambda: not running.gateway.sessions.connected)
         assert len(running.gateway.sessions) == 1 and len(engine.active) == 1
-        await asyncio.sleep(1.0)
-        assert not len(running.gateway.sessions) and not engine.active
+        await until(lambda: not len(running.gateway.sessions) and not engine.active)
         assert await status_of(f"{running.ws}?resume={token}&after=1") == 404
 
 
@@ -331,7 +328,7 @@ async def test_client_that_says_goodbye_gives_up_its_place(serve: Serve, code: i
         async with greeted_client(running.ws) as client:
             token = (await client.update(include=["session.resume"]))["resume"]["token"]
             await client.socket.close(code)
-        await asyncio.sleep(0.05)
+        await until(lambda: not running.gateway.sessions.connected)
         assert len(running.gateway.sessions) == kept
         if not kept:
             assert await status_of(f"{running.ws}?resume={token}&after=1") == 404
@@ -354,9 +351,8 @@ async def test_session_whose_events_overrun_while_nobody_is_there_is_not_resumed
                 await client.append(tone(0.5))
                 await client.send("input_audio_buffer.commit")
             await client.socket.close(1001)
-        await asyncio.sleep(1.5)
+        await until(lambda: not len(running.gateway.sessions) and not engine.active)
         assert await status_of(f"{running.ws}?resume={session['resume']['token']}&after=1") == 404
-        assert not engine.active
 
 
 async def flood(client: RawClient, count: int) -> None:

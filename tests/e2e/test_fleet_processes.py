@@ -94,7 +94,7 @@ class Fleet:
         async with asyncio.timeout(300):
             for gateway in self.gateways:
                 while len((await asyncio.to_thread(gateway.figures)).get("engines", [])) < 2:  # noqa: ASYNC110
-                    await asyncio.sleep(0.2)
+                    await asyncio.sleep(0.1)
 
     async def home(self) -> int:
         """The engine with the stream."""

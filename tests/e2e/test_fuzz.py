@@ -22,6 +22,7 @@ from realtime.serving.live_session import LiveSession
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import COMPLETED, greeted_client
 from tests.realtime.gateway_doubles import FakeEngine, silence, tone
+from tests.waiting import until
 
 MESSAGES = 3000
 
@@ -38,6 +39,11 @@ async def good_turns(client: Any, at_least: int, until: asyncio.Task[Any] | None
         delays.append(time.perf_counter() - begun)
         assert 1 <= len(transcript.split()) <= 2
     return delays
+
+
+def tasks_of_sessions() -> list[str]:
+    names = [task.get_name() for task in asyncio.all_tasks()]
+    return [name for name in names if name.startswith(("writer", "reader", "session"))]
 
 
 @pytest.mark.timeout(3600)
@@ -59,10 +65,8 @@ async def test_fuzz_harms_nobody_and_leaves_nothing_behind(
         result = json.loads(output)
         assert not result["finds"], result["finds"]
         afterwards = await good_turns(good, 20)
-        await asyncio.sleep(1.2)
-        assert len(running.gateway.sessions) == 1 and len(engine.active) == 1
-        tasks = [task.get_name() for task in asyncio.all_tasks()]
-        assert len([name for name in tasks if name.startswith(("writer", "reader", "session"))]) == 3
+        await until(lambda: len(running.gateway.sessions) == 1 and len(engine.active) == 1)
+        await until(lambda: len(tasks_of_sessions()) == 3)
         gc.collect()
         # isinstance would ask objects of other libraries for their class, and some of them warn.
         assert sum(type(item) is LiveSession for item in gc.get_objects()) == 1

@@ -103,9 +103,8 @@ async def test_failing_engine_fails_the_upload_and_the_stream_of_events(serve: S
     async with serve(engine) as running, httpx.AsyncClient(timeout=10) as http:
 
         async def fail_soon() -> None:
-            while not engine.streams:  # noqa: ASYNC110
+            while not engine.streams or not engine.streams[-1].samples:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
-            await asyncio.sleep(0.02)
             engine.streams[-1].fail("numbers went wrong")
 
         task = asyncio.create_task(fail_soon())

@@ -16,6 +16,7 @@ from engine.errors import AtCapacity
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import COMPLETED, greeted_client, raw_client
 from tests.realtime.gateway_doubles import FakeEngine, silence, tone
+from tests.waiting import until
 
 
 async def refusal(url: str, **options: Any) -> Any:
@@ -48,7 +49,7 @@ async def test_full_server_refuses_before_the_upgrade_with_retry_after(
         assert running.metric("refused_total", reason="capacity") == 2
         assert not caplog.records, "a refusal is no error of the server"
         await first.socket.close()
-        await asyncio.sleep(0.05)
+        await until(lambda: len(running.gateway.sessions) == 1)
         async with greeted_client(running.ws):
             pass
 
@@ -84,10 +85,10 @@ async def test_sessions_per_key_and_per_minute(serve: Serve) -> None:
             assert response.status_code == 429 and json.loads(response.body)["error"]["code"] == "too_many_sessions"
             async with greeted_client(running.ws, **two):
                 pass
-        await asyncio.sleep(0.05)
+        await until(lambda: not len(running.gateway.sessions))
         async with greeted_client(running.ws, **one):
             pass
-        await asyncio.sleep(0.05)
+        await until(lambda: not len(running.gateway.sessions))
         response = await refusal(running.ws, **one)
         assert json.loads(response.body)["error"]["code"] == "rate_limit_exceeded"
         assert 50 <= int(response.headers["Retry-After"]) <= 60
@@ -272,7 +273,7 @@ async def test_metrics_show_what_happened(serve: Serve) -> None:
         async with greeted_client(running.ws) as client:
             await client.append(tone(1.0) + silence(0.8))
             await client.until(COMPLETED)
-            await asyncio.sleep(0.3)
+            await until(lambda: running.metric("audio_heard_seconds_total") > 1.7)
             text = (await http.get(f"{running.http}/metrics")).text
     assert 'tickertape_sessions_opened_total{dialect="openai"} 1.0' in text
     assert "tickertape_sessions_connected 1.0" in text

@@ -57,20 +57,6 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]]:
         return int(head.split()[1]), json.loads(await reader.readexactly(length))
 
 
-@pytest.fixture
-def spools(monkeypatch: pytest.MonkeyPatch) -> list[Spool]:
-    """The book of uploads of every server that is started from now on."""
-    made: list[Spool] = []
-
-    class Seen(Spool):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            made.append(self)
-
-    monkeypatch.setattr("realtime.http.forms.Spool", Seen)
-    return made
-
-
 def text_field(number: int, letters: int) -> bytes:
     head = f'--b\r\nContent-Disposition: form-data; name="f{number}"\r\n\r\n'.encode()
     return head + b"x" * letters + "😀".encode() + b"\r\n"

@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from realtime.http.forms import IN_MEMORY_BYTES
+from realtime.http.forms import IN_MEMORY_BYTES, Spool
 from tests.audio.test_containers import write
 from tests.audio.test_mp4_file import FILES as MP4_FILES
 from tests.audio.test_mp4_file import video
@@ -19,6 +19,7 @@ from tests.e2e.raw_client import greeted_client
 from tests.e2e.test_http import error_code
 from tests.e2e.test_openai_client import wav
 from tests.realtime.gateway_doubles import FakeEngine
+from tests.waiting import forever, until
 
 FORM = {"Content-Type": "multipart/form-data; boundary=b"}
 PART = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
@@ -26,12 +27,6 @@ PART = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\
 
 def file(seconds: float = 0.2) -> dict[str, Any]:
     return {"file": ("a.wav", wav(seconds), "audio/wav")}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("name", ["language", "model", "prompt", "response_format", "stream"])
@@ -66,7 +61,9 @@ async def test_an_upload_without_a_length_is_counted_as_it_arrives(serve: Serve)
             assert (await http.post(url, files=file())).status_code == 200
 
 
-async def test_files_that_wait_are_bounded_and_the_next_is_told_when_to_come_back(serve: Serve) -> None:
+async def test_files_that_wait_are_bounded_and_the_next_is_told_when_to_come_back(
+    serve: Serve, spools: list[Spool]
+) -> None:
     engine = FakeEngine()
     engine.feed_delay_s = 1.0
     limits = {"uploads": 1, "uploads_waiting": 1}
@@ -75,7 +72,7 @@ async def test_files_that_wait_are_bounded_and_the_next_is_told_when_to_come_bac
         running_one = asyncio.create_task(http.post(url, files=file(60.0)))
         await until(lambda: bool(engine.active))
         waiting = asyncio.create_task(http.post(url, files=file()))
-        await asyncio.sleep(0.2)
+        await until(lambda: spools[0].uploads == 2)
         for path in ("transcriptions", "render"):
             response = await http.post(f"{running.base_url}/audio/{path}", files=file())
             assert (response.status_code, error_code(response)) == (503, "server_busy")
@@ -85,7 +82,7 @@ async def test_files_that_wait_are_bounded_and_the_next_is_told_when_to_come_bac
         assert (await waiting).status_code == 200
 
 
-async def test_bytes_of_all_files_together_are_bounded(serve: Serve) -> None:
+async def test_bytes_of_all_files_together_are_bounded(serve: Serve, spools: list[Spool]) -> None:
     async with serve(limits={"spool_bytes": 100_000}) as running, httpx.AsyncClient() as http:
         url = f"{running.base_url}/audio/transcriptions"
         arrived, go_on = asyncio.Event(), asyncio.Event()
@@ -98,7 +95,7 @@ async def test_bytes_of_all_files_together_are_bounded(serve: Serve) -> None:
 
         holding = asyncio.create_task(http.post(url, content=slow(), headers=FORM))
         await arrived.wait()
-        await asyncio.sleep(0.1)
+        await until(lambda: spools[0].bytes >= 80_000)
         response = await http.post(url, files=file(2.0))
         assert (response.status_code, error_code(response)) == (503, "server_busy")
         assert (await http.post(url, files=file(0.2))).status_code == 200
@@ -128,11 +125,15 @@ async def test_events_end_when_their_client_has_left(serve: Serve, feed_delay_s:
         async def listen() -> None:
             async with http.stream("POST", url, files=file(60.0), data={"stream": "true"}) as response:
                 await anext(response.aiter_bytes())
-                await asyncio.sleep(60)
+                told.set()
+                await forever()
 
+        told = asyncio.Event()
         listening = asyncio.create_task(listen())
         await until(lambda: bool(engine.active))
-        await asyncio.sleep(0.5)
+        if feed_delay_s < 1.0:
+            await told.wait()
+        assert told.is_set() == (feed_delay_s < 1.0)
         listening.cancel()
         await until(lambda: not engine.active)
         engine.feed_delay_s = 0.0

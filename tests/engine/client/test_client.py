@@ -31,6 +31,7 @@ from engine.errors import AtCapacity, DuplicateStream, EngineDead, StreamFinishe
 from engine.messages import Closed, Failed, Item
 from engine.server.main import run_engine
 from tests.engine import fakes
+from tests.waiting import stays
 
 SPEC = fakes.FRAMES
 ITEM_BYTES = 4 * (SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look_ahead_samples)
@@ -253,9 +254,8 @@ async def test_a_stream_takes_no_more_audio_than_the_engine_can_follow() -> None
     async with fakes.running(slow, ahead_seconds=2.0) as client:
         stream = await client.open("a", live=False)
         feeding = asyncio.create_task(stream.feed(fakes.speech(30, 1)))
-        await asyncio.sleep(0.3)
-        assert not feeding.done()
-        assert len(stream._kept) <= 3.5 * SPEC.sample_rate / SPEC.samples_per_position
+        most = 3.5 * SPEC.sample_rate / SPEC.samples_per_position
+        await stays(lambda: not feeding.done() and len(stream._kept) <= most)
         feeding.cancel()
         await stream.abort()
 
@@ -271,8 +271,8 @@ async def test_a_stream_nobody_reads_takes_no_more_audio(monkeypatch: pytest.Mon
                 await asyncio.sleep(0.005)
 
         feeding = asyncio.create_task(feed())
-        await asyncio.sleep(1.0)
-        assert not feeding.done()
+        await fakes.until(lambda: len(stream._outputs) >= 5)
+        await stays(lambda: not feeding.done(), 1.0)
         queued = len(stream._outputs)
         reader = asyncio.create_task(fakes.Transcript().collect(stream))
         await feeding
@@ -564,8 +564,7 @@ async def test_injecting_ends_with_the_link() -> None:
         items = client.render(fakes.speech(1, 1)).items
         link._numbering._window_bytes = 0
         injecting = asyncio.create_task(client.inject(items))
-        await asyncio.sleep(0.05)
-        assert not injecting.done(), "it waits for room"
+        await stays(lambda: not injecting.done(), 0.1)  # it waits for room
         link.close()
         await asyncio.wait_for(injecting, 5)
 

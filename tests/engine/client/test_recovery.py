@@ -26,6 +26,10 @@ async def brief(piece: int) -> None:
     await asyncio.sleep(0.02)
 
 
+def is_stopped(pid: int | None) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 async def undisturbed(windowed: bool, audio: list[np.ndarray]) -> list[fakes.Transcript]:
     async with fakes.running(EngineThread(partial(fakes.build, windowed=windowed, detects=True))) as client:
         return [await fakes.transcribe(client, f"s{i}", samples) for i, samples in enumerate(audio)]
@@ -100,9 +104,9 @@ async def test_streams_of_a_dead_engine_move_to_the_others() -> None:
             asyncio.create_task(fakes.transcribe(client, f"s{i}", samples, between=brief))
             for i, samples in enumerate(audio)
         ]
-        await asyncio.sleep(0.5)
-        # Where streams go is drawn: one of the engines has some.
         seats = client._running.seats.all
+        await fakes.until(lambda: sum(len(seat.streams) for seat in seats) == len(audio))
+        # Where streams go is drawn: one of the engines has some.
         lost = max(range(2), key=lambda number: len(seats[number].streams))
         fakes.kill(engines[lost].pid)
         transcripts = await asyncio.gather(*streams)
@@ -295,7 +299,7 @@ async def test_an_open_that_dies_with_the_engine_leaves_no_ghost() -> None:
         await asyncio.sleep(0)
         assert engine.pid is not None
         os.kill(engine.pid, signal.SIGSTOP)
-        await asyncio.sleep(0.05)
+        await fakes.until(lambda: is_stopped(engine.pid))
         fakes.kill(engine.pid)
         with pytest.raises(EngineDead):
             await opening

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from websockets.asyncio.server import Request, Response, ServerConnection, serve
+from websockets.protocol import State
 
 from realtime.client import lasting_session
 from realtime.client.lasting_session import LastingSession
 from realtime.client.wire_client import COMPLETED, DELTA, CannotConnect, SessionWishes
+from tests.waiting import stays, until
 
 RATE = 100
 WISHES = SessionWishes(RATE, None)
@@ -166,7 +168,7 @@ async def test_turn_committed_before_the_line_dropped_is_waited_for_after_it() -
         await wire.say("session.resumed", session={}, received_samples=10)
         await wire.hear_the_end()
         await wire.say("input_audio_buffer.cleared")
-        await asyncio.sleep(0.1)
+        await stays(lambda: wire.socket.state is State.OPEN, 0.1)  # the client waits for the rest
         await wire.say(COMPLETED, item_id="a", transcript="the last words")
         await wire.socket.wait_closed()
 
@@ -201,7 +203,7 @@ async def test_sound_that_was_kept_too_long_becomes_a_gap_of_its_length() -> Non
                 session.append(pcm(900))
 
         running = asyncio.create_task(session.run(lambda event: None, speak_on))
-        await asyncio.sleep(0.3)
+        await until(lambda: session.kept.lost == 600)
         lost.set()
         session.finish()
         await asyncio.wait_for(running, 20)

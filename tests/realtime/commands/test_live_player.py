@@ -8,6 +8,7 @@ import pytest
 
 from realtime.commands import live_player
 from realtime.commands.terminal import CommandFailed
+from tests.waiting import forever
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,7 @@ async def nothing() -> None:
 async def test_nothing_that_comes_back_is_given_up() -> None:
     began = asyncio.get_running_loop().time()
     with pytest.raises(CommandFailed, match=r"nothing came back for 0\.5 s"):
-        await live_player._both(nothing(), asyncio.sleep(60), lambda: 0.0)
+        await live_player._both(nothing(), forever(), lambda: 0.0)
     assert asyncio.get_running_loop().time() - began < 10
 
 
@@ -43,17 +44,20 @@ async def test_listener_that_fails_ends_the_feeding() -> None:
         raise CommandFailed("the server says: no")
 
     with pytest.raises(CommandFailed, match="the server says"):
-        await live_player._both(asyncio.sleep(60), fails(), lambda: 0.0)
+        await live_player._both(forever(), fails(), lambda: 0.0)
 
 
 async def test_sound_that_fails_is_reported_after_the_last_words() -> None:
     said: list[str] = []
 
+    failed = asyncio.Event()
+
     async def broken() -> None:
+        failed.set()
         raise CommandFailed("no sound from the microphone")
 
     async def listen() -> None:
-        await asyncio.sleep(0.1)
+        await failed.wait()
         said.append("last words")
 
     with pytest.raises(CommandFailed, match="no sound"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +25,7 @@ from realtime.commands.file_reader import gathered
 from realtime.commands.standard_input import StandardInput, blocks_of
 from tests.realtime.commands.conftest import sound, write_wav
 from tests.realtime.gateway_doubles import FakeEngine
+from tests.waiting import until_so
 
 Write = Callable[[bytes], None]
 
@@ -187,6 +191,13 @@ def test_live_hears_a_pipe_as_it_comes_and_waits_for_nobody(
     assert capsys.readouterr().out.split("\n")[0].endswith(" ".join(f"w{number}" for number in range(1, 21)))
 
 
+def bytes_waiting_in(pipe: object) -> int:
+    """Bytes that were written to a pipe and not read yet."""
+    count = array.array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, count)  # type: ignore[call-overload]
+    return count[0]
+
+
 def test_interrupt_ends_the_pipe_and_what_was_heard_is_written(tmp_path: Path) -> None:
     """A pipe whose writer goes on: the first Ctrl-C is its end."""
     script = """
@@ -208,7 +219,8 @@ sys.exit(cli.main(["transcribe", "-"]))
     assert process.stdin is not None
     process.stdin.write(wav(2.0, tmp_path))
     process.stdin.flush()
-    time.sleep(6)
+    # All of it has been read, by a command that knows what Ctrl-C means by then.
+    until_so(lambda: not bytes_waiting_in(process.stdin))
     process.send_signal(signal.SIGINT)
     try:
         assert process.wait(20) == 0

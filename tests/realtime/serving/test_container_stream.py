@@ -22,6 +22,7 @@ from realtime.serving.decoder_forks import MAX_DECODER_BYTES
 from realtime.serving.isolated_decoder import AT_ONCE, IsolatedDecoder, decoded_file
 from realtime.session.events import Samples
 from tests.audio.test_containers import KINDS, SECONDS, assert_is_the_tone, write
+from tests.waiting import stays
 
 MINUTES_OF_SILENCE = write("flac", "flac", 16_000, {}, np.zeros((1, 16_000 * 120), np.float32))
 FLAC = write(*KINDS["flac"])
@@ -233,7 +234,7 @@ async def test_a_stream_that_is_closed_while_it_decodes_gives_nothing_more() -> 
     (pid,) = await asyncio.to_thread(decoders)
     os.kill(pid, signal.SIGSTOP)
     decoding = asyncio.ensure_future(everything(stream, FLAC[100:]))
-    await asyncio.sleep(0.05)
+    await stays(lambda: not decoding.done(), 0.05)
     stream.close()
     async with asyncio.timeout(5):
         assert await decoding == []

@@ -37,6 +37,7 @@ from realtime.session.events import (
 )
 from realtime.session.settings import Settings, TurnDetection
 from tests.realtime.gateway_doubles import FakeEngine, FakeStream
+from tests.waiting import stays
 
 RATE = 16_000
 
@@ -290,10 +291,9 @@ async def test_closed_session_starts_nothing_again() -> None:
     engine = FakeEngine()
     live = live_session(engine)
     live.submit(Append(np.zeros(RATE, np.float32), RATE, 1000.0))
-    await asyncio.sleep(0.01)
+    await until(lambda: engine.streams and engine.streams[0].samples == RATE)
     await live.close()
     await live.close()
     live.submit(Append(np.zeros(RATE, np.float32), RATE, 1000.0))
     live.tick()
-    await asyncio.sleep(0.01)
-    assert not engine.active and engine.streams[0].samples == RATE and not live.full
+    await stays(lambda: not engine.active and engine.streams[0].samples == RATE and not live.full, 0.05)
