@@ -33,7 +33,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -238,9 +237,7 @@ class Bench:
             start = 64 + 2 * max(group.window_positions for group in runner.spec.kv_groups)
             self._spec = replace(runner.spec, prefix_positions=start)
         if options.one_by_one:
-            # A runner without `launch`: steps do not overlap.
-            plain = {name: getattr(runner, name) for name in ("spec", "vocabulary", "check_open")}
-            self._runner = SimpleNamespace(**plain, execute=lambda plan: runner.launch(plan)())  # type: ignore[assignment,union-attr]
+            runner.overlaps_steps = False
 
     def measure(self, streams: int, seconds: float) -> Point:
         scheduler = Scheduler(self._spec, self._limits, self._runner.vocabulary)

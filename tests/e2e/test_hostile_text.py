@@ -101,13 +101,14 @@ def head_of(answer: bytes) -> bytes:
 
 
 def request(method: str, target: str, extra: str = "", body: bytes = b"") -> bytes:
-    head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n{extra}\r\n"
+    fixed = f"Host: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+    head = f"{method} {target} HTTP/1.1\r\n{fixed}{extra}\r\n"
     return head.encode("utf-8", "surrogatepass") + body
 
 
 def upgrade(target: str, extra: str = "") -> bytes:
     key = base64.b64encode(os.urandom(16)).decode()
-    head = f"GET {target} HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    head = f"GET {target} HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     return f"{head}Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n{extra}\r\n".encode()
 
 

@@ -30,7 +30,7 @@ SIGNING = "mark-signing-secret-3d77b1"
 FLEET = "mark-fleet-secret-1a2b3c4d5e6f708192"
 WRONG = "mark-wrong-key-44aa"
 MARKS = (KEY, OTHER_KEY, SIGNING, FLEET, WRONG)
-UPGRADE = "GET /v1/realtime HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+UPGRADE = "GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
 BEARER = {"Authorization": f"Bearer {KEY}"}
 
 # Python loads this at its start, in workers too: faults where a caller is known already. What is logged of them are
@@ -138,7 +138,7 @@ def send_malformed(port: int, secret: str) -> None:
             f"GET /v1/realtime?resume={key} HTTP/1.1\r\nAuthorization: Bearer {key}\r\nBroken line\r\n\r\n",
             f"GET /v1/models HTTP/9.9\r\nAuthorization: Bearer {key}\r\n\r\n",
             f"{key}\r\n\r\n",
-            f"POST /v1/models HTTP/1.1\r\nHost: x\r\nContent-Length: {key}\r\n\r\n",
+            f"POST /v1/models HTTP/1.1\r\nHost: localhost\r\nContent-Length: {key}\r\n\r\n",
             f"{UPGRADE}Sec-WebSocket-Key: {key}\r\nAuthorization: Bearer {key}\r\n\r\n",
         ):
             with socket.create_connection(("127.0.0.1", port), timeout=10) as client, suppress(OSError):
