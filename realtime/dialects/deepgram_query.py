@@ -86,7 +86,7 @@ Pairs = Sequence[tuple[str, str]]
 
 def read_socket_query(query: Mapping[str, str], pairs: Pairs = ()) -> ListenQuery:
     """Raises Refusal for audio that cannot be read and for what must not be left out in silence."""
-    _check(query)
+    _check(query, pairs)
     channels = _channels(query)
     interim_results, utterance_end_ms = _is_true(query, "interim_results"), _utterance_end(query)
     settings = Settings(
@@ -112,7 +112,7 @@ def read_socket_query(query: Mapping[str, str], pairs: Pairs = ()) -> ListenQuer
 
 def read_file_query(query: Mapping[str, str], pairs: Pairs = ()) -> FileQuery:
     """The same for a file."""
-    _check(query)
+    _check(query, pairs)
     if _is_true(query, "multichannel") or query.get("channels", "1") != "1":
         raise refused("multichannel", "The channels of a file are mixed to one; leave 'multichannel' out.")
     settings = Settings(language=query.get("language") or None, keywords=_keywords(pairs))
@@ -133,10 +133,10 @@ def _whole(query: Mapping[str, str], name: str, default: int, low: int, high: in
         raise refused(name, str(error)) from None
 
 
-def _check(query: Mapping[str, str]) -> None:
-    for name, message in REFUSED.items():
-        if query.get(name, "false") != "false":
-            raise refused(name, message)
+def _check(query: Mapping[str, str], pairs: Pairs) -> None:
+    for name, value in (*query.items(), *pairs):
+        if name in REFUSED and value != "false":
+            raise refused(name, REFUSED[name])
     for name in ("model", "language"):
         if len(query.get(name, "")) > MAX_NAME:
             raise refused(name, f"'{name}' must have at most {MAX_NAME} characters.")

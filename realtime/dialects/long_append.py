@@ -162,19 +162,24 @@ class _Base64:
             raise _bad_audio()
 
     def _unescaped(self, data: bytes) -> str:
-        cut = data.find(b"\\", max(0, len(data) - _ESCAPE + 1))
-        if cut >= 0 and not _is_whole_escape(data[cut:]):
-            data, self._escape = data[:cut], data[cut:]
-        else:
-            self._escape = b""
+        cut = _cut_escape(data)
+        data, self._escape = data[:cut], data[cut:]
         try:
             return _text_decoder.decode(b'"' + data + b'"') if b"\\" in data else data.decode("ascii")
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise _bad_audio() from None
 
 
-def _is_whole_escape(data: bytes) -> bool:
-    return len(data) >= (_ESCAPE if data[1:2] == b"u" else 2)
+def _cut_escape(data: bytes) -> int:
+    """Where an escape begins whose end has yet to come, or the end of the data."""
+    place = _index(data, b"\\", max(0, len(data) - _ESCAPE + 1))
+    while place < len(data):
+        end = place + (_ESCAPE if data[place + 1 : place + 2] == b"u" else 2)
+        if end > len(data):
+            return place
+        # Others may follow one that is complete, as where a writer escapes slashes.
+        place = _index(data, b"\\", end)
+    return place
 
 
 def _index(data: bytes, mark: bytes, start: int) -> int:

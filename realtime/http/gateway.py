@@ -179,12 +179,13 @@ class Gateway:
         if extras.waited_s() > STALE_S:
             self.metrics.refused.labels("left").inc()
             raise Refusal(503, "request_too_old", "The request waited too long; try again.", retry_after_s=1)
-        entry = await self.sessions.find(token, caller, extras.has_closed)
+        # Before the session is looked for: to find it may take it from the socket that has it.
         try:
             last = whole_number("after", after, 0, MAX_SEQUENCE)
         except ValueError as error:
             text = f"{error} It is the 'seq' of the last event received."
             raise Refusal(400, "invalid_value", text, param="after") from None
+        entry = await self.sessions.find(token, caller, extras.has_closed)
         missed = entry.live.frames_after(last)
         if missed is None:
             raise Refusal(410, "resume_too_late", "Events after this one are gone; start a new session.", param="after")

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from ipaddress import ip_address
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
@@ -40,10 +41,6 @@ class BrowserRules:
         own = socket.gethostname().lower()
         self._own_names = {server.host.lower(), own, f"{own}.local"} if self._is_reachable else set()
 
-    def allowed_origins(self) -> list[str]:
-        """What pages are told about it (CORS)."""
-        return [ANY] if self._any_page() else sorted(self._origins)
-
     def check(self, headers: Headers) -> None:
         """Raises a 403 Refusal with the header's name as `param`. It repeats nothing of the request."""
         host, origins = headers.get("host"), headers.getlist("origin")
@@ -53,14 +50,19 @@ class BrowserRules:
                 "this name to server.allowed_hosts."
             )
             raise Refusal(403, "host_not_allowed", text, param="host")
-        if origins and not self._any_page() and not (len(origins) == 1 and self._is_allowed(origins[0], host or "")):
+        if origins and not self.any_page() and not (len(origins) == 1 and self._is_allowed(origins[0], host or "")):
             text = (
                 "Pages of other websites may not use this server; its operator can add this page's origin to "
                 "server.allowed_origins."
             )
             raise Refusal(403, "origin_not_allowed", text, param="origin")
 
-    def _any_page(self) -> bool:
+    @property
+    def listed(self) -> list[str]:
+        return sorted(self._origins)
+
+    def any_page(self) -> bool:
+        """Whether pages of every origin may ask."""
         return ANY in self._origins or (self._asks_for_keys() and not self._origins)
 
     def _is_allowed(self, origin: str, host: str) -> bool:
@@ -75,6 +77,20 @@ class BrowserRules:
             return True
         # No website can have an address as its name; names below `localhost` lead to this machine everywhere.
         return is_loopback(name) or name.endswith(".localhost") or (self._is_reachable and _is_address(name))
+
+
+class Cors:
+    """Tells pages whose answers they may read. Keys may come and go, and with them who may ask."""
+
+    def __init__(self, app: ASGIApp, rules: BrowserRules) -> None:
+        self._rules = rules
+        anything = {"allow_methods": [ANY], "allow_headers": [ANY]}
+        self._for_any = CORSMiddleware(app, allow_origins=[ANY], **anything)
+        self._for_listed = CORSMiddleware(app, allow_origins=rules.listed, **anything)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cors = self._for_any if self._rules.any_page() else self._for_listed
+        await cors(scope, receive, send)
 
 
 class BrowserGuard:
@@ -103,7 +119,8 @@ class BrowserGuard:
 def _name(place: str) -> str:
     """The name or address in `name:port`, `[address]:port` or a name alone."""
     if place.startswith("["):
-        return place[1:].partition("]")[0].lower()
+        address, _, rest = place[1:].partition("]")
+        return address.lower() if rest[:1] in ("", ":") else place.lower()
     name = place if place.count(":") > 1 else place.partition(":")[0]
     return name.removesuffix(".").lower()
 

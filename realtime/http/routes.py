@@ -7,7 +7,6 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
@@ -22,7 +21,7 @@ from realtime.http.context import Context
 from realtime.http.forms import FormReader
 from realtime.http.gateway import LISTEN, Gateway, refused
 from realtime.http.listen import ListenRoute
-from realtime.http.origins import BrowserGuard, BrowserRules
+from realtime.http.origins import BrowserGuard, BrowserRules, Cors
 from realtime.http.page import page_routes
 from realtime.http.prepare import PrepareRoutes
 from realtime.http.uploads import UploadRoutes
@@ -49,10 +48,9 @@ def build_app(engine: EngineApi, config: Config, around: Surroundings | None = N
     }
     rules = BrowserRules(config.server, lambda: gatekeeper.asks_for_keys)
     guard = Middleware(BrowserGuard, rules, around.metrics)
-    cors = Middleware(CORSMiddleware, allow_origins=rules.allowed_origins(), allow_methods=["*"], allow_headers=["*"])
     app = Starlette(
         routes=[*_sockets(gateway), *_answers(context), *page_routes()],
-        middleware=[Middleware(_CleanHeaders), guard, cors],
+        middleware=[Middleware(_CleanHeaders), guard, Middleware(Cors, rules)],
         exception_handlers=handlers,
         lifespan=gateway.lifespan,
     )

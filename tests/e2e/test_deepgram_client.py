@@ -50,6 +50,7 @@ def text_of(result: dict[str, Any]) -> str:
         ("channels=2&multichannel=true", "multichannel"),
         ("encoding=linear16&utterance_end_ms=soon&interim_results=true", "utterance_end_ms"),
         ("encoding=linear16&redact=pci", "redact"),
+        ("encoding=linear16&redact=pci&redact=false", "redact"),
         ("encoding=linear16&callback=https://a.example", "callback"),
         ("encoding=linear16&language=en&language=de", "language"),
         ("encoding=linear16&encoding=mulaw", "encoding"),

@@ -85,6 +85,7 @@ async def test_raw_samples_say_in_the_query_what_they_are(
         (b"this is not audio", {}, 400, "Bad Request", "WebM"),
         (b"x", {"params": {"multichannel": "true"}}, 400, "Bad Request", "multichannel"),
         (b"x", {"params": {"redact": "pci"}}, 400, "Bad Request", "redact"),
+        (b"x", {"params": httpx.QueryParams("redact=pci&redact=false")}, 400, "Bad Request", "redact"),
         (b"x", {"params": {"callback": "https://a.example"}}, 400, "Bad Request", "callback"),
         (b"x", {"params": {"utt_split": "long"}}, 400, "Bad Request", "utt_split"),
         (b"x", {"params": httpx.QueryParams("language=en&language=de")}, 400, "Bad Request", "language"),

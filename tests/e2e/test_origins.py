@@ -91,6 +91,7 @@ async def test_without_keys_only_names_of_this_machine_are_answered(serve: Serve
             "0.0.0.0",
             "x",
             "[::2]",
+            "[::1].example.org",
         ):
             host = f"{name}:{running.port}"
             for path in SOCKETS:
@@ -210,6 +211,18 @@ async def test_keys_that_come_and_go_change_who_is_asked_for_an_origin(serve: Se
             pass
         running.gateway._context.gatekeeper.use_keys(())
         assert (await upgrade(running.port, SOCKETS[0], f"127.0.0.1:{running.port}", FOREIGN))[0] == 403
+
+
+async def test_pages_may_read_answers_when_the_first_key_has_come(serve: Serve) -> None:
+    asking = {"Origin": FOREIGN, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "api-key"}
+    async with serve() as running, httpx.AsyncClient(base_url=running.http) as http:
+        assert (await http.options("/v1/models", headers=asking)).status_code == 403
+        running.gateway._context.gatekeeper.use_keys(("the-real-key",))
+        assert (await http.options("/v1/models", headers=asking)).status_code == 200
+        answer = await http.get("/v1/models", headers={"Origin": FOREIGN, "api-key": "the-real-key"})
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "*"
+        running.gateway._context.gatekeeper.use_keys(())
+        assert (await http.get("/v1/models", headers={"Origin": FOREIGN})).status_code == 403
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,17 @@ LETTERS = [
 SAMPLE = f'{{"type":"{APPEND}","audio":"AAECAAEC"}}'
 
 
+@pytest.mark.parametrize("step", range(1, 12))
+@pytest.mark.parametrize("spelling", ["\\/", "\\/\\u002f", "\\u002f\\/\\/", "/\\/"])
+def test_escapes_that_follow_each_other_may_be_cut_anywhere(spelling: str, step: int) -> None:
+    """Silence in G.711 is all slashes in base64, and some writers of JSON escape every one of them."""
+    audio = b"\xff" * 45
+    text = spelling * (60 // (spelling.count("/") + spelling.count("u002f")))
+    data = f'{{"type":"{APPEND}","audio":"{text}"}}'.encode()
+    assert read_whole(data)[0] == audio
+    assert read(data, range(step, len(data), step))[0] == audio
+
+
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(LETTERS), max_size=30).map("".join) | st.just(SAMPLE), cuts, st.integers(0, 60))
 @example('{"audio":"AA==AAAA","type":"input_audio_buffer.append"}', [], 0)

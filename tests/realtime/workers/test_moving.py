@@ -125,6 +125,15 @@ async def test_a_gateway_that_drains_leaves_its_sessions_to_the_others(audio: by
             assert (await again.until(COMPLETED))[-1]["transcript"]
 
 
+@pytest.mark.parametrize("after", ["-1", "x", "1e3", "9" * 30, ""])
+async def test_a_request_to_resume_that_is_refused_takes_no_session(audio: bytes, after: str) -> None:
+    async with places() as (first, second), greeted_client(first.url) as client:
+        token = await begin(client, audio[:64_000])
+        assert await status_of(f"{second.url}?resume={token}&after={after}") == 400
+        await client.send("input_audio_buffer.commit")
+        assert (await client.until(COMPLETED))[-1]["transcript"]
+
+
 async def test_an_old_owner_that_goes_on_after_a_takeover_changes_nothing(
     audio: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
