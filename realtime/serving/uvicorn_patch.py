@@ -455,8 +455,6 @@ class PatientHttp(H11Protocol):
         self._no_longer_http = True
         self._held_flow.hold(False)
         self._watch()
-        # A head that took more than one turn to parse: the socket reads for itself from here on.
-        self._held_flow.hold(False)
         super().handle_websocket_upgrade(event)
 
     def send_400_response(self, msg: str) -> None:
