@@ -51,11 +51,11 @@ class IsolatedDecoder:
     @classmethod
     async def begin(cls, file: BinaryIO | None = None) -> IsolatedDecoder:
         """For a file, or for a stream whose pieces come with `ask`. Raises TooManyDecoders."""
-        starting = asyncio.ensure_future(asyncio.to_thread(_begin, file))
+        beginning = _Beginning()
         try:
-            return cls(*await asyncio.shield(starting))
-        except asyncio.CancelledError:
-            starting.add_done_callback(lambda started: cls(*started.result()).end() if not started.exception() else 0)
+            return cls(*await asyncio.to_thread(beginning.run, file))
+        except BaseException:
+            beginning.give_up()
             raise
 
     async def ask(self, piece: bytes | None = b"") -> tuple[Samples, bool]:
@@ -123,6 +123,29 @@ class IsolatedDecoder:
                 raise _gone()
             at += got
         return received
+
+
+class _Beginning:
+    """A decoder that begins on a thread. Nobody may wait for it any more when it has begun, and then it ends."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._given_up = False
+        self._begun: tuple[socket.socket, int] | None = None
+
+    def run(self, file: BinaryIO | None) -> tuple[socket.socket, int]:
+        begun = _begin(file)
+        with self._lock:
+            self._begun = begun
+            if self._given_up:
+                IsolatedDecoder(*begun).end()
+        return begun
+
+    def give_up(self) -> None:
+        with self._lock:
+            self._given_up = True
+            if self._begun is not None:
+                IsolatedDecoder(*self._begun).end()
 
 
 async def decoded_file(file: BinaryIO) -> AsyncGenerator[Samples]:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +90,7 @@ def is_zombie(pid: int) -> bool:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -243,17 +244,19 @@ async def test_a_stream_that_is_closed_while_it_decodes_gives_nothing_more() -> 
 
 async def test_a_decoder_whose_beginning_is_not_waited_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     begin, begun = isolated_decoder._begin, []
+    entered, go_on = threading.Event(), threading.Event()
 
     def seen(file: BinaryIO | None) -> Any:
-        started = begin(file)
-        begun.append(started)
-        return started
+        entered.set()
+        go_on.wait()
+        begun.append(begin(file))
+        return begun[-1]
 
     monkeypatch.setattr(isolated_decoder, "_begin", seen)
-    for _ in range(5):
-        beginning = asyncio.ensure_future(IsolatedDecoder.begin())
-        await asyncio.sleep(0)
-        beginning.cancel()
-        await asyncio.gather(beginning, return_exceptions=True)
-    await asyncio.to_thread(until, lambda: len(begun) == 5)
-    await asyncio.to_thread(until, lambda: not decoders() and all(line.fileno() < 0 for line, _ in begun))
+    beginning = asyncio.ensure_future(IsolatedDecoder.begin())
+    await asyncio.to_thread(entered.wait)
+    beginning.cancel()
+    await asyncio.gather(beginning, return_exceptions=True)
+    go_on.set()
+    await asyncio.to_thread(until, lambda: len(begun) == 1 and begun[0][0].fileno() < 0)
+    await asyncio.to_thread(until, lambda: not decoders())
