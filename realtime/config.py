@@ -30,6 +30,8 @@ MIN_SECRET = 16
 ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]+)?")
 # Names, and addresses.
 HOST = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
+# Engines of a machine, or of another one; `inproc` is for engines in the same process.
+ENGINE = re.compile(r"ipc://.+|inproc://.+|tcp://[^\s:/]+:([0-9]{1,5})|tcp://\[[0-9A-Fa-f:.]+\]:([0-9]{1,5})")
 # More would only wait for one another.
 MOST_WORKERS = 64
 # Longer than any delay after which a model says what it has heard.
@@ -301,6 +303,7 @@ def check(config: Config) -> None:
             raise ConfigError(f"{name}: there is no file {file!r}")
     if config.limits.max_load > 1:
         raise ConfigError(f"limits.max_load is a share and cannot be more than 1, but is {config.limits.max_load:g}")
+    _check_not_zero(config)
     if config.session.turn_s < MIN_TURN_S:
         raise ConfigError(f"session.turn_s must be at least {MIN_TURN_S:g}, not {config.session.turn_s:g}")
     _check_proxies(server)
@@ -308,8 +311,7 @@ def check(config: Config) -> None:
     _check_log_level(server.log_level)
     _check_model(config)
     _check_workers(config)
-    if any(len(key) < 8 for key in auth.keys):
-        raise ConfigError("auth.keys: a key must have at least 8 characters")
+    _check_keys(auth)
     if auth.keys and auth.no_auth:
         raise ConfigError("auth.no_auth contradicts auth.keys: remove one of them")
     if not auth.keys and not auth.no_auth and not is_loopback(server.host):
@@ -320,6 +322,22 @@ def check(config: Config) -> None:
         raise ConfigError("auth.secret and fleet.secret_file both say what tokens are signed with: set one of them")
     for section in fields(config):
         _check_not_negative(section.name, getattr(config, section.name))
+
+
+def _check_keys(auth: AuthConfig) -> None:
+    if any(len(key) < 8 for key in auth.keys):
+        raise ConfigError("auth.keys: a key must have at least 8 characters")
+    for key in map(Secret.reveal, auth.keys):
+        if not key.isascii() or not key.isprintable() or key != key.strip():
+            text = "a key must be printable ASCII without spaces around it, or no client can send it in a header"
+            raise ConfigError(f"auth.keys: {text}")
+
+
+def _check_not_zero(config: Config) -> None:
+    if config.limits.uploads == 0:
+        raise ConfigError("limits.uploads must be at least 1: with 0 every file would wait for a place in vain")
+    if config.server.handshake_s == 0:
+        raise ConfigError("server.handshake_s must be more than 0: with 0 every request would be cut off at once")
 
 
 def _check_proxies(server: ServerConfig) -> None:
@@ -391,6 +409,12 @@ def _check_model(config: Config) -> None:
         raise ConfigError("fleet.table and model.engines both say which engines there are: set one of them")
     if model.spare and config.engines_elsewhere:
         raise ConfigError("model.spare is for an engine of our own: engines elsewhere have theirs where they run")
+    for address in model.engines:
+        match = ENGINE.fullmatch(address)
+        port = match and (match[1] or match[2])
+        if match is None or (port and not 0 < int(port) <= 65535):
+            text = "is not an engine address; use ipc:///path/to/socket or tcp://host:port"
+            raise ConfigError(f"model.engines: {address!r} {text}")
     if 0 < model.cut_silence_s < MIN_CUT_SILENCE_S:
         raise ConfigError(
             f"model.cut_silence_s must be 0 or at least {MIN_CUT_SILENCE_S:g}: until then words may be on their way"
@@ -464,10 +488,13 @@ def _check_not_negative(section: str, values: Any) -> None:
 
 def _read_file(path: str | Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        # Some editors begin a file with a byte order mark.
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {str(path)!r}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise ConfigError(f"the configuration file {str(path)!r} is nested too deeply") from error
+    except ValueError as error:  # Not TOML, not UTF-8, or a number with thousands of digits.
         raise ConfigError(f"the configuration file {str(path)!r} is not valid TOML: {error}") from error
 
 
@@ -556,6 +583,8 @@ def _to_number(value: Any, wanted: type, key: str) -> Any:
         if isinstance(value, bool) or (wanted is int and isinstance(value, float)):
             raise ValueError
         number = wanted(value)
+    except OverflowError:
+        raise ConfigError(f"{key} is too large a number") from None
     except (TypeError, ValueError):
         kind = "a whole number" if wanted is int else "a number"
         raise ConfigError(f"{key} must be {kind}, not {value!r}") from None

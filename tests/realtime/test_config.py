@@ -50,11 +50,34 @@ from realtime.config import (
         ({"server.log_level": "loud"}, "server.log_level must be one of debug, info, warning, error, not 'loud'"),
         ({"model.spare": True, "model.engines": "tcp://gpu1:5555"}, "model.spare is for an engine of our own"),
         ({"server.tls_cert": "x.pem", "server.tls_key": "y.pem"}, "there is no file 'x.pem'"),
+        ({"server.drain_s": 10**400}, "server.drain_s is too large a number"),
+        ({"server.handshake_s": 0}, "server.handshake_s must be more than 0"),
+        ({"limits.uploads": 0}, "limits.uploads must be at least 1"),
+        ({"auth.keys": ["long-enough\n"]}, "auth.keys: a key must be printable ASCII"),
+        ({"auth.keys": [" long-enough"]}, "auth.keys: a key must be printable ASCII"),
+        ({"auth.keys": ["schlüssel"]}, "auth.keys: a key must be printable ASCII"),
+        ({"model.engines": "gpu1"}, "model.engines: 'gpu1' is not an engine address"),
+        ({"model.engines": "http://gpu1:5555"}, "is not an engine address"),
+        ({"model.engines": "tcp://gpu1"}, "is not an engine address"),
+        ({"model.engines": "tcp://gpu 1:5555"}, "is not an engine address"),
+        ({"model.engines": "tcp://gpu1:5555,tcp://gpu2:99999"}, "'tcp://gpu2:99999' is not an engine address"),
+        ({"model.engines": ["ipc://"]}, "is not an engine address"),
     ],
 )
 def test_wrong_flag_names_the_key_and_the_fix(flags: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match="(?s).*" + said.replace("(", r"\(")):
         load_config(environment={}, flags=flags)
+
+
+@pytest.mark.parametrize("address", ["ipc:///run/engine", "tcp://gpu1:5555", "tcp://10.0.0.7:1", "tcp://[::1]:65535"])
+def test_addresses_of_engines_are_taken(address: str) -> None:
+    assert load_config(environment={}, flags={"model.engines": [address]}).model.engines == (address,)
+
+
+def test_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "tickertape.toml"
+    file.write_text("[server]\nport = 9000", encoding="utf-8-sig")
+    assert load_config(file, environment={}).server.port == 9000
 
 
 def test_wrong_environment_variable_names_the_closest_one() -> None:
@@ -69,6 +92,8 @@ def test_wrong_environment_variable_names_the_closest_one() -> None:
         ("[sever]\nport = 1", "unknown key 'sever'; did you mean 'server'"),
         ("server = 1", "server must be a section"),
         ("[server", "is not valid TOML"),
+        ("[server]\nport = " + "9" * 5000, "is not valid TOML"),
+        ("a = " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
         ("[limits]\nmax_sessions = true", "limits.max_sessions must be a whole number"),
         ("[limits]\nmax_load = 1.5", "limits.max_load is a share and cannot be more than 1, but is 1.5"),
     ],
