@@ -46,6 +46,10 @@ WHY_REFUSED = "its fleet secret is another one, or one of the two sides has none
 REFUSAL_SAID_SECONDS = 10.0
 
 
+class CannotListen(ValueError):
+    """An engine's address is taken, or not this machine's. The text says what to do about it."""
+
+
 def package_version() -> str:
     try:
         return version("tickertape")
@@ -59,11 +63,16 @@ def check_address(address: str) -> str:
     usable = {
         "ipc": bool(parts.netloc or parts.path),
         "inproc": bool(parts.netloc),
-        "tcp": ":" in parts.netloc and parts.netloc.rsplit(":", 1)[1].isdigit(),
+        "tcp": ":" in parts.netloc and _is_port(parts.netloc.rsplit(":", 1)[1]),
     }
     if not usable.get(parts.scheme, False):
         raise ValueError(f"{address!r} is not an engine address; use ipc:///path/to/socket or tcp://host:port")
     return address
+
+
+def _is_port(text: str) -> bool:
+    """ZeroMQ takes the remainder of a number that is too large, and listens there."""
+    return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65535
 
 
 class Arrival(Enum):
@@ -243,7 +252,7 @@ class EngineSocket:
             self._socket.bind(check_address(address))
         except zmq.ZMQError as error:
             self.close()
-            raise ValueError(f"cannot listen on {address!r}: {error}; choose another address") from None
+            raise CannotListen(f"cannot listen on {address!r}: {error}; choose another address") from None
         if keys is None and leaves_the_machine(address):
             logger.warning(
                 "%s is neither encrypted nor authenticated: whoever reaches it can use the engine and read what is "

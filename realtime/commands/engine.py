@@ -9,7 +9,7 @@ from engine.config import EngineConfig
 from engine.logs import set_up_logging
 from realtime.commands.pull import fetch, model_name
 from realtime.commands.serve import add_config_options, check_fleet_secret, config_of
-from realtime.commands.terminal import UsageError, note
+from realtime.commands.terminal import CommandFailed, UsageError, note
 
 EPILOG = """\
 Examples:
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     import threading
     from functools import partial
 
-    from engine.boundary.sockets import check_address
+    from engine.boundary.sockets import CannotListen, check_address
     from engine.server.build import build_loop
     from engine.server.host import Drain
     from engine.server.main import run_engine
@@ -77,5 +77,8 @@ def run(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGHUP, lambda *_: note("an engine takes other settings after a restart only"))
     config = EngineConfig.from_settings(name, settings)
     drain = Drain(asked_to_drain.is_set, options.drain_s)
-    run_engine(options.listen, partial(build_loop, config), asked_to_stop.is_set, drain=drain, fleet_secret=secret)
+    try:
+        run_engine(options.listen, partial(build_loop, config), asked_to_stop.is_set, drain=drain, fleet_secret=secret)
+    except CannotListen as error:
+        raise CommandFailed(str(error)) from error
     return 0

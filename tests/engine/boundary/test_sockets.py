@@ -14,11 +14,22 @@ from hypothesis import strategies as st
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import WireError
-from engine.boundary.sockets import Arrival, EngineSocket, GatewaySocket, Numbering, check_address
+from engine.boundary.sockets import Arrival, CannotListen, EngineSocket, GatewaySocket, Numbering, check_address
 
 
 @pytest.mark.parametrize(
-    "address", ["", "engine", "http://host:1", "tcp://host", "tcp://host:port", "ipc://", "inproc://"]
+    "address",
+    [
+        "",
+        "engine",
+        "http://host:1",
+        "tcp://host",
+        "tcp://host:port",
+        "tcp://host:99999",
+        "tcp://host:５",
+        "ipc://",
+        "inproc://",
+    ],
 )
 def test_an_unusable_address_says_what_an_address_looks_like(address: str) -> None:
     with pytest.raises(ValueError, match="tcp://host:port"):
@@ -28,6 +39,12 @@ def test_an_unusable_address_says_what_an_address_looks_like(address: str) -> No
 @pytest.mark.parametrize("address", ["ipc:///run/engine", "ipc://relative", "tcp://127.0.0.1:5000", "inproc://a"])
 def test_a_usable_address_is_taken_as_it_is(address: str) -> None:
     assert check_address(address) == address
+
+
+@pytest.mark.parametrize("address", ["ipc:///nowhere/engine", "tcp://192.0.2.1:5555"])
+def test_an_address_that_is_not_ours_is_said(address: str) -> None:
+    with pytest.raises(CannotListen, match=f"cannot listen on '{address}': .*; choose another address"):
+        EngineSocket(zmq.Context.instance(), address)
 
 
 @pytest.mark.parametrize("frames", [[], [b""], [b"\xc1"], [b"\x93\x01"], [b"hello"], [b"\x81\xa4type\xa5other"]])
