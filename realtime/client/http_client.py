@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, BinaryIO
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
-from realtime.client.wire_client import CannotConnect, authorization, without_secrets
+from realtime.client.wire_client import CannotConnect, authorization, split_address, without_secrets
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 TIMEOUT_S = 10.0
@@ -62,7 +62,7 @@ class HttpServer:
     """A server given as people write it: `host:port`, its page, its `/v1`, or its socket. All raise CannotConnect."""
 
     def __init__(self, url: str, key: str | None = None, trust: ssl.SSLContext | None = None) -> None:
-        split = urlsplit(url if "://" in url else f"http://{url}")
+        split = split_address(url)
         try:
             self._port = split.port
         except ValueError:
@@ -111,6 +111,9 @@ class HttpServer:
         except TimeoutError as error:
             raise CannotConnect(f"{self.url} did not answer within {TIMEOUT_S:g} s") from error
         except ssl.SSLError as error:
+            if error.reason == "WRONG_VERSION_NUMBER":
+                text = f"{self.url} does not speak TLS; write http:// if the server has no certificate"
+                raise CannotConnect(text) from error
             raise CannotConnect(f"{self.url} cannot be trusted: {error}") from error
         except OSError as error:
             text = f"no server answers at {self.url} ({error.strerror or error}); start one with `tickertape serve`"

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlencode, urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlencode, urlsplit, urlunsplit
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidHandshake, InvalidStatus, InvalidURI
@@ -92,7 +92,7 @@ class OpenTurns:
 
 def realtime_url(text: str, model: str | None = None) -> str:
     """The socket of a server given as people write it: `host:port`, its page, its `/v1`, or the socket itself."""
-    split = urlsplit(text if "://" in text else f"http://{text}")
+    split = split_address(text)
     scheme = PLAIN_SCHEMES.get(split.scheme)
     if scheme is None or not split.netloc:
         raise CannotConnect(f"{without_secrets(text)!r} is not the address of a server; write http://HOST:PORT")
@@ -101,6 +101,20 @@ def realtime_url(text: str, model: str | None = None) -> str:
         path = f"{path or '/v1'}/realtime"
     query = {"intent": "transcription"} | ({"model": model} if model else {})
     return urlunsplit((scheme, split.netloc, path, split.query or urlencode(query), ""))
+
+
+def split_address(text: str) -> SplitResult:
+    """The parts of an address; `http` if it names no scheme. Raises CannotConnect for what no request can carry."""
+    url = text if "://" in text else f"http://{text}"
+    try:
+        split = urlsplit(url)
+        (split.hostname or "").encode("idna")
+        usable = split.path.isascii() and url.isprintable() and " " not in url
+    except ValueError:
+        usable = False
+    if not usable:
+        raise CannotConnect(f"{without_secrets(text)!r} is not the address of a server; write http://HOST:PORT")
+    return split
 
 
 def without_secrets(url: str) -> str:

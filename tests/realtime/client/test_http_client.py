@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from realtime.client.http_client import Answer, FileUnreadable, Form, HttpServer, _head
-from realtime.client.wire_client import CannotConnect
+from realtime.client.wire_client import CannotConnect, realtime_url
 from tests.realtime.plain_server import answering, reply
 
 
@@ -16,6 +16,23 @@ from tests.realtime.plain_server import answering, reply
 def test_what_is_no_address_is_named(url: str) -> None:
     with pytest.raises(CannotConnect, match="write http://HOST:PORT"):
         HttpServer(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://exa mple", "http://[::1", "http://host/a b", "http://host/ü", "http://a..b", "http://" + "x" * 64]
+)
+def test_what_no_request_can_carry_is_no_address(url: str) -> None:
+    for use in (HttpServer, realtime_url):
+        with pytest.raises(CannotConnect, match="is not the address of a server; write http://HOST:PORT"):
+            use(url)
+
+
+def test_server_without_a_certificate_says_to_write_http() -> None:
+    with (
+        answering(lambda connection: reply(connection, "400 Bad Request", b"{}")) as url,
+        pytest.raises(CannotConnect, match="does not speak TLS; write http://"),
+    ):
+        HttpServer(url.replace("http://", "https://")).get("/health")
 
 
 def test_nobody_there_says_what_to_start() -> None:
