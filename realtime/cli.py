@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -77,7 +78,15 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _open_what_is_closed() -> None:
+    """Who closes standard output or error (`>&-`) does not want it. Python has None there, which takes no text."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    _open_what_is_closed()
     parser = build_parser()
     options = parser.parse_args(arguments)
     if options.version:

@@ -19,6 +19,12 @@ ROOT = Path(__file__).parents[3]
 COMMANDS = [command.name for command in completion.commands_of(cli.build_parser())]
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_output_is_no_error(closed: str) -> None:
+    command = f'"{sys.executable}" -m realtime.cli check-config {closed}'
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT, check=False).returncode == 0
+
+
 def test_no_command_shows_the_help_and_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert "tickertape serve" in capsys.readouterr().err
