@@ -77,7 +77,7 @@ def available_models() -> dict[str, str]:
 def resolve(model: str) -> Path:
     """The folder or file of a model given by name or by a path to a local checkpoint."""
     path = Path(model)
-    if model not in REGISTRY and path.exists():
+    if model and model not in REGISTRY and path.exists():
         return path
     return pull(model)
 

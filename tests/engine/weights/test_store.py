@@ -69,6 +69,11 @@ def test_unknown_name_lists_what_exists() -> None:
         weights.pull("whisper-huge")
 
 
+def test_no_name_is_no_path() -> None:
+    with pytest.raises(weights.UnknownModel, match="no model named ''"):
+        weights.resolve("")
+
+
 def test_no_network_and_empty_cache_says_what_to_do(
     register: Callable[..., None], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
