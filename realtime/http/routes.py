@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -50,7 +52,7 @@ def build_app(engine: EngineApi, config: Config, around: Surroundings | None = N
     guard = Middleware(BrowserGuard, rules, around.metrics)
     app = Starlette(
         routes=[*_sockets(gateway), *_answers(context), *page_routes()],
-        middleware=[Middleware(_CleanHeaders), guard, Middleware(Cors, rules)],
+        middleware=[Middleware(_CleanHeaders), Middleware(RefusedBodies), guard, Middleware(Cors, rules)],
         exception_handlers=handlers,
         lifespan=gateway.lifespan,
     )
@@ -118,6 +120,49 @@ class _CleanHeaders:
             await send(message)
 
         await self._app(scope, receive, send_cleaned)
+
+
+class RefusedBodies:
+    """Reads the rest of a request's body, and drops it, before an answer that refuses the request is sent.
+
+    A connection that is closed with unread bytes is reset, and a client that is still sending would see the reset
+    instead of the answer. What is read is bounded in bytes and time; a client that sends more sees the reset.
+    """
+
+    MOST_BYTES = 64 * 2**20
+    MOST_S = 2.0
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # A client that waits for "100 Continue" sends nothing before it has an answer.
+        arrived = any(name == b"expect" for name, _ in scope["headers"])
+
+        async def receive_counted() -> Message:
+            nonlocal arrived
+            message = await receive()
+            arrived = not message.get("more_body", False)
+            return message
+
+        async def send_after_body(message: Message) -> None:
+            if message.get("status", 0) >= 400 and not arrived:
+                await self._drop_body(receive_counted)
+            await send(message)
+
+        await self._app(scope, receive_counted, send_after_body)
+
+    async def _drop_body(self, receive: Receive) -> None:
+        dropped, more = 0, True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.MOST_S):
+                while more and dropped < self.MOST_BYTES:
+                    message = await receive()
+                    dropped += len(message.get("body", b""))
+                    more = message.get("more_body", False)
 
 
 class _AsgiEndpoint:

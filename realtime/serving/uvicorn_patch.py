@@ -319,6 +319,8 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
     async def send(self, message: Any) -> None:
         # The transport knows of a lost peer before the protocol is told, and a bad frame closes the socket by itself.
         if self.transport.is_closing() or self.close_sent:
+            # A client that left before the handshake was complete is no error; uvicorn would log one.
+            self.handshake_complete = True
             raise ClientDisconnected
         if "headers" in message:
             message = {**message, "headers": clean_headers(message["headers"])}

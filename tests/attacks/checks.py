@@ -80,7 +80,7 @@ def harmless(server: RealServer, beside: Beside, name: str, gateway_mib: float, 
     assert growth.decoders <= DECODERS_MIB * MIB, f"decoders had {growth.decoders / MIB:.1f} MiB at once"
     assert growth.engine <= engine_mib * MIB, f"the engine grew by {growth.engine / MIB:.1f} MiB"
     nothing_is_left(server, rest)
-    assert server.complaints()[complaints:] == []
+    assert not (said := server.complaints()[complaints:]), said
     lines = server.log_lines()[logged:]
     assert len(lines) <= MOST_LOG_LINES, f"{len(lines)} lines were logged: {lines[-1]}"
     assert [line for line in lines if not WELL_FORMED.fullmatch(line)] == []

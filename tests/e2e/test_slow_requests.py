@@ -117,3 +117,28 @@ async def test_an_answer_that_nobody_reads_is_given_up(serve: Serve, monkeypatch
                 break
         assert not running.server.server_state.connections
         writer.transport.abort()
+
+
+REFUSED = {
+    "an unknown address": ("POST /v1/nothing", 404),
+    "a wrong method": ("PUT /v1/models", 405),
+    "what is switched off": ("POST /v1/audio/render", 403),
+    "no form": ("POST /v1/audio/transcriptions", 400),
+    "a body that is too large": ("POST /v1/realtime/client_secrets", 413),
+}
+
+
+@pytest.mark.parametrize("request_line, status", REFUSED.values(), ids=REFUSED)
+async def test_a_request_that_is_refused_before_its_body_has_come_is_answered(
+    serve: Serve, request_line: str, status: int
+) -> None:
+    """A client that is still sending reads why it is refused; its connection is not reset under it."""
+    body = bytes(3 * 2**20)
+    head = f"{request_line} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with serve() as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(head.encode() + body)
+        await writer.drain()
+        answer = await reader.read()
+        writer.close()
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and b'"error"' in answer
