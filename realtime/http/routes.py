@@ -123,10 +123,11 @@ class _CleanHeaders:
 
 
 class RefusedBodies:
-    """Reads the rest of a request's body, and drops it, before an answer that refuses the request is sent.
+    """Reads the rest of a request's body, and drops it, behind an answer that refuses the request.
 
     A connection that is closed with unread bytes is reset, and a client that is still sending would see the reset
-    instead of the answer. What is read is bounded in bytes and time; a client that sends more sees the reset.
+    instead of the answer. Connections that are kept open are read on by uvicorn; this is for requests that say
+    `Connection: close`. What is read is bounded in bytes and time.
     """
 
     MOST_BYTES = 64 * 2**20
@@ -136,11 +137,10 @@ class RefusedBodies:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or (b"connection", b"close") not in scope["headers"]:
             await self._app(scope, receive, send)
             return
-        # A client that waits for "100 Continue" sends nothing before it has an answer.
-        arrived = any(name == b"expect" for name, _ in scope["headers"])
+        arrived = refused = False
 
         async def receive_counted() -> Message:
             nonlocal arrived
@@ -148,12 +148,17 @@ class RefusedBodies:
             arrived = not message.get("more_body", False)
             return message
 
-        async def send_after_body(message: Message) -> None:
-            if message.get("status", 0) >= 400 and not arrived:
+        async def send_and_read(message: Message) -> None:
+            nonlocal refused
+            refused = refused or message.get("status", 0) >= 400
+            is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if refused and is_last and not arrived:
+                await send({**message, "more_body": True})
                 await self._drop_body(receive_counted)
+                message = {"type": "http.response.body"}
             await send(message)
 
-        await self._app(scope, receive_counted, send_after_body)
+        await self._app(scope, receive_counted, send_and_read)
 
     async def _drop_body(self, receive: Receive) -> None:
         dropped, more = 0, True
