@@ -84,9 +84,8 @@ class Cors:
 
     def __init__(self, app: ASGIApp, rules: BrowserRules) -> None:
         self._rules = rules
-        anything = {"allow_methods": [ANY], "allow_headers": [ANY]}
-        self._for_any = CORSMiddleware(app, allow_origins=[ANY], **anything)
-        self._for_listed = CORSMiddleware(app, allow_origins=rules.listed, **anything)
+        self._for_any = CORSMiddleware(app, allow_origins=[ANY], allow_methods=[ANY], allow_headers=[ANY])
+        self._for_listed = CORSMiddleware(app, allow_origins=rules.listed, allow_methods=[ANY], allow_headers=[ANY])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         cors = self._for_any if self._rules.any_page() else self._for_listed
