@@ -123,8 +123,8 @@ def test_a_fleet_is_up_and_runs_beside_ray(fleet: Operator) -> None:
     assert status["capacity"]["streams_possible"] == 10
     for pid in pids(status).values():
         assert "RAY_" not in Path(f"/proc/{pid}/environ").read_text()
-        # A lower number is a higher priority; Ray gives its own workers a low one.
-        assert os.getpriority(os.PRIO_PROCESS, pid) <= os.getpriority(os.PRIO_PROCESS, 0)
+        # A lower number is a higher priority; Ray gives its own workers a low one. These tests may have a high one.
+        assert os.getpriority(os.PRIO_PROCESS, pid) <= max(0, os.getpriority(os.PRIO_PROCESS, 0))
 
 
 def test_a_look_is_one_call_to_each_keeper(fleet: Operator) -> None:
