@@ -99,6 +99,11 @@ class Balancer:
         self._server = await asyncio.start_server(self._take, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
+    async def stop(self) -> None:
+        if self.port:
+            self._server.close()
+            self.port = 0
+
     async def _take(self, *near: Any) -> None:
         for port in random.sample(self.ports, len(self.ports)):
             with contextlib.suppress(OSError):
@@ -288,6 +293,8 @@ class Fleet:
         for process in self.nodes.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.to_thread(process.wait)
+        await self.balancer.stop()
         for folder in (self.state / "cluster", *(self.state / "nodes").glob("*")):
             for record in Records(folder).running():
                 kill_family(record)
