@@ -325,6 +325,7 @@ class Sessions:
 
     def _let_go(self, entry: Entry, hangup: Hangup, is_fenced: bool = False) -> None:
         self._remove(entry)
+        entry.is_let_go = True
         entry.live.session.abandon()
         leaving = asyncio.create_task(self._leave(entry, hangup, is_fenced), name=f"leave {entry.live.id}")
         self._leaving.add(leaving)

@@ -119,6 +119,26 @@ def test_gateways_that_stood_still_take_no_session_back(story: Story, seed: int,
     assert not left
 
 
+@pytest.mark.parametrize("seconds", [2.5, 10.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gateway_that_stood_still_tells_nothing_of_a_session_that_has_gone_on(seconds: float, seed: int) -> None:
+    """Words of the engine and messages of the client wait for it, and the connection that the client left is open."""
+    with running(Random(seed)) as fleet:
+        client = Client(fleet, AUDIO)
+        fleet.until(lambda: bool(client.text), 30)
+        left, gateway = client.socket, client.socket.gateway
+        gateway.stop(seconds)
+        fleet.run(0.5)
+        left.to_client.clear()
+        client.leave(1, closes=False)
+        fleet.until(lambda: gateway.is_awake, 30)
+        fleet.until(lambda: any(message["type"] == "websocket.close" for message in left.to_client), 30)
+        fleet.until(lambda: client.is_done, 60)
+        assert [(message["type"], message.get("code")) for message in left.to_client] == [("websocket.close", 4409)]
+    assert not client.wrongs
+    assert client.text == CALM
+
+
 @settings(max_examples=8, deadline=None, phases=PHASES)
 @given(st.lists(STOPS_OF_ENGINES, min_size=1, max_size=2), SEEDS)
 def test_engines_that_stood_still_change_no_word(story: Story, seed: int) -> None:
