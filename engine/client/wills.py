@@ -160,7 +160,8 @@ class WillDesk:
             if len(answers) < len(links) or unsure or not links:
                 raise EngineDead("not all engines have answered; try again in a few seconds")
             return None
-        at = max(found, key=lambda seat: found[seat].number)
+        # An engine from which it has moved knows the number, and not the session.
+        at = max(found, key=lambda seat: (found[seat].number, found[seat].whole))
         newest = found[at]
         if not newest.whole:
             raise EngineDead("the gateway that has the session is just coming back; try again in a few seconds")

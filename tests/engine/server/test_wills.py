@@ -390,3 +390,30 @@ def test_flushes_and_tokens_are_counted_as_the_entries_account_for_them(host: Ho
     assert (value.flushes, value.answered) == (1, 0)
     assert value.token == host.loop.scheduler.spec.prefix_positions + tokens
     assert value.segment == value.sample, "a flush ends a segment"
+
+
+def test_a_session_that_has_moved_to_another_engine_is_not_gone(host: Host) -> None:
+    """A gateway that looks for it may have asked the other engine before it came there."""
+    entrust(host, b"a", 0)
+    host.send(b"a", command(messages.Disown("", "s", 2)))
+    host.send(b"b", command(messages.Ask("", "s", 5)))
+    assert held(host, b"b") == [messages.Held("s", 5, 2, whole=False)]
+    # Also if the gateway that moved it is lost then.
+    host.send(b"a", codec.encode(codec.Bye()))
+    host.send(b"b", command(messages.Ask("", "s", 6)))
+    assert held(host, b"b")[-1] == messages.Held("s", 6, 2, whole=False)
+    listen(host, CLAIM_SECONDS + 1.0)
+    host.send(b"b", command(messages.Ask("", "s", 7)))
+    assert held(host, b"b")[-1] == messages.Held("s", 7)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_session_that_is_over_is_gone_at_once(host: Host, number: int) -> None:
+    """Also one that came back to an engine from which it had moved."""
+    if number == 2:
+        entrust(host, b"a", 0)
+        host.send(b"a", command(messages.Disown("", "s", 2)))
+    entrust(host, b"a", 0, number=number + 1)
+    host.send(b"a", command(messages.Disown("", "s", number + 1)))
+    host.send(b"b", command(messages.Ask("", "s", 5)))
+    assert held(host, b"b") == [messages.Held("s", 5)]

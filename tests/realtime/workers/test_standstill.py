@@ -112,6 +112,8 @@ PATIENCE = st.sampled_from((1.5, 3.0, 5.0))
 # The first gateway stands still, its client leaves it for another one, and it goes on.
 @example([Stop(2.0, "gateway", 0, 10.0)], 1, 5.0)
 @example([Stop(2.0, "gateway", 0, 3.0), Leave(0.3, 0), Leave(1.0, 1)], 1, 5.0)
+# The session moves to another engine while a gateway asks one after the other for it.
+@example([Leave(0.1, 2), Stop(0.3, "engine", 0, 1.2), Leave(0.3, 2)], 3060, 5.0)
 def test_gateways_that_stood_still_take_no_session_back(story: Story, seed: int, patience_s: float) -> None:
     client, left = tell(story, seed, patience_s)
     assert not client.wrongs
