@@ -192,6 +192,25 @@ async def test_of_two_engines_that_have_a_session_the_one_with_the_higher_number
             assert await stranger.adopt("key") is None
 
 
+@pytest.mark.parametrize("moved_to", [0, 1])
+async def test_an_engine_from_which_a_session_has_moved_does_not_keep_it_from_its_heir(moved_to: int) -> None:
+    one, two = EngineThread(fakes.build, warm=False), EngineThread(fakes.build, warm=False)
+    addresses = [RemoteEngine(engine.address) for engine in (one, two)]
+    async with fakes.running(one, two) as owner, fakes.running(*addresses) as heir, asyncio.timeout(30):
+        await fakes.until(lambda: len(heir.capacity().engines) == 2)
+        links = [seat.link for seat in owner._running.seats.all]
+        to, former = links[moved_to], links[1 - moved_to]
+        assert to is not None and former is not None
+        former.send(messages.Entrust("", "key", 1, 0, [], base=b"value 1", keep_s=60))
+        await former.taken()
+        to.send(messages.Entrust("", "key", 2, 0, [], base=b"value 2", keep_s=60, last=True))
+        await to.taken()
+        former.send(messages.Disown("", "key", 2))
+        await former.taken()
+        inheritance = await heir.adopt("key")
+        assert inheritance is not None and inheritance.base == b"value 2"
+
+
 async def test_an_engine_that_was_lost_a_moment_ago_may_still_have_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EngineThread(fakes.build, warm=False)
     absent = RemoteEngine("ipc:///nowhere/at/all", start_timeout_s=0.1)
