@@ -15,6 +15,9 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from engine.boundary.commands import WireAdopt, WireAsk, WireClaim, WireSessionCommand
+from engine.server.peer import Peer
+from engine.server.wills import Wills
 from tests.realtime.workers.engines import talk
 from tests.realtime.workers.simulated_fleet import Client, SimulatedFleet
 
@@ -137,6 +140,46 @@ def test_a_gateway_that_stood_still_tells_nothing_of_a_session_that_has_gone_on(
         fleet.until(lambda: any(message["type"] == "websocket.close" for message in left.to_client), 30)
         fleet.until(lambda: client.is_done, 60)
         assert [(message["type"], message.get("code")) for message in left.to_client] == [("websocket.close", 4409)]
+    assert not client.wrongs
+    assert client.text == CALM
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gateway_that_stood_still_looks_for_no_session_before_it_knows_which_are_its_own(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request to resume waits in its socket."""
+    take, asked = Wills.take, list[type]()
+
+    def note(wills: Wills, peer: Peer, command: WireSessionCommand) -> None:
+        asked.extend({type(command)} & {WireAsk, WireClaim, WireAdopt})
+        take(wills, peer, command)
+
+    with running(Random(seed)) as fleet:
+        client = Client(fleet, AUDIO, patience_s=60.0)
+        fleet.until(lambda: bool(client.text), 30)
+        monkeypatch.setattr(Wills, "take", note)
+        fleet.gateways[1].stop(2.5)
+        client.leave(1)
+        fleet.until(lambda: client.is_done, 60)
+        assert asked[:2] == [WireClaim, WireClaim] and WireAdopt in asked
+    assert not client.wrongs
+    assert client.text == CALM
+
+
+def test_a_gateway_that_stood_still_gives_no_session_up_before_it_knows_that_it_is_its_own() -> None:
+    """That another one wants it may have been said over a connection that is lost, and so the last word would be."""
+    with running(Random(0)) as fleet:
+        client = Client(fleet, AUDIO)
+        fleet.until(lambda: bool(client.text), 30)
+        client.is_held, sessions = True, fleet.gateways[0].sessions
+        (owned,) = sessions._owned()
+        fleet.clock.now += 2.0
+        fleet.gateways[0].loop.call_soon(sessions._wanted, owned.key, owned.number)
+        fleet.gateways[0].loop.turn()
+        assert len(sessions) == 1
+        client.is_held = False
+        fleet.until(lambda: client.is_done, 60)
     assert not client.wrongs
     assert client.text == CALM
 
