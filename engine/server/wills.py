@@ -37,6 +37,10 @@ CLAIM_SECONDS = 10.0
 # Entries since the last base, and bytes of them, beyond which a will is not believed: owners begin anew long before.
 MOST_ENTRIES = 8192
 MOST_ENTRY_BYTES = 8 * 1024 * 1024
+# Sessions that had several owners and are over: for how long, and how many of them, an engine knows the last number. A
+# former owner that was stopped meanwhile would go on with its own copy.
+OVER_SECONDS = 600.0
+MOST_OVER = 10_000
 # Sessions that are given away in one go: each may carry a long log, and live outputs wait behind them.
 GIVEN_AT_ONCE = 16
 REVIEW_SECONDS = 0.25
@@ -100,6 +104,8 @@ class Wills:
         # Those that somebody wants.
         self._wanted: set[str] = set()
         self._elsewhere: dict[str, _Elsewhere] = {}
+        # Sessions that are over: the last number, and since when. The oldest comes first.
+        self._over: dict[str, tuple[int, float]] = {}
         # How long the engine has listened. While it stands still nobody can answer it, and nobody is late.
         self._listened_s = 0.0
         self._ticked_at = self._reviewed_at = clock()
@@ -195,6 +201,11 @@ class Wills:
         if will is None or will.number > command.number:
             return
         self._forget(will)
+        if will.number >= messages.NEXT_OWNER:
+            self._over.pop(command.key, None)
+            self._over[command.key] = (command.number, self._clock())
+            if len(self._over) > MOST_OVER:
+                del self._over[next(iter(self._over))]
         if will.number < command.number:
             # It has moved. Whoever asks all engines for it at this moment may have asked the other one too early.
             self._elsewhere[command.key] = _Elsewhere(command.number, None, self._clock())
@@ -207,12 +218,14 @@ class Wills:
         """A gateway says which sessions it has: those of another are told, and what it left here and goes on with is
         forgotten. What it does not name waits on: it may have given it up, and the word of that be lost."""
         for key, number, is_elsewhere in claim.claims:
-            will = self._wills.get(key)
+            will, (last, _) = self._wills.get(key), self._over.get(key, (0, 0.0))
             was_left = will is not None and will.owner is None and will.left_by == peer.gateway
             if will is not None and will.owner is peer:
                 continue
             if will is not None and will.number > number and not was_left:
                 peer.outputs.append(messages.Fenced(key, will.number))
+            elif will is None and last > number:
+                peer.outputs.append(messages.Fenced(key, last))
             elif will is None or will.owner is None:
                 if will is not None:
                     self._forget(will)
@@ -223,6 +236,8 @@ class Wills:
     def _entrust(self, peer: Peer, given: WireEntrust) -> None:
         will = self._wills.get(given.key)
         least = 0 if will is None else will.least if will.owner is peer else will.number + 1
+        if will is None and given.key in self._over:
+            least = self._over[given.key][0]
         if given.number < least:
             peer.outputs.append(messages.Fenced(given.key, least))
             return

@@ -10,7 +10,8 @@ from engine import messages
 from engine.boundary import codec
 from engine.boundary.sockets import SILENCE_SECONDS
 from engine.messages import NEXT_OWNER
-from engine.server.wills import CLAIM_SECONDS, MOST_ENTRIES, RELEASE_SECONDS, STOOD_STILL_SECONDS
+from engine.server import wills
+from engine.server.wills import CLAIM_SECONDS, MOST_ENTRIES, OVER_SECONDS, RELEASE_SECONDS, STOOD_STILL_SECONDS
 from tests.engine.server.test_host import Host, calm, command, say_all
 
 __all__ = ["calm"]
@@ -417,3 +418,33 @@ def test_a_session_that_is_over_is_gone_at_once(host: Host, number: int) -> None
     host.send(b"a", command(messages.Disown("", "s", number + 1)))
     host.send(b"b", command(messages.Ask("", "s", 5)))
     assert held(host, b"b") == [messages.Held("s", 5)]
+
+
+def test_a_former_owner_does_not_go_on_with_a_session_that_is_over(host: Host) -> None:
+    entrust(host, b"a", 0, last=True)
+    adopt(host, b"b")
+    host.send(b"b", command(messages.Disown("", "s", SECOND)))
+    claim(host, b"a", ("s", 1, False))
+    assert fenced(host, b"a") == [messages.Fenced("s", SECOND)]
+    entrust(host, b"a", 0)
+    assert fenced(host, b"a")[1:] == [messages.Fenced("s", SECOND)] and not len(host.host._wills)
+    # Whoever has a higher number has not heard of this one, and goes on.
+    entrust(host, b"a", 0, number=THIRD)
+    assert len(host.host._wills) == 1
+    host.send(b"a", command(messages.Disown("", "s", THIRD)))
+    host.now += OVER_SECONDS
+    listen(host, 1.0)
+    assert not host.host._wills._over
+
+
+def test_what_is_known_of_sessions_that_are_over_is_bounded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wills, "MOST_OVER", 3)
+    for number in range(5):
+        key = f"s{number}"
+        host.send(b"a", command(messages.Entrust("", key, SECOND, 0, [], base=b"base", keep_s=KEEP_S)))
+        host.send(b"a", command(messages.Disown("", key, SECOND)))
+    assert list(host.host._wills._over) == ["s2", "s3", "s4"]
+    # One owner has nobody to fence.
+    host.send(b"a", command(messages.Entrust("", "alone", 1, 0, [], base=b"base", keep_s=KEEP_S)))
+    host.send(b"a", command(messages.Disown("", "alone", 1)))
+    assert "alone" not in host.host._wills._over

@@ -144,6 +144,46 @@ def test_a_gateway_that_stood_still_tells_nothing_of_a_session_that_has_gone_on(
     assert client.text == CALM
 
 
+def test_nothing_is_told_of_a_session_that_was_let_go() -> None:
+    with running(Random(0)) as fleet:
+        client = Client(fleet, AUDIO)
+        fleet.until(lambda: bool(client.text), 30)
+        gateway = client.socket.gateway
+        (entry,) = gateway.sessions._entries.values()
+        # As if the words were under way when it was let go.
+        entry.is_let_go, told = True, len(client.events)
+        fleet.run(3.0)
+        assert len(client.events) == told
+        entry.is_let_go = False
+        gateway.stop(2.5)
+        fleet.run(0.5)
+        client.leave(1)
+        fleet.until(lambda: len(gateway.sessions) == 0, 30)
+        assert entry.is_let_go
+
+
+@pytest.mark.parametrize("seconds", [3.0, 20.0])
+def test_a_gateway_that_stood_still_has_nothing_left_of_a_session_that_is_over(seconds: float) -> None:
+    """Its client has gone elsewhere and has been told everything. Nobody has the session now, and nobody wants it."""
+    with running(Random(0)) as fleet:
+        client = Client(fleet, AUDIO, patience_s=1.0)
+        fleet.until(lambda: bool(client.text), 30)
+        former = client.socket.gateway
+        former.stop(1000.0)
+        client.leave(1)
+        fleet.until(lambda: client.is_done, 60)
+        client.socket.to_server.append({"type": "websocket.disconnect", "code": 1000})
+        client.socket.is_closed = True
+        fleet.until(lambda: not any(len(gateway.sessions) for gateway in fleet.gateways[1:]), 30)
+        fleet.run(seconds)
+        former.stop(0.0)
+        fleet.run(3.0)
+        assert [len(gateway.sessions) for gateway in fleet.gateways] == [0, 0, 0]
+        assert not any(len(engine.host._wills) + len(engine.host._roster.streams) for engine in fleet.engines)
+    assert not client.wrongs
+    assert client.text == CALM
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_gateway_that_stood_still_looks_for_no_session_before_it_knows_which_are_its_own(
     seed: int, monkeypatch: pytest.MonkeyPatch
