@@ -166,6 +166,8 @@ class Wills:
             elif will.heirs and will.owner is not None and self._listened_s - will.asked_at > RELEASE_SECONDS:
                 self._take_away(will, will.owner)
         self._elsewhere = {key: found for key, found in self._elsewhere.items() if now - found.since <= CLAIM_SECONDS}
+        while self._over and now - next(iter(self._over.values()))[1] > OVER_SECONDS:
+            del self._over[next(iter(self._over))]
 
     def _take_away(self, will: Will, owner: Peer) -> None:
         """The owner has had its time. If its last word is here already, that counts."""
