@@ -144,6 +144,34 @@ def test_a_gateway_that_stood_still_tells_nothing_of_a_session_that_has_gone_on(
     assert client.text == CALM
 
 
+def test_a_request_that_waited_long_in_the_socket_of_a_stopped_gateway_takes_nothing() -> None:
+    """Its client may have given it up, and a proxy not have said so. It is told to ask again, and gets it then."""
+    with running(Random(0)) as fleet:
+        client = Client(fleet, AUDIO, patience_s=60.0)
+        fleet.until(lambda: bool(client.text), 30)
+        fleet.gateways[1].stop(5.0)
+        client.leave(1)
+        fleet.until(lambda: fleet.gateways[1].is_awake, 30)
+        fleet.until(lambda: client._status == 503, 5)
+        fleet.until(lambda: client.is_done, 60)
+    assert not client.wrongs
+    assert client.text == CALM
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_request_whose_client_has_left_takes_nothing(at: int) -> None:
+    """Neither from this gateway nor from another: the client is on another connection by now."""
+    with running(Random(0)) as fleet:
+        client = Client(fleet, AUDIO)
+        fleet.until(lambda: bool(client.text), 30)
+        # Closed before the gateway has read the request.
+        fleet.gateways[at].open(f"resume={client._token}&after={max(client.events)}").is_closed = True
+        fleet.until(lambda: client.is_done, 60)
+        assert [len(gateway.sessions) for gateway in fleet.gateways] == [1, 0, 0]
+    assert not client.wrongs
+    assert client.text == CALM
+
+
 def test_nothing_is_told_of_a_session_that_was_let_go() -> None:
     with running(Random(0)) as fleet:
         client = Client(fleet, AUDIO)
