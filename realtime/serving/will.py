@@ -75,6 +75,8 @@ class Will:
         self._moving: set[asyncio.Task[None]] = set()
         # The link that asks for the next word when it makes its next batch.
         self._due: EngineLink | None = None
+        # Whether an engine that was lost may still have a copy.
+        self._left_copy = False
 
     def note(self, event: Event, now: float, effects: Sequence[Effect]) -> None:
         """The session has handled this."""
@@ -161,6 +163,8 @@ class Will:
         """The session is over."""
         self._due = None
         self._entries = []
+        if self._left_copy or (self._link is not None and self._link.lost is not None):
+            self._engine.wills.note_over(self._key, self.number)
         if self._link is not None:
             self._link.send(messages.Disown("", self._key, self.number))
             self._link = None
@@ -184,6 +188,7 @@ class Will:
 
     def _lose_engine(self) -> None:
         """What was entrusted is lost. The next engine gets a base."""
+        self._left_copy = self._left_copy or self._link is not None
         self._entries, self._link, self._stale = [], None, True
 
     def _send(self, last: bool = False) -> None:
@@ -198,6 +203,7 @@ class Will:
             return
         former, self._link = self._link, keeper.link
         moves = keeper.link is not former
+        self._left_copy = self._left_copy or (former is not None and former.lost is not None)
         if moves and self._was_placed:
             # Of two engines that have the session, the one with the higher number has it right.
             self.number += 1

@@ -219,3 +219,18 @@ async def test_an_engine_that_was_lost_a_moment_ago_may_still_have_the_session(m
             await client.adopt("key")
         monkeypatch.setattr(wills, "UNSURE_SECONDS", 0.0)
         assert await client.adopt("key") is None
+
+
+async def test_what_a_gateway_knows_of_sessions_that_are_over_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wills, "MOST_OVER", 3)
+    async with fakes.running(EngineThread(fakes.build, warm=False)) as client:
+        desk = client.wills
+        for number in range(5):
+            desk.note_over(f"s{number}", 1)
+        assert list(desk._over) == ["s2", "s3", "s4"]
+        (seat,) = client._running.seats.all
+        desk.claim(seat)
+        assert len(desk._over) == 3
+        monkeypatch.setattr(wills, "OVER_SECONDS", -1.0)
+        desk.claim(seat)
+        assert not desk._over

@@ -213,6 +213,25 @@ def test_a_gateway_that_stood_still_has_nothing_left_of_a_session_that_is_over(s
 
 
 @pytest.mark.parametrize("seed", range(4))
+def test_an_engine_that_stood_still_has_nothing_left_of_a_session_that_is_over(seed: int) -> None:
+    """Its gateway has gone on at the other engine, and has forgotten the session when this one is back."""
+    with running(Random(seed)) as fleet:
+        client = Client(fleet, AUDIO, patience_s=60.0)
+        fleet.until(lambda: bool(client.text), 30)
+        (home,) = [engine for engine in fleet.engines if engine.host._roster.streams]
+        home.stop(1000.0)
+        fleet.until(lambda: client.is_done, 60)
+        client.socket.to_server.append({"type": "websocket.disconnect", "code": 1000})
+        client.socket.is_closed = True
+        fleet.until(lambda: not len(fleet.gateways[0].sessions), 30)
+        home.stop(0.0)
+        fleet.run(15.0)
+        assert not any(len(engine.host._wills) + len(engine.host._roster.streams) for engine in fleet.engines)
+    assert not client.wrongs
+    assert client.text == CALM
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_a_gateway_that_stood_still_looks_for_no_session_before_it_knows_which_are_its_own(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
