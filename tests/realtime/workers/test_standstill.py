@@ -282,6 +282,18 @@ def test_engines_that_stood_still_change_no_word(story: Story, seed: int) -> Non
 
 @settings(max_examples=20, deadline=None, phases=PHASES)
 @given(st.lists(GATEWAYS | LEAVES | ANY_STOPS_OF_ENGINES, max_size=8), SEEDS, PATIENCE)
+# The session moves to another engine and is renewed there, while the one before gives it to another gateway.
+@example(
+    [
+        Stop(0.1, "gateway", 0, 3.0),
+        Stop(0.1, "engine", 0, 2.0),
+        Leave(0.0, 0),
+        Stop(0.3, "engine", 1, 0.5),
+        Leave(1.0, 1),
+    ],
+    62552,
+    3.0,
+)
 def test_whatever_stood_still_a_session_has_one_owner(story: Story, seed: int, patience_s: float) -> None:
     """Both holders of a session may be away at once, and then it is lost and its client hears of that. An engine that
     is lost soon after a gateway has adopted its stream costs words: the stream cannot be rebuilt before enough of it
