@@ -293,7 +293,9 @@ class Fleet:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             with contextlib.suppress(OSError):
-                if self.is_whole(status := self.status()) and is_mended(status):
+                status = self.status()
+                # Asked each time: it may have something to do first.
+                if is_mended(status) and self.is_whole(status):
                     return status
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the fleet did not become whole: {self.status()}")
