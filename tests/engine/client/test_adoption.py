@@ -192,6 +192,19 @@ async def test_of_two_engines_that_have_a_session_the_one_with_the_higher_number
             assert await stranger.adopt("key") is None
 
 
+@pytest.mark.parametrize(("elsewhere", "ours"), [(1 + 2 * messages.NEXT_OWNER, False), (1, True)])
+async def test_an_owner_goes_on_with_a_session_if_no_engine_has_a_higher_number(elsewhere: int, ours: bool) -> None:
+    one, two = EngineThread(fakes.build, warm=False), EngineThread(fakes.build, warm=False)
+    async with fakes.running(one, two) as owner, asyncio.timeout(30):
+        await fakes.until(lambda: len(owner.capacity().engines) == 2)
+        links = [seat.link for seat in owner._running.seats.all]
+        for link, number in zip(links, (2, elsewhere), strict=True):
+            assert link is not None
+            link.send(messages.Entrust("", "key", number, 0, [], base=b"value", keep_s=60))
+            await link.taken()
+        assert await owner.renew(wills.Owned("key", 2, links[0])) == (2 + messages.NEXT_OWNER if ours else 0)
+
+
 @pytest.mark.parametrize("moved_to", [0, 1])
 async def test_an_engine_from_which_a_session_has_moved_does_not_keep_it_from_its_heir(moved_to: int) -> None:
     one, two = EngineThread(fakes.build, warm=False), EngineThread(fakes.build, warm=False)

@@ -448,3 +448,35 @@ def test_what_is_known_of_sessions_that_are_over_is_bounded(host: Host, monkeypa
     host.send(b"a", command(messages.Entrust("", "alone", 1, 0, [], base=b"base", keep_s=KEEP_S)))
     host.send(b"a", command(messages.Disown("", "alone", 1)))
     assert "alone" not in host.host._wills._over
+
+
+def renew(host: Host, name: bytes, number: int, key: str = "s") -> int:
+    host.send(name, command(messages.Renew("", key, 9, number)))
+    return [output for output in host.said(name) if isinstance(output, messages.Renewed)][-1].number
+
+
+def test_whoever_asked_before_the_owner_went_on_gets_nothing(host: Host) -> None:
+    """The client has come back to its owner."""
+    entrust(host, b"a", 0)
+    adopt(host, b"b")
+    assert renew(host, b"a", 1) == SECOND
+    assert inherited(host, b"b") == [messages.Inherited("s")]
+    listen(host, 2 * RELEASE_SECONDS)
+    adopt(host, b"b", number=1)
+    assert inherited(host, b"b")[1:] == [messages.Inherited("s")]
+    # The owner may speak on under the number that it had: it may not have heard of the new one yet.
+    entrust(host, b"a", 0, base=None, entries=[b"x"])
+    assert not fenced(host, b"a")
+    adopt(host, b"b")
+    listen(host, 2 * RELEASE_SECONDS)
+    assert inherited(host, b"b")[-1].number == THIRD
+
+
+def test_only_the_owner_of_a_session_goes_on_with_it(host: Host) -> None:
+    entrust(host, b"a", 0, last=True)
+    adopt(host, b"b")
+    assert renew(host, b"a", 1) == 0
+    # A number from before it was this one's.
+    assert renew(host, b"b", 1) == 0
+    assert renew(host, b"b", SECOND) == THIRD
+    assert renew(host, b"a", 7, key="unknown") == 7
