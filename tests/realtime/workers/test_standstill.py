@@ -172,6 +172,22 @@ def test_a_request_whose_client_has_left_takes_nothing(at: int) -> None:
     assert client.text == CALM
 
 
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_client_that_comes_back_to_its_gateway_keeps_its_session(rounds: int, seed: int) -> None:
+    """It has asked at another one before, and that is at work on it."""
+    with running(Random(seed)) as fleet:
+        client = Client(fleet, AUDIO)
+        fleet.until(lambda: bool(client.text), 30)
+        fleet.gateways[1].open(f"resume={client._token}&after={max(client.events)}")
+        for _ in range(rounds):
+            fleet.round()
+        client.leave(0)
+        fleet.until(lambda: client.is_done, 60)
+    assert not client.wrongs
+    assert client.text == CALM
+
+
 def test_nothing_is_told_of_a_session_that_was_let_go() -> None:
     with running(Random(0)) as fleet:
         client = Client(fleet, AUDIO)
