@@ -6,8 +6,10 @@ speak one session after the other, the same recording at the pace of speech, and
 kind of `LOSSES` a part is lost as often as asked, each time when all is whole again; `calm` loses nothing and is what
 the others are compared with. `went_on` is the time of the last of all who speak: from the loss until audio spoken after
 it has been acknowledged. `head-long` is a head that is away for `--head-away` seconds; `scale` is a load that asks for
-three engines and then for one. With --null the engines have no model (`benchmarks.engines`): for numbers, not for
-words. Needs the extra tickertape[fleet].
+three engines and then for one. `stop-PART-SECONDS` stops an engine, a gateway, the keepers of a node, the manager or
+Ray's own process of a node (SIGSTOP) and lets it go on. Connections stay open and nothing answers: clients leave a
+gateway after `LEAVE_S`, some ask it again, and what they sent waits there until it goes on. With --null the engines
+have no model (`benchmarks.engines`): for numbers, not for words. Needs the extra tickertape[fleet].
 
     python -m benchmarks.fleet serve ...
 
@@ -30,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,6 +41,7 @@ from benchmarks.clients import ResumingClient, resume_at_once, summary
 from benchmarks.measuring import ROOT, percentiles, row, until
 from benchmarks.recordings import sample_speech
 from benchmarks.sounds import SAMPLE_RATE, pcm16
+from realtime.client import wire_client
 from realtime.client.wire_client import CannotConnect
 
 # Engines on some nodes, gateways on the others: a machine with both would take both holders of a session with it.
@@ -49,6 +53,10 @@ FRESH_S = 5.0
 # Longer than the 4 s after which a link counts as dead.
 CUT_S = 6.0
 HEAD_SHORT_S = 5.0
+# How long parts are stopped: links between processes outlast the first, and what Ray is told of a node the second.
+STOP_S = (3, 10, 40)
+# Clients leave a gateway that does not answer for so long.
+LEAVE_S = 2.0
 # Until an engine has forgotten a gateway that it does not hear, and then some.
 SETTLE_S = 60.0
 # Short times, so that a benchmark sees what takes minutes in earnest; and a load that three engines carry and one does
@@ -94,17 +102,35 @@ class Balancer:
     def __init__(self) -> None:
         self.ports: list[int] = []
         self.port = 0
+        # Both ends of each connection to a gateway.
+        self._joined: dict[int, set[asyncio.StreamWriter]] = {}
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._take, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
+    async def stop(self) -> None:
+        if self.port:
+            self._server.close()
+            self.port = 0
+
     async def _take(self, *near: Any) -> None:
         for port in random.sample(self.ports, len(self.ports)):
             with contextlib.suppress(OSError):
                 far = await asyncio.open_connection("127.0.0.1", port)
-                return await pump_both(near, far)
+                ends = {near[1], far[1]}
+                joined = self._joined.setdefault(port, set())
+                joined |= ends
+                try:
+                    return await pump_both(near, far)
+                finally:
+                    joined -= ends
         near[1].close()
+
+    def leave(self, port: int) -> None:
+        """All clients of a gateway leave it."""
+        for end in self._joined.get(port, set()):
+            end.close()
 
 
 class Links:
@@ -267,7 +293,9 @@ class Fleet:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             with contextlib.suppress(OSError):
-                if self.is_whole(status := self.status()) and is_mended(status):
+                status = self.status()
+                # Asked each time: it may have something to do first.
+                if is_mended(status) and self.is_whole(status):
                     return status
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the fleet did not become whole: {self.status()}")
@@ -288,6 +316,8 @@ class Fleet:
         for process in self.nodes.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.to_thread(process.wait)
+        await self.balancer.stop()
         for folder in (self.state / "cluster", *(self.state / "nodes").glob("*")):
             for record in Records(folder).running():
                 kill_family(record)
@@ -355,11 +385,20 @@ async def lose_keeper(fleet: Fleet, status: Status) -> Mended:
 
 def keepers_of(node: int) -> list[int]:
     """Ray's workers of a node that are keepers."""
+    return found_below(node, lambda command: command.startswith("ray::KeeperActor"))
+
+
+def raylet_of(node: int) -> list[int]:
+    """Ray's own process of a node."""
+    return found_below(node, lambda command: Path(command.partition("\0")[0]).name == "raylet")
+
+
+def found_below(node: int, wanted: Callable[[str], bool]) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
             session = int((path / "stat").read_text().rpartition(")")[2].split()[3])
-            if session == node and (path / "cmdline").read_text().startswith("ray::KeeperActor"):
+            if session == node and wanted((path / "cmdline").read_text()):
                 found.append(int(path.name))
     return found
 
@@ -398,6 +437,40 @@ async def lose_network(fleet: Fleet, status: Status) -> Mended:
     return lambda now: True
 
 
+async def stop(part: str, seconds: float, fleet: Fleet, status: Status) -> Mended:
+    """Stopped for so long. A node that was given up meanwhile ends when it goes on, and is started again as a service
+    is."""
+    unit = one(status, part if part in ("engine", "gateway") else "")
+    node = unit["node"]
+    pids = {
+        "manager": lambda: [status["pid"]],
+        "keeper": lambda: keepers_of(fleet.nodes[node].pid),
+        "raylet": lambda: raylet_of(fleet.nodes[node].pid),
+    }.get(part, lambda: processes_of(unit))()
+    if not pids:
+        raise RuntimeError(f"there is no {part} to stop")
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        if part == "gateway":
+            await asyncio.sleep(LEAVE_S)
+            fleet.balancer.leave(unit["port"])
+        await asyncio.sleep(seconds - (LEAVE_S if part == "gateway" else 0.0))
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+    went_on_at = time.time()
+
+    def is_mended(now: Status) -> bool:
+        if fleet.nodes[node].poll() is not None:
+            fleet.join(node)
+        # Written by a manager that has looked since, twice: Ray takes a moment to say that a node is gone.
+        return time.time() > went_on_at + 2 * FRESH_S
+
+    return is_mended
+
+
 async def upgrade(fleet: Fleet, status: Status) -> Mended:
     await fleet.run("upgrade", "--wait", str(PATIENCE_S))
     return lambda now: bool(now["generation"] > status["generation"])
@@ -413,9 +486,17 @@ LOSSES: dict[str, Callable[[Fleet, Status], Awaitable[Mended]]] = {
     "head-long": lambda fleet, status: lose_head(fleet, status, fleet.head_away_s),
     "network": lose_network,
     "upgrade": upgrade,
+    **{
+        f"stop-{part}-{seconds}": partial(stop, part, seconds)
+        for part in ("engine", "gateway", "keeper", "manager", "raylet")
+        for seconds in STOP_S
+    },
 }
 KINDS = [*LOSSES, "scale"]
-DEFAULT_KINDS = "calm:3,engine:10,gateway:10,keeper:10,node:10,head:10,network:10,head-long:1,upgrade:2,scale:1"
+STOPS = ",".join(f"{kind}:2" for kind in LOSSES if kind.startswith("stop-"))
+DEFAULT_KINDS = (
+    f"calm:3,engine:10,gateway:10,keeper:10,node:10,head:10,network:10,head-long:1,{STOPS},upgrade:2,scale:1"
+)
 
 
 # Clients
@@ -609,6 +690,7 @@ class Matrix:
 
 async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     resume_at_once()
+    wire_client.OPEN_TIMEOUT_S = LEAVE_S
     # Parts of the fleet run elsewhere, and some of them are from this folder.
     os.environ |= HEALTH | {"PYTHONPATH": str(ROOT)}
     results: list[dict[str, Any]] = []

@@ -347,7 +347,7 @@ def lose_in_fleet(options: argparse.Namespace) -> list[Figures]:
     """`survival fleet`."""
     if options.small:
         options.null, options.sessions, options.seconds = True, 2, 8.0
-        options.kinds = [("calm", 1), ("engine", 1), ("gateway", 1)]
+        options.kinds = [("calm", 1), ("engine", 1), ("gateway", 1), ("stop-gateway-3", 1)]
     return asyncio.run(fleet.measure(options))
 
 

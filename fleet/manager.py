@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 Report = Mapping[str, Any]
 # A node that could not start a unit is tried again after so long.
 AVOID_S = 60.0
+# A keeper that has not answered for so long is named in the status; one that is just hired takes a few seconds.
+SILENT_S = 5.0
 MOST_NOTES = 50
 
 
@@ -108,6 +110,8 @@ class Manager:
         self._nodes: dict[str, Node] = {}
         self._units: dict[str, Unit] = {}
         self._reports: Mapping[str, Report] = {}
+        # When each keeper last answered, or was hired.
+        self._heard_at: dict[str, float] = {}
         self._seen: dict[str, dict[str, Any]] = {}
         self._troubles: dict[str, str] = {}
         # The process as which an engine was last seen to serve.
@@ -216,6 +220,7 @@ class Manager:
         # Those of the look before: a call carries both ways what there is.
         figures = {"name": self._memory.plan.name, **fleet_capacity(self._capacities())}
         self._reports = self._crew.reports(self._memory.table, figures)
+        self._heard_at |= dict.fromkeys(self._reports.keys() & self._units.keys(), self._clock())
         self._seen = engines_seen(self._capacities().values())
         self._refused = self._newly_refused()
         now = self._wall_clock()
@@ -314,12 +319,14 @@ class Manager:
             del self._units[action.name]
             self._served_as.pop(action.name, None)
             self._refused_before.pop(action.name, None)
+            self._heard_at.pop(action.name, None)
             self._memory.drained -= {action.name}
             self._crew.dismiss(action.name)
 
     def _hire(self, unit: Unit) -> None:
         self._memory.next_number = max(self._memory.next_number, unit.number + 1)
         self._units[unit.name] = unit
+        self._heard_at[unit.name] = self._clock()
         self._crew.hire(unit, self._memory.plan)
 
     def _remember(self) -> None:
@@ -351,8 +358,15 @@ class Manager:
             "table_number": capacity.get("table_number"),
             "pid": report.get("pid"),
             "restarts": report.get("restarts", 0),
-            "error": report.get("error") or self._troubles.get(unit.name, ""),
+            "error": report.get("error") or self._troubles.get(unit.name, "") or self._silence(unit),
         }
+
+    def _silence(self, unit: Unit) -> str:
+        silent_s = self._clock() - self._heard_at[unit.name]
+        if silent_s < SILENT_S:
+            return ""
+        text = f"its keeper has not answered for {silent_s:.0f} s: {unit.node} stands still, is cut off or is gone"
+        return f"{text}; its sessions go on elsewhere"
 
     def _note(self, text: str) -> None:
         logger.info("%s", text)

@@ -31,6 +31,11 @@ LOOK_SECONDS = 0.05
 # How long a session that nobody waits for any more is left for the next who asks.
 LEFT_SECONDS = 60.0
 
+# Sessions that are over and of which an engine that was lost may still have a copy: for how long, and how many of them,
+# a gateway knows them.
+OVER_SECONDS = 600.0
+MOST_OVER = 10_000
+
 Answer = messages.Held | messages.Renewed | messages.Claimed
 
 
@@ -77,6 +82,8 @@ class WillDesk:
         # Those who wait for an answer with a tag, and for one to `Adopt`.
         self._awaited: dict[int, asyncio.Future[Answer]] = {}
         self._adopting: dict[tuple[Seat, str], asyncio.Future[Inheritance | None]] = {}
+        # Sessions that are over: the last number, and since when. The oldest comes first.
+        self._over: dict[str, tuple[int, float]] = {}
 
     def heard(self, seat: Seat, output: messages.SessionOutput) -> None:
         match output:
@@ -97,9 +104,21 @@ class WillDesk:
     # Whose sessions ours are.
 
     def claim(self, seat: Seat) -> None:
-        """Say which sessions we have: the engine says which of them are another's by now."""
+        """Say which sessions we have: the engine says which of them are another's by now. One that was lost and is back
+        may have copies of sessions that have ended since."""
         assert seat.link is not None
         self._send_claim(seat.link, 0)
+        now = asyncio.get_running_loop().time()
+        self._over = {key: known for key, known in self._over.items() if now - known[1] <= OVER_SECONDS}
+        for key, (number, _) in self._over.items():
+            seat.link.send(messages.Disown("", key, number))
+
+    def note_over(self, key: str, number: int) -> None:
+        """A session of ours is over, and an engine that was lost may still have a copy of it."""
+        self._over.pop(key, None)
+        self._over[key] = (number, asyncio.get_running_loop().time())
+        if len(self._over) > MOST_OVER:
+            del self._over[next(iter(self._over))]
 
     async def confirm(self, seats: Seats) -> None:
         """Until every engine has said which of our sessions are another's by now; those that were just lost are waited
@@ -160,7 +179,8 @@ class WillDesk:
             if len(answers) < len(links) or unsure or not links:
                 raise EngineDead("not all engines have answered; try again in a few seconds")
             return None
-        at = max(found, key=lambda seat: found[seat].number)
+        # An engine from which it has moved knows the number, and not the session.
+        at = max(found, key=lambda seat: (found[seat].number, found[seat].whole))
         newest = found[at]
         if not newest.whole:
             raise EngineDead("the gateway that has the session is just coming back; try again in a few seconds")

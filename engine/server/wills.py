@@ -32,11 +32,15 @@ logger = logging.getLogger(__name__)
 RELEASE_SECONDS = 1.0
 # Gateways lose an engine that stands still for longer, and go on at another one.
 STOOD_STILL_SECONDS = 2.5
-# How long a session counts as held after its gateway has come back without leaving its value anew.
+# How long a session counts as held after its gateway has come back without leaving its value anew, or has moved it.
 CLAIM_SECONDS = 10.0
 # Entries since the last base, and bytes of them, beyond which a will is not believed: owners begin anew long before.
 MOST_ENTRIES = 8192
 MOST_ENTRY_BYTES = 8 * 1024 * 1024
+# Sessions that had several owners and are over: for how long, and how many of them, an engine knows the last number. A
+# former owner that was stopped meanwhile would go on with its own copy.
+OVER_SECONDS = 600.0
+MOST_OVER = 10_000
 # Sessions that are given away in one go: each may carry a long log, and live outputs wait behind them.
 GIVEN_AT_ONCE = 16
 REVIEW_SECONDS = 0.25
@@ -70,11 +74,12 @@ class Will:
 
 
 @dataclass(frozen=True, slots=True)
-class _Returned:
-    """A session whose gateway has come back and says that it goes on with it."""
+class _Elsewhere:
+    """A session that is not here and goes on all the same: its gateway has come back and says so, or has moved it to
+    another engine. Without an owner it is the latter."""
 
     number: int
-    owner: Peer
+    owner: Peer | None
     since: float
 
 
@@ -98,7 +103,9 @@ class Wills:
         self._wills: dict[str, Will] = {}
         # Those that somebody wants.
         self._wanted: set[str] = set()
-        self._returned: dict[str, _Returned] = {}
+        self._elsewhere: dict[str, _Elsewhere] = {}
+        # Sessions that are over: the last number, and since when. The oldest comes first.
+        self._over: dict[str, tuple[int, float]] = {}
         # How long the engine has listened. While it stands still nobody can answer it, and nobody is late.
         self._listened_s = 0.0
         self._ticked_at = self._reviewed_at = clock()
@@ -121,16 +128,11 @@ class Wills:
             case WireClaim():
                 self._claim(peer, command)
             case WireDisown():
-                will = self._wills.get(command.key)
-                if will is not None and will.number <= command.number:
-                    self._forget(will)
-                returned = self._returned.get(command.key)
-                if returned is not None and returned.number <= command.number:
-                    del self._returned[command.key]
+                self._disown(command)
 
     def leave(self, peer: Peer) -> None:
         """A gateway is gone: its sessions wait for another, and so do their streams."""
-        self._returned = {key: returned for key, returned in self._returned.items() if returned.owner is not peer}
+        self._elsewhere = {key: found for key, found in self._elsewhere.items() if found.owner is not peer}
         for will in list(self._wills.values()):
             if peer in will.heirs:
                 will.heirs.remove(peer)
@@ -163,9 +165,9 @@ class Wills:
                 self._forget(will)
             elif will.heirs and will.owner is not None and self._listened_s - will.asked_at > RELEASE_SECONDS:
                 self._take_away(will, will.owner)
-        self._returned = {
-            key: returned for key, returned in self._returned.items() if now - returned.since <= CLAIM_SECONDS
-        }
+        self._elsewhere = {key: found for key, found in self._elsewhere.items() if now - found.since <= CLAIM_SECONDS}
+        while self._over and now - next(iter(self._over.values()))[1] > OVER_SECONDS:
+            del self._over[next(iter(self._over))]
 
     def _take_away(self, will: Will, owner: Peer) -> None:
         """The owner has had its time. If its last word is here already, that counts."""
@@ -179,10 +181,10 @@ class Wills:
             self._orphan(will)
 
     def _held(self, key: str, tag: int) -> messages.Held:
-        will, returned = self._wills.get(key), self._returned.get(key)
+        will, elsewhere = self._wills.get(key), self._elsewhere.get(key)
         if will is not None:
             return messages.Held(key, tag, will.number, whole=not self._is_in_doubt(will))
-        return messages.Held(key, tag) if returned is None else messages.Held(key, tag, returned.number, whole=False)
+        return messages.Held(key, tag) if elsewhere is None else messages.Held(key, tag, elsewhere.number, whole=False)
 
     def _renew(self, peer: Peer, command: WireRenew) -> int:
         will = self._wills.get(command.key)
@@ -194,6 +196,22 @@ class Wills:
         will.number += messages.NEXT_OWNER
         return will.number
 
+    def _disown(self, command: WireDisown) -> None:
+        will, elsewhere = self._wills.get(command.key), self._elsewhere.get(command.key)
+        if elsewhere is not None and elsewhere.number <= command.number:
+            del self._elsewhere[command.key]
+        if will is None or will.number > command.number:
+            return
+        self._forget(will)
+        if will.number >= messages.NEXT_OWNER:
+            self._over.pop(command.key, None)
+            self._over[command.key] = (command.number, self._clock())
+            if len(self._over) > MOST_OVER:
+                del self._over[next(iter(self._over))]
+        if will.number < command.number:
+            # It has moved. Whoever asks all engines for it at this moment may have asked the other one too early.
+            self._elsewhere[command.key] = _Elsewhere(command.number, None, self._clock())
+
     def _is_in_doubt(self, will: Will) -> bool:
         """Whether its owner may have taken it to another engine, and not come back yet to say so."""
         return will.owner is None and bool(will.left_by) and self._clock() < self._in_doubt_until
@@ -202,22 +220,26 @@ class Wills:
         """A gateway says which sessions it has: those of another are told, and what it left here and goes on with is
         forgotten. What it does not name waits on: it may have given it up, and the word of that be lost."""
         for key, number, is_elsewhere in claim.claims:
-            will = self._wills.get(key)
+            will, (last, _) = self._wills.get(key), self._over.get(key, (0, 0.0))
             was_left = will is not None and will.owner is None and will.left_by == peer.gateway
             if will is not None and will.owner is peer:
                 continue
             if will is not None and will.number > number and not was_left:
                 peer.outputs.append(messages.Fenced(key, will.number))
+            elif will is None and last > number:
+                peer.outputs.append(messages.Fenced(key, last))
             elif will is None or will.owner is None:
                 if will is not None:
                     self._forget(will)
                 if not is_elsewhere:
-                    self._returned[key] = _Returned(number, peer, self._clock())
+                    self._elsewhere[key] = _Elsewhere(number, peer, self._clock())
         peer.outputs.append(messages.Claimed(claim.tag))
 
     def _entrust(self, peer: Peer, given: WireEntrust) -> None:
         will = self._wills.get(given.key)
         least = 0 if will is None else will.least if will.owner is peer else will.number + 1
+        if will is None and given.key in self._over:
+            least = self._over[given.key][0]
         if given.number < least:
             peer.outputs.append(messages.Fenced(given.key, least))
             return
@@ -242,7 +264,7 @@ class Wills:
         assert given.base is not None
         will = known or Will(given.key, given.number, peer, given.number)
         self._wills[given.key] = will
-        self._returned.pop(given.key, None)
+        self._elsewhere.pop(given.key, None)
         if will.owner not in (None, peer):
             # It was adopted at another engine, and has moved here.
             will.owner.outputs.append(messages.Fenced(will.key, given.number))

@@ -104,7 +104,7 @@ class Gateway:
         live, inbox = _joined(entrance.entries)
         line = (receive, send, _extras(scope))
         if self.sessions.standstill is not None:
-            line = self.sessions.standstill.guard(*line)
+            line = self.sessions.standstill.guard(*line, lambda: not any(entry.is_let_go for entry in entrance.entries))
         connection = Connection(live, inbox, *line, self._turnstile)
         limits = self.config.limits
         paces = (self._pace(limits.messages_per_second), self._pace(limits.mistakes_per_second))

@@ -68,6 +68,8 @@ class Entry:
     heard_s: float = 0.0
     # The last frame that its will has.
     willed: int = 0
+    # Another process has it, or whoever adopts it: nothing of it is told here any more.
+    is_let_go: bool = False
 
     def count_audio(self, metrics: Metrics) -> None:
         """Add what came and what was heard since the last call.

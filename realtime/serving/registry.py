@@ -225,7 +225,7 @@ class Sessions:
         ended = [entry for entry in entries if self._remove(entry)]
         for entry in ended:
             if entry.live.will is not None:
-                entry.live.will.close()
+                entry.live.will.end()
             entry.live.stop()
         for entry in ended:
             await entry.live.close()
@@ -320,11 +320,12 @@ class Sessions:
         entry = self._entries.get(session_id)
         if entry is not None and entry.live.will is not None and entry.live.will.number < number:
             log.warning("session %s goes on in another process", session_id)
-            entry.live.will.close()
+            entry.live.will.end()
             self._let_go(entry, TAKEN_OVER, is_fenced=True)
 
     def _let_go(self, entry: Entry, hangup: Hangup, is_fenced: bool = False) -> None:
         self._remove(entry)
+        entry.is_let_go = True
         entry.live.session.abandon()
         leaving = asyncio.create_task(self._leave(entry, hangup, is_fenced), name=f"leave {entry.live.id}")
         self._leaving.add(leaving)

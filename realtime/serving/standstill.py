@@ -64,8 +64,11 @@ class Standstill:
                 self._asking = asyncio.create_task(self._ask(), name="whose sessions")
         self._ticked_at = now
 
-    def guard(self, receive: Receive, send: Send, extras: SocketExtras) -> tuple[Receive, Send, SocketExtras]:
-        """The same socket, held while it is not known whose its session is. It can be closed all the same."""
+    def guard(
+        self, receive: Receive, send: Send, extras: SocketExtras, is_ours: Callable[[], bool]
+    ) -> tuple[Receive, Send, SocketExtras]:
+        """The same socket, held while it is not known whose its session is. It can be closed all the same. Words of a
+        session that is not ours any more are dropped: whoever has it tells them."""
 
         async def receive_surely() -> Message:
             message = await receive()
@@ -74,12 +77,15 @@ class Standstill:
             return message
 
         async def send_surely(message: Message) -> None:
-            if message["type"] == "websocket.send" and self.is_unsure:
-                await self.over()
+            if message["type"] == "websocket.send":
+                if self.is_unsure:
+                    await self.over()
+                if not is_ours():
+                    return
             await send(message)
 
         def send_now(text: str) -> bool:
-            return not self.is_unsure and extras.send_now(text)
+            return not self.is_unsure and is_ours() and extras.send_now(text)
 
         def offer_to(taker: Taker) -> None:
             extras.offer_to(lambda text: not self.is_unsure and taker(text))

@@ -75,6 +75,10 @@ class Will:
         self._moving: set[asyncio.Task[None]] = set()
         # The link that asks for the next word when it makes its next batch.
         self._due: EngineLink | None = None
+        # Whether an engine that was lost may still have a copy.
+        self._left_copy = False
+        # Nothing is entrusted any more: the session is over, or another's.
+        self._is_closed = False
 
     def note(self, event: Event, now: float, effects: Sequence[Effect]) -> None:
         """The session has handled this."""
@@ -136,6 +140,11 @@ class Will:
         whether it is still ours. Raises EngineDead if the engine that has it does not say."""
         link = None if self._link is None or self._link.lost is not None else self._link
         number = await self._engine.renew(Owned(self._key, self.number, link))
+        if self._is_closed:
+            # It was taken from us meanwhile. What that engine has now has a higher number than ours, and no owner.
+            if number and link is not None:
+                link.send(messages.Disown("", self._key, number))
+            return False
         if not number:
             return False
         moves = max(number % messages.NEXT_OWNER, self.number % messages.NEXT_OWNER)
@@ -157,16 +166,25 @@ class Will:
         self._stale = True
         self._send(last=True)
 
+    def end(self) -> None:
+        """The session is over, or another's."""
+        self._is_closed = True
+        self.close()
+
     def close(self) -> None:
-        """The session is over."""
+        """Nobody is to go on with the session for now: it cannot be resumed."""
         self._due = None
         self._entries = []
+        if self._left_copy or (self._link is not None and self._link.lost is not None):
+            self._engine.wills.note_over(self._key, self.number)
         if self._link is not None:
             self._link.send(messages.Disown("", self._key, self.number))
             self._link = None
 
     def _send_soon(self) -> None:
         """With the next batch: what happens until then is one word."""
+        if self._is_closed:
+            return
         if self._due is not None and self._due.lost is None:
             return
         keeper = self._engine.keeper_for(self._stream())
@@ -184,6 +202,7 @@ class Will:
 
     def _lose_engine(self) -> None:
         """What was entrusted is lost. The next engine gets a base."""
+        self._left_copy = self._left_copy or self._link is not None
         self._entries, self._link, self._stale = [], None, True
 
     def _send(self, last: bool = False) -> None:
@@ -198,6 +217,7 @@ class Will:
             return
         former, self._link = self._link, keeper.link
         moves = keeper.link is not former
+        self._left_copy = self._left_copy or (former is not None and former.lost is not None)
         if moves and self._was_placed:
             # Of two engines that have the session, the one with the higher number has it right.
             self.number += 1

@@ -16,7 +16,7 @@ import torch
 from benchmarks.__main__ import benchmarks
 from benchmarks.recordings import SAMPLE
 from engine.weights.store import cache_folder
-from realtime.client import lasting_session
+from realtime.client import lasting_session, wire_client
 
 # The command line, and what it prints among others.
 RUNS = {
@@ -38,7 +38,7 @@ RUNS = {
     "survival spare": ["killed s p50", "spare private bytes"],
     "survival spare --voxtral": ["killed s p50", "spare private bytes"],
     "survival server": ["kind worker", "reconnected s p50", "words that differ 0"],
-    "survival fleet": ["kind gateway", "went on s p50", "words that differ 0"],
+    "survival fleet": ["kind gateway", "kind stop-gateway-3", "went on s p50", "words that differ 0"],
 }
 NEED_WEIGHTS = ("accuracy", "keywords", "languages", "uploads")
 CASES = [pytest.param(run, marks=[pytest.mark.ray] if run.endswith("fleet") else []) for run in RUNS]
@@ -47,7 +47,8 @@ CASES = [pytest.param(run, marks=[pytest.mark.ray] if run.endswith("fleet") else
 @pytest.fixture
 def nothing_is_left_changed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs may settle the whole process; this one goes on."""
-    monkeypatch.setattr(lasting_session, "FIRST_WAIT_S", lasting_session.FIRST_WAIT_S)
+    for module, name in ((lasting_session, "FIRST_WAIT_S"), (wire_client, "OPEN_TIMEOUT_S")):
+        monkeypatch.setattr(module, name, getattr(module, name))
     threads, thresholds = torch.get_num_threads(), gc.get_threshold()
     yield
     torch.set_num_threads(threads)

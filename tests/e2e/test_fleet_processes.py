@@ -63,6 +63,13 @@ class Part:
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGCONT)
 
+    async def rest(self) -> None:
+        """Until none of its threads has anything to do: what it has sent is the system's to deliver."""
+        assert self.process is not None
+        async with asyncio.timeout(60):
+            while not all(map(_sleeps, _threads_of(self.process.pid))):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
     async def end(self, number: signal.Signals) -> int:
         assert self.process is not None
         if self.process.returncode is None:
@@ -75,6 +82,17 @@ class Part:
                 return dict(json.loads(answer.read()))
         except OSError:
             return {}
+
+
+def _threads_of(pid: int) -> list[Path]:
+    """Of a process and of those that it started."""
+    threads = list(Path(f"/proc/{pid}/task").iterdir())
+    children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    return [*threads, *(thread for child in children for thread in _threads_of(child))]
+
+
+def _sleeps(thread: Path) -> bool:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
 class Fleet:
@@ -115,6 +133,9 @@ class Fleet:
         assert await self.home() != home
 
     async def kill_gateway(self) -> None:
+        """When it has sent what it told: a client is told what has been handed to the thread that sends to the engine,
+        and one that knows more than the engine is refused (docs/fleet.md)."""
+        await self.gateways[self.at].rest()
         self.at = 1 - self.at
         await self.gateways[1 - self.at].end(signal.SIGKILL)
 

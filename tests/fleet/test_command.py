@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from importlib import metadata
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fleet.cluster import environment
 from fleet.cluster.environment import check_ray
 from fleet.errors import FleetError
+from fleet.plan import read_plan
 from realtime import cli
 from realtime.commands import fleet
 from realtime.commands.fleet_view import screen
@@ -142,3 +145,20 @@ def test_the_table_shows_nodes_units_and_trouble() -> None:
         "waits: no",
     ):
         assert part in text
+
+
+def test_a_machine_that_stands_still_is_missed_in_time_unless_the_operator_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray reads these when the head starts; what it does then is measured by `benchmarks.survival fleet`."""
+    pretend(monkeypatch, "2.60.0")
+    plan = read_plan(Path(fleet_file(tmp_path)))
+    # What it sets is gone after the test.
+    for name in {**environment.NODE_HEALTH, **environment.cluster_environment(plan)}:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "9")
+    environment.set_up(plan)
+    period_ms, timeout_ms, misses = (int(os.environ[name]) for name in environment.NODE_HEALTH)
+    assert misses == 9
+    assert (period_ms + timeout_ms) * int(environment.NODE_HEALTH["RAY_health_check_failure_threshold"]) == 20_000

@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,6 +57,23 @@ def test_an_engine_is_nobodys_child_and_is_told_nothing_of_ray(
     environment = Path(f"/proc/{pid}/environ").read_text()
     assert "RAY_" not in environment and "OMP_NUM_THREADS" not in environment and "PATH=" in environment
     assert child_environment({"RAY_X": "1", "A": "2"}) == {"A": "2"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a process a higher priority")
+@pytest.mark.parametrize(("given", "has"), [(15, 0), (0, 0), (-5, -5)])
+def test_a_low_priority_is_taken_off_and_a_high_one_stays(tmp_path: Path, given: int, has: int) -> None:
+    """A lower number is a higher priority. The first is what Ray gives its workers."""
+    nice = [
+        sys.executable,
+        "-c",
+        f"import os, sys; os.setpriority(os.PRIO_PROCESS, 0, {given}); os.execv(*sys.argv[1:2], sys.argv[1:])",
+    ]
+    program = [sys.executable, "-c", "import os; print(os.getpriority(os.PRIO_PROCESS, 0), flush=True)"]
+    log = tmp_path / "log"
+    subprocess.run(
+        [*nice, sys.executable, "-m", "fleet.keepers.launch", str(log), *program], check=True, capture_output=True
+    )
+    until(lambda: log.read_text() == f"{has}\n", "the program's priority")
 
 
 def test_a_second_keeper_goes_on_with_the_process_of_the_first(keeper_of: Make) -> None:

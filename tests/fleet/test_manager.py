@@ -77,6 +77,28 @@ def test_gateways_are_told_the_figures_of_the_whole_fleet(plan: FleetPlan, crew:
     assert status["capacity"]["gateways"] == 2 and status["capacity"]["streams_possible"] == 10
 
 
+def test_the_status_names_a_keeper_that_does_not_answer(
+    plan: FleetPlan, crew: LocalCrew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine stands still, and Ray has not missed it yet."""
+    now = 100.0
+    manager = Manager(crew, Memory.of(plan), Stored(), clock=lambda: now)
+    run(manager, lambda status: len(serving(status)) == 2)
+    reports = crew.reports
+    monkeypatch.setattr(crew, "reports", lambda *given: {n: r for n, r in reports(*given).items() if n[0] == "g"})
+    for passed, sees in ((1.0, False), (11.0, True)):
+        now += passed
+        manager.step()
+        (engine,) = [unit for unit in manager.status()["units"] if unit["kind"] == "engine"]
+        said = f"its keeper has not answered for 12 s: {engine['node']} stands still, is cut off or is gone"
+        assert (said in engine["error"]) is sees
+        # What it kept counts as it was: a machine that goes on has lost nothing.
+        assert engine["state"] == "serving"
+    monkeypatch.undo()
+    manager.step()
+    assert not any(unit["error"] for unit in manager.status()["units"])
+
+
 def test_a_manager_without_memory_finds_what_runs(plan: FleetPlan, crew: LocalCrew) -> None:
     first = run(manager_of(plan, crew), lambda status: len(serving(status)) == 2)
     pids = {unit["name"]: unit["pid"] for unit in first["units"]}

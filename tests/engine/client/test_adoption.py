@@ -192,6 +192,38 @@ async def test_of_two_engines_that_have_a_session_the_one_with_the_higher_number
             assert await stranger.adopt("key") is None
 
 
+@pytest.mark.parametrize(("elsewhere", "ours"), [(1 + 2 * messages.NEXT_OWNER, False), (1, True)])
+async def test_an_owner_goes_on_with_a_session_if_no_engine_has_a_higher_number(elsewhere: int, ours: bool) -> None:
+    one, two = EngineThread(fakes.build, warm=False), EngineThread(fakes.build, warm=False)
+    async with fakes.running(one, two) as owner, asyncio.timeout(30):
+        await fakes.until(lambda: len(owner.capacity().engines) == 2)
+        links = [seat.link for seat in owner._running.seats.all]
+        for link, number in zip(links, (2, elsewhere), strict=True):
+            assert link is not None
+            link.send(messages.Entrust("", "key", number, 0, [], base=b"value", keep_s=60))
+            await link.taken()
+        assert await owner.renew(wills.Owned("key", 2, links[0])) == (2 + messages.NEXT_OWNER if ours else 0)
+
+
+@pytest.mark.parametrize("moved_to", [0, 1])
+async def test_an_engine_from_which_a_session_has_moved_does_not_keep_it_from_its_heir(moved_to: int) -> None:
+    one, two = EngineThread(fakes.build, warm=False), EngineThread(fakes.build, warm=False)
+    addresses = [RemoteEngine(engine.address) for engine in (one, two)]
+    async with fakes.running(one, two) as owner, fakes.running(*addresses) as heir, asyncio.timeout(30):
+        await fakes.until(lambda: len(heir.capacity().engines) == 2)
+        links = [seat.link for seat in owner._running.seats.all]
+        to, former = links[moved_to], links[1 - moved_to]
+        assert to is not None and former is not None
+        former.send(messages.Entrust("", "key", 1, 0, [], base=b"value 1", keep_s=60))
+        await former.taken()
+        to.send(messages.Entrust("", "key", 2, 0, [], base=b"value 2", keep_s=60, last=True))
+        await to.taken()
+        former.send(messages.Disown("", "key", 2))
+        await former.taken()
+        inheritance = await heir.adopt("key")
+        assert inheritance is not None and inheritance.base == b"value 2"
+
+
 async def test_an_engine_that_was_lost_a_moment_ago_may_still_have_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EngineThread(fakes.build, warm=False)
     absent = RemoteEngine("ipc:///nowhere/at/all", start_timeout_s=0.1)
@@ -200,3 +232,18 @@ async def test_an_engine_that_was_lost_a_moment_ago_may_still_have_the_session(m
             await client.adopt("key")
         monkeypatch.setattr(wills, "UNSURE_SECONDS", 0.0)
         assert await client.adopt("key") is None
+
+
+async def test_what_a_gateway_knows_of_sessions_that_are_over_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wills, "MOST_OVER", 3)
+    async with fakes.running(EngineThread(fakes.build, warm=False)) as client:
+        desk = client.wills
+        for number in range(5):
+            desk.note_over(f"s{number}", 1)
+        assert list(desk._over) == ["s2", "s3", "s4"]
+        (seat,) = client._running.seats.all
+        desk.claim(seat)
+        assert len(desk._over) == 3
+        monkeypatch.setattr(wills, "OVER_SECONDS", -1.0)
+        desk.claim(seat)
+        assert not desk._over

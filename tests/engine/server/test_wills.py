@@ -10,7 +10,8 @@ from engine import messages
 from engine.boundary import codec
 from engine.boundary.sockets import SILENCE_SECONDS
 from engine.messages import NEXT_OWNER
-from engine.server.wills import CLAIM_SECONDS, MOST_ENTRIES, RELEASE_SECONDS, STOOD_STILL_SECONDS
+from engine.server import wills
+from engine.server.wills import CLAIM_SECONDS, MOST_ENTRIES, OVER_SECONDS, RELEASE_SECONDS, STOOD_STILL_SECONDS
 from tests.engine.server.test_host import Host, calm, command, say_all
 
 __all__ = ["calm"]
@@ -390,3 +391,92 @@ def test_flushes_and_tokens_are_counted_as_the_entries_account_for_them(host: Ho
     assert (value.flushes, value.answered) == (1, 0)
     assert value.token == host.loop.scheduler.spec.prefix_positions + tokens
     assert value.segment == value.sample, "a flush ends a segment"
+
+
+def test_a_session_that_has_moved_to_another_engine_is_not_gone(host: Host) -> None:
+    """A gateway that looks for it may have asked the other engine before it came there."""
+    entrust(host, b"a", 0)
+    host.send(b"a", command(messages.Disown("", "s", 2)))
+    host.send(b"b", command(messages.Ask("", "s", 5)))
+    assert held(host, b"b") == [messages.Held("s", 5, 2, whole=False)]
+    # Also if the gateway that moved it is lost then.
+    host.send(b"a", codec.encode(codec.Bye()))
+    host.send(b"b", command(messages.Ask("", "s", 6)))
+    assert held(host, b"b")[-1] == messages.Held("s", 6, 2, whole=False)
+    listen(host, CLAIM_SECONDS + 1.0)
+    host.send(b"b", command(messages.Ask("", "s", 7)))
+    assert held(host, b"b")[-1] == messages.Held("s", 7)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_session_that_is_over_is_gone_at_once(host: Host, number: int) -> None:
+    """Also one that came back to an engine from which it had moved."""
+    if number == 2:
+        entrust(host, b"a", 0)
+        host.send(b"a", command(messages.Disown("", "s", 2)))
+    entrust(host, b"a", 0, number=number + 1)
+    host.send(b"a", command(messages.Disown("", "s", number + 1)))
+    host.send(b"b", command(messages.Ask("", "s", 5)))
+    assert held(host, b"b") == [messages.Held("s", 5)]
+
+
+def test_a_former_owner_does_not_go_on_with_a_session_that_is_over(host: Host) -> None:
+    entrust(host, b"a", 0, last=True)
+    adopt(host, b"b")
+    host.send(b"b", command(messages.Disown("", "s", SECOND)))
+    claim(host, b"a", ("s", 1, False))
+    assert fenced(host, b"a") == [messages.Fenced("s", SECOND)]
+    entrust(host, b"a", 0)
+    assert fenced(host, b"a")[1:] == [messages.Fenced("s", SECOND)] and not len(host.host._wills)
+    # Whoever has a higher number has not heard of this one, and goes on.
+    entrust(host, b"a", 0, number=THIRD)
+    assert len(host.host._wills) == 1
+    host.send(b"a", command(messages.Disown("", "s", THIRD)))
+    host.now += OVER_SECONDS
+    listen(host, 1.0)
+    assert not host.host._wills._over
+
+
+def test_what_is_known_of_sessions_that_are_over_is_bounded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wills, "MOST_OVER", 3)
+    for number in range(5):
+        key = f"s{number}"
+        host.send(b"a", command(messages.Entrust("", key, SECOND, 0, [], base=b"base", keep_s=KEEP_S)))
+        host.send(b"a", command(messages.Disown("", key, SECOND)))
+    assert list(host.host._wills._over) == ["s2", "s3", "s4"]
+    # One owner has nobody to fence.
+    host.send(b"a", command(messages.Entrust("", "alone", 1, 0, [], base=b"base", keep_s=KEEP_S)))
+    host.send(b"a", command(messages.Disown("", "alone", 1)))
+    assert "alone" not in host.host._wills._over
+
+
+def renew(host: Host, name: bytes, number: int, key: str = "s") -> int:
+    host.send(name, command(messages.Renew("", key, 9, number)))
+    return [output for output in host.said(name) if isinstance(output, messages.Renewed)][-1].number
+
+
+def test_whoever_asked_before_the_owner_went_on_gets_nothing(host: Host) -> None:
+    """The client has come back to its owner."""
+    entrust(host, b"a", 0)
+    adopt(host, b"b")
+    assert renew(host, b"a", 1) == SECOND
+    assert inherited(host, b"b") == [messages.Inherited("s")]
+    listen(host, 2 * RELEASE_SECONDS)
+    adopt(host, b"b", number=1)
+    assert inherited(host, b"b")[1:] == [messages.Inherited("s")]
+    # The owner may speak on under the number that it had: it may not have heard of the new one yet.
+    entrust(host, b"a", 0, base=None, entries=[b"x"])
+    assert not fenced(host, b"a")
+    adopt(host, b"b")
+    listen(host, 2 * RELEASE_SECONDS)
+    assert inherited(host, b"b")[-1].number == THIRD
+
+
+def test_only_the_owner_of_a_session_goes_on_with_it(host: Host) -> None:
+    entrust(host, b"a", 0, last=True)
+    adopt(host, b"b")
+    assert renew(host, b"a", 1) == 0
+    # A number from before it was this one's.
+    assert renew(host, b"b", 1) == 0
+    assert renew(host, b"b", SECOND) == THIRD
+    assert renew(host, b"a", 7, key="unknown") == 7

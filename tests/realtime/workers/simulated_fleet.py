@@ -413,9 +413,9 @@ class Client:
     def _in_order(self) -> list[dict[str, Any]]:
         return [self.events[number] for number in sorted(self.events)]
 
-    def leave(self, at: int | None = None) -> None:
-        """Close the connection and look for another."""
-        self.socket.is_closed = True
+    def leave(self, at: int | None = None, closes: bool = True) -> None:
+        """Close the connection, or just leave it, and look for another."""
+        self.socket.is_closed = closes
         self._at = (self._at + 1) % len(self.fleet.gateways) if at is None else at
         self.socket = self._open()
 

@@ -15,6 +15,9 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from engine.boundary.commands import WireAdopt, WireAsk, WireClaim, WireSessionCommand
+from engine.server.peer import Peer
+from engine.server.wills import Wills
 from tests.realtime.workers.engines import talk
 from tests.realtime.workers.simulated_fleet import Client, SimulatedFleet
 
@@ -112,11 +115,176 @@ PATIENCE = st.sampled_from((1.5, 3.0, 5.0))
 # The first gateway stands still, its client leaves it for another one, and it goes on.
 @example([Stop(2.0, "gateway", 0, 10.0)], 1, 5.0)
 @example([Stop(2.0, "gateway", 0, 3.0), Leave(0.3, 0), Leave(1.0, 1)], 1, 5.0)
+# The session moves to another engine while a gateway asks one after the other for it.
+@example([Leave(0.1, 2), Stop(0.3, "engine", 0, 1.2), Leave(0.3, 2)], 3060, 5.0)
 def test_gateways_that_stood_still_take_no_session_back(story: Story, seed: int, patience_s: float) -> None:
     client, left = tell(story, seed, patience_s)
     assert not client.wrongs
     assert client.text == CALM
     assert not left
+
+
+@pytest.mark.parametrize("seconds", [2.5, 10.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gateway_that_stood_still_tells_nothing_of_a_session_that_has_gone_on(seconds: float, seed: int) -> None:
+    """Words of the engine and messages of the client wait for it, and the connection that the client left is open."""
+    with running(Random(seed)) as fleet:
+        client = Client(fleet, AUDIO)
+        fleet.until(lambda: bool(client.text), 30)
+        left, gateway = client.socket, client.socket.gateway
+        gateway.stop(seconds)
+        fleet.run(0.5)
+        left.to_client.clear()
+        client.leave(1, closes=False)
+        fleet.until(lambda: gateway.is_awake, 30)
+        fleet.until(lambda: any(message["type"] == "websocket.close" for message in left.to_client), 30)
+        fleet.until(lambda: client.is_done, 60)
+        assert [(message["type"], message.get("code")) for message in left.to_client] == [("websocket.close", 4409)]
+    assert not client.wrongs
+    assert client.text == CALM
+
+
+def test_a_request_that_waited_long_in_the_socket_of_a_stopped_gateway_takes_nothing() -> None:
+    """Its client may have given it up, and a proxy not have said so. It is told to ask again, and gets it then."""
+    with running(Random(0)) as fleet:
+        client = Client(fleet, AUDIO, patience_s=60.0)
+        fleet.until(lambda: bool(client.text), 30)
+        fleet.gateways[1].stop(5.0)
+        client.leave(1)
+        fleet.until(lambda: fleet.gateways[1].is_awake, 30)
+        fleet.until(lambda: client._status == 503, 5)
+        fleet.until(lambda: client.is_done, 60)
+    assert not client.wrongs
+    assert client.text == CALM
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_request_whose_client_has_left_takes_nothing(at: int) -> None:
+    """Neither from this gateway nor from another: the client is on another connection by now."""
+    with running(Random(0)) as fleet:
+        client = Client(fleet, AUDIO)
+        fleet.until(lambda: bool(client.text), 30)
+        # Closed before the gateway has read the request.
+        fleet.gateways[at].open(f"resume={client._token}&after={max(client.events)}").is_closed = True
+        fleet.until(lambda: client.is_done, 60)
+        assert [len(gateway.sessions) for gateway in fleet.gateways] == [1, 0, 0]
+    assert not client.wrongs
+    assert client.text == CALM
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_client_that_comes_back_to_its_gateway_keeps_its_session(rounds: int, seed: int) -> None:
+    """It has asked at another one before, and that is at work on it."""
+    with running(Random(seed)) as fleet:
+        client = Client(fleet, AUDIO)
+        fleet.until(lambda: bool(client.text), 30)
+        fleet.gateways[1].open(f"resume={client._token}&after={max(client.events)}")
+        for _ in range(rounds):
+            fleet.round()
+        client.leave(0)
+        fleet.until(lambda: client.is_done, 60)
+    assert not client.wrongs
+    assert client.text == CALM
+
+
+def test_nothing_is_told_of_a_session_that_was_let_go() -> None:
+    with running(Random(0)) as fleet:
+        client = Client(fleet, AUDIO)
+        fleet.until(lambda: bool(client.text), 30)
+        gateway = client.socket.gateway
+        (entry,) = gateway.sessions._entries.values()
+        # As if the words were under way when it was let go.
+        entry.is_let_go, told = True, len(client.events)
+        fleet.run(3.0)
+        assert len(client.events) == told
+        entry.is_let_go = False
+        gateway.stop(2.5)
+        fleet.run(0.5)
+        client.leave(1)
+        fleet.until(lambda: len(gateway.sessions) == 0, 30)
+        assert entry.is_let_go
+
+
+@pytest.mark.parametrize("seconds", [3.0, 20.0])
+def test_a_gateway_that_stood_still_has_nothing_left_of_a_session_that_is_over(seconds: float) -> None:
+    """Its client has gone elsewhere and has been told everything. Nobody has the session now, and nobody wants it."""
+    with running(Random(0)) as fleet:
+        client = Client(fleet, AUDIO, patience_s=1.0)
+        fleet.until(lambda: bool(client.text), 30)
+        former = client.socket.gateway
+        former.stop(1000.0)
+        client.leave(1)
+        fleet.until(lambda: client.is_done, 60)
+        client.socket.to_server.append({"type": "websocket.disconnect", "code": 1000})
+        client.socket.is_closed = True
+        fleet.until(lambda: not any(len(gateway.sessions) for gateway in fleet.gateways[1:]), 30)
+        fleet.run(seconds)
+        former.stop(0.0)
+        fleet.run(3.0)
+        assert [len(gateway.sessions) for gateway in fleet.gateways] == [0, 0, 0]
+        assert not any(len(engine.host._wills) + len(engine.host._roster.streams) for engine in fleet.engines)
+    assert not client.wrongs
+    assert client.text == CALM
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_engine_that_stood_still_has_nothing_left_of_a_session_that_is_over(seed: int) -> None:
+    """Its gateway has gone on at the other engine, and has forgotten the session when this one is back."""
+    with running(Random(seed)) as fleet:
+        client = Client(fleet, AUDIO, patience_s=60.0)
+        fleet.until(lambda: bool(client.text), 30)
+        (home,) = [engine for engine in fleet.engines if engine.host._roster.streams]
+        home.stop(1000.0)
+        fleet.until(lambda: client.is_done, 60)
+        client.socket.to_server.append({"type": "websocket.disconnect", "code": 1000})
+        client.socket.is_closed = True
+        fleet.until(lambda: not len(fleet.gateways[0].sessions), 30)
+        home.stop(0.0)
+        fleet.run(15.0)
+        assert not any(len(engine.host._wills) + len(engine.host._roster.streams) for engine in fleet.engines)
+    assert not client.wrongs
+    assert client.text == CALM
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gateway_that_stood_still_looks_for_no_session_before_it_knows_which_are_its_own(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request to resume waits in its socket."""
+    take, asked = Wills.take, list[type]()
+
+    def note(wills: Wills, peer: Peer, command: WireSessionCommand) -> None:
+        asked.extend({type(command)} & {WireAsk, WireClaim, WireAdopt})
+        take(wills, peer, command)
+
+    with running(Random(seed)) as fleet:
+        client = Client(fleet, AUDIO, patience_s=60.0)
+        fleet.until(lambda: bool(client.text), 30)
+        monkeypatch.setattr(Wills, "take", note)
+        fleet.gateways[1].stop(2.5)
+        client.leave(1)
+        fleet.until(lambda: client.is_done, 60)
+        assert asked[:2] == [WireClaim, WireClaim] and WireAdopt in asked
+    assert not client.wrongs
+    assert client.text == CALM
+
+
+def test_a_gateway_that_stood_still_gives_no_session_up_before_it_knows_that_it_is_its_own() -> None:
+    """That another one wants it may have been said over a connection that is lost, and so the last word would be."""
+    with running(Random(0)) as fleet:
+        client = Client(fleet, AUDIO)
+        fleet.until(lambda: bool(client.text), 30)
+        client.is_held, sessions = True, fleet.gateways[0].sessions
+        (owned,) = sessions._owned()
+        fleet.clock.now += 2.0
+        fleet.gateways[0].loop.call_soon(sessions._wanted, owned.key, owned.number)
+        fleet.gateways[0].loop.turn()
+        assert len(sessions) == 1
+        client.is_held = False
+        fleet.until(lambda: client.is_done, 60)
+    assert not client.wrongs
+    assert client.text == CALM
 
 
 @settings(max_examples=8, deadline=None, phases=PHASES)
@@ -130,6 +298,18 @@ def test_engines_that_stood_still_change_no_word(story: Story, seed: int) -> Non
 
 @settings(max_examples=20, deadline=None, phases=PHASES)
 @given(st.lists(GATEWAYS | LEAVES | ANY_STOPS_OF_ENGINES, max_size=8), SEEDS, PATIENCE)
+# The session moves to another engine and is renewed there, while the one before gives it to another gateway.
+@example(
+    [
+        Stop(0.1, "gateway", 0, 3.0),
+        Stop(0.1, "engine", 0, 2.0),
+        Leave(0.0, 0),
+        Stop(0.3, "engine", 1, 0.5),
+        Leave(1.0, 1),
+    ],
+    62552,
+    3.0,
+)
 def test_whatever_stood_still_a_session_has_one_owner(story: Story, seed: int, patience_s: float) -> None:
     """Both holders of a session may be away at once, and then it is lost and its client hears of that. An engine that
     is lost soon after a gateway has adopted its stream costs words: the stream cannot be rebuilt before enough of it
