@@ -35,12 +35,10 @@ from audio.errors import (
     NotServed,
     TooCompressed,
 )
-from audio.formats import checked_samples
-from audio.mp4 import MAX_HEADER_BYTES, Mp4Boxes
-from audio.mp4_file import MAX_INDEX_BYTES, index_first
+from audio.formats import MODEL_RATE, Resampler, checked_samples
+from audio.metadata_filter import WAV_UNKNOWN_LENGTH, without_tags
+from audio.mp4 import MAX_HEADER_BYTES, MAX_INDEX_BYTES, Mp4Boxes, index_first
 from audio.pipes import READ_BYTES, BytePipe, ByteReader, Filtered, Parts, PartsReader, PipeClosed
-from audio.resample import MODEL_RATE, Resampler
-from audio.tagless import WAV_UNKNOWN_LENGTH, without_tags
 
 HEAD_BYTES = 12
 # A decoder waits for its samples to be taken when it has made so many, and never makes more than a packet's beyond.

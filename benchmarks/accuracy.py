@@ -51,22 +51,20 @@ from benchmarks.scoring import (
     times_to_final,
 )
 from benchmarks.sounds import SAMPLE_RATE, Samples, utterances
-from engine.config import DEFAULT_MODEL, EngineConfig
-from engine.core.text import Detokenizer
+from engine.core.stream import Detokenizer
 from engine.errors import EngineError
 from engine.models.seq2seq import Encoded, SpeechModel
 from engine.models.silero import load_silero
-from engine.options import Keyword
+from engine.options import DEFAULT_MODEL, EngineConfig, Keyword
 from engine.runner.bias import KeywordTree, Spelling
 from engine.runner.speech import SpeechDetector
-from engine.runner.windowed.greedy import GreedyDecoder, Row
-from engine.server.build import build_loop
+from engine.runner.windowed.decoder import GreedyDecoder, Row
 from engine.server.loop import EngineLoop
-from engine.server.main import warm_up
-from engine.vocabulary import Vocabulary
+from engine.server.main import build_loop, warm_up
+from engine.spec import Vocabulary
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import WeightsError, pull, resolve
-from realtime.bench.words import Normaliser, english_normaliser, word_errors
+from realtime.bench.record import Normaliser, english_normaliser, word_errors
 
 # The microphone stays open after the last word; the engine must find the end of speech by itself.
 PAUSE_SECONDS = 1.5

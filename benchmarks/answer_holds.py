@@ -18,10 +18,9 @@ from typing import Any
 
 import uvloop
 
-from realtime.dialects.deepgram_query import read_file_query
+from realtime.dialects.deepgram import read_file_query
 from realtime.http import listen
-from realtime.http.file_answers import sse_done, write_answer
-from realtime.http.files import Transcript, UploadRequest
+from realtime.http.files import Transcript, UploadRequest, sse_done, write_answer
 from realtime.http.pieces import PiecesResponse
 from realtime.session.events import TimedWord
 from realtime.session.settings import Settings

@@ -31,11 +31,11 @@ import uvloop
 from benchmarks.engines import null_loop
 from benchmarks.measuring import Profile, parser_of, write_json
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.handles import EngineProcess
+from engine.client.engine_handles import EngineProcess
 from realtime.app import freeze_modules, listening
 from realtime.config import Config, LimitsConfig, ServerConfig
+from realtime.serving.factory import Surroundings
 from realtime.serving.registry import Sessions
-from realtime.serving.surroundings import Surroundings
 
 SLICE_S = 0.005
 WARM_UP_PERIODS = 10

@@ -42,23 +42,23 @@ from benchmarks.measuring import is_at_most, parser_of, percentiles, row, show, 
 from benchmarks.random_weights import KV_TYPES, WHISPER_SIZES, count_tokens, random_whisper, voxtral_runner
 from benchmarks.sounds import Samples, speech
 from benchmarks.step_cost import Bench as HostBench
-from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, DecodeTask, StepPlan
+from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.messages import Abort, Dead, Feed, Item, Open, Output, Speech, Text
 from engine.models.voxtral_realtime import STREAMING_PAD
 from engine.models.whisper import Whisper
 from engine.runner.base import never
 from engine.runner.device import GIB, free_memory, require_device
-from engine.runner.device_speech import DeviceSpeechDetector
 from engine.runner.frames.batch import Payloads, StepRows
 from engine.runner.frames.runner import VoxtralRunner
 from engine.runner.load import DEVICE_DTYPE, load_detector, windowed_on_device
-from engine.runner.windowed.device_windows import DeviceWindows
+from engine.runner.speech import DeviceSpeechDetector
 from engine.runner.windowed.runner import WindowedRunner
-from engine.server.collector import calm_collector
-from engine.server.gate import GateSettings
+from engine.runner.windowed.windows import DeviceWindows
 from engine.server.loop import EngineLoop
+from engine.server.main import calm_collector
+from engine.server.speech import GateSettings
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import resolve
 

@@ -25,14 +25,13 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.limits import Limits
 from engine.core.plan import SILENCE_ROW, DecodeResult, StepPlan
+from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.messages import Open, Saved, Speech
 from engine.runner.base import Detector, SynchronousRunner, never
 from engine.server.loop import EngineLoop
-from engine.spec import KvGroup, ModelSpec
-from engine.vocabulary import Vocabulary
+from engine.spec import KvGroup, ModelSpec, Vocabulary
 
 STREAMS = 1000
 PIECES = [b"", b"", *(f" word{i}".encode() for i in range(30))]

@@ -28,7 +28,7 @@ from websockets.asyncio.server import ServerConnection, serve
 
 from benchmarks.measuring import cpu_seconds, parser_of, private_bytes, show, write_json
 from engine import messages
-from engine.client.capacity import Capacity
+from engine.client.pool import Capacity
 from engine.spec import ModelSpec
 from realtime.app import build_server
 from realtime.config import Config, ServerConfig

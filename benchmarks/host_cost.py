@@ -25,15 +25,15 @@ from benchmarks.engines import SPEC, NullDetector, NullRunner, room_for
 from benchmarks.measuring import Profile, parser_of, write_json
 from engine import messages
 from engine.boundary import codec
-from engine.boundary.preparation import hash_payload
-from engine.client.batch import OutgoingBatch
-from engine.config import EngineConfig
+from engine.boundary.items import hash_payload
+from engine.client.link import OutgoingBatch
 from engine.core.scheduler import Scheduler
 from engine.messages import Item, Speech
-from engine.server.collector import calm_collector
+from engine.options import EngineConfig
 from engine.server.host import EngineHost
 from engine.server.loop import EngineLoop
-from engine.server.silence_cut import cut_settings
+from engine.server.main import calm_collector
+from engine.server.skipped_silence import cut_settings
 
 SAMPLES = SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look_ahead_samples
 

@@ -29,10 +29,9 @@ from engine.models.layers import inverse_frequencies, rotary_angles
 from engine.models.operands import Heads, KvPages, Span
 from engine.models.voxtral_realtime import voxtral_mini_4b
 from engine.options import Keyword
-from engine.runner.bias import KeywordTree, Spelling
-from engine.runner.bias_tables import BiasTables
-from engine.runner.frames.kv import PAGE_ROWS
-from engine.vocabulary import Vocabulary
+from engine.runner.bias import BiasTables, KeywordTree, Spelling
+from engine.runner.frames.memory import PAGE_ROWS
+from engine.spec import Vocabulary
 
 DTYPE = torch.bfloat16
 VOCABULARY = 131_072

@@ -25,12 +25,12 @@ from benchmarks.measuring import cpu_seconds, parser_of, percentiles, show, writ
 from benchmarks.recordings import load_audio
 from benchmarks.sounds import Samples
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.handles import MODEL_MODULES, EngineProcess
+from engine.client.engine_handles import MODEL_MODULES, EngineProcess
 from engine.client.stream import EngineStream
-from engine.config import DEFAULT_MODEL, EngineConfig
-from engine.core.limits import Limits
+from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.messages import Closed, Command, Feed, Output, StepOutput, Text
+from engine.options import DEFAULT_MODEL, EngineConfig
 from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
 

@@ -20,7 +20,7 @@ from benchmarks.measuring import RunFailed, resident_bytes
 from benchmarks.recordings import Part, Session
 from benchmarks.scoring import Emissions, Word
 from benchmarks.sounds import SAMPLE_RATE
-from engine.boundary.preparation import make_cutter, prepare
+from engine.boundary.items import make_cutter, prepare
 from engine.client.client import ClientSettings
 from engine.messages import Closed, Command, Dead, Failed, Feed, Finish, Open, Output, Refused, Speech, Text
 from engine.server.loop import EngineLoop

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.core.limits import Limits
+from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.models.operands import Heads
 from engine.models.voxtral_realtime import (
@@ -26,16 +25,17 @@ from engine.models.voxtral_realtime import (
     voxtral_mini_4b,
 )
 from engine.models.whisper import Whisper, WhisperConfig
+from engine.options import EngineConfig
 from engine.runner.device import free_memory, require_device
 from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.runner import NOT_FORCED, RunnerSettings, VoxtralRunner
 from engine.runner.load import DEVICE_DTYPE, load_detector, windowed_on_device
-from engine.runner.windowed.device_windows import DeviceWindows
-from engine.runner.windowed.greedy import Answer, Row, Speaker
-from engine.server.gate import GateSettings
+from engine.runner.windowed.decoder import Answer, Row, Speaker
+from engine.runner.windowed.windows import DeviceWindows
 from engine.server.loop import EngineLoop
-from engine.server.silence_cut import cut_settings
-from engine.vocabulary import Vocabulary
+from engine.server.skipped_silence import cut_settings
+from engine.server.speech import GateSettings
+from engine.spec import Vocabulary
 
 KV_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 # Frames of ten that are text: 3.75 words a second, where people say two to three, of one token or two each.

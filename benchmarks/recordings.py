@@ -1,4 +1,4 @@
-"""Recordings with known words: manifests (`realtime/bench/sounds.py`), audio, and sessions made of them."""
+"""Recordings with known words: manifests (`realtime/bench/clients.py`), audio, and sessions made of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from audio.containers import read_file
 from audio.errors import AudioError
 from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16
 from engine.weights.store import pull
-from realtime.bench.sounds import BadManifest, read_recordings
-from realtime.bench.sounds import Recording as Clip
+from realtime.bench.clients import BadManifest, read_recordings
+from realtime.bench.clients import Recording as Clip
 
 # The recording that `tickertape pull` fetches, and the words of its beginning.
 SAMPLE = "sample-two-cities"

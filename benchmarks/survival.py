@@ -54,10 +54,10 @@ from benchmarks.scoring import differing_words, plain_words
 from benchmarks.servers import Server, add_server_options
 from benchmarks.sounds import Samples, speech, voice
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.handles import EngineProcess
+from engine.client.engine_handles import EngineProcess
 from engine.client.stream import EngineStream
-from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.messages import Closed, Text
+from engine.options import DEFAULT_MODEL, EngineConfig
 
 PACKET_S = 0.08
 PAUSE_S = 1.0

@@ -24,11 +24,9 @@ from benchmarks.measuring import RunFailed, parser_of, percentiles, show, write_
 from benchmarks.playing import Played, Run
 from benchmarks.recordings import Clip, Part, Session, sample_speech
 from benchmarks.sounds import SAMPLE_RATE, Samples
-from engine.config import DEFAULT_MODEL, EngineConfig
-from engine.server.build import build_loop
-from engine.server.collector import calm_collector
+from engine.options import DEFAULT_MODEL, EngineConfig
 from engine.server.loop import EngineLoop
-from engine.server.main import warm_up
+from engine.server.main import build_loop, calm_collector, warm_up
 
 
 @dataclass(frozen=True)

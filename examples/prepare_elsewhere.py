@@ -20,9 +20,9 @@ import numpy as np
 from audio.containers import read_file
 from engine.boundary.input_cache import SenderCache
 from engine.client.client import EngineClient
-from engine.client.handles import RemoteEngine
-from engine.client.processor import Processor
-from engine.client.render import check_same_model, parse_items, render
+from engine.client.engine_handles import RemoteEngine
+from engine.client.link import Processor
+from engine.client.prepared import check_same_model, parse_items, render
 from engine.messages import Failed, Text
 from engine.spec import ModelSpec
 

@@ -8,7 +8,7 @@ import os
 import secrets
 from pathlib import Path
 
-from fleet.errors import FleetError
+from fleet.state import FleetError
 
 LEAST_BYTES = 32
 # Engines and gateways take no longer one, and would say so only when they start.

@@ -17,9 +17,9 @@ import uvicorn
 from prometheus_client.core import Metric
 
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.handles import START_TIMEOUT_S, EngineHandle, EngineProcess, EngineThread, RemoteEngine
-from engine.config import DEFAULT_MODEL, EngineConfig
+from engine.client.engine_handles import START_TIMEOUT_S, EngineHandle, EngineProcess, EngineThread, RemoteEngine
 from engine.logs import set_log_level
+from engine.options import DEFAULT_MODEL, EngineConfig
 from realtime.config import Changes, Config, ModelConfig, take_over
 from realtime.http.descriptors import Descriptors, raise_limit, sparing_http
 from realtime.http.gateway import Gateway
@@ -27,11 +27,11 @@ from realtime.http.routes import build_app
 from realtime.metrics.engine import COUNTED_BY_EACH_GATEWAY, engine_collector
 from realtime.metrics.gateway import Metrics, name_collector
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.house import House
-from realtime.serving.surroundings import Surroundings
+from realtime.serving.factory import Surroundings
+from realtime.serving.quota import House
 from realtime.serving.tokens import Signer, fleet_secret, signing_secret
 from realtime.serving.totals import report
-from realtime.serving.uvicorn_patch import PatientHttp, realtime_websocket
+from realtime.serving.websocket import PatientHttp, realtime_websocket
 
 log = logging.getLogger("tickertape")
 

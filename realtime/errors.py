@@ -5,6 +5,7 @@ Every text here is safe to send to a client: no paths, no secrets, no internals.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -70,3 +71,31 @@ class Refusal(GatewayError):
 
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+# Numbers that clients write as text, in queries and forms.
+#
+# A text is a number here if it is written in plain digits, and the value that is compared with the bounds is the
+# value that is returned. Python's own `int` and `float` also take digits of other scripts, underscores, spaces,
+# leading zeros, `nan` and texts of any length.
+
+_WHOLE = re.compile(r"0|[1-9][0-9]{0,18}")
+_DECIMAL = re.compile(r"-?(?:(?:0|[1-9][0-9]{0,18})(?:\.[0-9]{0,24})?|\.[0-9]{1,24})(?:[eE][+-]?[0-9]{1,3})?")
+
+
+def whole_number(name: str, text: str, low: int, high: int) -> int:
+    """Raises ValueError with a sentence that names the number; it repeats nothing of the text."""
+    if _WHOLE.fullmatch(text):
+        value = int(text)
+        if low <= value <= high:
+            return value
+    raise ValueError(f"'{name}' must be a whole number from {low} to {high}, in plain digits.")
+
+
+def decimal_number(name: str, text: str, low: float, high: float) -> float:
+    """The same for a number that may have a fraction."""
+    if _DECIMAL.fullmatch(text):
+        value = float(text)
+        if low <= value <= high:
+            return value
+    raise ValueError(f"'{name}' must be a number from {low:g} to {high:g}, in plain digits.")

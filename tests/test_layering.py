@@ -83,7 +83,7 @@ FLOORS: dict[str, set[str]] = {
 }
 OPENINGS: dict[str, set[str]] = {
     # The one place in the gateway that starts an engine.
-    "engine/client/handles.py": {"engine/server"},
+    "engine/client/engine_handles.py": {"engine/server"},
     # A process of its own: it sets its log up as the others do.
     "realtime/workers/worker.py": {"engine"},
     # This command is the engine process.

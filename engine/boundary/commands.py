@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from engine import messages
-from engine.boundary.item_rules import LARGEST_COUNT
+from engine.boundary.items import LARGEST_COUNT
 from engine.errors import BadItem, BadOption
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_COUNT)]

@@ -14,20 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import messages
-from engine.boundary.curve import LinkKeys
 from engine.boundary.input_cache import SenderCache
-from engine.client.capacity import Capacity, TableReport, capacity_of
-from engine.client.handles import EngineHandle
-from engine.client.injection import inject
-from engine.client.link import EngineLink
-from engine.client.placement import Keeper
-from engine.client.processor import Processor, processor_for, warm_up
-from engine.client.render import Rendered, render
+from engine.boundary.sockets import LinkKeys
+from engine.client.engine_handles import EngineHandle
+from engine.client.handoff import Inheritance, Owned, WillDesk, keeper_for
+from engine.client.link import EngineLink, Processor, processor_for, warm_up
+from engine.client.pool import LOOK_SECONDS, Capacity, TableFile, TableReport, capacity_of
+from engine.client.prepared import Rendered, inject, render
 from engine.client.replay import StreamLimits, positions_to_keep
-from engine.client.stream import EngineStream
+from engine.client.stream import EngineStream, Keeper
 from engine.client.supervisor import EngineMetrics, Supervisor
-from engine.client.table import LOOK_SECONDS, TableFile
-from engine.client.wills import Inheritance, Owned, WillDesk, keeper_for
 from engine.errors import AtCapacity, DuplicateStream, EngineDead, EngineError
 from engine.messages import Item
 from engine.spec import ModelSpec

@@ -1,42 +1,296 @@
-"""A gateway's side of one conversation with one engine: batches per tick, credits, repair, and its end.
+"""Items on their way to an engine: checked, and looked up in a sender cache.
 
-A link lives as long as one connection to one engine process. When the engine dies or falls silent the link is lost for
-good; its owner makes a new one, which starts with empty caches on both sides: a new epoch.
+There are two kinds of processor. The main one owns the sender cache that mirrors an engine, and serves what executes on
+that engine. The read-only one has a private cache and serves what only prepares (render, sizing, items for a remote
+engine): a hash entered in the mirror for an item that the engine never receives would be a lie.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
+import numpy as np
 import zmq
 
 from engine import messages
 from engine.boundary import codec
-from engine.boundary.codec import Frames, WireError
-from engine.boundary.commands import code_of
-from engine.boundary.curve import LinkKeys
+from engine.boundary.codec import Batch, Frames, WireData, WireError
+from engine.boundary.commands import WireItem, code_of, encode_command
 from engine.boundary.input_cache import SenderCache
+from engine.boundary.items import (
+    KEY_BYTES,
+    WARM_UP_SECONDS,
+    complaint_about,
+    hash_payload,
+    make_cutter,
+    payload_bytes,
+    prepare,
+)
 from engine.boundary.sockets import (
     BEAT_SECONDS,
     SILENCE_SECONDS,
     WHY_REFUSED,
     Arrival,
     GatewaySocket,
+    LinkKeys,
     Numbering,
     package_version,
 )
-from engine.client.batch import OutgoingBatch, lay_out
-from engine.client.outbox import Outbox, Source
-from engine.client.processor import Processor, warm_up
 from engine.errors import EngineDead, EngineError
+from engine.messages import Item
 from engine.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
+
+
+class ItemRefused(EngineError):
+    """An item prepared elsewhere is malformed, or its hash is not the hash of its bytes. Nothing was changed."""
+
+
+class Processor:
+    """Checks, looks up and renders items for one model, against one sender cache."""
+
+    def __init__(self, name: str, spec: ModelSpec, cache: SenderCache) -> None:
+        self.name = name
+        self.spec = spec
+        self.cache = cache
+
+    def pack(self, items: Sequence[Item]) -> list[bool]:
+        """For each item of one message: must its data travel? The message must then be sent."""
+        seen: set[bytes] = set()
+        asked = []
+        for item in items:
+            # A hash alone, which the engine must hold already, can be looked up but never sent.
+            asked.append(bool(item.key) and (item.payload is not None or item.key in seen or item.key in self.cache))
+            if asked[-1]:
+                seen.add(item.key)
+        sizes = [(item.key, payload_bytes(item)) for item, ask in zip(items, asked, strict=True) if ask]
+        travels = iter(self.cache.pack(sizes))
+        return [ask and next(travels) for ask in asked]
+
+    def check(self, items: Iterable[Item | None]) -> list[Item]:
+        """Items prepared elsewhere, verified; those that are None are skipped."""
+        present = [item for item in items if item is not None]
+        for place, item in enumerate(present):
+            self._check_one(place, item)
+        return present
+
+    def _check_one(self, place: int, item: Item) -> None:
+        complaint = complaint_about(item, self.spec)
+        if complaint is None and item.payload is not None:
+            if not np.isfinite(item.payload).all():
+                complaint = "the data holds NaN or infinite values"
+            elif hash_payload(item.payload) != item.key:
+                complaint = (
+                    f"the hash {item.key.hex()} is not the hash of its data; hash the float32 bytes "
+                    f"with blake2b, {KEY_BYTES} bytes long, and send both unchanged"
+                )
+        if complaint is not None:
+            raise ItemRefused(f"item {place}: {complaint}")
+
+    def warm_up(self) -> None:
+        """Run dummy audio through everything a request runs through, then forget it."""
+        noise = np.random.default_rng(0).standard_normal(WARM_UP_SECONDS * self.spec.sample_rate, dtype=np.float32)
+        cutter = make_cutter(self.spec)
+        items = prepare(cutter, cutter.cut(noise), self.spec)
+        items += prepare(cutter, cutter.flush(self.spec.flush_positions), self.spec)
+        before = self.cache.stats
+        self.cache.stats = type(before)()
+        try:
+            self.check(items)
+            self.pack(items)
+        finally:
+            self.cache.stats = before
+            self.cache.clear()
+
+
+def processor_for(executes: bool, main: Processor, read_only: Processor) -> Processor:
+    """The routing rule: a request that executes on the engine goes to the processor whose cache mirrors it; one that
+    only prepares goes to the other."""
+    return main if executes else read_only
+
+
+def warm_up(processor: Processor) -> float | None:
+    """Seconds it took; None if it failed, which stops nobody: the first request will be slower."""
+    began = time.perf_counter()
+    try:
+        processor.warm_up()
+    except Exception:
+        logger.warning(
+            "warm-up of the %s processor failed; its first request will be slower", processor.name, exc_info=True
+        )
+        return None
+    took = time.perf_counter() - began
+    logger.info("the %s processor is warm after %.3f s", processor.name, took)
+    return took
+
+
+# What waits to travel to one engine: live commands first, then replays, in turns.
+#
+# The outbox promises that a command that is sent now leaves with the next batch, however much is being replayed. No
+# more of replays is under way than `REPLAY_WINDOW_BYTES`; the rest stays with those who replay until it is their
+# turn.
+
+# A batch carries about so much; more waits for the next one.
+BATCH_BYTES = 1024 * 1024
+# Bytes of replays that may be under way without being acknowledged.
+REPLAY_WINDOW_BYTES = 4 * 1024 * 1024
+
+# A command, and the items it carries. Without a command, the items are for the engine's cache alone.
+Queued = tuple[messages.Command | None, list[messages.Item]]
+
+
+class Source(Protocol):
+    """Somebody with much to send, who is asked for it piece by piece."""
+
+    def take(self) -> Queued | None:
+        """The next piece; None if there is none at the moment."""
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self._live: deque[Queued] = deque()
+        self._sources: deque[Source] = deque()
+        # Bytes of replays in each batch that was not acknowledged.
+        self._replays: dict[int, int] = {}
+        # The sum of these: bytes of replays under way.
+        self._replay_bytes = 0
+
+    @property
+    def has_live(self) -> bool:
+        """Whether a live command waits."""
+        return bool(self._live)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a batch could leave now."""
+        return bool(self._live) or (bool(self._sources) and self._replay_bytes < REPLAY_WINDOW_BYTES)
+
+    def put(self, queued: Queued) -> None:
+        self._live.append(queued)
+
+    def pace(self, source: Source) -> None:
+        """Ask this source from now on, until it has nothing to give."""
+        if source not in self._sources:
+            self._sources.append(source)
+
+    def next_batch(self, number: int) -> list[Queued]:
+        """What the batch with this number carries."""
+        batch: list[Queued] = []
+        size = 0
+        while self._live and size < BATCH_BYTES:
+            batch.append(self._live.popleft())
+            size += _bytes(batch[-1])
+        replayed = self._add_replays(batch, max(1, BATCH_BYTES - size))
+        if replayed:
+            # A batch whose commands all fail is not sent, and its number is used again.
+            self._replays[number] = self._replays.get(number, 0) + replayed
+            self._replay_bytes += replayed
+        return batch
+
+    def _add_replays(self, batch: list[Queued], most: int) -> int:
+        """One piece of each source in turn; returns their bytes."""
+        added = 0
+        while self._sources and added < most and self._replay_bytes + added < REPLAY_WINDOW_BYTES:
+            piece = self._sources[0].take()
+            if piece is None:
+                self._sources.popleft()
+                continue
+            self._sources.rotate(-1)
+            batch.append(piece)
+            added += _bytes(piece)
+        return added
+
+    def acknowledged(self, number: int) -> None:
+        """The engine has taken this batch."""
+        self._replay_bytes -= self._replays.pop(number, 0)
+
+
+def _bytes(queued: Queued) -> int:
+    return sum(map(payload_bytes, queued[1]))
+
+
+# The next message to an engine, command by command.
+#
+# A command joins a batch whole or not at all: everything that can go wrong with its values goes wrong in `add`,
+# before the batch, its number or the mirror of the engine's cache knows of it.
+
+
+class OutgoingBatch:
+    def __init__(self) -> None:
+        # All items with audio, in the order in which commands refer to them.
+        self.items: list[Item] = []
+        self._views: list[memoryview | None] = []
+        self._commands: list[msgspec.Raw] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._commands or self.items)
+
+    def add(self, command: messages.Command | None, carried: Sequence[Item]) -> None:
+        """A command and its items; without a command, the items are for the engine's cache alone.
+
+        Raises what the codec raises for a value it cannot write.
+        """
+        items: list[Item] = []
+        views: list[memoryview | None] = []
+        described: list[WireItem] = []
+        for item in carried:
+            data = None
+            if item.key:
+                data = len(self.items) + len(items)
+                items.append(item)
+                views.append(_view(item))
+            described.append(WireItem(item.offset, item.length, item.sample, data, item.mask, item.samples))
+        if command is not None:
+            self._commands.append(encode_command(command, described))
+        self.items += items
+        self._views += views
+
+    def frames(self, number: int, taken: int, pack: Callable[[list[Item]], list[bool]]) -> list[Any]:
+        """The batch as bytes; `pack` tells which items' audio must travel. They must then be sent."""
+        travels = pack(self.items)
+        data = lay_out(self.items, travels)
+        views = [view for view, goes in zip(self._views, travels, strict=True) if goes and view is not None]
+        return codec.encode(Batch(number, taken, data, self._commands), views)
+
+
+def lay_out(items: Sequence[Item], travels: Sequence[bool]) -> list[WireData]:
+    """Where the audio of those that travel lies in the message's payloads, one after the other."""
+    data, end = [], 0
+    for item, goes in zip(items, travels, strict=True):
+        if not goes:
+            data.append(WireData(item.key, None, 0, None))
+            continue
+        assert item.payload is not None, "only audio that is here travels"
+        data.append(WireData(item.key, end, item.payload.nbytes, codec.rows_of(item.payload)))
+        end += item.payload.nbytes
+    return data
+
+
+def _view(item: Item) -> memoryview | None:
+    """The bytes of an item's audio. Raises TypeError if there is no sending it."""
+    if type(item.key) is not bytes:
+        raise TypeError(f"a key is bytes, not {type(item.key).__name__}")
+    payload = item.payload
+    if payload is None:
+        return None
+    if not isinstance(payload, np.ndarray) or payload.dtype != np.float32 or payload.ndim > 2:
+        raise TypeError("audio is an array of float32 with one axis or two")
+    return payload.data.cast("B")
+
+
+# A gateway's side of one conversation with one engine: batches per tick, credits, repair, and its end.
+#
+# A link lives as long as one connection to one engine process. When the engine dies or falls silent the link is lost
+# for good; its owner makes a new one, which starts with empty caches on both sides: a new epoch.
 
 # Commands of one tick travel together; a command that finds the line idle leaves at once.
 TICK_SECONDS = 0.005

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine import messages
-from engine.client.seats import Seat, Seats
+from engine.client.pool import Seat, Seats
 from engine.client.stream import EngineStream
 from engine.errors import AtCapacity, EngineDead, EngineError
 

@@ -1,28 +1,379 @@
-"""One stream as the gateway sees it: audio in, outputs out, on whichever engine carries it at the moment."""
+"""On which engine a stream is, how that engine counts, and how far it has come.
+
+An engine that takes a stream over counts its positions and samples anew, from the first item it is sent. The placement
+promises that everybody else sees one count: the stream's own, from its first sample on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine import messages
-from engine.boundary.preparation import make_cutter, prepare
-from engine.client.delivery import Delivery
-from engine.client.handover import Handover
-from engine.client.link import EngineLink
-from engine.client.outputs import Outputs, error_of
-from engine.client.placement import Keeper, Placement
-from engine.client.processor import ItemRefused
-from engine.client.replay import KeptAudio, Replay, StreamLimits, memory_for
-from engine.client.suspicion import Suspicion
-from engine.errors import DuplicateStream, EngineDead, EngineError, StreamFailed, StreamFinished
+from engine.boundary.items import make_cutter, prepare
+from engine.client.crash_suspects import Suspicion
+from engine.client.link import EngineLink, ItemRefused, Queued
+from engine.client.replay import AskedFlush, Entry, KeptAudio, NewTurns, Replay, StreamLimits, memory_for
+from engine.errors import AtCapacity, BadOption, DuplicateStream, EngineDead, EngineError, StreamFailed, StreamFinished
 from engine.messages import Item
 from engine.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """An engine that could go on with a stream for another gateway: how many of its outputs were read here, and by how
+    many positions and samples it counts less."""
+
+    link: EngineLink
+    read: int = 0
+    before: tuple[int, int] = (0, 0)
+
+
+class Placement:
+    """Of one stream."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.link: EngineLink | None = None
+        # Since when no engine goes on with the stream.
+        self.lost_at: float | None = None
+        # Positions below this were computed, by any engine.
+        self.computed = spec.prefix_positions
+        self._spec = spec
+        self._computed_here = spec.prefix_positions
+        # By how much the engine that carries the stream now counts less than the stream itself does.
+        self._positions_before = 0
+        self._samples_before = 0
+        # The stream has gone on after a loss when it is computed up to here.
+        self._goes_on_at = 0
+
+    def begin(self, link: EngineLink, replay: Replay) -> None:
+        """This engine carries the stream from now on; it is sent the replay first."""
+        self.link = link
+        self._positions_before, self._samples_before = replay.positions, replay.samples
+        self._computed_here = replay.positions + self._spec.prefix_positions
+
+    @property
+    def before(self) -> tuple[int, int]:
+        """Positions and samples by which this engine counts less."""
+        return self._positions_before, self._samples_before
+
+    def lose(self, now: float, end: int) -> None:
+        """The engine is lost; the audio so far ends at position `end`."""
+        self.link = None
+        if self.lost_at is None:
+            self.lost_at = now
+        # A model that waits for a stride leaves less than one uncomputed.
+        all_of_it = end - (self._spec.stride_positions - 1)
+        self._goes_on_at = min(all_of_it, self.computed + 1)
+
+    def progress(self, computed: int) -> None:
+        """The engine has computed so far, on its own count."""
+        self._computed_here = computed + self._positions_before
+        self.computed = max(self.computed, self._computed_here)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the new engine has passed the point where the old one stopped."""
+        return self.computed >= self._goes_on_at
+
+    def uncomputed(self, end: int) -> range:
+        """What the engine may have been computing when it died, if the audio sent to it ends at `end`."""
+        return range(self._computed_here, end)
+
+    def own_count(self, start: int, end: int) -> range:
+        """Positions of the engine's count on the stream's own."""
+        return range(start + self._positions_before, end + self._positions_before)
+
+    def engine_count(self, positions: range) -> tuple[int, int]:
+        """Positions of the stream's count on the engine's."""
+        return positions.start - self._positions_before, positions.stop - self._positions_before
+
+    def to_engine(self, items: Sequence[Item]) -> list[Item]:
+        """The items as the engine counts."""
+        positions, samples = self._positions_before, self._samples_before
+        if not positions:
+            return list(items)
+        return [replace(item, offset=item.offset - positions, sample=item.sample - samples) for item in items]
+
+    def sample_to_engine(self, sample: int | None) -> int | None:
+        return None if sample is None else max(0, sample - self._samples_before)
+
+    def from_engine(self, output: messages.Output) -> None:
+        """Turn the engine's count of samples in an output into the stream's."""
+        samples = self._samples_before
+        if not samples:
+            return
+        match output:
+            case messages.Text():
+                output.sample += samples
+                for word in output.words:
+                    word.start_sample += samples
+                    word.end_sample += samples
+            case messages.Speech() | messages.Flushed() | messages.Closed():
+                output.sample += samples
+            case _:
+                pass
+
+
+# The way of one stream's commands to the engine that carries it.
+#
+# Commands arrive in the order in which they were sent. An engine is asked whether it takes the stream before it is
+# sent what was heard so far, and a replay leaves in pieces, when the link has time for it; what comes later waits
+# behind it.
+
+# Items of a replay that travel in one command: small enough for many streams to take turns.
+REPLAY_ITEMS = 16
+
+
+class Delivery:
+    """Asks the engine for a place at once. A source of the link's outbox while something waits. `on_done` is called
+    when the engine has been sent all of the replay."""
+
+    def __init__(
+        self,
+        link: EngineLink,
+        opening: messages.Open,
+        replay: Replay,
+        finished: bool,
+        on_done: Callable[[], None],
+    ) -> None:
+        # The engine has said yes.
+        self.is_open = False
+        self._stream = opening.stream
+        self._link = link
+        self._on_done = on_done
+        self._opening: Queued | None = None
+        self._waiting = deque(_commands(opening.stream, replay.entries, finished))
+        if replay.known:
+            # A saved state travels with audio that it refers to, and takes its turn.
+            self._opening = (opening, replay.known)
+            link.pace(self)
+        else:
+            link.send(opening)
+
+    @classmethod
+    def of_open_stream(cls, link: EngineLink, stream: str) -> Delivery:
+        """To an engine that runs the stream already."""
+        delivery = cls.__new__(cls)
+        delivery.is_open, delivery._stream, delivery._link = True, stream, link
+        delivery._opening, delivery._waiting = None, deque()
+        # Nothing is replayed, so nobody waits for the end of it.
+        delivery._on_done = lambda: None
+        return delivery
+
+    @property
+    def is_done(self) -> bool:
+        """The engine has been sent all that came so far."""
+        return self.is_open and not self._waiting
+
+    def send(self, command: messages.Command, items: list[Item] | None = None) -> None:
+        if self.is_open and not self._waiting:
+            self._link.send(command, items)
+        else:
+            self._waiting.append((command, items or []))
+
+    def opened(self) -> None:
+        """The engine has a place: now it is sent what it needs."""
+        self.is_open = True
+        if self._waiting:
+            self._link.pace(self)
+        else:
+            self._on_done()
+
+    def take(self) -> Queued | None:
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            return opening
+        if not self.is_open or not self._waiting:
+            return None
+        next_one = self._waiting.popleft()
+        if not self._waiting:
+            self._on_done()
+        return next_one
+
+    def abort(self) -> bool:
+        """Send nothing more and have the engine forget the stream; False if it never heard of it."""
+        self._waiting.clear()
+        if self._opening is not None:
+            self._opening = None
+            return False
+        self._link.send(messages.Abort(self._stream))
+        return True
+
+
+def _commands(stream: str, entries: Iterable[Entry], finished: bool) -> Iterable[Queued]:
+    """A replay as commands."""
+    run: list[Item] = []
+    for entry in entries:
+        if run and (not isinstance(entry, Item) or len(run) == REPLAY_ITEMS):
+            yield messages.Feed(stream, []), run
+            run = []
+        if isinstance(entry, AskedFlush):
+            yield messages.Flush(stream, entry.tag, entry.pause), []
+        elif isinstance(entry, NewTurns):
+            yield messages.ChangeTurns(stream, entry.turns), []
+        else:
+            run.append(entry)
+    if run:
+        yield messages.Feed(stream, []), run
+    if finished:
+        yield messages.Finish(stream), []
+
+
+# What a stream has to say: handed to a listener as it comes, or a queue, read by iteration until the last output.
+#
+# The queue promises that nothing is said twice: speech that was told before a replay is left out of it.
+
+# Outputs that may wait for a reader before its stream takes no more audio.
+MAX_QUEUED_OUTPUTS = 1024
+SPEECH_THRESHOLD = 0.5
+_FINAL = (messages.Closed, messages.Failed, messages.Dead)
+
+
+class Outputs:
+    """`on_read` is called when there is room for more."""
+
+    def __init__(self, sample_rate: int, on_read: Callable[[], None]) -> None:
+        self._sample_rate = sample_rate
+        self._on_read = on_read
+        # Each with its number: how many outputs of the engine it was.
+        self._queue: deque[tuple[int, messages.Output]] = deque()
+        # The number of the last one that was read, and of the last that came.
+        self.read = 0
+        self.told = 0
+        self._news = asyncio.Event()
+        self._listener: Callable[[messages.Output], None] | None = None
+        # Speech before this sample has been told.
+        self._told_until = 0
+        # Whether somebody spoke in the last that was told.
+        self.speech_goes_on = False
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def full(self) -> bool:
+        return len(self._queue) >= MAX_QUEUED_OUTPUTS
+
+    def put(self, output: messages.Output | None) -> None:
+        if output is None:
+            return
+        if self._listener is not None:
+            self.read = self.told
+            self._listener(output)
+        else:
+            self._queue.append((self.told, output))
+            self._news.set()
+
+    def listen(self, listener: Callable[[messages.Output], None]) -> None:
+        """Hand each output over as it comes, to a listener who never has to wait and never raises."""
+        self._listener = listener
+        while self._queue:
+            self.read, output = self._queue.popleft()
+            listener(output)
+
+    def begin(self, told: int) -> None:
+        """Another engine carries the stream, which has said so much; what still waits here is not of it."""
+        self._queue = deque((told, output) for _, output in self._queue)
+        self.read = self.told = told
+
+    def put_speech(self, speech: messages.Speech) -> None:
+        self.speech_goes_on = speech.probabilities[-1:] >= [SPEECH_THRESHOLD]
+        self.put(self._new_part(speech))
+
+    async def __aiter__(self) -> AsyncIterator[messages.Output]:
+        while True:
+            while self._queue:
+                self.read, output = self._queue.popleft()
+                self._on_read()
+                yield output
+                if isinstance(output, _FINAL):
+                    return
+            self._news.clear()
+            await self._news.wait()
+
+    def _new_part(self, speech: messages.Speech) -> messages.Speech | None:
+        """The speech without what was told before, if the audio is a replay."""
+        if speech.sample >= self._told_until and speech.frame_samples and speech.probabilities:
+            self._told_until = speech.sample + len(speech.probabilities) * speech.frame_samples
+            return speech
+        if speech.frame_samples > self._sample_rate and speech.sample < self._told_until:
+            # A long silence is one long frame, of which a part is known.
+            known = min(self._told_until - speech.sample, speech.frame_samples)
+            speech.sample, speech.frame_samples = speech.sample + known, speech.frame_samples - known
+        if not speech.frame_samples:
+            return None
+        known = max(0, -(-(self._told_until - speech.sample) // speech.frame_samples))
+        probabilities = speech.probabilities[known:]
+        if not probabilities:
+            return None
+        sample = speech.sample + known * speech.frame_samples
+        self._told_until = sample + len(probabilities) * speech.frame_samples
+        return messages.Speech(speech.stream, sample, speech.frame_samples, probabilities)
+
+
+def error_of(failed: messages.Failed) -> EngineError | ValueError:
+    """The error that an engine ended a stream with."""
+    text = failed.message.removeprefix(f"stream {failed.stream!r}: ")
+    if failed.code == AtCapacity.__name__:
+        return AtCapacity(failed.stream, text)
+    if failed.code == BadOption.__name__:
+        return ValueError(text)
+    return StreamFailed(failed.stream, text)
+
+
+# The engine that a stream leaves for another one, until it is not needed any more.
+#
+# It keeps the stream until the other one has all of it, and until the session that was entrusted with it is there
+# too: so at any moment one engine could go on with both for another gateway.
+
+
+class Handover:
+    """Of one stream."""
+
+    def __init__(self, stream: str) -> None:
+        # Whether a session was entrusted to the engine beside the stream.
+        self.is_entrusted = False
+        # Until the other engine has all of the stream.
+        self.leaving: Keeper | None = None
+        self._stream = stream
+        # From then on, until the session is there too.
+        self._left: Keeper | None = None
+
+    def begin(self, keeper: Keeper | None) -> None:
+        self.end()
+        self.leaving = keeper
+
+    def settle(self) -> None:
+        """The other engine has all of the stream."""
+        if self.leaving is not None:
+            self._left, self.leaving = self.leaving, None
+            if not self.is_entrusted:
+                self.release()
+
+    def release(self) -> None:
+        """The session is with the other engine too."""
+        left, self._left = self._left, None
+        if left is not None:
+            left.link.send(messages.Abort(self._stream))
+
+    def end(self) -> None:
+        """Whatever still has the stream, beside the engine that carries it, is to forget it."""
+        self.release()
+        self._left, self.leaving = self.leaving, None
+        self.release()
+
+    def is_from(self, link: EngineLink) -> bool:
+        return any(keeper is not None and keeper.link is link for keeper in (self.leaving, self._left))
+
+
+# One stream as the gateway sees it: audio in, outputs out, on whichever engine carries it at the moment.
 
 logger = logging.getLogger(__name__)
 

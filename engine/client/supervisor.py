@@ -15,16 +15,15 @@ import zmq
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.crash_record import Flight
-from engine.boundary.curve import LinkKeys, leaves_the_machine
 from engine.boundary.input_cache import CacheStats
-from engine.client.handles import EngineHandle, RemoteEngine
+from engine.boundary.sockets import LinkKeys, leaves_the_machine
+from engine.client.crash_suspects import Death, convict
+from engine.client.engine_handles import EngineHandle, RemoteEngine
 from engine.client.link import EngineLink, EngineMismatch, LinkEvents
-from engine.client.moves import Moves
+from engine.client.migration import Moves
+from engine.client.pool import Seat, Seats, Table
 from engine.client.recovery import RETRY_S, Recovery
-from engine.client.seats import Seat, Seats
 from engine.client.stream import EngineStream
-from engine.client.suspicion import Death, convict
-from engine.client.table import Table
 from engine.errors import EngineDead, StreamFailed
 from engine.spec import ModelSpec
 

@@ -13,10 +13,9 @@ from dataclasses import replace
 from operator import attrgetter
 
 from engine.core.encoder_cache import EncoderCache
-from engine.core.limits import Limits, largest_item
 from engine.core.pages import PagePool
 from engine.core.plan import DecodeResult, DecodeTask, OpenTask, StepPlan
-from engine.core.planner import Planner, Surprises
+from engine.core.planner import Limits, Planner, Surprises, largest_item
 from engine.core.stream import PRUNE_EVERY_POSITIONS, FlushMark, Stream
 from engine.errors import (
     AtCapacity,
@@ -30,8 +29,7 @@ from engine.errors import (
     UnknownStream,
 )
 from engine.messages import Closed, Failed, Flushed, Item, Open, Output
-from engine.spec import ModelSpec
-from engine.vocabulary import Vocabulary
+from engine.spec import ModelSpec, Vocabulary
 
 _oldest_first = attrgetter("waiting_since")
 

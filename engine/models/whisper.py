@@ -1,13 +1,8 @@
-"""Whisper of any size, from OpenAI's `.pt` files and from transformers checkpoints.
-
-Names follow OpenAI's files, except that the three projections of self-attention are one matrix and that the
-cross-attention keys and values of all layers are made when a window is encoded. Whisper was trained on windows padded
-to 30 seconds; `context_slack_seconds` trims that to the audio plus some silence, which makes it affordable live.
-With little silence it does not know where a text ends, and says it again and again.
-"""
+"""Names of Whisper's tensors: OpenAI's, transformers', and ours."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, pad, scaled_dot_product_attention
 
-from engine.languages import ENGLISH_TEXT_TOKENS, ENGLISH_VOCABULARY, whisper_language_tokens, whisper_languages
 from engine.models.mel import FRAME_SAMPLES, HOP_SAMPLES, SAMPLE_RATE, slaney_filters
 from engine.models.seq2seq import (
     DecoderPass,
@@ -32,8 +26,71 @@ from engine.models.seq2seq import (
     quantise_linears,
     split_heads,
 )
-from engine.models.whisper_names import fused
 from engine.options import TRANSLATE, Options
+from engine.spec import ENGLISH_TEXT_TOKENS, ENGLISH_VOCABULARY, whisper_language_tokens, whisper_languages
+
+# transformers' names, part by part; the order matters where one contains another.
+_RENAMES = [
+    (r"^model\.", ""),
+    (r"\.layers\.", ".blocks."),
+    (r"\.self_attn_layer_norm\.", ".attn_ln."),
+    (r"\.encoder_attn_layer_norm\.", ".cross_attn_ln."),
+    (r"\.final_layer_norm\.", ".mlp_ln."),
+    (r"^encoder\.layer_norm\.", "encoder.ln_post."),
+    (r"^decoder\.layer_norm\.", "decoder.ln."),
+    (r"\.self_attn\.", ".attn."),
+    (r"\.encoder_attn\.", ".cross_attn."),
+    (r"\.q_proj\.", ".query."),
+    (r"\.k_proj\.", ".key."),
+    (r"\.v_proj\.", ".value."),
+    (r"\.out_proj\.", ".out."),
+    (r"\.fc1\.", ".mlp.0."),
+    (r"\.fc2\.", ".mlp.2."),
+    (r"\.embed_positions\.weight$", ".positional_embedding"),
+    (r"\.embed_tokens\.", ".token_embedding."),
+]
+
+
+def _openai_name(name: str) -> str:
+    for pattern, replacement in _RENAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def fused(tensors: dict[str, Tensor], width: int, audio_layers: int, text_layers: int) -> dict[str, Tensor]:
+    """A state dict of either kind under our names, with the matrices that we join."""
+    left = {_openai_name(name): value.float() for name, value in tensors.items() if name != "proj_out.weight"}
+
+    def take(prefix: str, parts: tuple[str, ...]) -> tuple[list[Tensor], list[Tensor]]:
+        weights = [left.pop(f"{prefix}{part}.weight") for part in parts]
+        # Keys have no bias in Whisper; a zero one lets the fused matrix have one.
+        biases = [left.pop(f"{prefix}{part}.bias", torch.zeros(width)) for part in parts]
+        return weights, biases
+
+    for convolution in ("encoder.conv1", "encoder.conv2"):
+        left[f"{convolution}.linear.weight"] = FrameConv.matrix(left.pop(f"{convolution}.weight"))
+        left[f"{convolution}.linear.bias"] = left.pop(f"{convolution}.bias")
+    for side, layers in (("encoder", audio_layers), ("decoder", text_layers)):
+        for layer in range(layers):
+            prefix = f"{side}.blocks.{layer}.attn."
+            weights, biases = take(prefix, ("query", "key", "value"))
+            left[prefix + "qkv.weight"], left[prefix + "qkv.bias"] = torch.cat(weights), torch.cat(biases)
+    cross_weights, cross_biases = [], []
+    for part in ("key", "value"):
+        for layer in range(text_layers):
+            weights, biases = take(f"decoder.blocks.{layer}.cross_attn.", (part,))
+            cross_weights += weights
+            cross_biases += biases
+    left["cross_kv.weight"], left["cross_kv.bias"] = torch.cat(cross_weights), torch.cat(cross_biases)
+    return left
+
+
+# Whisper of any size, from OpenAI's `.pt` files and from transformers checkpoints.
+#
+# Names follow OpenAI's files, except that the three projections of self-attention are one matrix and that the cross-
+# attention keys and values of all layers are made when a window is encoded. Whisper was trained on windows padded to
+# 30 seconds; `context_slack_seconds` trims that to the audio plus some silence, which makes it affordable live. With
+# little silence it does not know where a text ends, and says it again and again.
 
 LIVE_SLACK_SECONDS = 2.0
 # Behind a window that is heard to its end, on a CPU. Measured with whisper-tiny on 20 prompts of 1.5 to 15 s, how many

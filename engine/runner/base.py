@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from engine.core.plan import DecodeResult, StepPlan
 from engine.messages import Open, Saved, Speech
-from engine.spec import ModelSpec
-from engine.vocabulary import Vocabulary
+from engine.spec import ModelSpec, Vocabulary
 
 Samples = NDArray[np.float32]
 

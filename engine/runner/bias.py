@@ -1,37 +1,78 @@
-"""Keyword biasing: which tokens are favoured behind a row of tokens, because an expected word may begin or go on there.
-
-The keywords of a stream are a tree of their letters. Where a token leads is a matter of its letters alone, however a
-keyword is cut into tokens: a model that began to spell a word in its own way still finds the rest of it. A keyword is
-favoured as it was given, in small letters and with capital initials, and all three lead to the same node.
-
-A node's *worth* rises with the letters that lead to it. The token with which the tokeniser would go on in a keyword
-gets the worth of the node it leads to, and one that leaves the keyword nothing: so what its beginning got is given
-back, unless the whole of a keyword has been said by then. A short beginning is worth little, because many other words
-begin like it. Other cuts of a keyword get nothing either: a model says words as its tokeniser cuts them, so a token
-that a keyword has in an unusual cut only is a sign of another word.
-
-With its bonus, a token must be likelier than all others are together without one. Where a model has no idea, a hundred
-things are nearly as likely as its best guess, and it must not be talked into a keyword then.
-
-Where a stream stands in the tree is a number that the row of its tokens alone decides. Its text depends neither on load
-nor on how the audio came in, and a draft is checked as it would be decoded.
-
-A model that announces words says blanks while it waits for the next one: nothing is favoured then, or words would come
-before their time. Its state is the complement of the number while it waits.
-"""
+"""How a byte-pair vocabulary cuts a word: neighbours are joined, those first whose piece has the lowest number."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.options import Keyword, read_keywords
-from engine.runner.pairs import joined_pairs, single_bytes
-from engine.vocabulary import Vocabulary
+from engine.runner.device import upload
+from engine.spec import Vocabulary
+
+
+def joined_pairs(letters: Sequence[bytes], ranks: Mapping[bytes, int]) -> list[bytes]:
+    """Pairs wait in order, the lowest rank first and of the same the leftmost. Nobody looks through the whole word for
+    the next one: what a client sends may be a single word, and everybody's step waits for this."""
+    parts, count = list(letters), len(letters)
+    before, after = list(range(-1, count - 1)), list(range(1, count + 1))
+    pairs: list[tuple[int, int, bytes]] = []
+
+    def offer(left: int) -> None:
+        if left >= 0 and after[left] < count:
+            joined = parts[left] + parts[after[left]]
+            rank = ranks.get(joined)
+            if rank is not None:
+                heappush(pairs, (rank, left, joined))
+
+    for left in range(count):
+        offer(left)
+    while pairs:
+        _, left, joined = heappop(pairs)
+        right = after[left]
+        # One of the two may have been joined with another since.
+        if not parts[left] or right == count or parts[left] + parts[right] != joined:
+            continue
+        parts[left], parts[right], after[left] = joined, b"", after[right]
+        if after[left] < count:
+            before[after[left]] = left
+        offer(before[left])
+        offer(left)
+    return [part for part in parts if part]
+
+
+def single_bytes(text: bytes) -> list[bytes]:
+    return [text[at : at + 1] for at in range(len(text))]
+
+
+# Keyword biasing: which tokens are favoured behind a row of tokens, because an expected word may begin or go on
+# there.
+#
+# The keywords of a stream are a tree of their letters. Where a token leads is a matter of its letters alone, however
+# a keyword is cut into tokens: a model that began to spell a word in its own way still finds the rest of it. A
+# keyword is favoured as it was given, in small letters and with capital initials, and all three lead to the same
+# node.
+#
+# A node's *worth* rises with the letters that lead to it. The token with which the tokeniser would go on in a keyword
+# gets the worth of the node it leads to, and one that leaves the keyword nothing: so what its beginning got is given
+# back, unless the whole of a keyword has been said by then. A short beginning is worth little, because many other
+# words begin like it. Other cuts of a keyword get nothing either: a model says words as its tokeniser cuts them, so a
+# token that a keyword has in an unusual cut only is a sign of another word.
+#
+# With its bonus, a token must be likelier than all others are together without one. Where a model has no idea, a
+# hundred things are nearly as likely as its best guess, and it must not be talked into a keyword then.
+#
+# Where a stream stands in the tree is a number that the row of its tokens alone decides. Its text depends neither on
+# load nor on how the audio came in, and a draft is checked as it would be decoded.
+#
+# A model that announces words says blanks while it waits for the next one: nothing is favoured then, or words would
+# come before their time. Its state is the complement of the number while it waits.
 
 # Worth of a whole keyword, as a log-probability, and the letters after which a beginning has all of it. More finds a
 # few more keywords, and costs more other words than it finds.
@@ -304,3 +345,77 @@ def _check_option(option: str) -> None:
 def _check_size(pieces: int) -> None:
     if pieces > MAX_EDGES:
         raise ValueError(f"these keywords are too long together: they take more than {MAX_EDGES} pieces")
+
+
+# Keyword trees of many streams on a device: the choice and the state of each row, without the host.
+#
+# A step runs while the host does not know yet what the one before it said, so where a stream stands in its tree is
+# kept on the device, beside the tree. A tree is a row of edges, as many for every slot: from which state, by which
+# token, to which state, for how much. All of it is read in every step, at fixed places, so that a step can be
+# recorded.
+
+# Where edges come from that come from no state of their own: those that lead away from all states, and unused ones.
+_ANYWHERE, _NOWHERE = -1, -2
+_ROWS = 4
+# What a slot holds, and what a step needs of it at the same time: a copy, token numbers of 8 bytes, values and masks.
+BYTES_PER_SLOT = _ROWS * MAX_EDGES * 4
+BYTES_PER_ROW = BYTES_PER_SLOT + 16 * MAX_EDGES
+
+
+class BiasTables:
+    def __init__(self, slots: int, spelling: Spelling, device: torch.device, edges: int = MAX_EDGES) -> None:
+        self._states = torch.full((slots,), AT_WORD, dtype=torch.int64, device=device)
+        # By slot: from, token, to, and the bonus, whose bits are those of a float.
+        self._edges = torch.full((slots, _ROWS, edges), _NOWHERE, dtype=torch.int32, device=device)
+        self._rests = torch.tensor(spelling.rests, device=device)
+        self._filled: set[int] = set()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any stream has keywords."""
+        return bool(self._filled)
+
+    def set_tree(self, slot: int, tree: KeywordTree | None) -> None:
+        """A slot belongs to another stream, which has said nothing yet."""
+        if slot in self._filled:
+            self._edges[slot, 0] = _NOWHERE
+            self._filled.remove(slot)
+        if tree is not None:
+            self._filled.add(slot)
+            rows = _rows(tree)
+            self._edges[slot, :, : rows.shape[1]] = upload(rows, self._edges.device)
+            self.set_state(slot, AT_WORD)
+
+    def set_state(self, slot: int, state: int) -> None:
+        self._states[slot] = state
+
+    def choose(self, slots: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
+        """What to say in place of the best `tokens` [rows]; logits [rows, vocabulary]."""
+        states = self._states[slots][:, None]
+        origins, choices, _, bonuses = self._edges[slots].unbind(dim=1)
+        open_edges = (states >= 0) & ((origins == states) | (origins == _ANYWHERE))
+        favoured = logits.gather(1, choices.clamp(min=0).long()) + bonuses.view(torch.float32)
+        best, edges = favoured.masked_fill(~open_edges, float("-inf")).max(dim=1, keepdim=True)
+        return torch.where(best[:, 0] > logits.logsumexp(dim=1), choices.gather(1, edges)[:, 0].long(), tokens)
+
+    def advance(self, slots: Tensor, tokens: Tensor) -> None:
+        """Each row has said its token."""
+        states = self._states[slots]
+        nodes = torch.maximum(states, ~states)
+        origins, choices, targets, _ = self._edges[slots].unbind(dim=1)
+        said = choices == tokens[:, None]
+        # An edge of the state itself goes before one that leads away from everywhere.
+        fits = said * (2 * (origins == nodes[:, None]).byte() + (origins == _ANYWHERE).byte())
+        found, edges = fits.max(dim=1, keepdim=True)
+        rests = self._rests[tokens]
+        outside = torch.where(rests >= 0, rests, torch.where(rests == STAY, nodes, ~nodes))
+        self._states[slots] = torch.where(found[:, 0] > 0, targets.gather(1, edges)[:, 0].long(), outside)
+
+
+def _rows(tree: KeywordTree) -> np.ndarray:
+    edges = [(_ANYWHERE, token, edge.node, edge.bonus) for token, edge in tree.entries.items()]
+    for state, leading in enumerate(tree.edges):
+        edges += [(state, token, edge.node, edge.bonus) for token, edge in leading.items()]
+    origins, tokens, nodes, bonuses = zip(*edges, strict=True)
+    numbers = np.array([origins, tokens, nodes], np.int32)
+    return np.vstack((numbers, np.array(bonuses, np.float32).view(np.int32)))

@@ -9,32 +9,27 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig
-from engine.core.limits import Limits
+from engine.core.planner import Limits
 from engine.errors import EngineError
 from engine.models.compiled import compiled_decode
 from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
 from engine.models.silero import load_silero
 from engine.models.whisper import Whisper
+from engine.options import EngineConfig
 from engine.runner.base import Runner
 from engine.runner.device import compute_on_one_thread, free_memory, require_device, total_memory
-from engine.runner.device_speech import DeviceSpeechDetector
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
-from engine.runner.speech import SpeechDetector
-from engine.runner.windowed.block_ear import BlockEar
-from engine.runner.windowed.device_windows import DeviceWindows
-from engine.runner.windowed.ears import WindowEar
+from engine.runner.speech import DeviceSpeechDetector, SpeechDetector
+from engine.runner.windowed.encoders import BlockEar, WindowEar
 from engine.runner.windowed.memory import longest_window, plan_windows
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import BLOCK_POLICY, Policy
-from engine.runner.windowed.windows import HostWindows
-from engine.spec import ModelSpec
-from engine.vocabulary import Vocabulary
+from engine.runner.windowed.windows import DeviceWindows, HostWindows
+from engine.spec import ModelSpec, Vocabulary
 from engine.weights.checkpoint import BadCheckpoint
-from engine.weights.pretrained import load_speech_model
+from engine.weights.pretrained import load_speech_model, load_streaming_weights
 from engine.weights.registry import STREAMING_ENCODER
-from engine.weights.streaming import load_streaming_weights
 
 # A windowed stream needs a few megabytes, one in blocks up to 29 while somebody speaks: a CPU runs out of time long
 # before it runs out of memory.

@@ -49,11 +49,9 @@ from engine.messages import (
     Text,
 )
 from engine.runner.base import Detector, Runner
-from engine.server.backlog_budget import BacklogBudget
-from engine.server.gate import GateSettings
-from engine.server.listener import Listener, Target
-from engine.server.silence_cut import SilenceCut
-from engine.server.step_meter import StepMeter
+from engine.server.metering import BacklogBudget, StepMeter
+from engine.server.skipped_silence import SilenceCut
+from engine.server.speech import GateSettings, Listener, Target
 from engine.server.stream_state import StreamStates
 
 logger = logging.getLogger(__name__)

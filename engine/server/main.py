@@ -1,13 +1,15 @@
-"""The engine process: build the engine, warm it up, listen, serve. What a first user would wait for happens here."""
+"""The cycle collector of an engine: at rest."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -16,15 +18,47 @@ import zmq
 
 from engine import messages
 from engine.boundary.crash_record import FlightRecord
-from engine.boundary.curve import LinkKeys
-from engine.boundary.preparation import WARM_UP_SECONDS, make_cutter, prepare
-from engine.boundary.sockets import EngineSocket, check_address
+from engine.boundary.items import WARM_UP_SECONDS, make_cutter, prepare
+from engine.boundary.sockets import EngineSocket, LinkKeys, check_address
+from engine.core.scheduler import Scheduler
 from engine.errors import EngineDead, EngineError
 from engine.logs import WITHOUT_TIME, set_up_logging
-from engine.server.collector import calm_collector
+from engine.options import EngineConfig
+from engine.runner.load import load_detector, load_runner
 from engine.server.host import Drain, EngineHost
 from engine.server.loop import EngineLoop
+from engine.server.skipped_silence import cut_settings
+from engine.server.speech import GateSettings
 from engine.spec import ModelSpec
+from engine.weights.checkpoint import fingerprint
+from engine.weights.store import resolve
+
+
+def calm_collector() -> None:
+    """Call once, when the model is loaded. Steps leave no cycles behind; left as it is, the collector would walk the
+    bookkeeping of every stream again and again, for milliseconds at a time, and find nothing."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 50)
+
+
+# From a configuration to an engine loop that runs it: weights, runner, speech detection, limits.
+
+
+def build_loop(config: EngineConfig, clock: Callable[[], int] = time.perf_counter_ns) -> EngineLoop:
+    """Load the model and what surrounds it. Raises EngineError with what to change."""
+    path = resolve(config.model)
+    runner, limits = load_runner(path, config)
+    # Gateways compare it: two engines must not answer with different weights under one name.
+    spec = replace(runner.spec, weights=fingerprint(path))
+    scheduler = Scheduler(spec, limits, runner.vocabulary)
+    # A windowed model makes words up in silence. A frame-synchronous one was trained to hear it; a long one is cut out.
+    gate = GateSettings() if runner.spec.rereads_window else None
+    cut = None if spec.rereads_window or not config.cut_silence_s else cut_settings(config.cut_silence_s)
+    return EngineLoop(scheduler, runner, load_detector(runner, limits.max_streams), gate, clock, cut)
+
+
+# The engine process: build the engine, warm it up, listen, serve. What a first user would wait for happens here.
 
 logger = logging.getLogger(__name__)
 

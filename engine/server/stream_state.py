@@ -14,7 +14,7 @@ from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
 from engine.messages import Flush, Flushed, Open, Output, Speech, StreamState, Text
 from engine.runner.base import Runner
-from engine.server.listener import Listener
+from engine.server.speech import Listener
 
 # The state of a stream in which nothing happens is saved so often.
 QUIET_SECONDS = 1.0

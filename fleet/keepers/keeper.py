@@ -6,17 +6,21 @@ back finds the process of the one before it and goes on with it.
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
+import re
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from fleet.errors import FleetError
 from fleet.keepers.process import (
     Record,
     Records,
@@ -28,7 +32,7 @@ from fleet.keepers.process import (
 )
 from fleet.plan import FleetPlan
 from fleet.secret import fingerprint, read_secret
-from fleet.state import Unit, UnitState
+from fleet.state import FleetError, Table, Unit, UnitState, write_table, write_whole
 
 # Between two starts of a process that ends by itself, at first and at most.
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
@@ -224,3 +228,135 @@ def _is_free(host: str, port: int) -> bool:
             return True
     except OSError:
         return False
+
+
+# The keeper of an engine. An engine has no HTTP: what it carries is known from the gateways.
+
+
+class EngineKeeper(Keeper):
+    @property
+    def drain_s(self) -> float:
+        return self.plan.engine.drain_s
+
+    def command(self) -> list[str]:
+        address = f"tcp://{self.place.host}:{self.unit.port}"
+        settings = ["--config", self.plan.config] if self.plan.config else []
+        return [
+            *program(self.plan.engine.program),
+            "engine",
+            *("--listen", address),
+            *("--fleet-secret-file", str(self.plan.secret_path)),
+            *("--drain-s", f"{self.drain_s:g}"),
+            *settings,
+        ]
+
+
+# The keeper of a gateway: writes its table of engines, and reads what it says of itself and of them.
+
+LOOK_S = 2.0
+# Beside the goodbyes, a gateway waits for turns of clients that do not resume.
+TURNS_S = 15.0
+# Any address of the machine; it is asked for at the one that always works.
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_REFUSED = re.compile(r'^tickertape_refused_total\{[^}]*reason="capacity"[^}]*\} (\S+)$', re.MULTILINE)
+
+
+class GatewayKeeper(Keeper):
+    _capacity: dict[str, Any] | None = None
+    _is_ready = False
+    _speaks_tls = False
+    # None until the gateway has said so.
+    _refused: int | None = None
+
+    @property
+    def drain_s(self) -> float:
+        return self.plan.gateway.drain_s + TURNS_S
+
+    @property
+    def table_path(self) -> Path:
+        return self.plan.node_folder(self.place.node) / f"{self.unit.name}.table.json"
+
+    @property
+    def figures_path(self) -> Path:
+        return self.plan.node_folder(self.place.node) / f"{self.unit.name}.fleet.json"
+
+    def command(self) -> list[str]:
+        settings = ["--config", self.plan.config] if self.plan.config else []
+        return [
+            *program(self.plan.gateway.program),
+            "serve",
+            *("--host", self.plan.gateway.host),
+            *("--port", str(self.unit.port)),
+            *("--engine-table", str(self.table_path)),
+            *("--fleet.manager", str(self.figures_path)),
+            *("--fleet.gateway", self.unit.name),
+            *("--fleet-secret-file", str(self.plan.secret_path)),
+            *("--server.drain-spread-s", f"{self.plan.gateway.drain_s:g}"),
+            *settings,
+        ]
+
+    def take_table(self, table: Table) -> None:
+        write_table(self.table_path, table)
+
+    def take_figures(self, figures: Mapping[str, Any]) -> None:
+        """Written each time: how old the file is says how old the figures are."""
+        write_whole(self.figures_path, json.dumps(figures))
+
+    def observe(self) -> None:
+        status, body = self._get("/capacity")
+        capacity = _json(body) if status == 200 else None
+        ready, _ = self._get("/ready")
+        counted, metrics = self._get("/metrics")
+        with self._lock:
+            self._capacity = capacity
+            self._is_ready = ready == 200
+            if counted == 200:
+                self._refused = sum(int(float(count)) for count in _REFUSED.findall(metrics))
+
+    def forget(self) -> None:
+        self._capacity, self._is_ready = None, False
+
+    @property
+    def serves(self) -> bool:
+        return self._is_ready
+
+    def facts(self) -> dict[str, Any]:
+        return {"capacity": self._capacity, "refused": self._refused}
+
+    def _get(self, path: str) -> tuple[int, str]:
+        """The status and the text; 0 if nobody answers."""
+        connection = self._connection()
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(errors="replace")
+        except (ssl.SSLError, http.client.HTTPException, ConnectionResetError):
+            # Somebody is there and speaks the other way; only the configuration knows which.
+            self._speaks_tls = not self._speaks_tls
+            return 0, ""
+        except OSError:
+            return 0, ""
+        finally:
+            connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host = _ANY.get(self.plan.gateway.host, self.plan.gateway.host)
+        if self._speaks_tls:
+            return http.client.HTTPSConnection(host, self.unit.port, timeout=LOOK_S, context=_trusting())
+        return http.client.HTTPConnection(host, self.unit.port, timeout=LOOK_S)
+
+
+def _trusting() -> ssl.SSLContext:
+    """The certificate is made for the public name; this is our own process on our own machine."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _json(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from fleet.errors import FleetError
-from fleet.state import Kind, Unit, UnitState
+from fleet.state import FleetError, Kind, Unit, UnitState
 
 # A log that is larger at a start makes room: the one before it is kept once.
 MOST_LOG_BYTES = 10_000_000

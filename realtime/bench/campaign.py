@@ -12,12 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realtime.bench.clients import ClientPlan, Target, play_all
+from realtime.bench.clients import Bank, ClientPlan, Target, play_all, playlist
 from realtime.bench.plot import draw
-from realtime.bench.record import RunRecord, read_run
-from realtime.bench.search import Objective, largest
-from realtime.bench.sounds import Bank, playlist
-from realtime.bench.words import error_rate
+from realtime.bench.record import Objective, RunRecord, error_rate, largest, read_run
 
 # Clients start within this time of each other, each at a moment of its own, so that they are not in step.
 PHASES_S = 1.0

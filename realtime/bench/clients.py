@@ -1,27 +1,205 @@
-"""The clients of a load test: each plays its audio on an absolute schedule and writes down all that happens.
-
-Moments are seconds since the client's first sample was spoken. A chunk is sent when its last sample has been spoken:
-at `start + k * chunk`, whatever happened to the chunk before it. How late each one went out is written down too: if the
-generator cannot keep up, its figures are not the server's.
-"""
+"""What the clients say: recordings in one file of raw samples, and a different selection of them for each client."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import mmap
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+import soxr
 from websockets.exceptions import ConnectionClosed
 
-from realtime.bench.sounds import Bank, Playlist, chunks
+from audio.containers import read_file
+from audio.errors import AudioError
+from audio.formats import MODEL_RATE
 from realtime.client.wire_client import CannotConnect, SessionWishes, WireSession, open_session
+
+SAMPLE_BYTES = 2
+
+
+class BadManifest(Exception):
+    """The recordings cannot be used; the text names the line or the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """A recording in the bank, in samples; without a text it cannot be scored."""
+
+    start: int
+    samples: int
+    text: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Bank:
+    """All recordings, one after the other, as PCM16 mono at `rate` in the file `path`."""
+
+    path: Path
+    rate: int
+    clips: tuple[Clip, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a client's audio: samples of the bank, or silence where `start` is None."""
+
+    start: int | None
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Playlist:
+    pieces: tuple[Piece, ...]
+    # What is said in it; None if that is not known.
+    text: str | None
+
+    @property
+    def samples(self) -> int:
+        return sum(piece.samples for piece in self.pieces)
+
+
+def build_bank(files: list[tuple[Path, str | None]], rate: int, path: Path) -> Bank:
+    """Decode the recordings into `path`. Raises BadManifest."""
+    clips, start = [], 0
+    with path.open("wb") as bank:
+        for file, text in files:
+            try:
+                audio = np.concatenate(list(read_file(file)))
+            except (AudioError, OSError) as error:
+                raise BadManifest(f"{file} cannot be used: {error}") from error
+            resampled = soxr.resample(audio, MODEL_RATE, rate) if rate != MODEL_RATE else audio
+            bank.write((np.clip(resampled, -1, 1) * 32767).astype("<i2").tobytes())
+            clips.append(Clip(start, len(resampled), text))
+            start += len(resampled)
+    return Bank(path, rate, tuple(clips))
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A line of a manifest: the file, what is said in it (empty: no speech), and to which group it belongs."""
+
+    path: Path
+    text: str
+    seconds: float
+    kind: str
+
+
+def read_recordings(path: Path) -> list[Recording]:
+    """A manifest is JSON lines; each has `path` (relative to the manifest), `text` and `seconds`, and may have `kind`.
+    Other keys are ignored. Raises BadManifest with the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadManifest(f"cannot read the manifest {path}: {error}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                found.append(_recording(json.loads(line), path.parent))
+            except json.JSONDecodeError as error:
+                raise BadManifest(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from error
+            except ValueError as error:
+                raise BadManifest(f"{path}, line {number}: {error}") from error
+    return found
+
+
+def _recording(entry: object, folder: Path) -> Recording:
+    if not isinstance(entry, dict):
+        raise ValueError("not a JSON object with path, text and seconds")
+    for name, kind in (("path", str), ("text", str), ("seconds", int | float)):
+        if name not in entry:
+            raise ValueError(f"`{name}` is missing")
+        if not isinstance(entry[name], kind):
+            raise ValueError(f"`{name}` has the wrong type: {entry[name]!r}")
+    text, seconds = entry["text"].strip(), entry["seconds"]
+    if isinstance(seconds, bool) or not seconds > 0:
+        raise ValueError(f"`seconds` must be a number above zero, not {seconds!r}")
+    return Recording(folder / entry["path"], text, float(seconds), str(entry.get("kind", "clips" if text else "noise")))
+
+
+def read_manifest(path: Path, longest_s: float) -> list[tuple[Path, str | None]]:
+    """Recordings with speech; longer ones would not fit into a run."""
+    fitting = [recording for recording in read_recordings(path) if recording.text and recording.seconds <= longest_s]
+    if not fitting:
+        raise BadManifest(f"{path} has no recording with speech of at most {longest_s:g} s; play longer with --seconds")
+    return [(recording.path, recording.text) for recording in fitting]
+
+
+def playlist(bank: Bank, client: int, seconds: float, pause_s: float) -> Playlist:
+    """Audio for one client: whole recordings in an order of its own, with pauses between them.
+
+    The same client of the same bank always says the same. A bank of one recording is cut at a different place for each
+    client, and then its text is not known.
+    """
+    order = random.Random(f"client {client}")
+    pause = Piece(None, round(pause_s * bank.rate))
+    wanted = round(seconds * bank.rate)
+    if len(bank.clips) == 1:
+        return _rotated(bank, order, wanted, pause)
+    clips = list(bank.clips)
+    order.shuffle(clips)
+    pieces: list[Piece] = []
+    texts: list[str] = []
+    total = 0
+    while fitting := [clip for clip in clips if total + clip.samples <= wanted or not texts]:
+        for clip in fitting:
+            if not texts or total + clip.samples <= wanted:
+                pieces += [Piece(clip.start, clip.samples), pause]
+                texts.append(clip.text or "")
+                total += clip.samples + pause.samples
+    known = all(clip.text is not None for clip in clips)
+    return Playlist(tuple(pieces), " ".join(texts) if known else None)
+
+
+def _rotated(bank: Bank, order: random.Random, wanted: int, pause: Piece) -> Playlist:
+    (clip,) = bank.clips
+    cut = order.randrange(clip.samples)
+    pieces: list[Piece] = []
+    total = 0
+    while total < wanted:
+        for piece in (Piece(clip.start + cut, clip.samples - cut), pause, Piece(clip.start, cut), pause):
+            room = wanted - total
+            if room > 0 and piece.samples:
+                pieces.append(Piece(piece.start, min(piece.samples, room)))
+                total += pieces[-1].samples
+    return Playlist((*pieces, pause), None)
+
+
+def chunks(bank_bytes: memoryview, parts: Playlist, chunk_samples: int) -> Iterator[bytes]:
+    """The playlist's bytes in equal chunks (the last may be shorter), without holding more than one of them."""
+    waiting = bytearray()
+    size = chunk_samples * SAMPLE_BYTES
+    for piece in parts.pieces:
+        done = 0
+        while done < piece.samples:
+            count = min(chunk_samples - len(waiting) // SAMPLE_BYTES, piece.samples - done)
+            if piece.start is None:
+                waiting += bytes(count * SAMPLE_BYTES)
+            else:
+                first = (piece.start + done) * SAMPLE_BYTES
+                waiting += bank_bytes[first : first + count * SAMPLE_BYTES]
+            done += count
+            if len(waiting) == size:
+                yield bytes(waiting)
+                waiting.clear()
+    if waiting:
+        yield bytes(waiting)
+
+
+# The clients of a load test: each plays its audio on an absolute schedule and writes down all that happens.
+#
+# Moments are seconds since the client's first sample was spoken. A chunk is sent when its last sample has been
+# spoken: at `start + k * chunk`, whatever happened to the chunk before it. How late each one went out is written down
+# too: if the generator cannot keep up, its figures are not the server's.
 
 # Sessions open this long before their audio starts, so that no client is measured while others connect.
 CONNECT_S = 1.0

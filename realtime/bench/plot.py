@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from realtime.bench.record import RunRecord
-from realtime.bench.search import Objective
-from realtime.bench.trend import percentile
+from realtime.bench.record import Objective, RunRecord, percentile
 
 WIDTH, HEIGHT = 860, 360
 PANEL_WIDTH, PANEL_HEIGHT, TOP = 330, 240, 60

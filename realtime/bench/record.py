@@ -1,22 +1,187 @@
-"""From the record of a run to its figures. Pure: reads lines, knows no clock.
-
-- Time to final: from the end of speech to the final transcript. The end of speech is where the server heard the turn
-  stop, less the silence it waited for, so that wait is part of the time, as it is for a user.
-- Lag: from the end of the last word in a piece of text to its arrival, where the server gives word times; elsewhere
-  from the end of a turn to the news of it.
-- A failure is anything a user would notice: no connection, an error, a turn without a final, a session cut short.
-"""
+"""Does something grow? A straight line through points, and how sure we are of its slope."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from realtime.bench.trend import Trend, percentile, trend
+import numpy as np
+from numpy.typing import NDArray
+
 from realtime.client.wire_client import COMPLETED, DELTA, FAILED, LAST_COMMIT
+
+# Half the width of a 95 % interval, in standard errors.
+NORMAL_95 = 1.96
+FEWEST_POINTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """Slope in units of y for each unit of x, with its 95 % interval."""
+
+    slope: float
+    low: float
+    high: float
+
+    @property
+    def grows(self) -> bool:
+        """The slope is above zero, and that is no accident."""
+        return self.low > 0
+
+
+def trend(xs: Sequence[float], ys: Sequence[float]) -> Trend | None:
+    """Least squares; None with too few points to say anything."""
+    count = len(xs)
+    if count != len(ys):
+        raise ValueError(f"{count} places but {len(ys)} values")
+    if count < FEWEST_POINTS:
+        return None
+    mean_x, mean_y = sum(xs) / count, sum(ys) / count
+    spread = sum((x - mean_x) ** 2 for x in xs)
+    if spread == 0:
+        return None
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
+    rest = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in zip(xs, ys, strict=True))
+    half = NORMAL_95 * sqrt(rest / (count - 2) / spread)
+    return Trend(slope, slope - half, slope + half)
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """Linear between neighbours; None without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * share / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+# Word errors: both texts in the form of Whisper's English normaliser, then the shortest edit path between them.
+
+Normaliser = Callable[[str], list[str]]
+# One step of an alignment: indices into reference and hypothesis. (i, None) is a deletion, (None, j) an insertion.
+Pair = tuple[int | None, int | None]
+
+
+def english_normaliser(spelling: dict[str, str]) -> Normaliser:
+    """Whisper's English text normaliser; `spelling` is its table of British to American spellings."""
+    from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
+
+    normalise = EnglishTextNormalizer(spelling)  # type: ignore[no-untyped-call]
+    # It leaves a dot of an ellipsis behind, which is no word.
+    return lambda text: [word for word in normalise(text).split() if any(map(str.isalnum, word))]
+
+
+@cache
+def normaliser() -> Normaliser:
+    """Numbers, contractions and punctuation are made alike; without a table of British spellings."""
+    return english_normaliser({})
+
+
+def align(reference: Sequence[str], hypothesis: Sequence[str]) -> list[Pair]:
+    """A shortest edit path from reference to hypothesis."""
+    costs = np.array(list(_edit_costs(reference, hypothesis)))
+    pairs: list[Pair] = []
+    i, j = len(reference), len(hypothesis)
+    while i or j:
+        here = costs[i, j]
+        if i and j and here == costs[i - 1, j - 1] + (reference[i - 1] != hypothesis[j - 1]):
+            i, j = i - 1, j - 1
+            pairs.append((i, j))
+        elif i and here == costs[i - 1, j] + 1:
+            i -= 1
+            pairs.append((i, None))
+        else:
+            j -= 1
+            pairs.append((None, j))
+    pairs.reverse()
+    return pairs
+
+
+def edit_distance(reference: Sequence[str], hypothesis: Sequence[str]) -> int:
+    """The number of errors alone, in memory that grows with one of the texts: they may be hours long."""
+    (last,) = deque(_edit_costs(reference, hypothesis), maxlen=1)
+    return int(last[-1])
+
+
+def _edit_costs(reference: Sequence[str], hypothesis: Sequence[str]) -> Iterator[NDArray[np.int32]]:
+    """Row i, column j: edits between the first i and the first j words."""
+    ids: dict[str, int] = {}
+    left = [ids.setdefault(word, len(ids)) for word in reference]
+    right = np.array([ids.setdefault(word, len(ids)) for word in hypothesis], np.int64)
+    steps = row = np.arange(len(right) + 1, dtype=np.int32)
+    yield row
+    for word in left:
+        above, row = row, row + 1
+        np.minimum(row[1:], above[:-1] + (right != word), out=row[1:])
+        # Insertions run along the row: each place may come from any place before it, one edit a step.
+        row = np.minimum.accumulate(row - steps) + steps
+        yield row
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    hits: int = 0
+    substitutions: int = 0
+    deletions: int = 0
+    insertions: int = 0
+
+    @property
+    def words(self) -> int:
+        """Reference words."""
+        return self.hits + self.substitutions + self.deletions
+
+    @property
+    def total(self) -> int:
+        return self.substitutions + self.deletions + self.insertions
+
+    @property
+    def rate(self) -> float | None:
+        """Word error rate; None without reference words."""
+        return self.total / self.words if self.words else None
+
+    def __add__(self, other: Errors) -> Errors:
+        return Errors(
+            self.hits + other.hits,
+            self.substitutions + other.substitutions,
+            self.deletions + other.deletions,
+            self.insertions + other.insertions,
+        )
+
+
+def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> Errors:
+    pairs = align(reference, hypothesis)
+    deletions = sum(j is None for _, j in pairs)
+    matched = [(i, j) for i, j in pairs if i is not None and j is not None]
+    hits = sum(reference[i] == hypothesis[j] for i, j in matched)
+    return Errors(hits, len(matched) - hits, deletions, len(pairs) - deletions - len(matched))
+
+
+def error_rate(pairs: Sequence[tuple[str, str]]) -> float | None:
+    """Pooled over all (reference, heard): errors of all over words of all; None without reference words."""
+    normalise = normaliser()
+    errors = words = 0
+    for reference, heard in pairs:
+        expected = normalise(reference)
+        words += len(expected)
+        errors += edit_distance(expected, normalise(heard))
+    return errors / words if words else None
+
+
+# From the record of a run to its figures. Pure: reads lines, knows no clock.
+#
+# - Time to final: from the end of speech to the final transcript. The end of speech is where the server heard the
+# turn stop, less the silence it waited for, so that wait is part of the time, as it is for a user. - Lag: from the
+# end of the last word in a piece of text to its arrival, where the server gives word times; elsewhere from the end of
+# a turn to the news of it. - A failure is anything a user would notice: no connection, an error, a turn without a
+# final, a session cut short.
 
 SPEECH_STOPPED = "input_audio_buffer.speech_stopped"
 COMMITTED = "input_audio_buffer.committed"
@@ -145,3 +310,53 @@ def read_run(paths: Iterable[Path], clients: Sequence[int], silence_s: float, wa
     for record in records.values():
         record.close()
     return RunRecord(len(records), list(records.values()), warm_up_s)
+
+
+# The largest number of streams that meets the objective: double until it fails, then bisect.
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a run must keep; times in seconds, the slope in milliseconds of lag a minute."""
+
+    final_p95_s: float
+    lag_p95_s: float
+    slope_ms_per_minute: float = 100.0
+    # Chunks that the generator itself sends later than this make a run worthless.
+    generator_p99_ms: float = 100.0
+
+    def missed(self, run: RunRecord) -> list[str]:
+        """What was not kept, in words; empty if all was."""
+        missed = []
+        if run.failures:
+            missed.append(f"{len(run.failures)} failures, the first: {run.failures[0]}")
+        final = percentile(run.finals, 95)
+        if final is None:
+            missed.append("no finals at all")
+        elif final > self.final_p95_s:
+            missed.append(f"time to final p95 {final:.2f} s is above {self.final_p95_s:g} s")
+        lag = percentile([value for _, value in run.lags], 95)
+        if lag is not None and lag > self.lag_p95_s:
+            missed.append(f"lag p95 {lag:.2f} s is above {self.lag_p95_s:g} s")
+        growth = run.lag_trend
+        # Only where even the low end of the interval says so: short runs say little about growth.
+        if growth is not None and growth.low > self.slope_ms_per_minute:
+            missed.append(f"lag grows by {growth.slope:.0f} ms a minute")
+        late = percentile([value for client in run.clients for value in client.late_ms], 99)
+        if late is not None and late > self.generator_p99_ms:
+            missed.append(f"the generator itself was late (p99 {late:.0f} ms); give it more processes or a machine")
+        return missed
+
+
+def largest(meets: Callable[[int], bool], most: int) -> int:
+    """The largest n up to `most` with `meets(n)`, 0 if not even one; assumes that fewer streams are never harder."""
+    good, bad = 0, 1
+    while bad <= most and meets(bad):
+        good, bad = bad, min(2 * bad, most) if bad < most else most + 1
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if meets(middle):
+            good = middle
+        else:
+            bad = middle
+    return good

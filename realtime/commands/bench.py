@@ -74,9 +74,8 @@ def _seconds(text: str) -> float:
 
 def run(options: argparse.Namespace) -> int:
     from realtime.bench.campaign import Campaign
-    from realtime.bench.clients import Target
-    from realtime.bench.search import Objective
-    from realtime.bench.sounds import BadManifest, build_bank
+    from realtime.bench.clients import BadManifest, Target, build_bank
+    from realtime.bench.record import Objective
     from realtime.client.wire_client import CannotConnect, realtime_url
 
     if options.warm_up >= min(options.seconds, options.hold):
@@ -106,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
 def _recordings(options: argparse.Namespace) -> list[tuple[Path, str | None]]:
     """Those of the manifest, with their words, or the sample."""
     if options.manifest:
-        from realtime.bench.sounds import read_manifest
+        from realtime.bench.clients import read_manifest
 
         return read_manifest(options.manifest, options.seconds)
     from realtime.commands.pull import SAMPLE, fetch

@@ -10,7 +10,7 @@ from typing import Any
 
 from realtime.commands.terminal import note, out
 from realtime.commands.transcribe import add_model_options
-from realtime.commands.wishes import add_wishes
+from realtime.commands.transcription_options import add_wishes
 
 EPILOG = """\
 Examples:
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 async def _demo(config: Any, recording: Path, options: argparse.Namespace) -> None:
     from realtime.app import running_server
-    from realtime.commands.live_player import play_file
+    from realtime.commands.captions import play_file
 
     note("starting the server; the model is loaded and warmed up")
     async with running_server(config) as server:

@@ -181,7 +181,7 @@ def free_on_cards() -> int:
 
 async def _measure(report: Report, options: argparse.Namespace, sound: Path) -> None:
     from engine.errors import EngineError
-    from realtime.commands.local_engine import local_engine
+    from realtime.commands.file_transcription import local_engine
     from realtime.commands.quick_measure import measure_load
 
     out("  ..   streams    the model is loaded and hears speech for some seconds, to measure how fast it is")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from engine.config import EngineConfig
 from engine.logs import set_up_logging
+from engine.options import EngineConfig
 from realtime.commands.pull import fetch, model_name
 from realtime.commands.serve import add_config_options, check_fleet_secret, config_of
 from realtime.commands.terminal import CommandFailed, UsageError, note
@@ -54,9 +54,8 @@ def run(options: argparse.Namespace) -> int:
     from functools import partial
 
     from engine.boundary.sockets import CannotListen, check_address
-    from engine.server.build import build_loop
     from engine.server.host import Drain
-    from engine.server.main import run_engine
+    from engine.server.main import build_loop, run_engine
 
     try:
         check_address(options.listen)

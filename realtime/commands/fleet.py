@@ -73,9 +73,9 @@ def _action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> int:
-    from fleet.cluster.environment import check_ray
-    from fleet.errors import FleetError, FleetFileError
+    from fleet.cluster.connect import check_ray
     from fleet.plan import read_plan
+    from fleet.state import FleetError, FleetFileError
 
     actions = {
         "up": _up,
@@ -232,7 +232,7 @@ def _down(plan: FleetPlan, options: argparse.Namespace) -> None:
 def _wait_for(fleet: FleetCalls, wanted: Any, wait_s: float) -> dict[str, Any] | None:
     """The first status that is as wanted; None if it takes too long. A manager whose nodes have just found their head
     again may not answer for a while. Raises FleetError if it never does."""
-    from fleet.errors import FleetError
+    from fleet.state import FleetError
 
     deadline = time.monotonic() + wait_s
     while True:

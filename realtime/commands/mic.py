@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realtime.commands.transcribe import add_model_options
-from realtime.commands.wishes import add_wishes
+from realtime.commands.transcription_options import add_wishes
 
 if TYPE_CHECKING:
     from realtime.commands.microphone import Recorder
@@ -61,10 +61,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _record(recorder: Recorder, options: argparse.Namespace) -> int:
-    from realtime.commands import live_player
-    from realtime.commands.interrupts import EndOnInterrupt
-    from realtime.commands.terminal import INTERRUPTED, note
-    from realtime.commands.transcript_file import TranscriptFile, chosen_extension
+    from realtime.commands import captions
+    from realtime.commands.terminal import INTERRUPTED, EndOnInterrupt, note
+    from realtime.commands.transcripts import TranscriptFile, chosen_extension
 
     file = None
     if options.output:
@@ -72,8 +71,8 @@ def _record(recorder: Recorder, options: argparse.Namespace) -> int:
     note(f"listening through {recorder.name}; Ctrl-C stops")
     try:
         with EndOnInterrupt() as interrupt:
-            sound = live_player.until(recorder.record(options.input), lambda: interrupt.ended)
-            asyncio.run(live_player.caption(sound, options, file, can_wait=False))
+            sound = captions.until(recorder.record(options.input), lambda: interrupt.ended)
+            asyncio.run(captions.caption(sound, options, file, can_wait=False))
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from audio.formats import PCM16_SCALE
-from audio.resample import MODEL_RATE
+from audio.formats import MODEL_RATE, PCM16_SCALE
 from realtime.commands.terminal import CommandFailed
 from realtime.session.events import Samples
 

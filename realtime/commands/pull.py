@@ -64,7 +64,7 @@ def run_models(options: argparse.Namespace) -> int:
 
 def default_model() -> str:
     """The name behind `default`."""
-    from engine.config import DEFAULT_MODEL
+    from engine.options import DEFAULT_MODEL
 
     return DEFAULT_MODEL
 

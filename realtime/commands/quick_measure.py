@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from audio.resample import MODEL_RATE
+from audio.formats import MODEL_RATE
 from engine import messages
 from engine.client.client import EngineClient
 from engine.client.stream import EngineStream
-from realtime.commands.file_reader import pieces_of
-from realtime.commands.live_player import CHUNK_SAMPLES
+from realtime.commands.captions import CHUNK_SAMPLES
+from realtime.commands.file_transcription import pieces_of
 from realtime.session.events import Samples
 
 STREAMS = 2

@@ -1,25 +1,151 @@
-"""`tickertape serve`: the gateway, and an engine process of its own unless engines run elsewhere."""
+"""Telling whoever started the server how far it is: systemd through its socket, others through a file descriptor."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import logging
 import os
 import signal
 import socket
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.logs import set_up_logging
 from realtime.commands.pull import fetch, model_name
-from realtime.commands.readiness import Readiness
-from realtime.commands.terminal import CommandFailed, note, out, read_config
-from realtime.config import Config, ConfigError, check_tls, known_keys
+from realtime.commands.terminal import CommandFailed, UsageError, note, out, read_config
+from realtime.config import Changes, Config, ConfigError, check_tls, known_keys
 from realtime.serving.tokens import fleet_secret
-from realtime.workers.count import workers_for
+from realtime.workers.parent import workers_for
 
-if TYPE_CHECKING:
-    from realtime.commands.reloading import Hangup
+# Where systemd listens (Type=notify).
+SOCKET_VARIABLE = "NOTIFY_SOCKET"
+
+
+class Readiness:
+    """Says READY once the server takes sessions and STOPPING once it takes no more. Nobody listening is no error."""
+
+    def __init__(self, ready_fd: int | None = None) -> None:
+        if ready_fd is not None:
+            _check_writable(ready_fd)
+        self._ready_fd = ready_fd
+        # The engine process must not speak for us.
+        self._address = os.environ.pop(SOCKET_VARIABLE, "")
+
+    def ready(self, url: str) -> None:
+        self._notify(f"READY=1\nSTATUS=listening on {url}\n")
+        if self._ready_fd is None:
+            return
+        try:
+            os.write(self._ready_fd, f"{url}\n".encode())
+        except OSError as error:
+            note(f"nobody reads file descriptor {self._ready_fd}: {error.strerror}")
+        os.close(self._ready_fd)
+        self._ready_fd = None
+
+    def stopping(self) -> None:
+        self._notify("STOPPING=1\nSTATUS=running turns may finish\n")
+
+    def _notify(self, text: str) -> None:
+        if not self._address:
+            return
+        # A name that begins with @ lives in the abstract space, which has no files.
+        address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier:
+                notifier.connect(address)
+                notifier.sendall(text.encode())
+        except OSError as error:
+            note(f"cannot notify {self._address}: {error.strerror or error}")
+
+
+def _check_writable(fd: int) -> None:
+    """Raise UsageError: a descriptor that cannot be written to is better known now than after a model is loaded."""
+    try:
+        os.write(fd, b"")
+        os.set_inheritable(fd, False)
+    except (OSError, OverflowError) as error:
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "no such descriptor"
+        raise UsageError(f"--ready-fd {fd}: {reason}; open it for writing, as in `--ready-fd 3 3>file`") from error
+
+
+# SIGHUP and SIGUSR2 of `tickertape serve`: read the configuration again, and replace the workers.
+
+log = logging.getLogger("tickertape")
+
+
+class Reloading:
+    """Reads the configuration from where it was read at the start, and gives it to the server.
+
+    `apply` raises ConfigError for one that cannot be used beside what stays as it is. `restart` replaces the workers;
+    None for a server without any.
+    """
+
+    def __init__(
+        self, read: Callable[[], Config], apply: Callable[[Config], Changes], restart: Callable[[], None] | None = None
+    ) -> None:
+        self._read = read
+        self._apply = apply
+        self._restart = restart
+        self._one_at_a_time = asyncio.Lock()
+        self._running: set[asyncio.Task[None]] = set()
+
+    def begin(self, with_restart: bool = False) -> None:
+        task = asyncio.create_task(self.run(with_restart), name="reload")
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def run(self, with_restart: bool = False) -> None:
+        if with_restart and self._restart is None:
+            log.warning("SIGUSR2 replaces workers, and this server has none: restart it, or send SIGHUP to reload")
+            return
+        async with self._one_at_a_time:
+            await self._run(with_restart)
+
+    async def _run(self, with_restart: bool) -> None:
+        try:
+            # Files may be on a disk that takes its time.
+            changes = self._apply(await asyncio.to_thread(self._read))
+        except (ConfigError, OSError) as error:
+            log.error(
+                "the configuration was not reloaded, and the old one stays in force: %s", " ".join(str(error).split())
+            )
+            return
+        level = logging.WARNING if changes.need_restart else logging.INFO
+        log.log(level, "the configuration was reloaded: %s", changes)
+        if with_restart and self._restart is not None:
+            self._restart()
+
+
+class Hangup:
+    """What SIGHUP and SIGUSR2 do, from the first moment of the command: the default would end the process.
+
+    A terminal that is closed sends SIGHUP too. Nobody can press Ctrl-C there any more, so the server stops as by that.
+    """
+
+    def __init__(self) -> None:
+        self._has_terminal = os.isatty(0)
+        self._reloading: Reloading | None = None
+        for number in (signal.SIGHUP, signal.SIGUSR2):
+            signal.signal(number, lambda number, _: self._heard(number))
+
+    def reload(self, reloading: Reloading) -> None:
+        """From now on there is a server that can be reloaded; called inside its event loop."""
+        self._reloading = reloading
+        for number in (signal.SIGHUP, signal.SIGUSR2):
+            asyncio.get_running_loop().add_signal_handler(number, self._heard, number)
+
+    def _heard(self, number: int) -> None:
+        if number == signal.SIGHUP and self._has_terminal and not os.isatty(0):
+            signal.raise_signal(signal.SIGINT)
+        elif self._reloading is None:
+            note("the server has not begun: there is nothing to reload yet")
+        else:
+            self._reloading.begin(number == signal.SIGUSR2)
+
+
+# `tickertape serve`: the gateway, and an engine process of its own unless engines run elsewhere.
 
 EPILOG = """\
 Examples:
@@ -48,7 +174,7 @@ SHORT = {
     "--threads": ("model.threads", "CPU threads of the model; if not given, the model decides"),
     "--engine": ("model.engines", "addresses of engines that run elsewhere, separated by commas"),
     "--engine-table": (
-        "fleet.table",
+        "fleet.state",
         "a JSON file that says which engines there are, and is looked at again and again",
     ),
     "--fleet-secret-file": ("fleet.secret_file", "a file with the secret that engines and gateways of a fleet share"),
@@ -104,7 +230,7 @@ def run(options: argparse.Namespace) -> int:
     check_fleet_secret(config)
     check_spool()
     check_port(config.server.host, config.server.port)
-    from realtime.commands.reloading import Hangup
+    from realtime.commands.serve import Hangup
 
     hangup = Hangup()
     if not config.engines_elsewhere:
@@ -170,7 +296,7 @@ def check_port(host: str, port: int) -> None:
 
 async def _serve(config: Config, readiness: Readiness, read_again: Callable[[], Config], hangup: Hangup) -> None:
     from realtime.app import running_server
-    from realtime.commands.reloading import Reloading
+    from realtime.commands.serve import Reloading
 
     elsewhere = ", ".join(config.model.engines) or config.fleet.table and f"those in {config.fleet.table}"
     async with running_server(config) as server:
@@ -194,7 +320,7 @@ async def _serve_workers(
 
     from engine.errors import EngineError
     from realtime.app import engine_for_workers
-    from realtime.commands.reloading import Reloading
+    from realtime.commands.serve import Reloading
     from realtime.workers.parent import Parent, WorkerFailed, reserved_port
 
     config = _with_workers(config, workers)

@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _say_whether_ready(server: HttpServer) -> int:
-    from realtime.commands.server_figures import readiness
+    from realtime.commands.status_view import readiness
 
     ready, word = readiness(server)
     out(word)
@@ -81,7 +81,7 @@ def _say_whether_ready(server: HttpServer) -> int:
 def _print_json(server: HttpServer) -> int:
     import json
 
-    from realtime.commands.server_figures import look
+    from realtime.commands.status_view import look
 
     out(json.dumps(look(server).as_json(server.url)))
     return OK

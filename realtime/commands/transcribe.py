@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from audio.errors import AudioError
 from realtime.commands.terminal import FAILED, OK, STANDARD_INPUT, CommandFailed, UsageError, note, out, shown_name
-from realtime.commands.wishes import add_wishes
+from realtime.commands.transcription_options import add_wishes
 from realtime.config import ModelConfig
 
 if TYPE_CHECKING:
-    from realtime.commands.file_reader import FileFailed
+    from realtime.commands.file_transcription import FileFailed
     from realtime.commands.transcripts import FileTranscript
 
 EPILOG = """\
@@ -111,13 +111,13 @@ def _stem(file: Path) -> str:
 
 async def _transcribe_all(files: list[Path], options: argparse.Namespace, formats: list[str]) -> int:
     """Returns how many files failed."""
-    from realtime.commands import local_engine
-    from realtime.commands.file_reader import FileFailed, FileTranscriber
-    from realtime.commands.wishes import Wishes
+    from realtime.commands import file_transcription
+    from realtime.commands.file_transcription import FileFailed, FileTranscriber
+    from realtime.commands.transcription_options import Wishes
 
     failed = 0
     wishes = Wishes.of(options).fit_for(options.model)
-    async with local_engine.local_engine(options.model, options.device) as client:
+    async with file_transcription.local_engine(options.model, options.device) as client:
         transcriber = FileTranscriber(client, wishes)
         for file in files:
             size = _size(file)
@@ -132,9 +132,8 @@ async def _transcribe_all(files: list[Path], options: argparse.Namespace, format
 
 def _send_all(files: list[Path], options: argparse.Namespace, formats: list[str]) -> int:
     """The same with a server."""
-    from realtime.commands.file_reader import FileFailed
-    from realtime.commands.file_sender import FileSender
-    from realtime.commands.wishes import Wishes
+    from realtime.commands.file_transcription import FileFailed, FileSender
+    from realtime.commands.transcription_options import Wishes
 
     failed = 0
     sender = FileSender(options.server, options.model, Wishes.of(options))
@@ -161,13 +160,13 @@ def _note_growth(file: Path, before: int | None) -> None:
 
 
 async def _play_all(files: list[Path], options: argparse.Namespace) -> int:
-    from realtime.commands import live_player
-    from realtime.commands.file_reader import FileFailed
+    from realtime.commands import captions
+    from realtime.commands.file_transcription import FileFailed
 
     failed = 0
     for file in files:
         try:
-            await live_player.play_file(file, options)
+            await captions.play_file(file, options)
         except FileFailed as error:
             failed += 1
             note(f"error: {shown_name(file)}: {error}")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from audio.formats import MODEL_RATE
+from realtime.commands.terminal import CommandFailed, UsageError, note
 from realtime.session.events import TimedWord
-from realtime.session.subtitles import subtitles, to_srt, to_vtt
-from realtime.session.words import word_fields
+from realtime.session.words import SENTENCE_ENDS, Subtitle, subtitles, to_srt, to_vtt, word_fields
 
 
 @dataclass(slots=True)
@@ -85,3 +87,135 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+# A transcript on disk that is written while it is heard: what was shown is saved, whatever happens next.
+#
+# Captions that are complete stand; the one being spoken is written over with every word. A full disk is said once,
+# and what could not be written waits, within a bound, for room.
+
+# Captions that wait for room on the disk, about a day of speech; the oldest go.
+MAX_UNSAVED = 20_000
+
+
+def _text(caption: Subtitle, number: int, words: bool) -> str:
+    if not words:
+        return f"{caption.text}\n"
+    return "".join(word_line(word, MODEL_RATE) for word in caption.words)
+
+
+def _json(caption: Subtitle, number: int, words: bool) -> str:
+    body: dict[str, object] = {"start": round(caption.start, 3), "end": round(caption.end, 3), "text": caption.text}
+    if words:
+        body["words"] = [word_fields(word, MODEL_RATE) for word in caption.words]
+    return json.dumps(body, ensure_ascii=False) + "\n"
+
+
+def _srt(caption: Subtitle, number: int, words: bool) -> str:
+    block = to_srt([caption]).removeprefix("1\n")
+    return f"{'' if number == 1 else chr(10)}{number}\n{block}"
+
+
+def _vtt(caption: Subtitle, number: int, words: bool) -> str:
+    return "\n" + to_vtt([caption]).removeprefix("WEBVTT\n\n")
+
+
+# Extension -> how a caption is written, and what stands before the first.
+LIVE_FORMATS: dict[str, tuple[Callable[[Subtitle, int, bool], str], str]] = {
+    "txt": (_text, ""),
+    "json": (_json, ""),
+    "srt": (_srt, ""),
+    "vtt": (_vtt, "WEBVTT\n"),
+}
+
+
+class TranscriptFile:
+    """Give it words as they come. `on_trouble` is told why nothing can be saved; an empty text takes it back."""
+
+    def __init__(self, path: Path, extension: str, words: bool) -> None:
+        self.on_trouble: Callable[[str], None] = note
+        self._write_caption, head = LIVE_FORMATS[extension]
+        self._path = path
+        self._words = words
+        self._open: list[TimedWord] = []
+        self._captions = 0
+        # Complete captions that are not on the disk yet.
+        self._unsaved: deque[bytes] = deque(maxlen=MAX_UNSAVED)
+        self._lost = 0
+        self._saved_bytes = 0
+        self._in_trouble = False
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            raise UsageError(f"{path} is there already; name another file, or remove it") from None
+        except OSError as error:
+            raise CommandFailed(f"cannot write {path}: {error.strerror}") from error
+        self._keep(head)
+        self._save("")
+
+    def add(self, words: Sequence[TimedWord]) -> None:
+        """Words that will not change any more."""
+        if not words:
+            return
+        captions = subtitles([*self._open, *words], MODEL_RATE)
+        is_complete = captions[-1].words[-1].text.endswith(SENTENCE_ENDS)
+        complete, spoken = (captions, []) if is_complete else (captions[:-1], captions[-1:])
+        for caption in complete:
+            self._complete(caption)
+        self._open = [word for caption in spoken for word in caption.words]
+        self._save("".join(self._write_caption(caption, self._captions + 1, self._words) for caption in spoken))
+
+    def close(self) -> None:
+        """Raises CommandFailed if something could not be saved. A file in which nothing was said is removed."""
+        for caption in subtitles(self._open, MODEL_RATE):
+            self._complete(caption)
+        self._open = []
+        self._save("")
+        os.close(self._fd)
+        if not self._captions:
+            self._path.unlink(missing_ok=True)
+        elif missing := len(self._unsaved) + self._lost:
+            raise CommandFailed(f"{missing} captions are missing at the end of {self._path}: they could not be written")
+
+    def _complete(self, caption: Subtitle) -> None:
+        self._captions += 1
+        self._keep(self._write_caption(caption, self._captions, self._words))
+
+    def _keep(self, text: str) -> None:
+        if text:
+            self._lost += len(self._unsaved) == MAX_UNSAVED
+            self._unsaved.append(text.encode())
+
+    def _save(self, spoken: str) -> None:
+        """Write what waits, then the caption being spoken, which stays unsaved: the next write goes over it."""
+        try:
+            while self._unsaved:
+                self._write(self._unsaved[0])
+                self._saved_bytes += len(self._unsaved.popleft())
+            end = self._saved_bytes + self._write(spoken.encode())
+            os.ftruncate(self._fd, end)
+        except OSError as error:
+            if not self._in_trouble:
+                text = f"cannot save to {self._path}: {error.strerror}; captions go on, saving is tried again"
+                self.on_trouble(text)
+            self._in_trouble = True
+            return
+        if self._in_trouble:
+            self._in_trouble = False
+            self.on_trouble("")
+
+    def _write(self, data: bytes) -> int:
+        """All of it, behind what is saved. Raises OSError."""
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self._fd, data[written:], self._saved_bytes + written)
+        return written
+
+
+def chosen_extension(path: Path, asked: str | None) -> str:
+    """The format by name, else by the file's suffix. Raises UsageError."""
+    known = ", ".join(LIVE_FORMATS)
+    extension = asked or path.suffix.removeprefix(".").lower()
+    if extension not in LIVE_FORMATS:
+        raise UsageError(f"{path} does not say in which format to save; end its name in {known}, or add --format")
+    return extension

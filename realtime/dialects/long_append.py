@@ -13,8 +13,7 @@ from uuid import uuid4
 
 import msgspec
 
-from realtime.dialects.base import Json, event_id_of
-from realtime.dialects.json_frames import decode_base64, decode_json
+from realtime.dialects.base import Json, decode_base64, decode_json, event_id_of
 from realtime.errors import ClientFault
 
 # The only kind of message, in any dialect, that may be longer than control messages.

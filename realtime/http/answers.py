@@ -1,23 +1,90 @@
-"""Plain HTTP answers: models, client secrets, health and figures."""
+"""Bodies of plain requests, read whole within a bound."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from engine.client.capacity import EngineShare
-from realtime.dialects.json_frames import decode_json
-from realtime.dialects.openai_session import beta_session, ga_session, merge_beta, merge_ga
+from engine.client.pool import EngineShare
+from realtime.dialects.base import decode_json
+from realtime.dialects.openai import beta_session, ga_session, merge_beta, merge_ga
 from realtime.errors import Refusal
-from realtime.http.bodies import read_body
 from realtime.http.context import Context
-from realtime.http.fleet_figures import fleet_figures
-from realtime.http.scrapes import Scrapes
 from realtime.session.settings import Settings
+
+
+async def read_body(request: Request, most_bytes: int) -> bytes:
+    """The whole body; raises a 413 Refusal as soon as it is larger than it may be."""
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > most_bytes:
+            raise Refusal(413, "body_too_large", f"The body is larger than {most_bytes} bytes.")
+    return b"".join(chunks)
+
+
+# The figures of a whole fleet, as its keeper wrote them down for this gateway.
+
+
+def fleet_figures(path: str | None) -> dict[str, Any] | None:
+    """With their age by this machine's clock; None if nobody writes any. Reads a file, so not for an event loop."""
+    if path is None:
+        return None
+    try:
+        file = Path(path)
+        written = file.stat().st_mtime
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return {**found, "age_s": round(max(0.0, time.time() - written), 1)} if isinstance(found, dict) else None
+
+
+# Figures for Prometheus, which needs no key to read them: however many ask, making them takes a tenth of the time.
+
+# Figures are good for so many times as long as it took to make them.
+KEPT_TIMES = 10
+
+
+class Scrapes:
+    """Made once for all who ask meanwhile and right after that."""
+
+    def __init__(self, make: Callable[[], Awaitable[bytes]], clock: Callable[[], float]) -> None:
+        self._make = make
+        self._clock = clock
+        self._last = b""
+        self._good_until = float("-inf")
+        self._making: asyncio.Task[bytes] | None = None
+
+    async def read(self) -> bytes:
+        """Raises what making them raises."""
+        if self._clock() < self._good_until:
+            return self._last
+        if self._making is None:
+            self._making = asyncio.create_task(self._make_anew(), name="figures for a scrape")
+        # One who leaves does not take them from the others.
+        return await asyncio.shield(self._making)
+
+    async def _make_anew(self) -> bytes:
+        began = self._clock()
+        try:
+            self._last = await self._make()
+            ended = self._clock()
+            self._good_until = ended + KEPT_TIMES * (ended - began)
+            return self._last
+        finally:
+            self._making = None
+
+
+# Plain HTTP answers: models, client secrets, health and figures.
 
 MIN_SECRET_S, DEFAULT_SECRET_S, MAX_SECRET_S = 10, 600, 7200
 MAX_JSON_BODY = 64 * 1024

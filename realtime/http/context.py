@@ -1,19 +1,164 @@
-"""What all routes share. Routes get this, and not one another."""
+"""Who may connect: keys and short-lived client secrets, wherever clients put them.
+
+Keys never reach a log or a reply; they are kept as digests. Client secrets are not kept at all: they say themselves
+whose they are, what their sessions begin with and how long they are valid, and are signed.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import secrets
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from realtime.config import Config, LimitsConfig
 from realtime.errors import Refusal
-from realtime.http.auth import Gatekeeper, offered_key
 from realtime.metrics.gateway import Metrics
-from realtime.serving.caller import Caller
 from realtime.serving.engine_api import EngineApi
+from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
+from realtime.serving.tokens import Signer
+from realtime.session.settings import Settings
+
+SECRET_PREFIX = "ek_"
+PURPOSE = "client secret"
+SALT_LENGTH = 9
+# It has to fit into a line of a request.
+MAX_SECRET_CHARACTERS = 6000
+KEY_PROTOCOL_PREFIX = "openai-insecure-api-key."
+BETA_PROTOCOL = "openai-beta.realtime-v1"
+# Sub-protocols the server may select. Deepgram's browsers send the key as the entry after `token` or `bearer`.
+KEY_FOLLOWS = ("token", "bearer")
+SELECTABLE = ("realtime", *KEY_FOLLOWS)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSecret:
+    value: str
+    expires_at: int
+
+
+class _Issued(msgspec.Struct, array_like=True):
+    """What a client secret says."""
+
+    expires_at: int
+    owner: str
+    settings: Settings
+    # No two are the same.
+    salt: bytes
+
+
+def select_subprotocol(offered: Sequence[str]) -> str | None:
+    """What the server answers to an offer. Never an entry that carries a secret.
+
+    Browsers fail a socket for which nothing of their offer was selected; some offer the beta's name and no other.
+    """
+    otherwise = BETA_PROTOCOL if BETA_PROTOCOL in offered else None
+    return next((name for name in offered if name in SELECTABLE), otherwise)
+
+
+def asks_for_beta(headers: Mapping[str, str], subprotocols: Sequence[str]) -> bool:
+    """Whether the client speaks OpenAI's beta: by its header, which may name several, or as browsers say it."""
+    betas = [name.strip() for name in headers.get("openai-beta", "").split(",")]
+    return "realtime=v1" in betas or BETA_PROTOCOL in subprotocols
+
+
+def offered_key(headers: Mapping[str, str], subprotocols: list[str]) -> str | None:
+    """The key of a request, from any of the places clients use."""
+    authorization = headers.get("authorization", "")
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() in ("bearer", "token") and value.strip():
+        return value.strip()
+    if headers.get("api-key"):
+        return headers["api-key"]
+    for name in subprotocols:
+        if name.startswith(KEY_PROTOCOL_PREFIX):
+            return name.removeprefix(KEY_PROTOCOL_PREFIX)
+    for name, follower in zip(subprotocols, subprotocols[1:], strict=False):
+        if name in KEY_FOLLOWS:
+            return follower
+    return None
+
+
+class Gatekeeper:
+    """Checks keys and issues client secrets."""
+
+    def __init__(self, keys: Iterable[str], signer: Signer, clock: Callable[[], float] = time.time) -> None:
+        self._signer = signer
+        self._clock = clock
+        self._digests: list[bytes] = []
+        self._names: list[str] = []
+        self.use_keys(keys)
+
+    @property
+    def asks_for_keys(self) -> bool:
+        return bool(self._digests)
+
+    def use_keys(self, keys: Iterable[str]) -> None:
+        """From now on these are the keys. Client secrets of keys that are gone are gone with them."""
+        self._digests = [_digest(key) for key in keys]
+        # What callers are called does not depend on the order of the keys: another gateway may list them otherwise.
+        self._names = [f"key {self._signer.alias(digest)}" for digest in self._digests]
+
+    def check(self, key: str | None, address: str) -> Caller:
+        """Who this is; raises a 401 Refusal for a key that is missing, wrong or expired."""
+        issued = self._read(key) if key is not None and key.startswith(SECRET_PREFIX) else None
+        if issued is not None and issued.expires_at > self._clock() and self._vouches_for(issued.owner):
+            return Caller(issued.owner, issued.settings)
+        if not self._digests:
+            return Caller(f"address {address}")
+        if key is None:
+            raise _unauthorized("A key is required: send 'Authorization: Bearer <key>'.")
+        digest = _digest(key)
+        # Every stored key is compared, so that the time taken says nothing about which one was close.
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if any(matches):
+            return Caller(self._names[matches.index(True)])
+        if key.startswith(SECRET_PREFIX):
+            raise _unauthorized("The client secret is not valid any more; ask for a new one.")
+        raise _unauthorized("Incorrect API key provided.")
+
+    def _vouches_for(self, owner: str) -> bool:
+        """Whether client secrets of this owner are valid: without keys all are, else those of the configured keys."""
+        return owner in self._names if self._digests else True
+
+    def issue(self, caller: Caller, settings: Settings, seconds: int) -> ClientSecret:
+        """A secret that opens sessions with these settings until it expires."""
+        expires_at = int(self._clock()) + seconds
+        issued = _Issued(expires_at, caller.name, settings, secrets.token_bytes(SALT_LENGTH))
+        value = SECRET_PREFIX + self._signer.sign(PURPOSE, zlib.compress(msgspec.msgpack.encode(issued)))
+        if len(value) > MAX_SECRET_CHARACTERS:
+            text = "A client secret carries its settings; these are too long. Send a shorter prompt or fewer keywords."
+            raise Refusal(400, "settings_too_long", text, param="session")
+        return ClientSecret(value, expires_at)
+
+    def _read(self, key: str) -> _Issued | None:
+        value = self._signer.read(PURPOSE, key.removeprefix(SECRET_PREFIX))
+        if value is None:
+            return None
+        try:
+            # Only what we signed is read at all; a server of another version may have signed it.
+            return msgspec.msgpack.decode(zlib.decompress(value), type=_Issued)
+        except (zlib.error, msgspec.DecodeError):
+            return None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _unauthorized(message: str) -> Refusal:
+    return Refusal(401, "invalid_api_key", message)
+
+
+# What all routes share. Routes get this, and not one another.
 
 
 @dataclass(frozen=True, slots=True)

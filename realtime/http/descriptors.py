@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from realtime.errors import Refusal
 from realtime.http.gateway import refused
-from realtime.serving.uvicorn_patch import PatientHttp
+from realtime.serving.websocket import PatientHttp
 
 log = logging.getLogger("tickertape.server")
 

@@ -1,15 +1,23 @@
-"""Requests that carry a file: what is refused before and while it arrives, and the bounds on files in the house."""
+"""Multipart forms, taken apart as they come: texts stay the bytes they are, and the file's bytes are handed on.
+
+What a form holds in memory is counted as it is held, so a client cannot make it more than it sends: a text is decoded
+when it is needed, and only if it is short enough to be needed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import logging
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from tempfile import SpooledTemporaryFile, gettempdir
 from typing import BinaryIO, cast
 
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
@@ -17,7 +25,155 @@ from starlette.types import Message, Receive
 from realtime.config import LimitsConfig
 from realtime.errors import Refusal
 from realtime.http.context import Context
-from realtime.http.multipart import Form, FormParser
+
+# All keywords that a stream may have, and everything else.
+MAX_FIELDS = 600
+MAX_FIELD_BYTES = 64 * 1024
+# What stands between two parts; clients take less than 70.
+MAX_BOUNDARY_BYTES = 200
+# The headers of one part.
+MAX_PART_HEAD_BYTES = 8 * 1024
+# How the texts of a form may be written: of the codecs that a client could name, some take time by the square of a
+# text's length.
+CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1"})
+# A letter has at most so many bytes.
+LETTER_BYTES = 4
+
+# The parser writes a line for each form that is none. Who sent it is told, and nobody else needs to know.
+logging.getLogger("python_multipart.multipart").setLevel(logging.CRITICAL)
+
+
+@dataclass(slots=True)
+class Form:
+    """The fields of a form in their order, and which field the file came in; None: there was no file."""
+
+    charset: str = "utf-8"
+    fields: list[tuple[bytes, bytearray]] = field(default_factory=list)
+    file_field: bytes | None = None
+
+    def texts(self, name: str, most: int) -> list[str]:
+        """The texts under this name. Raises Refusal for one of more than `most` characters, before it is decoded."""
+        found = [value for known, value in self.fields if known == name.encode()]
+        texts = [self._decode(value) for value in found if len(value) <= LETTER_BYTES * most]
+        if len(texts) < len(found) or any(len(text) > most for text in texts):
+            raise Refusal(400, "invalid_value", f"'{name}' must be text of at most {most} characters.", param=name)
+        return texts
+
+    def _decode(self, value: bytearray) -> str:
+        try:
+            return value.decode(self.charset)
+        except UnicodeDecodeError:
+            return value.decode("latin-1")
+
+
+class FormParser:
+    """Fills a form with what `feed` is given."""
+
+    def __init__(self, content_type: str, hold: Callable[[int], None]) -> None:
+        """`hold` is told of every byte that the form holds from now on, and may refuse it. Raises Refusal."""
+        _, parameters = parse_options_header(content_type)
+        charset = parameters.get(b"charset", b"utf-8").decode("latin-1").lower()
+        if charset not in CHARSETS:
+            raise Refusal(400, "invalid_form", "Send the texts of the form as UTF-8.")
+        boundary = parameters.get(b"boundary", b"")
+        if not 0 < len(boundary) <= MAX_BOUNDARY_BYTES:
+            raise bad_form(f"its Content-Type must name a boundary of at most {MAX_BOUNDARY_BYTES} bytes")
+        self.form = Form(charset)
+        self._hold = hold
+        # The head of the part at hand.
+        self._head_bytes = 0
+        self._name, self._value, self._disposition = bytearray(), bytearray(), b""
+        # What the part at hand is: a text, or the file; neither between two parts and in a head.
+        self._text: bytearray | None = None
+        self._in_file = False
+        self._file_bytes: list[bytes] = []
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._on_part,
+                "on_header_field": self._on_header_name,
+                "on_header_value": self._on_header_value,
+                "on_header_end": self._on_header_end,
+                "on_headers_finished": self._on_head,
+                "on_part_data": self._on_data,
+                "on_part_end": self._on_part_end,
+            },
+        )
+
+    def feed(self, data: bytes) -> bytes:
+        """Take a piece of the body; returns what of it belongs to the file. Raises Refusal."""
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise bad_form("it is not multipart/form-data") from error
+        found, self._file_bytes = self._file_bytes, []
+        return found[0] if len(found) == 1 else b"".join(found)
+
+    def finish(self) -> None:
+        """The body is complete. Raises Refusal if the form is not."""
+        if self._text is not None or self._in_file:
+            raise bad_form("it ends in the middle of a part")
+
+    def _on_part(self) -> None:
+        self._disposition, self._head_bytes = b"", 0
+        self._name, self._value = bytearray(), bytearray()
+
+    def _on_header_name(self, data: bytes, start: int, end: int) -> None:
+        self._name += self._of_head(data, start, end)
+
+    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += self._of_head(data, start, end)
+
+    def _of_head(self, data: bytes, start: int, end: int) -> bytes:
+        self._head_bytes += end - start
+        if self._head_bytes > MAX_PART_HEAD_BYTES:
+            raise bad_form(f"the headers of a part take more than {MAX_PART_HEAD_BYTES} bytes")
+        return data[start:end]
+
+    def _on_header_end(self) -> None:
+        if self._name.lower() == b"content-disposition":
+            self._disposition = bytes(self._value)
+        self._name, self._value = bytearray(), bytearray()
+
+    def _on_head(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        name = options.get(b"name")
+        if name is None:
+            raise bad_form("a part has no name")
+        self._in_file = b"filename" in options
+        if self._in_file:
+            if self.form.file_field is not None:
+                raise bad_form("it has more than one file")
+            self.form.file_field = name
+            return
+        if len(self.form.fields) == MAX_FIELDS:
+            raise bad_form(f"it has more than {MAX_FIELDS} fields")
+        self._text = bytearray()
+        entry = (name, self._text)
+        self._hold(sum(map(sys.getsizeof, (entry, *entry))))
+        self.form.fields.append(entry)
+
+    def _on_data(self, data: bytes, start: int, end: int) -> None:
+        if self._in_file:
+            self._file_bytes.append(data[start:end])
+            return
+        text = self._text
+        assert text is not None, "data comes after a head"
+        if len(text) + end - start > MAX_FIELD_BYTES:
+            raise bad_form(f"a field takes more than {MAX_FIELD_BYTES} bytes")
+        before = sys.getsizeof(text)
+        text += data[start:end]
+        self._hold(sys.getsizeof(text) - before)
+
+    def _on_part_end(self) -> None:
+        self._text, self._in_file = None, False
+
+
+def bad_form(reason: str) -> Refusal:
+    return Refusal(400, "invalid_form", f"The form cannot be read: {reason}.")
+
+
+# Requests that carry a file: what is refused before and while it arrives, and the bounds on files in the house.
 
 log = logging.getLogger("tickertape.uploads")
 

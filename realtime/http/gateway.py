@@ -19,26 +19,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from realtime.dialects.base import SessionFacts
-from realtime.dialects.deepgram import DeepgramDialect, Listening
-from realtime.dialects.deepgram_query import READ_ONCE, read_socket_query
-from realtime.dialects.deepgram_shapes import error_body
-from realtime.dialects.json_frames import encode_json
-from realtime.dialects.openai import BetaDialect, OpenAIDialect
-from realtime.dialects.openai_session import MAX_NAME, merge_beta
-from realtime.errors import ClientFault, CloseCode, Refusal
-from realtime.http.auth import asks_for_beta, select_subprotocol
-from realtime.http.context import Context
-from realtime.numbers import whole_number
-from realtime.serving.caller import Caller
+from realtime.dialects.base import SessionFacts, encode_json
+from realtime.dialects.deepgram import READ_ONCE, DeepgramDialect, Listening, error_body, read_socket_query
+from realtime.dialects.openai import MAX_NAME, BetaDialect, OpenAIDialect, merge_beta
+from realtime.errors import ClientFault, CloseCode, Refusal, whole_number
+from realtime.http.context import Context, asks_for_beta, select_subprotocol
 from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.connection import Connection
-from realtime.serving.header_values import header_text
+from realtime.serving.factory import Entry
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
-from realtime.serving.maker import Entry
+from realtime.serving.quota import Caller
 from realtime.serving.socket_extras import EXTENSION, SocketExtras
 from realtime.serving.throttle import Pace, Turnstile
+from realtime.serving.websocket import header_text
 from realtime.session.events import Hangup
 from realtime.session.settings import Settings
 

@@ -12,14 +12,16 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response
 
-from realtime.dialects.deepgram_query import READ_ONCE, FileQuery, read_file_query
-from realtime.dialects.deepgram_shapes import (
-    Json,
+from realtime.dialects.base import Json
+from realtime.dialects.deepgram import (
+    READ_ONCE,
+    FileQuery,
     mean_confidence,
     model_info,
     now_text,
     plain,
     plain_parts,
+    read_file_query,
     seconds,
     written_word,
 )

@@ -12,10 +12,10 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.client.processor import ItemRefused
-from engine.client.render import Rendered, parse_items
+from engine.client.link import ItemRefused
+from engine.client.prepared import Rendered, parse_items
 from engine.messages import Item
-from realtime.dialects.json_frames import decode_json, encode_json
+from realtime.dialects.base import decode_json, encode_json
 from realtime.errors import Refusal
 from realtime.http.context import Context
 from realtime.http.files import decoded

@@ -1,16 +1,18 @@
-"""Every path of the gateway on one port, and how errors become answers."""
+"""The page: plain files of one folder, served at the root. Only files that are there at the start are served."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,19 +20,48 @@ from engine.errors import EngineDead
 from realtime.config import Config
 from realtime.errors import ClientFault, Refusal
 from realtime.http.answers import Answers
-from realtime.http.auth import Gatekeeper
-from realtime.http.context import Context
+from realtime.http.context import Context, Gatekeeper
 from realtime.http.forms import FormReader
 from realtime.http.gateway import LISTEN, Gateway, refused
 from realtime.http.listen import ListenRoute
 from realtime.http.origins import BrowserGuard, BrowserRules, Cors
-from realtime.http.page import page_routes
 from realtime.http.prepare import PrepareRoutes
 from realtime.http.uploads import UploadRoutes
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.header_values import clean_headers
+from realtime.serving.factory import Surroundings
 from realtime.serving.registry import Sessions
-from realtime.serving.surroundings import Surroundings
+from realtime.serving.websocket import clean_headers
+
+FOLDER = Path(__file__).parents[1] / "web"
+FILES = tuple(sorted(file for file in FOLDER.glob("*") if file.is_file()))
+# The page talks to its own server only, and nobody may put it into a frame.
+HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": (
+        "default-src 'self'; connect-src 'self' ws: wss: blob:; media-src 'self' blob:; img-src 'self' data: blob:; "
+        "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def page_routes() -> list[Route]:
+    """One route for each file, and the root for `index.html`."""
+    named = {f"/{file.name}": file for file in FILES}
+    if "/index.html" in named:
+        named["/"] = named["/index.html"]
+    return [Route(path, _serve(file)) for path, file in named.items()]
+
+
+def _serve(file: Path) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return FileResponse(file, headers=HEADERS)
+
+    return endpoint
+
+
+# Every path of the gateway on one port, and how errors become answers.
 
 
 def build_app(engine: EngineApi, config: Config, around: Surroundings | None = None) -> Starlette:

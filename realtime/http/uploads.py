@@ -13,8 +13,16 @@ from starlette.types import Receive, Scope, Send
 from engine.options import TRANSLATE
 from realtime.errors import Refusal
 from realtime.http.context import Context
-from realtime.http.file_answers import sse, sse_delta, sse_done, write_answer
-from realtime.http.files import Transcriber, Transcript, UploadRequest, read_request
+from realtime.http.files import (
+    Transcriber,
+    Transcript,
+    UploadRequest,
+    read_request,
+    sse,
+    sse_delta,
+    sse_done,
+    write_answer,
+)
 from realtime.http.forms import FormReader, Upload, client_gone
 from realtime.http.pieces import PiecesResponse, in_turns
 

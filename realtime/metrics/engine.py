@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine.client.capacity import Capacity
+from engine.client.pool import Capacity
 from engine.client.supervisor import EngineMetrics
 
 # What each gateway process counts for itself: its own cache and its own streams. The rest is what engines say to all.

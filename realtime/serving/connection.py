@@ -17,9 +17,8 @@ from typing import Any
 
 from realtime.errors import CloseCode
 from realtime.serving.channels import ChannelGroup, ChannelInbox
-from realtime.serving.failing import fail
 from realtime.serving.inbox import Inbox
-from realtime.serving.live_session import LiveSession
+from realtime.serving.live_session import LiveSession, fail
 from realtime.serving.socket_extras import PART, SocketExtras
 from realtime.serving.throttle import SHARE_S, Pace, Turnstile
 from realtime.session.events import Hangup

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from engine import messages
-from engine.client.capacity import Capacity
-from engine.client.render import Rendered
+from engine.client.pool import Capacity
+from engine.client.prepared import Rendered
 from engine.spec import ModelSpec
 from realtime.session.events import Samples
 

@@ -6,20 +6,23 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 
-from engine.client.processor import ItemRefused
-from engine.client.render import parse_items
+from engine.client.link import ItemRefused
+from engine.client.prepared import parse_items
 from realtime.dialects.base import (
     Answer,
     AudioText,
     Dialect,
     GapRequest,
     InjectRequest,
+    Json,
     Request,
     SessionFacts,
     Update,
+    audio_of_append,
+    decode_base64,
+    decode_json,
     event_id_of,
 )
-from realtime.dialects.json_frames import Json, audio_of_append, decode_base64, decode_json
 from realtime.dialects.long_append import AUDIO_MESSAGE, LongAppend
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.vllm import VllmDialect

@@ -24,7 +24,7 @@ import numpy as np
 
 from audio import errors
 from audio.errors import AudioError, CorruptAudio, DecodingTooSlow, TooManyDecoders
-from realtime.serving.decoder_line import ANSWER, BEGIN, DONE, END, FAULT, MORE, NO_MORE, ORDER, PIECE, PROGRAM
+from realtime.serving.decoder_protocol import ANSWER, BEGIN, DONE, END, FAULT, MORE, NO_MORE, ORDER, PIECE, PROGRAM
 from realtime.session.events import Samples
 
 # Decoders at work at once; more of them would take the processor from live audio.

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from realtime.dialects.json_frames import json_bytes
+from realtime.dialects.base import json_bytes
 from realtime.session.events import Acknowledged, Delta, Hangup, ServerEvent
 
 

@@ -11,19 +11,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from engine.client.wills import Owned
-from engine.config import COUNTED_SECONDS
+from engine.client.handoff import Owned
 from engine.errors import EngineDead
+from engine.options import COUNTED_SECONDS
 from realtime.config import Config
 from realtime.dialects.base import Dialect, SessionFacts
 from realtime.errors import CloseCode, IllegalEvent, Refusal, UnreadableValue
-from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.house import Admission, Figures, House, LocalHouse
-from realtime.serving.maker import Entry, SessionMaker
+from realtime.serving.factory import Entry, SessionMaker, Surroundings
+from realtime.serving.quota import Admission, Caller, Figures, House, LocalHouse
 from realtime.serving.standstill import Standstill
-from realtime.serving.surroundings import Surroundings
 from realtime.session.events import Hangup
 from realtime.session.settings import Settings
 

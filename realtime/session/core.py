@@ -1,23 +1,15 @@
-"""The heart of the gateway: one session as a pure state machine, `handle(event, now) -> effects`.
-
-No I/O, no clock, no asyncio: the shell delivers client events and engine outputs in order and carries the effects out
-in order. One engine stream runs through the whole session; turns are cut inside it:
-
-- a turn that ends asks the engine to flush; text that arrives before the answer belongs to that turn;
-- where speech detection ends a turn, audio of the next one may already be with the engine, so words are told apart
-  by their times;
-- turns speak one at a time: text of a later turn waits until every earlier turn is completed;
-- samples are counted, never timed: each appended sample is fed to the engine once.
-"""
+"""Where a session can stand, and which events have an answer there. Data only; `Session` in `core` has the answers."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
 
 from engine import messages
 from realtime.errors import CloseCode, IllegalEvent
-from realtime.session.boundaries import Boundaries
+from realtime.session.boundaries import Boundaries, SavedBoundaries
 from realtime.session.events import (
     Acknowledged,
     Append,
@@ -46,11 +38,145 @@ from realtime.session.events import (
     SessionUpdated,
     Tick,
 )
-from realtime.session.limits import SessionLimits
-from realtime.session.phases import MOVES, TABLE, Phase
-from realtime.session.saved import Mark, SavedSession, Waiting
 from realtime.session.settings import INCLUDE_ACKS, Settings
-from realtime.session.stall import StallGuard
+from realtime.session.stall import SavedStall, StallGuard
+
+
+class Phase(Enum):
+    """Where a session stands."""
+
+    # Audio and control events are answered as they come.
+    ACTIVE = auto()
+    # A commit waits until speech detection has seen all audio before it; later commits and clears queue behind it.
+    COMMITTING = auto()
+    # No more audio; the engine runs out.
+    FINISHING = auto()
+    CLOSED = auto()
+
+
+MOVES: dict[Phase, frozenset[Phase]] = {
+    Phase.ACTIVE: frozenset({Phase.COMMITTING, Phase.FINISHING, Phase.CLOSED}),
+    Phase.COMMITTING: frozenset({Phase.ACTIVE, Phase.FINISHING, Phase.CLOSED}),
+    Phase.FINISHING: frozenset({Phase.CLOSED}),
+    Phase.CLOSED: frozenset(),
+}
+
+_ENGINE = {
+    messages.Opened: "_ignore",
+    messages.Text: "_text",
+    messages.Speech: "_speech",
+    messages.Flushed: "_flushed",
+    messages.Closed: "_engine_closed",
+    messages.Failed: "_engine_failed",
+    messages.Refused: "_engine_failed",
+    messages.Dead: "_engine_dead",
+    EngineSwitched: "_engine_switched",
+}
+
+# Which method answers an event in a phase. What is not in the table is illegal there.
+TABLE: dict[Phase, dict[type, str]] = {
+    Phase.ACTIVE: {
+        Configure: "_configure",
+        Append: "_append",
+        Gap: "_gap",
+        Commit: "_commit",
+        Clear: "_clear",
+        End: "_end",
+        Drain: "_drain",
+        Tick: "_tick",
+        **_ENGINE,
+    },
+    Phase.COMMITTING: {
+        Configure: "_configure",
+        Append: "_append",
+        Gap: "_gap",
+        Commit: "_defer",
+        Clear: "_defer",
+        End: "_end",
+        Drain: "_drain",
+        Tick: "_tick",
+        **_ENGINE,
+    },
+    # What a client still sends while its session runs out has no effect.
+    Phase.FINISHING: {
+        **dict.fromkeys((Configure, Append, Gap, Commit, Clear, End, Drain), "_ignore"),
+        Tick: "_tick",
+        **_ENGINE,
+    },
+    Phase.CLOSED: {},
+}
+
+
+# Numbers of the configuration that the session core itself needs.
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """Seconds, unless a name says otherwise."""
+
+    stall_seconds: float = 8.0
+    keep_seconds: float = 30.0
+    ack_interval_seconds: float = 0.25
+    # Audio is acknowledged when it came, or (a number) when the engine has heard it and so many samples beyond it.
+    ack_margin_samples: int | None = None
+    # Failures of engine streams in a row, without a word in between, that end the session.
+    max_engine_failures: int = 3
+    # A turn that lasts longer ends after a word, and the next one goes on.
+    max_turn_seconds: float = 3600.0
+
+
+# A session as a value: all that decides what it says next, as plain data that another process can go on with.
+#
+# Not part of it: the sample rate and the limits, which are the server's, and the sound that the stall guard keeps. Of
+# that, only its length is saved: a stream that has to hear it again after a move hears silence there, and times stay
+# right. Everything else in a value is bounded by what bounds a session: the longest turn, and the audio in flight.
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A flush that the engine has yet to answer, and the sample at which it stands."""
+
+    sample: int
+    pause: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A commit (or clear) that cannot be answered yet, and where in the audio it stands."""
+
+    clears: bool
+    event_id: str | None
+    sample: int
+    source_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSession:
+    """Times are on the clock of the process that saved it."""
+
+    settings: Settings
+    phase: Phase
+    boundaries: SavedBoundaries
+    stall: SavedStall
+    marks: list[Mark]
+    waiting: list[Waiting]
+    held_speech: list[messages.Speech]
+    engine_base: int
+    acked_samples: int
+    acked_at: float
+    drain_deadline: float | None
+    engine_failures: int
+
+
+# The heart of the gateway: one session as a pure state machine, `handle(event, now) -> effects`.
+#
+# No I/O, no clock, no asyncio: the shell delivers client events and engine outputs in order and carries the effects
+# out in order. One engine stream runs through the whole session; turns are cut inside it:
+#
+# - a turn that ends asks the engine to flush; text that arrives before the answer belongs to that turn; - where
+# speech detection ends a turn, audio of the next one may already be with the engine, so words are told apart by their
+# times; - turns speak one at a time: text of a later turn waits until every earlier turn is completed; - samples are
+# counted, never timed: each appended sample is fed to the engine once.
 
 
 class Session:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unicodedata import normalize
 
-from engine.languages import language_code
 from engine.options import (
     MAX_KEYWORD_CHARACTERS,
     MAX_PROMPT_CHARACTERS,
@@ -18,7 +17,7 @@ from engine.options import (
     check_keywords,
     keywords_text,
 )
-from engine.spec import ModelSpec
+from engine.spec import ModelSpec, language_code
 from realtime.errors import ClientFault
 
 MIN_RATE = 8_000

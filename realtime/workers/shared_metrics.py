@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from prometheus_client.core import Metric
 
 from realtime.serving.totals import report
-from realtime.workers.line import Counted, Line, Scrape, Scraped
+from realtime.workers.worker_link import Counted, Line, Scrape, Scraped
 
 # How often a worker reports. What a worker that is killed counted after its last report is lost.
 REPORT_S = 0.25

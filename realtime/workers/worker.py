@@ -17,9 +17,9 @@ import uvloop
 from engine.logs import WITH_PROCESS, set_log_level, set_up_logging
 from realtime.app import Server, gateway_of_several, share_of
 from realtime.config import Config, ConfigError
-from realtime.workers.line import Entered, Line, Others, Ready, Reload, Retire, Scraped, Start, decode_config
-from realtime.workers.shared_house import SharedHouse
 from realtime.workers.shared_metrics import SharedMetrics
+from realtime.workers.shared_quota import SharedHouse
+from realtime.workers.worker_link import Entered, Line, Others, Ready, Reload, Retire, Scraped, Start, decode_config
 
 log = logging.getLogger("tickertape.worker")
 

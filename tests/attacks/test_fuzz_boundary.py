@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from engine.boundary.sockets import GatewaySocket
-from engine.client.handles import RemoteEngine
+from engine.client.engine_handles import RemoteEngine
 from engine.server.main import run_engine
 from tests.attacks.fuzz_boundary import Frames, MadGateway, engine_answers
 from tests.engine.fakes import build, running, speech, transcribe

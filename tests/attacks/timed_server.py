@@ -118,7 +118,7 @@ class TimedLoop(uvloop.Loop):
 
 def time_protocols(recorder: HoldRecorder) -> None:
     """The loop calls the methods of a connection's protocol directly."""
-    from realtime.serving.uvicorn_patch import PatientHttp, RealtimeWebSocket
+    from realtime.serving.websocket import PatientHttp, RealtimeWebSocket
 
     for protocol in (PatientHttp, RealtimeWebSocket):
         for name in PROTOCOL_CALLS:

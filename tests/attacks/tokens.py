@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from engine.boundary.preparation import hash_payload
-from realtime.http.auth import Gatekeeper
+from engine.boundary.items import hash_payload
+from realtime.http.context import Gatekeeper
 from realtime.serving.tokens import Signer
 from realtime.session.settings import Settings
 from tests.attacks.real_server import BAD_KEY, GOOD_KEY, OTHER_KEY, SIGNING_SECRET

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from audio.formats import Decoder, Encoding
+from audio.formats import MODEL_RATE, Decoder, Encoding, Resampler
 from audio.items import AudioItem, ItemCutter
-from audio.resample import MODEL_RATE, Resampler
 
 VOXTRAL = (1280, 680, 40)
 DELAY_POSITIONS = 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.engines import null_loop
-from engine.boundary.preparation import make_cutter, prepare
+from engine.boundary.items import make_cutter, prepare
 from engine.messages import Feed, Flush, Open, Text
 from engine.server.loop import EngineLoop
 

@@ -16,14 +16,13 @@ from benchmarks import playing
 from benchmarks.measuring import RunFailed
 from benchmarks.playing import Played, Run, VirtualClock
 from benchmarks.recordings import Clip, Part, Session
-from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
+from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.messages import Command, Feed, Finish, Open, Speech, StepOutput, Text
 from engine.runner.base import Detector, SynchronousRunner, never
 from engine.server.loop import EngineLoop
-from engine.spec import ModelSpec
-from engine.vocabulary import Vocabulary
+from engine.spec import ModelSpec, Vocabulary
 
 POSITION_SECONDS = 0.08
 SPEC = ModelSpec("stand-in", 16_000, 1280, default_delay_positions=2, max_delay_positions=2)

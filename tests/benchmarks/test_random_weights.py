@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.random_weights import ScriptedSpeaker, voxtral_loop
 from benchmarks.sounds import speech
-from engine.boundary.preparation import make_cutter, prepare
+from engine.boundary.items import make_cutter, prepare
 from engine.messages import Feed, Open, Text
-from engine.runner.windowed.greedy import Answer, GreedyDecoder, Row, Speaker
+from engine.runner.windowed.decoder import Answer, GreedyDecoder, Row, Speaker
 from engine.runner.windowed.stability import Progress
 
 END, SPACING = 50, 10.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.client.capacity import Capacity
+from engine.client.pool import Capacity
 from engine.client.supervisor import EngineMetrics
 from engine.server.main import run_engine
 from tests.engine.fakes import build

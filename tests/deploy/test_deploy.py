@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fleet.cluster.environment import TESTED
+from fleet.cluster.connect import TESTED
 from realtime.config import ENVIRONMENT_PREFIX, known_keys
 from realtime.metrics.engine import engine_collector
 from realtime.metrics.gateway import Metrics, name_collector

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.config import DEFAULT_MODEL
+from engine.options import DEFAULT_MODEL
 from engine.weights.store import cache_folder
 from realtime.client.http_client import HttpServer
 from realtime.client.wire_client import CannotConnect

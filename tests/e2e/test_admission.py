@@ -11,7 +11,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from realtime.serving.maker import SessionMaker
+from realtime.serving.factory import SessionMaker
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import greeted_client
 from tests.e2e.test_openai_client import wav

@@ -19,10 +19,9 @@ DAY = 86_400.0
 KEY = "the-real-key"
 # Who looks at the clock on the wall, and why a jump of it does no harm.
 WALL_CLOCK = {
-    "realtime/dialects/deepgram_shapes.py": "shown to clients",
-    "realtime/http/answers.py": "shown to clients",
-    "realtime/http/auth.py": "client secrets say until when they are valid, also at other gateways",
-    "realtime/http/fleet_figures.py": "shown to operators",
+    "realtime/dialects/deepgram.py": "shown to clients",
+    "realtime/http/context.py": "client secrets say until when they are valid, also at other gateways",
+    "realtime/http/answers.py": "shown to clients and operators",
     "realtime/http/routes.py": "handed to those two",
 }
 

@@ -21,7 +21,7 @@ import pytest
 
 from realtime.client import lasting_session, wire_client
 from tests.engine import fakes
-from tests.engine.client.test_table import put
+from tests.engine.client.test_pool_table import put
 from tests.realtime.workers.clients import Speaker
 from tests.realtime.workers.engines import talk
 

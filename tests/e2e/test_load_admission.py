@@ -16,15 +16,14 @@ import numpy as np
 import pytest
 
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.handles import EngineThread
-from engine.core.limits import Limits
+from engine.client.engine_handles import EngineThread
 from engine.core.plan import DecodeResult, StepPlan
+from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.messages import Open
 from engine.runner.base import SynchronousRunner, never
 from engine.server.loop import EngineLoop
-from engine.spec import ModelSpec
-from engine.vocabulary import Vocabulary
+from engine.spec import ModelSpec, Vocabulary
 from realtime.app import RunningServer, listening
 from realtime.config import Config, ServerConfig
 from tests.e2e.raw_client import RawClient, greeted_client
@@ -84,7 +83,7 @@ def blockbuster() -> None:
 @pytest.fixture(autouse=True)
 def messages_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What messages cost depends on what else this machine does; the model's cost is what is asked about here."""
-    monkeypatch.setattr("engine.server.load_report.LoadReport.spend_beside_steps", lambda report, seconds: None)
+    monkeypatch.setattr("engine.server.host.LoadReport.spend_beside_steps", lambda report, seconds: None)
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +166,7 @@ async def test_as_many_as_hold_are_admitted_and_the_next_is_refused() -> None:
 async def test_without_a_measurement_the_first_few_are_admitted_and_more_when_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.client.capacity.STREAMS_TO_BEGIN_WITH", 2)
+    monkeypatch.setattr("engine.client.pool.STREAMS_TO_BEGIN_WITH", 2)
     async with costly_server(warm=False) as (server, _), speakers(server, 2):
         assert (await refusal(ws(server))).status_code == 503
         await seen_when(server, lambda shown: shown["streams_that_hold"] >= HOLDS - 1)
@@ -184,7 +183,7 @@ async def test_a_burst_of_connects_is_counted_before_anybody_has_spoken() -> Non
 
 
 async def test_whoever_is_silent_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.server.load_report.COUNTED_SECONDS", 0.3)
+    monkeypatch.setattr("engine.server.host.COUNTED_SECONDS", 0.3)
     monkeypatch.setattr("realtime.serving.registry.COUNTED_SECONDS", 0.3)
     async with costly_server() as (server, _), AsyncExitStack() as stack:
         quiet = [await stack.enter_async_context(greeted_client(ws(server))) for _ in range(HOLDS)]

@@ -242,12 +242,12 @@ def said_by(command: list[str], environment: dict[str, str]) -> str:
 
 
 def test_values_that_hold_secrets_do_not_show_them() -> None:
-    from engine.boundary.curve import LinkKeys
+    from engine.boundary.sockets import LinkKeys
     from engine.client.client import ClientSettings
     from realtime.bench.clients import Target
     from realtime.config import AuthConfig, Config
     from realtime.serving.tokens import Signer
-    from realtime.workers.line import Reload, Start, encode_config
+    from realtime.workers.worker_link import Reload, Start, encode_config
 
     config = encode_config(Config(auth=AuthConfig(keys=(KEY,), secret=SIGNING)))
     assert KEY in json.loads(bytes(config))["auth"]["keys"], "workers get it"

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.client.handles import EngineProcess
-from engine.config import EngineConfig
+from engine.client.engine_handles import EngineProcess
+from engine.options import EngineConfig
 from realtime import app
 from realtime.config import load_config
 from tests.e2e.raw_client import DELTA, greeted_client

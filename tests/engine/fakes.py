@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.handles import EngineHandle, EngineProcess
+from engine.client.engine_handles import EngineHandle, EngineProcess
 from engine.client.stream import EngineStream
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, OpenTask, StepPlan, TimedToken
 from engine.core.scheduler import Limits, Scheduler
@@ -27,8 +27,7 @@ from engine.options import Options
 from engine.runner.base import Detector, SynchronousRunner, never
 from engine.server.loop import EngineLoop
 from engine.server.main import Build
-from engine.spec import ModelSpec
-from engine.vocabulary import Vocabulary
+from engine.spec import ModelSpec, Vocabulary
 
 RATE = 1600
 POSITION = 128

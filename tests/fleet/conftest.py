@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-from fleet.keepers.engine import EngineKeeper
-from fleet.keepers.gateway import GatewayKeeper
-from fleet.keepers.keeper import Keeper, Place
+from fleet.keepers.keeper import EngineKeeper, GatewayKeeper, Keeper, Place
 from fleet.keepers.process import Records
 from fleet.plan import EnginePlan, FleetPlan, GatewayPlan
 from fleet.secret import fingerprint, make_secret, read_secret
-from fleet.state import Kind, Node, Unit
-from fleet.table import Table
+from fleet.state import Kind, Node, Table, Unit
 
 STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in.py")))
 PATIENCE_S = 60.0

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fleet.cluster import environment
-from fleet.cluster.environment import check_ray
-from fleet.errors import FleetError
+from fleet.cluster import connect
+from fleet.cluster.connect import check_ray
 from fleet.plan import read_plan
+from fleet.state import FleetError
 from realtime import cli
 from realtime.commands import fleet
 from realtime.commands.fleet_view import screen
@@ -154,11 +154,11 @@ def test_a_machine_that_stands_still_is_missed_in_time_unless_the_operator_says_
     pretend(monkeypatch, "2.60.0")
     plan = read_plan(Path(fleet_file(tmp_path)))
     # What it sets is gone after the test.
-    for name in {**environment.NODE_HEALTH, **environment.cluster_environment(plan)}:
+    for name in {**connect.NODE_HEALTH, **connect.cluster_environment(plan)}:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("RAY_health_check_failure_threshold", "9")
-    environment.set_up(plan)
-    period_ms, timeout_ms, misses = (int(os.environ[name]) for name in environment.NODE_HEALTH)
+    connect.set_up(plan)
+    period_ms, timeout_ms, misses = (int(os.environ[name]) for name in connect.NODE_HEALTH)
     assert misses == 9
-    assert (period_ms + timeout_ms) * int(environment.NODE_HEALTH["RAY_health_check_failure_threshold"]) == 20_000
+    assert (period_ms + timeout_ms) * int(connect.NODE_HEALTH["RAY_health_check_failure_threshold"]) == 20_000

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from fleet.keepers import keeper as keeper_module
-from fleet.keepers.gateway import GatewayKeeper
-from fleet.keepers.keeper import Keeper, Place
+from fleet.keepers.keeper import GatewayKeeper, Keeper, Place
 from fleet.keepers.process import Records, began, child_environment
 from fleet.plan import FleetPlan
 from tests.fleet.conftest import until

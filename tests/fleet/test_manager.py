@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from fleet.errors import FleetError
-from fleet.keepers.gateway import GatewayKeeper
+from fleet.keepers.keeper import GatewayKeeper
 from fleet.keepers.process import Records, kill_family
 from fleet.manager import Manager, Memory
 from fleet.plan import FleetPlan
-from fleet.state import Node
+from fleet.state import FleetError, Node
 from tests.fleet.conftest import LocalCrew, until
 
 Told = dict[str, Any]

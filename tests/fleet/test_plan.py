@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 
 from engine.fleet_secret import read_secret as secret_of_a_process
-from fleet.errors import FleetError, FleetFileError
-from fleet.figures import fleet_capacity, load_of
+from fleet.manager import fleet_capacity, load_of
 from fleet.plan import FleetPlan, read_plan
 from fleet.secret import LEAST_BYTES, MOST_BYTES, cluster_token, fingerprint, make_secret, read_secret
-from fleet.state import Kind, Unit, UnitState
-from fleet.table import next_table, write_table
+from fleet.state import FleetError, FleetFileError, Kind, Unit, UnitState, next_table, write_table
 
 
 def written(folder: Path, text: str) -> Path:

@@ -13,20 +13,19 @@ from torch import Tensor
 
 from benchmarks.kernels import KeywordChoice
 from benchmarks.random_weights import random_voxtral
-from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
+from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.messages import Abort, Feed, Finish, Item, Open, Output
 from engine.models.silero import load_silero
 from engine.models.voxtral_realtime import VoxtralRealtime, voxtral_mini_4b
 from engine.runner.base import SynchronousRunner, never
 from engine.runner.bias import AT_WORD
-from engine.runner.device_speech import DeviceSpeechDetector
 from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
-from engine.runner.speech import SpeechDetector
+from engine.runner.speech import DeviceSpeechDetector, SpeechDetector
 from engine.server.loop import EngineLoop
-from engine.vocabulary import Vocabulary
+from engine.spec import Vocabulary
 
 DELAYS = (1, 6, 30)
 

@@ -10,8 +10,8 @@ from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.seq2seq import Judging
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.runner.load import windowed_on_device
-from engine.runner.windowed.device_windows import DeviceWindows
-from engine.runner.windowed.greedy import Row
+from engine.runner.windowed.decoder import Row
+from engine.runner.windowed.windows import DeviceWindows
 from engine.weights.store import cache_folder
 from tests.gpu.windowed_words import build, differing, live_texts
 

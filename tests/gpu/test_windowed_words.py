@@ -18,7 +18,7 @@ def test_batches_say_what_windows_say_alone(model: str, monkeypatch: pytest.Monk
     missing = [name for name in (model, REAL_SPEECH) if not (cache_folder() / name).exists()]
     if missing:
         pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
-    monkeypatch.setattr("engine.runner.windowed.device_windows.DeviceWindows.warm_up", lambda windows: None)
+    monkeypatch.setattr("engine.runner.windowed.windows.DeviceWindows.warm_up", lambda windows: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     sound = read_wav(next((cache_folder() / REAL_SPEECH).glob("*.wav")))

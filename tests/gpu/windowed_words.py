@@ -23,17 +23,17 @@ import numpy as np
 import torch
 
 from benchmarks.sounds import Samples, read_wav
-from engine.core.limits import Limits
+from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.messages import Command, Dead, Failed, Feed, Finish, Item, Open, Refused, Text
 from engine.runner.device import GIB, free_memory, require_device
 from engine.runner.load import DEVICE_DTYPE, load_detector, windowed_on_cpu, windowed_on_device
 from engine.runner.windowed.runner import WindowedRunner
-from engine.server.gate import GateSettings
 from engine.server.loop import EngineLoop
+from engine.server.speech import GateSettings
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import resolve
-from realtime.bench.words import edit_distance, normaliser
+from realtime.bench.record import edit_distance, normaliser
 
 POSITION_SAMPLES = 1280
 # The microphone stays open after the last word.

@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 from engine import messages
 from engine.boundary.input_cache import SenderCache
-from engine.client.capacity import Capacity
-from engine.client.processor import Processor
-from engine.client.render import Rendered, render
+from engine.client.link import Processor
+from engine.client.pool import Capacity
+from engine.client.prepared import Rendered, render
 from engine.errors import AtCapacity, EngineDead, StreamFinished
-from engine.languages import NAMES
 from engine.options import Options
-from engine.spec import ModelSpec
+from engine.spec import NAMES, ModelSpec
 
 RATE = 16_000
 FRAME = 512

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from engine.boundary.preparation import make_cutter, prepare
+from engine.boundary.items import make_cutter, prepare
 from engine.messages import Dead, Failed, Feed, Flush, Flushed, Open, Text
 from engine.server.loop import EngineLoop
 from tests.engine.fakes import POSITION, RATE, build

@@ -27,18 +27,14 @@ from engine.models.voxtral_realtime import (
     tensor_shapes,
 )
 from engine.runner.base import Runner, never
-from engine.runner.bias import KeywordTree, KeywordTrees
-from engine.runner.bias_tables import BiasTables
-from engine.runner.device import Download, free_memory, require_device, total_memory
-from engine.runner.frames.batch import NOT_FORCED, Payloads, SlotState, StepBuffers, StepRows, outcome_of
-from engine.runner.frames.graphs import StepGraphs
-from engine.runner.frames.kv import StackCache, stack_layouts
-from engine.runner.frames.memory import MemoryPlan, plan_share, voxtral_spec
+from engine.runner.bias import BiasTables, KeywordTree, KeywordTrees
+from engine.runner.device import Download, StepGraphs, free_memory, require_device, total_memory
+from engine.runner.frames.batch import NOT_FORCED, EncoderSlab, Payloads, SlotState, StepBuffers, StepRows, outcome_of
+from engine.runner.frames.memory import MemoryPlan, StackCache, plan_share, stack_layouts, voxtral_spec
 from engine.runner.frames.passes import ModelPasses
-from engine.runner.frames.slab import EncoderSlab
-from engine.vocabulary import Vocabulary
+from engine.spec import Vocabulary
 from engine.weights.checkpoint import read_config, read_tensors
-from engine.weights.tekken import read_tekken
+from engine.weights.vocabularies import read_tekken
 
 # More streams than this in one step run as several passes; the weights are then a small part of the cost.
 LARGEST_BATCH = 512

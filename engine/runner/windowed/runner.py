@@ -1,14 +1,8 @@
-"""The runner of windowed models: rereads each stream's window, decodes on from committed text, commits what is stable.
-
-The windows (`windows.py`) do the reading, on a CPU or on a device: live streams of a plan in one part or several,
-backlog as another. The runner says what is to be read, and makes text of what was said.
-
-A window of backlog has no earlier pass to go on from and takes longer than a live stream can wait. It is therefore read
-in pieces, one layer of the encoder or one pass of the decoder each, and can be laid aside behind every piece.
-"""
+"""Text that a model is told came before: its tokens, by the ranks of a byte-pair vocabulary."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from math import inf
@@ -20,18 +14,17 @@ from engine.messages import Open, Saved
 from engine.models.seq2seq import SpeechModel
 from engine.options import MAX_KEYWORDS, Options
 from engine.runner.base import SynchronousRunner, never
-from engine.runner.bias import KeywordTrees, LateTree
-from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION
-from engine.runner.windowed.ears import Ear, Sound
-from engine.runner.windowed.greedy import Row
-from engine.runner.windowed.judge import Mind
-from engine.runner.windowed.prompts import Prompts
-from engine.runner.windowed.seams import Seams, before_marks, surely_ends
+from engine.runner.bias import KeywordTrees, LateTree, joined_pairs, single_bytes
+from engine.runner.windowed.decoder import Mind, Row
+from engine.runner.windowed.encoders import Ear, Sound
+from engine.runner.windowed.memory import SAMPLES_PER_POSITION
 from engine.runner.windowed.stability import (
     FAR_BACK,
     Heard,
     Policy,
     Progress,
+    Seams,
+    before_marks,
     best_cut,
     committable,
     heard_before_the_end,
@@ -40,12 +33,40 @@ from engine.runner.windowed.stability import (
     rising,
     spans,
     steady,
+    surely_ends,
     without_repeat,
     without_second_mark,
 )
 from engine.runner.windowed.windows import Results, Windows
-from engine.spec import ModelSpec
-from engine.vocabulary import Vocabulary
+from engine.spec import ModelSpec, Vocabulary
+
+# Most characters of a prompt that are looked at, from its end: a model keeps a few hundred tokens of it.
+LAST_CHARACTERS = 2_000
+# Pieces of a text that are never joined: words with the space before them, numbers, marks. As GPT-2 has them.
+_WORDS = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
+
+
+class Prompts:
+    """A token's number is its rank: of two neighbours that can be joined, those that make the lowest one are."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._ranks = {piece: token for token, piece in enumerate(pieces) if piece}
+
+    def tokens(self, text: str) -> list[int]:
+        """Of a text as if it were said: behind a space."""
+        text = text.strip()[-LAST_CHARACTERS:]
+        words = _WORDS.findall(f" {text}") if text else []
+        parts = (part for word in words for part in joined_pairs(single_bytes(word.encode()), self._ranks))
+        return [self._ranks[part] for part in parts if part in self._ranks]
+
+
+# The runner of windowed models: rereads each stream's window, decodes on from committed text, commits what is stable.
+#
+# The windows (`windows.py`) do the reading, on a CPU or on a device: live streams of a plan in one part or several,
+# backlog as another. The runner says what is to be read, and makes text of what was said.
+#
+# A window of backlog has no earlier pass to go on from and takes longer than a live stream can wait. It is therefore
+# read in pieces, one layer of the encoder or one pass of the decoder each, and can be laid aside behind every piece.
 
 SAMPLE_RATE = 16_000
 

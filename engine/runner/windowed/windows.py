@@ -21,10 +21,11 @@ from torch import Tensor
 from engine.core.plan import DecodeResult, DecodeTask, EncodeTask
 from engine.models.compiled import Decode
 from engine.models.seq2seq import Encoded, SpeechModel, make_plans, reader
-from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION, AudioSlab
-from engine.runner.windowed.ears import Ear, Sound, WindowEar
-from engine.runner.windowed.greedy import GreedyDecoder, Row
-from engine.runner.windowed.judge import Judgement, judge
+from engine.runner.device import NotEnoughMemory, gib
+from engine.runner.windowed.decoder import GreedyDecoder, Judgement, Row, Shapes, Stage, StagedSpeaker, judge
+from engine.runner.windowed.encoders import Ear, Sound, WindowEar
+from engine.runner.windowed.memory import SAMPLES_PER_POSITION, AudioSlab, WindowMemory
+from engine.runner.windowed.stability import Policy
 
 Results = dict[int, DecodeResult]
 
@@ -158,3 +159,142 @@ def _read_one_by_one(waiting: deque[DecodeTask], read: Callable[[Sequence[Decode
 def _be_next_reader(numbers: Iterator[int]) -> None:
     """This thread has weights of its own from now on."""
     reader.number = next(numbers)
+
+
+# Windows on a device: live streams are encoded and decoded as batches.
+#
+# Audio stays on the device, a row for each position, so a step uploads row numbers and new audio. Windows go in the
+# order of their lengths, so that those which are encoded together need little padding; masks make each row's result
+# its own. Each token of a batch costs one launch, one upload and one copy back: see `recordings.py`. Backlog is
+# decoded in places of its own, because it may be laid aside in the middle; it is not recorded.
+
+
+class DeviceWindows:
+    """See `Windows`. The model has been moved to the device; `longest` is its longest live window, in samples."""
+
+    def __init__(
+        self,
+        model: SpeechModel,
+        pieces: list[bytes],
+        policy: Policy,
+        memory: WindowMemory,
+        cache_embeds: int,
+        *,
+        longest: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.device = device
+        self._model = model
+        self._memory = memory
+        self._longest = longest
+        self._slab = AudioSlab(cache_embeds, device)
+        self._ear = WindowEar(model, pieces, policy, device)
+        self._file_ear = WindowEar(model, pieces, policy, device)
+        self._decoder = _StagedDecoder(model, memory, model.frames_of(longest), device, dtype)
+        self.write, self.audio, self.is_broken = self._slab.write, self._slab.audio, self._slab.is_broken
+
+    def ear(self, live: bool) -> Ear:
+        return self._ear if live else self._file_ear
+
+    def hear(
+        self, tasks: Sequence[DecodeTask], live: bool, wanted: Set[int]
+    ) -> Generator[None, None, dict[int, Sound]]:
+        sounds: dict[int, Sound] = {}
+        ear = self._ear if live else self._file_ear
+        for batch in self._batches(tasks):
+            present = [task for task in batch if task.slot in wanted]
+            if present:
+                heard = ear.hear_together(present, self._slab)
+                sounds |= {task.slot: sound for task, sound in zip(present, heard, strict=True)}
+                yield
+        return sounds
+
+    def passes(self, rows: Sequence[Row], sounds: Sequence[Sound], live: bool) -> Iterator[None]:
+        heard = _heard(sounds)
+        if live:
+            return self._decoder.staged_passes(list(rows), heard)
+        return self._decoder.passes(list(rows), Encoded.stack(heard))
+
+    def judge(self, sounds: Sequence[Sound]) -> list[Judgement]:
+        return judge(self._model, Encoded.stack(_heard(sounds)))
+
+    def share_out(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
+        in_order = sorted(tasks, key=lambda task: len(task.rows))
+        results: Results = {}
+        for first in range(0, len(in_order), self._memory.rows):
+            results |= read(in_order[first : first + self._memory.rows])
+        return results
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Batches of all sizes that the encoder may get, because libraries plan for each; then the decoder is recorded.
+        Memory that is short is found out before anybody is let in."""
+        try:
+            frames = self._model.frames_of(self._longest)
+            rows = max(1, self._memory.frames_at_once // frames)
+            noise = 0.01 * torch.randn(rows, self._longest, device=self.device)
+            for count in range(1, rows + 1):
+                encoded = self._model.encode(noise[:count], [self._longest] * count)
+            self._decoder.run([Row([], [], 2, None, frames) for _ in range(rows)], encoded)
+            del noise, encoded
+            self._decoder.record()
+        except torch.OutOfMemoryError as error:
+            raise NotEnoughMemory(
+                f"the device ran out of memory; this engine planned {gib(self._memory.total_bytes)} for "
+                f"{self._memory.streams} streams: set model.max_streams lower, or free what others hold there"
+            ) from error
+
+    def close(self) -> None:
+        self._decoder.forget()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _batches(self, tasks: Sequence[DecodeTask]) -> Iterator[list[DecodeTask]]:
+        """Tasks in their order, as many together as the encoder may hear at once."""
+        batch: list[DecodeTask] = []
+        longest = 0
+        for task in tasks:
+            frames = self._model.frames_of(len(task.rows) * SAMPLES_PER_POSITION)
+            longest = max(longest, frames)
+            if batch and (len(batch) + 1) * longest > self._memory.frames_at_once:
+                yield batch
+                batch, longest = [], frames
+            batch.append(task)
+        if batch:
+            yield batch
+
+
+class _StagedDecoder(GreedyDecoder):
+    def __init__(
+        self, model: SpeechModel, memory: WindowMemory, frames: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(model, device)
+        # A model whose context is always the same has windows of one length.
+        shapes = Shapes.up_to(memory.rows, frames, model.max_tokens, max(200, model.frames_of(model.min_samples)))
+        self._stage: Stage | None = Stage(
+            model, self._barred, shapes, dtype, memory.tokens_at_once, records=device.type == "cuda"
+        )
+
+    def record(self) -> None:
+        assert self._stage is not None
+        self._stage.record()
+
+    def forget(self) -> None:
+        self._stage = None
+
+    def staged_passes(self, rows: list[Row], heard: Sequence[Encoded]) -> Iterator[None]:
+        """As `passes`, of windows that were encoded in several batches."""
+        audio, stage = [row.frames for row in rows], self._stage
+        assert stage is not None
+        return self._passes(rows, lambda text: StagedSpeaker(self._model, stage, heard, audio, text))
+
+
+def _heard(sounds: Sequence[Sound]) -> list[Encoded]:
+    """The batches that these sounds are rows of, without rows that have gone."""
+    rows: dict[int, list[int]] = {}
+    batches: dict[int, Encoded] = {}
+    for sound in sounds:
+        batches[id(sound.encoded)] = sound.encoded
+        rows.setdefault(id(sound.encoded), []).append(sound.row)
+    return [batches[name].rows(kept) for name, kept in rows.items()]

@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 
 from engine import messages
-from engine.client import wills
+from engine.client import handoff
 from engine.client.client import EngineClient
-from engine.client.handles import EngineThread, RemoteEngine
+from engine.client.engine_handles import EngineThread, RemoteEngine
+from engine.client.handoff import Inheritance
 from engine.client.stream import EngineStream
-from engine.client.wills import Inheritance
 from engine.errors import EngineDead
 from tests.engine import fakes
 
@@ -202,7 +202,7 @@ async def test_an_owner_goes_on_with_a_session_if_no_engine_has_a_higher_number(
             assert link is not None
             link.send(messages.Entrust("", "key", number, 0, [], base=b"value", keep_s=60))
             await link.taken()
-        assert await owner.renew(wills.Owned("key", 2, links[0])) == (2 + messages.NEXT_OWNER if ours else 0)
+        assert await owner.renew(handoff.Owned("key", 2, links[0])) == (2 + messages.NEXT_OWNER if ours else 0)
 
 
 @pytest.mark.parametrize("moved_to", [0, 1])
@@ -230,12 +230,12 @@ async def test_an_engine_that_was_lost_a_moment_ago_may_still_have_the_session(m
     async with fakes.running(engine, absent) as client:
         with pytest.raises(EngineDead):
             await client.adopt("key")
-        monkeypatch.setattr(wills, "UNSURE_SECONDS", 0.0)
+        monkeypatch.setattr(handoff, "UNSURE_SECONDS", 0.0)
         assert await client.adopt("key") is None
 
 
 async def test_what_a_gateway_knows_of_sessions_that_are_over_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wills, "MOST_OVER", 3)
+    monkeypatch.setattr(handoff, "MOST_OVER", 3)
     async with fakes.running(EngineThread(fakes.build, warm=False)) as client:
         desk = client.wills
         for number in range(5):
@@ -244,6 +244,6 @@ async def test_what_a_gateway_knows_of_sessions_that_are_over_is_bounded(monkeyp
         (seat,) = client._running.seats.all
         desk.claim(seat)
         assert len(desk._over) == 3
-        monkeypatch.setattr(wills, "OVER_SECONDS", -1.0)
+        monkeypatch.setattr(handoff, "OVER_SECONDS", -1.0)
         desk.claim(seat)
         assert not desk._over

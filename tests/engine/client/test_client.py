@@ -21,12 +21,11 @@ import engine.server.host
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.input_cache import ReceiverCache
-from engine.boundary.preparation import hash_payload
+from engine.boundary.items import hash_payload
 from engine.boundary.sockets import EngineSocket, GatewaySocket
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.handles import EngineThread, RemoteEngine
-from engine.client.link import EngineMismatch
-from engine.client.processor import ItemRefused
+from engine.client.engine_handles import EngineThread, RemoteEngine
+from engine.client.link import EngineMismatch, ItemRefused
 from engine.errors import AtCapacity, DuplicateStream, EngineDead, StreamFinished
 from engine.messages import Closed, Failed, Item
 from engine.server.main import run_engine
@@ -261,7 +260,7 @@ async def test_a_stream_takes_no_more_audio_than_the_engine_can_follow() -> None
 
 
 async def test_a_stream_nobody_reads_takes_no_more_audio(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.client.outputs.MAX_QUEUED_OUTPUTS", 5)
+    monkeypatch.setattr("engine.client.stream.MAX_QUEUED_OUTPUTS", 5)
     async with fakes.running(EngineThread(fakes.build)) as client:
         stream = await client.open("a")
 

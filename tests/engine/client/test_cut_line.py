@@ -8,7 +8,7 @@ import pytest
 
 from engine.boundary import sockets
 from engine.client.client import EngineClient
-from engine.client.handles import RemoteEngine
+from engine.client.engine_handles import RemoteEngine
 from engine.messages import Closed
 from tests.engine import fakes
 from tests.engine.client.cuttable_line import cuttable_line

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from engine.boundary import codec
 from engine.boundary.crash_record import Flight
-from engine.boundary.preparation import make_cutter, prepare
-from engine.client import moves, recovery, supervisor
+from engine.boundary.items import make_cutter, prepare
+from engine.client import migration, recovery, supervisor
 from engine.client.client import ClientSettings, EngineClient
+from engine.client.crash_suspects import STRIKES_IF_CRASHED
+from engine.client.pool import Seats
 from engine.client.recovery import Recovery
 from engine.client.replay import StreamLimits
-from engine.client.seats import Seats
 from engine.client.stream import EngineStream
-from engine.client.suspicion import STRIKES_IF_CRASHED
 from engine.messages import Abort, Closed, Dead, Feed, Finish, Flush, Open, Opened
 from tests.engine import fakes
 from tests.engine.client.loop_links import LoopEngine, LoopLink
@@ -43,7 +43,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(supervisor, "RETRY_S", 0.001)
     monkeypatch.setattr(supervisor, "MAX_BACKOFF_S", 0.001)
     monkeypatch.setattr(recovery, "RETRY_S", 0.001)
-    monkeypatch.setattr(moves, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(migration, "LOOK_SECONDS", 0.0)
     yield
     LoopEngine.known.clear()
 

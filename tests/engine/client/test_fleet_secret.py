@@ -14,10 +14,9 @@ import pytest
 import zmq
 
 from engine.boundary import sockets
-from engine.boundary.curve import KeyPair, LinkKeys, leaves_the_machine
-from engine.boundary.sockets import EngineSocket, GatewaySocket
+from engine.boundary.sockets import EngineSocket, GatewaySocket, KeyPair, LinkKeys, leaves_the_machine
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.handles import RemoteEngine
+from engine.client.engine_handles import RemoteEngine
 from engine.fleet_secret import derive, read_secret
 from engine.server.main import run_engine
 from tests.engine import fakes

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from engine import messages
-from engine.boundary.preparation import hash_payload
+from engine.boundary.items import hash_payload
 from engine.client.client import EngineClient
-from engine.client.handles import EngineThread
+from engine.client.engine_handles import EngineThread
 from engine.messages import Closed, Failed, Item
 from tests.engine import fakes
 

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from audio.containers import read_file
 from engine.boundary import codec
-from engine.client.outbox import Source
+from engine.client.link import Source
 from engine.client.replay import StreamLimits
 from engine.client.stream import EngineStream
-from engine.core.limits import Limits
+from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.messages import Closed, Command, Feed, Item, Open, Output, TurnRule
 from engine.models.moonshine import Moonshine, MoonshineConfig
@@ -32,18 +32,17 @@ from engine.models.moonshine_streaming import RunningNorm, StreamingEncoder, Str
 from engine.options import Keyword, keywords_text
 from engine.runner.bias import KeywordTree
 from engine.runner.load import load_detector
-from engine.runner.windowed.block_ear import BlockEar
-from engine.runner.windowed.ears import Ear, WindowEar
+from engine.runner.windowed.encoders import BlockEar, Ear, WindowEar
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
 from engine.runner.windowed.windows import HostWindows
-from engine.server.gate import GateSettings
 from engine.server.loop import EngineLoop
-from engine.vocabulary import Vocabulary
+from engine.server.speech import GateSettings
+from engine.spec import Vocabulary
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import cache_folder, pull
 from tests.engine import fakes
-from tests.engine.server import test_silence_cut as silence_cut
+from tests.engine.server import test_skipped_silence as silence_cut
 
 PACKET = 1280
 REAL_MODEL, REAL_SPEECH = "moonshine-tiny", "sample-two-cities"

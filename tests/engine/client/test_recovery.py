@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.client.handles import EngineProcess, EngineThread, RemoteEngine
+from engine.client.engine_handles import EngineProcess, EngineThread, RemoteEngine
 from engine.errors import EngineDead
 from engine.messages import Closed, Dead, Failed
 from tests.engine import fakes
@@ -216,7 +216,7 @@ async def test_the_only_stream_of_a_gateway_outlives_the_poison_of_another(
     owner_is_innocent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway that started the engine knows its last step; the other one only that it is gone."""
-    monkeypatch.setattr("engine.client.suspicion.random.uniform", lambda low, high: low + 0.5)
+    monkeypatch.setattr("engine.client.crash_suspects.random.uniform", lambda low, high: low + 0.5)
     audio, poisoned = fakes.speech(6, 1), fakes.speech(6, 9)
     poisoned[3000] = fakes.POISON
     (expected,) = await undisturbed(False, [audio])

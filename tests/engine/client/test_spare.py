@@ -14,7 +14,7 @@ import pytest
 
 from engine.client import supervisor
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.handles import EngineProcess
+from engine.client.engine_handles import EngineProcess
 from engine.errors import AtCapacity, EngineDead
 from engine.messages import Closed
 from engine.server.loop import EngineLoop

@@ -14,10 +14,10 @@ import pytest
 
 from engine.client import client as clients
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.handles import EngineThread
+from engine.client.engine_handles import EngineThread
 from engine.errors import EngineDead
 from tests.engine import fakes
-from tests.engine.client.test_table import put
+from tests.engine.client.test_pool_table import put
 
 Listed = tuple[str, EngineThread] | tuple[str, EngineThread, str]
 

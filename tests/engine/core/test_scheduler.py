@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.limits import Limits
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, StepPlan, TimedToken
-from engine.core.planner import STRIDES_IN_TIME
+from engine.core.planner import STRIDES_IN_TIME, Limits
 from engine.core.scheduler import Scheduler
 from engine.errors import (
     AtCapacity,
@@ -19,8 +18,7 @@ from engine.errors import (
     UnknownStream,
 )
 from engine.messages import Closed, Failed, Flushed, Item, Open, Output, Text
-from engine.spec import KvGroup, ModelSpec
-from engine.vocabulary import Vocabulary
+from engine.spec import KvGroup, ModelSpec, Vocabulary
 
 VOCABULARY = Vocabulary([b"", b"", b" a", b" b", b" c", b".", b","], word_marker=1)
 FRAMES = ModelSpec(

@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, DecodeTask, StepPlan, TimedToken
+from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.errors import AtCapacity
 from engine.messages import Closed, Failed, Flushed, Item, Open, Output, Text
-from engine.spec import KvGroup, ModelSpec
-from engine.vocabulary import Vocabulary
+from engine.spec import KvGroup, ModelSpec, Vocabulary
 
 VOCABULARY = Vocabulary([b"", b"", *(b" w%d" % index for index in range(50))], word_marker=1)
 FRAMES = ModelSpec(

@@ -14,9 +14,8 @@ from tokenizers import Tokenizer
 from audio.containers import read_file
 from engine.models.seq2seq import Encoded
 from engine.models.whisper import Whisper
-from engine.runner.windowed.greedy import GreedyDecoder, Row
-from engine.runner.windowed.judge import judge
-from engine.runner.windowed.prompts import Prompts
+from engine.runner.windowed.decoder import GreedyDecoder, Row, judge
+from engine.runner.windowed.runner import Prompts
 from engine.runner.windowed.stability import is_mark
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import cache_folder

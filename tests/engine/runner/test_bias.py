@@ -13,7 +13,7 @@ import pytest
 from engine.options import Keyword, check_keywords, keywords_text
 from engine.runner import bias
 from engine.runner.bias import AT_WORD, FULL_WORTH, IN_WORD, KeywordTree, KeywordTrees, Spelling
-from engine.vocabulary import Vocabulary
+from engine.spec import Vocabulary
 
 PIECES = [
     *("", " K", " Kit", " k", "it", "t", "il", "ila", "a", "K", "Kit", " the", ".", "-", "n", "s"),

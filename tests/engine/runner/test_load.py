@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig
 from engine.core.plan import DecodeTask
 from engine.models.whisper import Whisper, WhisperConfig
+from engine.options import EngineConfig
 from engine.runner.device import NoDevice
 from engine.runner.load import BadDevice, load_runner, windowed_device, windowed_on_cpu
 from engine.weights.registry import STREAMING_ENCODER

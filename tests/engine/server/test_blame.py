@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engine.boundary.preparation import make_cutter, prepare
-from engine.core.limits import Limits
+from engine.boundary.items import make_cutter, prepare
 from engine.core.plan import DecodeResult, DecodeTask
+from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.errors import EngineDead
 from engine.messages import (
@@ -35,8 +35,8 @@ from engine.messages import (
     Speech,
     Text,
 )
-from engine.server.gate import GateSettings
 from engine.server.loop import EngineLoop
+from engine.server.speech import GateSettings
 from engine.spec import ModelSpec
 from tests.engine import fakes
 

@@ -13,11 +13,11 @@ import pytest
 from numpy.typing import NDArray
 
 from audio.containers import read_file
-from engine.boundary.preparation import make_cutter, prepare
-from engine.config import DEFAULT_MODEL, EngineConfig
+from engine.boundary.items import make_cutter, prepare
 from engine.messages import Command, Feed, Finish, Open, Speech, Text, Word
-from engine.server.build import build_loop
+from engine.options import DEFAULT_MODEL, EngineConfig
 from engine.server.loop import EngineLoop
+from engine.server.main import build_loop
 from engine.server.word_times import GRACE_SAMPLES
 from engine.weights.store import cache_folder, pull
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.boundary.commands import WireItem, encode_command
-from engine.boundary.preparation import make_cutter, prepare
+from engine.boundary.items import make_cutter, prepare
 from engine.client.replay import KeptAudio, memory_for
 from engine.messages import Closed, Feed, Finish, Flush, Item, Open, Output, Text
 from engine.server.loop import EngineLoop
-from engine.server.unheard import Unheard
+from engine.server.speech import Unheard
 from tests.engine.fakes import POSITION, RATE, build, speech
 
 DAYS = 6 * 24 * 3600

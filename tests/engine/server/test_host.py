@@ -16,7 +16,7 @@ from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import Batch, WireData
 from engine.boundary.commands import WireItem, encode_command
-from engine.boundary.preparation import hash_payload
+from engine.boundary.items import hash_payload
 from engine.messages import Item
 from engine.server.host import MOST_UNREADABLE, Drain, EngineHost
 from engine.server.loop import EngineLoop

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan, TimedToken
+from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.errors import EngineDead
 from engine.messages import (
@@ -29,10 +29,9 @@ from engine.messages import (
     Text,
 )
 from engine.runner.base import Detector, SynchronousRunner, never
-from engine.server.gate import GateSettings
 from engine.server.loop import EngineLoop
-from engine.spec import ModelSpec
-from engine.vocabulary import Vocabulary
+from engine.server.speech import GateSettings
+from engine.spec import ModelSpec, Vocabulary
 
 SPEC = ModelSpec(name="echo", sample_rate=16_000, samples_per_position=1280, look_back_samples=4, look_ahead_samples=2)
 WINDOWED = replace(

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.limits import Limits
 from engine.core.plan import DecodeResult, StepPlan
+from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.messages import (
     Abort,

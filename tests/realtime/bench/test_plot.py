@@ -5,8 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from realtime.bench.plot import draw
-from realtime.bench.record import ClientRecord, RunRecord
-from realtime.bench.search import Objective
+from realtime.bench.record import ClientRecord, Objective, RunRecord
 
 
 def test_plot_is_valid_and_marks_what_missed() -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.weights import facts
-from realtime.commands import local_engine as local
+from engine.weights import registry
+from realtime.commands import file_transcription as local
 from tests.realtime.gateway_doubles import FakeEngine
 
 
@@ -41,7 +41,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
         yield fake
 
     monkeypatch.setattr(local, "local_engine", fake_engine)
-    monkeypatch.setattr(facts, "options_of", lambda model: fake.spec.options)
+    monkeypatch.setattr(registry, "options_of", lambda model: fake.spec.options)
     return fake
 
 

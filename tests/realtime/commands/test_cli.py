@@ -196,7 +196,7 @@ def _known_keys() -> list[str]:
 
 
 def test_an_engine_takes_every_setting_of_the_model_that_serve_takes(tmp_path: Path) -> None:
-    from engine.config import EngineConfig
+    from engine.options import EngineConfig
     from realtime.commands.serve import config_of
 
     file = tmp_path / "tickertape.toml"

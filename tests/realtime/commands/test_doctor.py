@@ -11,7 +11,7 @@ import pytest
 
 from engine.errors import EngineError
 from realtime import cli
-from realtime.commands import doctor, local_engine, quick_measure
+from realtime.commands import doctor, file_transcription, quick_measure
 from realtime.commands.quick_measure import Measured
 from tests.realtime.commands.conftest import sound, write_wav
 from tests.realtime.gateway_doubles import FakeEngine
@@ -74,7 +74,7 @@ def test_engine_that_cannot_start_is_reported(
         raise EngineError("the weights\nare damaged")
         yield
 
-    monkeypatch.setattr(local_engine, "local_engine", broken)
+    monkeypatch.setattr(file_transcription, "local_engine", broken)
     assert cli.main(measurable) == 1
     assert "!!   engine     the weights are damaged" in capsys.readouterr().out
 

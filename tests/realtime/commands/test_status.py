@@ -17,9 +17,8 @@ from rich.console import Console
 from realtime import cli
 from realtime.client.http_client import HttpServer
 from realtime.commands import status_view
-from realtime.commands.server_figures import Histogram, Quantile, Snapshot
 from realtime.commands.status import own_url
-from realtime.commands.status_view import StatusView
+from realtime.commands.status_view import Histogram, Quantile, Snapshot, StatusView
 from realtime.config import ServerConfig
 from tests.realtime.plain_server import answering, reply
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from realtime import cli
-from realtime.commands import local_engine
-from realtime.commands.file_reader import duration_of, pieces_of
+from realtime.commands import file_transcription
+from realtime.commands.file_transcription import duration_of, pieces_of
 from tests.realtime.commands.conftest import sound, write_wav
 from tests.realtime.gateway_doubles import MULTILINGUAL, FakeEngine
 
@@ -44,7 +44,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def loads(model: str, device: str, max_streams: int = 4) -> None:
         pytest.fail("a model would be loaded")
 
-    monkeypatch.setattr(local_engine, "local_engine", loads)
+    monkeypatch.setattr(file_transcription, "local_engine", loads)
 
 
 @pytest.mark.parametrize("mode", [[], ["--live"]])

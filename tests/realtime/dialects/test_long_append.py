@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from realtime.dialects.json_frames import decode_base64, decode_json
+from realtime.dialects.base import decode_base64, decode_json
 from realtime.dialects.long_append import MAX_AUDIO_TEXTS, LongAppend
 from realtime.errors import ClientFault
 

@@ -18,20 +18,18 @@ from typing import Any
 import pytest
 
 import realtime
-from engine.client.wills import Inheritance
+from engine.client.handoff import Inheritance
 from realtime.config import Config, LimitsConfig
-from realtime.http.auth import Gatekeeper
-from realtime.http.context import Context
+from realtime.http.context import Context, Gatekeeper
 from realtime.http.gateway import Gateway
 from realtime.metrics.gateway import Metrics
-from realtime.serving.house import Counts
-from realtime.serving.maker import SessionMaker
+from realtime.serving.factory import SessionMaker, Surroundings
+from realtime.serving.quota import Counts
 from realtime.serving.registry import Sessions
-from realtime.serving.surroundings import Surroundings
 from realtime.serving.tokens import Signer
 from realtime.session.settings import INCLUDE_RESUME
-from realtime.workers.line import Line
-from realtime.workers.shared_house import HouseKeeper, SharedHouse
+from realtime.workers.shared_quota import HouseKeeper, SharedHouse
+from realtime.workers.worker_link import Line
 from tests.realtime.gateway_doubles import FakeEngine, tone
 
 OURS = str(Path(realtime.__file__).parent)
@@ -341,7 +339,7 @@ class Heirs:
 def go_on(maker: SessionMaker, session_id: str, caller: str, inherited: Inheritance) -> Any:
     """As if it had been read from the value: its client may come back, and has not come yet."""
     from realtime.dialects.openai import OpenAIDialect
-    from realtime.serving.caller import Caller
+    from realtime.serving.quota import Caller
     from realtime.session.settings import Settings
 
     entry = maker.make(Caller(caller), Settings(include=(INCLUDE_RESUME,)), OpenAIDialect)

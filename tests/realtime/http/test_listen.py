@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from realtime.dialects.deepgram_query import read_file_query
+from realtime.dialects.deepgram import read_file_query
 from realtime.http.files import Transcript
 from realtime.http.listen import write_answer
 from realtime.session.events import TimedWord

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from realtime.dialects.deepgram_query import read_file_query
-from realtime.dialects.deepgram_shapes import plain, plain_parts
+from realtime.dialects.deepgram import plain, plain_parts, read_file_query
 from realtime.http import listen
-from realtime.http.file_answers import sse_done, write_answer
-from realtime.http.files import Transcript, UploadRequest
+from realtime.http.files import Transcript, UploadRequest, sse_done, write_answer
 from realtime.http.pieces import (
     CHARACTERS_AT_ONCE,
     ENTRIES_AT_ONCE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.client.capacity import Capacity
+from engine.client.pool import Capacity
 from engine.client.supervisor import EngineMetrics
 from realtime.metrics.engine import engine_collector
 from realtime.metrics.gateway import Metrics, name_collector

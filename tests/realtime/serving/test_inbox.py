@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from realtime.config import Config
 from realtime.dialects.openai import OpenAIDialect
-from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
+from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
 from realtime.serving.socket_extras import SocketExtras
 from realtime.serving.throttle import Pace, Turnstile

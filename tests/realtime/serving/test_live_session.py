@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine import messages
-from engine.client.wills import Inheritance
+from engine.client.handoff import Inheritance
 from realtime.dialects.base import SessionFacts
 from realtime.dialects.openai import OpenAIDialect
 from realtime.metrics.gateway import Metrics
-from realtime.serving.live_limits import LiveLimits
-from realtime.serving.live_session import LiveSession
-from realtime.serving.saved_live import LIVE_VERSION, SavedLive
+from realtime.serving.handoff import LIVE_VERSION, SavedLive
+from realtime.serving.live_session import LiveLimits, LiveSession
 from realtime.serving.throttle import SHARE_S
 from realtime.session.core import Session
 from realtime.session.events import (

@@ -7,9 +7,9 @@ import pytest
 from realtime.config import Config, LimitsConfig
 from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import CloseCode, Refusal
-from realtime.serving import house
-from realtime.serving.caller import Caller
+from realtime.serving import quota
 from realtime.serving.connection import Connection
+from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
 from realtime.serving.socket_extras import SocketExtras
 from realtime.serving.throttle import Turnstile
@@ -49,7 +49,7 @@ async def test_a_session_that_fails_in_a_tick_ends_and_the_others_tick_on(caplog
 
 
 async def test_callers_that_come_once_are_counted_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(house, "MAX_COUNTED_CALLERS", 50)
+    monkeypatch.setattr(quota, "MAX_COUNTED_CALLERS", 50)
     entries = sessions(new_sessions_per_minute=1)
     for number in range(500):
         async with entries.open(Caller(f"address {number}"), Settings(), [OpenAIDialect]):

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from realtime.config import Config, LimitsConfig
 from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import CloseCode
-from realtime.serving.caller import Caller
 from realtime.serving.connection import Connection
-from realtime.serving.maker import Entry
+from realtime.serving.factory import Entry
+from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
 from realtime.serving.socket_extras import SocketExtras
 from realtime.serving.throttle import Turnstile

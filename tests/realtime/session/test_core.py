@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine import messages
 from realtime.errors import CloseCode, IllegalEvent
-from realtime.session.core import Session
+from realtime.session.core import MOVES, TABLE, Phase, Session, SessionLimits
 from realtime.session.events import (
     Acknowledged,
     Append,
@@ -45,8 +45,6 @@ from realtime.session.events import (
     Tick,
     TimedOut,
 )
-from realtime.session.limits import SessionLimits
-from realtime.session.phases import MOVES, TABLE, Phase
 from realtime.session.settings import INCLUDE_ACKS, Settings, TurnDetection
 
 RATE = 16_000

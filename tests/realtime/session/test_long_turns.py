@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 
 from engine import messages
 from realtime.dialects.base import Dialect, SessionFacts
-from realtime.dialects.deepgram import DeepgramDialect, Listening
-from realtime.dialects.deepgram_query import read_socket_query
+from realtime.dialects.deepgram import DeepgramDialect, Listening, read_socket_query
 from realtime.dialects.openai import OpenAIDialect
 from realtime.dialects.vllm import VllmDialect
-from realtime.session.core import Session
+from realtime.session.core import Session, SessionLimits
 from realtime.session.events import Append, Commit, Committed, Completed, Delta, End, ItemFailed, Send, TimedWord
-from realtime.session.limits import SessionLimits
 from realtime.session.settings import Settings
 
 RATE = 16_000

@@ -22,15 +22,15 @@ import pytest
 from engine.boundary.codec import Frames
 from engine.boundary.sockets import PULSE_TIMEOUT_MS
 from engine.client import link as links
-from engine.client import seats
+from engine.client import pool
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.handles import RemoteEngine
+from engine.client.engine_handles import RemoteEngine
 from engine.server.host import EngineHost
 from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
 from realtime.http import routes
 from realtime.metrics.gateway import Metrics
+from realtime.serving.factory import Surroundings
 from realtime.serving.socket_extras import EXTENSION, SocketExtras
-from realtime.serving.surroundings import Surroundings
 from realtime.serving.tokens import Signer
 from tests.e2e.raw_client import COMPLETED
 from tests.realtime.workers import engines
@@ -323,7 +323,7 @@ class SimulatedFleet:
         GatewaySide.fleet = self
         patch.setattr(links, "GatewaySocket", GatewaySide)
         patch.setattr(routes, "time", self.clock)
-        patch.setattr(seats, "random", SimpleNamespace(Random=lambda: chance))
+        patch.setattr(pool, "random", SimpleNamespace(Random=lambda: chance))
         self.engines = [Engine(self.clock, number) for number in range(2)]
         self._connections = 0
         signer = Signer(b"secret of the simulation")

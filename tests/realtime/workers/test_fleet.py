@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from engine.client import client as clients
-from engine.client import moves, wills
+from engine.client import handoff, migration
 from engine.client.client import ClientSettings, EngineClient
 from engine.server.main import run_engine
 from realtime.app import listening
 from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
 from realtime.metrics.gateway import Metrics
-from realtime.serving.surroundings import Surroundings
+from realtime.serving.factory import Surroundings
 from realtime.serving.tokens import Signer
 from tests.engine import fakes
-from tests.engine.client.test_table import put
+from tests.engine.client.test_pool_table import put
 from tests.realtime.workers import engines
 from tests.realtime.workers.clients import Speaker
 from tests.realtime.workers.test_moving import Place, status_of
@@ -31,9 +31,9 @@ from tests.realtime.workers.test_moving import Place, status_of
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(moves, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(moves, "PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(wills, "UNSURE_SECONDS", 0.5)
+    monkeypatch.setattr(migration, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(migration, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(handoff, "UNSURE_SECONDS", 0.5)
 
 
 class Engine:

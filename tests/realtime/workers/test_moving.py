@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from websockets.exceptions import InvalidStatus
 
-from engine.client import wills
+from engine.client import handoff
 from engine.client.client import EngineClient
-from engine.client.handles import EngineThread, RemoteEngine
+from engine.client.engine_handles import EngineThread, RemoteEngine
 from realtime.app import listening
 from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
 from realtime.http.gateway import Gateway
-from realtime.serving.surroundings import Surroundings
+from realtime.serving.factory import Surroundings
 from realtime.serving.tokens import Signer
 from realtime.session.events import Configure, EngineSwitched
 from tests.e2e.raw_client import COMPLETED, RawClient, greeted_client, raw_client
@@ -287,7 +287,7 @@ async def test_an_engine_that_does_not_answer_is_no_reason_to_give_a_session_up(
     async with places() as (first, second), greeted_client(first.url) as client:
         token = await begin(client, audio[:32_000])
         with monkeypatch.context() as patch:
-            patch.setattr(wills, "ANSWER_SECONDS", 0.0)
+            patch.setattr(handoff, "ANSWER_SECONDS", 0.0)
             assert await status_of(f"{second.url}?resume={token}&after=1") == 503
         # The answer that came too late was left for the next request, which may come before that is done.
         async with resumed_at_last(f"{second.url}?resume={token}&after=1") as again:

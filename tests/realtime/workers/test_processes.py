@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from websockets.exceptions import InvalidStatus
 
-from engine.client.handles import EngineProcess
+from engine.client.engine_handles import EngineProcess
 from realtime.config import AuthConfig, Config, LimitsConfig, ServerConfig
 from realtime.workers import parent as parents
 from realtime.workers.parent import Parent, WorkerFailed, reserved_port

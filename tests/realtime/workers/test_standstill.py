@@ -16,8 +16,8 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from engine.boundary.commands import WireAdopt, WireAsk, WireClaim, WireSessionCommand
+from engine.server.handoff import Wills
 from engine.server.peer import Peer
-from engine.server.wills import Wills
 from tests.realtime.workers.engines import talk
 from tests.realtime.workers.simulated_fleet import Client, SimulatedFleet
 

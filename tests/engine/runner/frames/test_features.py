@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.boundary.preparation import hash_payload, make_cutter, prepare
+from engine.boundary.items import hash_payload, make_cutter, prepare
 from engine.client.client import EngineClient
-from engine.client.handles import EngineThread
-from engine.client.processor import ItemRefused
-from engine.core.limits import Limits
+from engine.client.engine_handles import EngineThread
+from engine.client.link import ItemRefused
 from engine.core.plan import DecodeResult, StepPlan
+from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.messages import Closed, Item
 from engine.models.mel import item_features
 from engine.runner.frames.runner import VoxtralRunner
 from engine.server.loop import EngineLoop
-from engine.vocabulary import Vocabulary
+from engine.spec import Vocabulary
 from tests.engine import fakes
 from tests.engine.runner.frames.voxtral_driver import SMALL, Driver, Feed, small_runner, speech_like
 

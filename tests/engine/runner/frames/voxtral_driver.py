@@ -14,7 +14,7 @@ from engine.models.operands import Heads
 from engine.models.voxtral_realtime import STREAMING_WORD, Stack, VoxtralConfig, VoxtralRealtime, tensor_shapes
 from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
-from engine.vocabulary import Vocabulary
+from engine.spec import Vocabulary
 
 # Tiny matrices: a second thread costs more than it helps.
 torch.set_num_threads(1)

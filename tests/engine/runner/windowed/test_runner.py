@@ -18,13 +18,13 @@ from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.seq2seq import Encoded
 from engine.runner import bias
 from engine.runner.bias import KeywordTree, KeywordTrees
-from engine.runner.windowed.audio_slab import SAMPLES_PER_POSITION, AudioSlab
-from engine.runner.windowed.ears import Sound, WindowEar
-from engine.runner.windowed.greedy import Answer, GreedyDecoder, Row
+from engine.runner.windowed.decoder import Answer, GreedyDecoder, Row
+from engine.runner.windowed.encoders import Sound, WindowEar
+from engine.runner.windowed.memory import SAMPLES_PER_POSITION, AudioSlab
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Heard, Policy, Progress
 from engine.runner.windowed.windows import HostWindows
-from engine.vocabulary import Vocabulary
+from engine.spec import Vocabulary
 
 VOCABULARY = 60
 STRIDE = 5

@@ -9,7 +9,7 @@ import pytest
 
 from engine.core.plan import DecodeResult, DecodeTask
 from engine.models.moonshine import Moonshine, MoonshineConfig
-from engine.runner.windowed.ears import WindowEar
+from engine.runner.windowed.encoders import WindowEar
 from engine.runner.windowed.stability import Policy
 from engine.runner.windowed.windows import HostWindows, Results
 

@@ -1,0 +1,280 @@
+"""The engine as something that runs: in a process of its own, in a thread, or somewhere else altogether.
+
+Each kind can be started, waited for and stopped in the same way, so the client that restarts a dead engine and rebuilds
+its streams does not care which it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+from uuid import uuid4
+
+from engine.boundary.crash_record import Flight, FlightRecord
+from engine.boundary.sockets import check_address
+from engine.options import EngineConfig
+
+if TYPE_CHECKING:
+    from engine.server.loop import EngineLoop
+
+
+logger = logging.getLogger(__name__)
+
+# Builds the loop where it will run; must be picklable to run in another process.
+Build = Callable[[], "EngineLoop"]
+
+# What the engine process needs, torch first of all.
+SERVER_MODULES = ("engine.server.main",)
+MODEL_MODULES = ("engine.runner.load",)
+
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 5.0
+# A process whose connection broke is given so long to end by itself before it is ended.
+LAST_WORDS_S = 2.0
+
+
+class EngineHandle(Protocol):
+    """Where an engine comes from."""
+
+    address: str
+    # How long a start may take until the engine answers.
+    start_timeout_s: float
+    # Whether it is started and stopped here. One that is not may come and go.
+    is_ours: bool
+
+    async def start(self) -> None:
+        """Have it running; does nothing if it is."""
+
+    async def exited(self) -> str:
+        """Waits until it has stopped running; says why. Never returns for an engine that is not ours to watch."""
+
+    async def crashed(self) -> bool:
+        """Asked after the connection was lost: is the engine known to have crashed? Ends what is left of it."""
+
+    def in_flight(self) -> list[Flight] | None:
+        """After its end: the streams in the step that it died in. None if that is not known."""
+
+    async def stop(self, at_once: bool = False) -> None:
+        """End it, in the middle of a step if that must be `at_once`."""
+
+
+class RemoteEngine:
+    """Started and restarted by somebody else."""
+
+    is_ours = False
+
+    def __init__(self, address: str, start_timeout_s: float = 10.0) -> None:
+        self.address = check_address(address)
+        self.start_timeout_s = start_timeout_s
+
+    async def start(self) -> None:
+        return None
+
+    async def exited(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets this event")
+
+    async def crashed(self) -> bool:
+        return False
+
+    def in_flight(self) -> list[Flight] | None:
+        return None
+
+    async def stop(self, at_once: bool = False) -> None:
+        return None
+
+
+class EngineProcess:
+    """A child process, started anew when it has died.
+
+    It is forked from a process that has imported the engine's modules and `preload`, and nothing else: a new engine is
+    there sooner by the time those imports take. Preloaded modules must not touch an accelerator when they are imported.
+    """
+
+    is_ours = True
+
+    def __init__(
+        self,
+        engine: EngineConfig | Build,
+        address: str | None = None,
+        warm: bool = True,
+        preload: Sequence[str] = MODEL_MODULES,
+    ) -> None:
+        self.start_timeout_s = START_TIMEOUT_S
+        self._folder = tempfile.TemporaryDirectory(prefix="tickertape-")
+        self.address = check_address(address or f"ipc://{Path(self._folder.name) / 'engine'}")
+        self._record_path = Path(self._folder.name) / "record"
+        self._record = FlightRecord.at(self._record_path)
+        self._build = _builder(engine)
+        self._warm = warm
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__, *SERVER_MODULES, *preload])
+        self._process: BaseProcess | None = None
+        self._starting: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        if self._process is not None and self._process.is_alive():
+            return
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        self._record.wipe()
+        arguments = (self.address, self._build, self._warm, self._record_path)
+        process = self._context.Process(target=_child, args=arguments, name="tickertape-engine", daemon=True)
+        # A caller that gives up waiting must still be able to stop what was started.
+        self._process = process
+        self._starting = asyncio.create_task(asyncio.to_thread(process.start))
+        await asyncio.shield(self._starting)
+
+    async def exited(self) -> str:
+        assert self._process is not None, "start it first"
+        process = self._process
+        await _end_of(process)
+        return f"the engine process ended with {_exit_text(process.exitcode)}"
+
+    async def crashed(self) -> bool:
+        process = self._process
+        if process is None:
+            return False
+        if not await _ends_within(process, LAST_WORDS_S):
+            process.kill()
+            await _end_of(process)
+            return False
+        # A kill from outside says nothing about the streams; a crash does.
+        return process.exitcode not in (0, -signal.SIGKILL, -signal.SIGTERM)
+
+    def in_flight(self) -> list[Flight] | None:
+        return self._record.read()
+
+    async def stop(self, at_once: bool = False) -> None:
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
+        process, self._process = self._process, None
+        if process is not None and process.is_alive():
+            process.terminate()
+            if at_once or not await _ends_within(process, STOP_TIMEOUT_S):
+                process.kill()
+                await _end_of(process)
+        if process is not None:
+            process.close()
+        self._record.close()
+        self._folder.cleanup()
+
+
+def _builder(engine: EngineConfig | Build) -> Build:
+    return partial(_build, engine) if isinstance(engine, EngineConfig) else engine
+
+
+# The engine's own code is imported where an engine runs, and nowhere else in the gateway.
+
+
+def _build(config: EngineConfig) -> EngineLoop:
+    from engine.server.main import build_loop
+
+    return build_loop(config)
+
+
+def _child(address: str, build: Build, warm: bool, record_path: Path) -> None:
+    from engine.server.main import run_child
+
+    run_child(address, build, warm, record_path)
+
+
+async def _end_of(process: BaseProcess) -> None:
+    """Waits on the event loop, never in a thread: two threads that collect one exit status get it wrong."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(process.sentinel, lambda: None if ended.done() else ended.set_result(None))
+    try:
+        await ended
+    finally:
+        loop.remove_reader(process.sentinel)
+    process.join()
+
+
+async def _ends_within(process: BaseProcess, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await _end_of(process)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _exit_text(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit status {code}"
+
+
+class EngineThread:
+    """In this very process, for tests and small set-ups: the same messages, without a process around them."""
+
+    is_ours = True
+
+    def __init__(self, engine: EngineConfig | Build, warm: bool = True) -> None:
+        self.start_timeout_s = START_TIMEOUT_S
+        self.address = f"inproc://engine-{uuid4().hex}"
+        self._build = _builder(engine)
+        self._warm = warm
+        self._thread: threading.Thread | None = None
+        self._record = FlightRecord()
+        self._stop = threading.Event()
+        self._ended = asyncio.Event()
+        self._error: BaseException | None = None
+
+    async def start(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._ended.clear()
+        self._error = None
+        loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, args=(loop,), name="tickertape-engine", daemon=True)
+        self._thread.start()
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        from engine.server.main import run_engine
+
+        try:
+            self._record.wipe()
+            run_engine(self.address, self._build, self._stop.is_set, self._warm, self._record)
+        except Exception as error:
+            logger.exception("the engine thread failed")
+            self._error = error
+        try:
+            loop.call_soon_threadsafe(self._ended.set)
+        except RuntimeError:
+            logger.debug("the event loop was closed before the engine")
+
+    async def exited(self) -> str:
+        await self._ended.wait()
+        return f"the engine thread ended: {self._error or 'it was stopped'}"
+
+    async def crashed(self) -> bool:
+        try:
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._ended.wait()
+        except TimeoutError:
+            return False  # a thread cannot be ended from outside; it is connected to again
+        return self._error is not None
+
+    def in_flight(self) -> list[Flight] | None:
+        return self._record.read()
+
+    async def stop(self, at_once: bool = False) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)

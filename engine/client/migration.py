@@ -1,0 +1,85 @@
+"""Streams leave engines that drain, one by one, for engines with room.
+
+A stream moves at a pause if one comes soon: what it takes to go on elsewhere is then least noticed. It is rebuilt there
+as after a death, to the word; a place is asked for first, so that one for whom there is none stays where it is, and the
+engine that it leaves keeps it until the other one has all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from engine.client.pool import Seat, Seats
+from engine.client.recovery import Recovery
+from engine.client.stream import EngineStream
+from engine.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.25
+# How long a stream may wait for a pause.
+PATIENCE_SECONDS = 15.0
+
+
+class Moves:
+    """`make_place` makes a stream that holds a place for another."""
+
+    def __init__(
+        self,
+        seats: Seats,
+        recovery: Recovery,
+        make_place: Callable[[EngineStream], EngineStream],
+        clock: Callable[[], float],
+    ) -> None:
+        self._seats = seats
+        self._recovery = recovery
+        self._make_place = make_place
+        self._clock = clock
+        self._since: dict[Seat, float] = {}
+        self._moving: dict[EngineStream, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            self.look()
+
+    async def close(self) -> None:
+        tasks = list(self._moving.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def look(self) -> None:
+        """Begin to move whoever can be moved now."""
+        draining = [seat for seat in self._seats.all if seat.link is not None and seat.draining]
+        now = self._clock()
+        self._since = {seat: self._since.get(seat, now) for seat in draining}
+        for seat in draining:
+            is_late = now - self._since[seat] >= PATIENCE_SECONDS
+            for stream in list(seat.streams.values()):
+                if stream in self._moving or not stream.may_move or not (is_late or stream.at_pause):
+                    continue
+                target = self._seats.place_for_lost()
+                if target is None:
+                    return
+                self._moving[stream] = asyncio.create_task(
+                    self._move(stream, seat, target), name=f"move {stream.id} to {target.name}"
+                )
+
+    async def _move(self, stream: EngineStream, seat: Seat, target: Seat) -> None:
+        place = self._make_place(stream)
+        try:
+            await self._seats.open_on(target, place)
+        except (EngineError, ValueError) as error:
+            logger.info("stream %s stays where it is: %s", stream.id, error)
+            return
+        finally:
+            del self._moving[stream]
+        # The place was there a moment ago: the stream takes it.
+        place.drop()
+        if seat.streams.get(stream.id) is stream and stream.may_move:
+            del seat.streams[stream.id]
+            stream.part(self._clock())
+            self._recovery.carry(stream, target)

@@ -1,0 +1,368 @@
+"""Silence that nobody computes: what a frame-synchronous model does not hear of a stream while nobody speaks in it.
+
+Such a model computes every position it is given, and most of a conversation is somebody else's turn. So after a settled
+silence a live stream's audio waits here instead of going to the scheduler. What lies far enough behind is cut out; when
+somebody speaks, the stream goes on a little before that. To the model the audio around a cut is one piece: positions
+are contiguous, and the engine counts fewer of them than the gateway. Audio time stays right, because items say which
+sample they start at.
+
+The gate decides, as for windowed models, with other settings: it is open at first, and its hang-over is the silence
+that settles. Which items are cut depends on the probabilities alone, not on when they are known: an item goes on only
+when no verdict to come could cut it. A flush lets all before it go on. What was cut is told to the gateway as a token
+of its own for each position, so that a replay cuts the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from engine.core.scheduler import Scheduler
+from engine.core.stream import REPORT_AFTER_TOKENS
+from engine.errors import StreamError, StreamFinished
+from engine.messages import CUT, Finish, Flush, Item, Open, Output, Speech, Text
+from engine.server.speech import GateSettings, SpeechGate, Target
+from engine.spec import ModelSpec
+
+SAMPLE_RATE = 16_000
+# The least evidence that the gate of a windowed model asks for: a word that is missed is worse than silence computed.
+EVIDENCE = 0.2
+PRE_ROLL_SECONDS = 0.48
+
+
+def cut_settings(settled_seconds: float) -> GateSettings:
+    """The gate that cuts silence out after so many seconds of it."""
+    return GateSettings(
+        evidence=EVIDENCE,
+        conversation_evidence=EVIDENCE,
+        pre_roll_samples=int(PRE_ROLL_SECONDS * SAMPLE_RATE),
+        hang_over_samples=int(settled_seconds * SAMPLE_RATE),
+    )
+
+
+@dataclass(slots=True)
+class Mark:
+    """A flush or the end, behind all audio that came before it."""
+
+    command: Flush | Finish
+    position: int | None
+
+
+class CutStream:
+    """One stream: what waits, what was cut, and how engine and gateway count."""
+
+    def __init__(self, message: Open, gate: GateSettings | None, spec: ModelSpec) -> None:
+        self._rate = spec.samples_per_position
+        if gate is not None:
+            # The words before a pause come so much later: audio that brings them out is not cut.
+            delay = spec.default_delay_positions if message.delay_positions is None else message.delay_positions
+            least = (spec.said_positions_for(delay) + 2) * self._rate
+            gate = replace(gate, hang_over_samples=max(gate.hang_over_samples, least))
+        self._gate = None if gate is None else SpeechGate(gate, is_open=True)
+        self.finished = False
+        self.waiting: deque[Item | Mark] = deque()
+        # Up to where text is wanted, by each mark among them.
+        self._marks: deque[int] = deque()
+        # End of the audio that has come, of the frames that were judged, and how long a frame is.
+        self._end_sample = self._judged = self._frame = 0
+        # Positions of the gateway's count below this go by what was cut the first time.
+        first, tokens = spec.prefix_positions, message.forced_tokens
+        self._recorded = {first + index for index, token in enumerate(tokens) if token == CUT}
+        self._recorded_until = first + len(tokens)
+        # So many positions were cut; and how many of them before which position of the engine's count.
+        self.shift = 0
+        self._shifts: list[tuple[int, int]] = []
+        # Of which cuts the gateway has not been told: before which position, how long, and how long together.
+        self._untold: deque[tuple[int, int]] = deque()
+        self.untold = 0
+        self._told_until = self._recorded_until - len(self._recorded)
+        self._cut_until_sample = 0
+
+    def add(self, items: Iterable[Item]) -> None:
+        """Audio that has come."""
+        for item in items:
+            if item.payload is not None and item.payload.ndim > 1:
+                self._gate = None  # features cannot be listened to
+            self._end_sample = max(self._end_sample, item.sample + self._samples(item))
+            self.waiting.append(item)
+
+    def add_mark(self, command: Flush | Finish, position: int | None = None) -> None:
+        """`position`: up to where the text is wanted, on the engine's count; None: all."""
+        self.waiting.append(Mark(command, position))
+        self._marks.append(self._end_sample)
+
+    def judge(self, speech: Speech, go_on: Callable[[], None]) -> None:
+        """Frames that were listened to; one by one if something waits, because it may `go_on` between two of them."""
+        if self._gate is None or not speech.probabilities:
+            return
+        one_by_one = [[value] for value in speech.probabilities] if self.waiting else [speech.probabilities]
+        for probabilities in one_by_one:
+            self._gate.judge(probabilities, speech.frame_samples)
+            self._judged += len(probabilities) * speech.frame_samples
+            self._frame = min(self._frame, speech.frame_samples) or speech.frame_samples
+            if not self.all_waits:
+                go_on()
+
+    def goes_straight_on(self, item: Item) -> bool:
+        """Whether an item that has just come waits for nothing, as most do while somebody speaks; else `add` it."""
+        gate, payload = self._gate, item.payload
+        if gate is None or self.waiting or item.offset < self._recorded_until or payload is None or payload.ndim > 1:
+            return False
+        end, certain = item.sample + self._samples(item), gate.certain_until
+        if certain is None or not gate.floor < end <= certain:
+            return False
+        self._end_sample = max(self._end_sample, end)
+        return True
+
+    @property
+    def all_waits(self) -> bool:
+        """Whether `next` has nothing to give and nothing to cut, seen at a glance: nothing is there, or nobody speaks
+        and the item in front is not far enough behind."""
+        if not self.waiting:
+            return True
+        gate, head = self._gate, self.waiting[0]
+        if gate is None or gate.is_open or self._marks or isinstance(head, Mark) or _is_gap(head):
+            return False
+        return head.offset >= self._recorded_until and head.sample + self._samples(head) > gate.floor
+
+    def next(self, reached: int) -> Item | Mark | None:
+        """What goes on now, on the engine's count, which has come to `reached`; None: the rest waits for a verdict."""
+        gate = self._gate
+        while self.waiting:
+            head = self.waiting.popleft()
+            if isinstance(head, Mark):
+                self._marks.popleft()
+                return head
+            if head.offset < self._recorded_until:
+                head = self._recorded_part(head)
+                if head.offset not in self._recorded:
+                    return self.counted(head)
+                self._cut(head, reached, told=True)
+            elif gate is None:
+                return self.counted(head)
+            elif (passed := self._positions_before(head, gate.floor)) > 0:
+                self._cut(self._split(head, passed), reached, told=False)
+            elif self._is_flushed():
+                return self.counted(head)
+            else:
+                certain = 0 if gate.certain_until is None else gate.certain_until
+                # A position goes on if it begins in what is certain.
+                count = self._positions_before(head, certain + self._rate - 1)
+                if head.sample < certain and (count > 0 or not self._samples(head)):
+                    return self.counted(self._split(head, count or head.length))
+                self.waiting.appendleft(head)
+                return None
+        return None
+
+    def gateway_count(self, position: int) -> int:
+        """A position of the engine's count on the gateway's. What was cut right before it counts as done."""
+        if self._shifts and position >= self._shifts[-1][0]:
+            return position + self.shift  # as it nearly always is
+        index = bisect_right(self._shifts, (position, 1 << 62)) - 1
+        return position + (self._shifts[index][1] if index >= 0 else 0)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the gateway knows all that was cut, and no old count is left to forget."""
+        return not self.untold and len(self._shifts) < 2
+
+    def forget_before(self, position: int) -> None:
+        """Nobody will ask how positions before this one were counted."""
+        while len(self._shifts) > 1 and self._shifts[1][0] <= position:
+            self._shifts.pop(0)
+
+    def tell(self, text: Text) -> None:
+        """Put what was cut among the tokens of a text."""
+        start, tokens, done = self._told_until, [], 0
+        self._told_until = end = start + len(text.tokens)
+        while self._untold and self._untold[0][0] <= end:
+            position, length = self._untold.popleft()
+            tokens += text.tokens[done : position - start] + [CUT] * length
+            done = position - start
+            self.untold -= length
+            if position == end:
+                text.sample = max(text.sample, self._cut_until_sample)
+        if tokens:
+            text.tokens = tokens + text.tokens[done:]
+
+    def _samples(self, item: Item) -> int:
+        return item.length * self._rate if item.samples is None else item.samples
+
+    def _is_flushed(self) -> bool:
+        """Whether the text of all that waits in front is wanted, and a verdict on all of it is there."""
+        return bool(self._marks) and self._judged + self._frame > self._marks[0]
+
+    def _recorded_part(self, item: Item) -> Item:
+        """The first positions of a gap that were all cut the first time, or all not. Other items stay whole."""
+        if not _is_gap(item):
+            return item
+        was_cut, count = item.offset in self._recorded, 1
+        stop = min(item.length, self._recorded_until - item.offset)
+        while count < stop and (item.offset + count in self._recorded) == was_cut:
+            count += 1
+        return self._split(item, count)
+
+    def _positions_before(self, item: Item, sample: int) -> int:
+        """How many positions of an item end at or before a sample: of a gap any number, of other items all or none."""
+        if not self._samples(item):
+            return 0
+        if _is_gap(item):
+            return min(item.length, max(0, sample - item.sample) // self._rate)
+        return item.length if item.sample + self._samples(item) <= sample else 0
+
+    def _split(self, item: Item, positions: int) -> Item:
+        """The first so many positions; the rest waits on."""
+        if positions >= item.length:
+            return item
+        rest = replace(item, offset=item.offset + positions, length=item.length - positions)
+        rest.sample += positions * self._rate
+        if item.mask is not None:
+            rest.mask = item.mask[positions:]
+        if item.samples is not None:
+            rest.samples = max(0, item.samples - positions * self._rate)
+        self.waiting.appendleft(rest)
+        mask = None if item.mask is None else item.mask[:positions]
+        return replace(item, length=positions, mask=mask, samples=None)
+
+    def counted(self, item: Item) -> Item:
+        """An item that goes on, on the engine's count."""
+        return replace(item, offset=item.offset - self.shift) if self.shift else item
+
+    def _cut(self, item: Item, reached: int, told: bool) -> None:
+        self.shift += item.length
+        if self._shifts and self._shifts[-1][0] == reached:
+            self._shifts.pop()
+        self._shifts.append((reached, self.shift))
+        self._cut_until_sample = item.sample + self._samples(item)
+        if not told:
+            self._untold.append((reached, item.length))
+            self.untold += item.length
+
+
+def _is_gap(item: Item) -> bool:
+    return not item.key and item.payload is None
+
+
+class SilenceCut:
+    """Stands between the loop and the scheduler, for live streams; `settings` None cuts only what was cut before."""
+
+    def __init__(self, scheduler: Scheduler, settings: GateSettings | None, say: Callable[[Output], None]) -> None:
+        self._scheduler = scheduler
+        self._settings = settings
+        self._say = say
+        self._streams: dict[str, CutStream] = {}
+        self._now = 0
+
+    def open(self, message: Open) -> Open:
+        """The message as the scheduler and the runner understand it, on the engine's count."""
+        cut_before = CUT in message.forced_tokens
+        if not message.live or (self._settings is None and not cut_before):
+            return message
+        self._streams[message.stream] = CutStream(message, self._settings, self._scheduler.spec)
+        if not cut_before:
+            return message
+        suspect, first = message.suspect, self._scheduler.spec.prefix_positions
+        if suspect is not None:
+            start, end = (place - message.forced_tokens[: place - first].count(CUT) for place in suspect)
+            suspect = start, end
+        kept = [token for token in message.forced_tokens if token != CUT]
+        return replace(message, forced_tokens=kept, suspect=suspect)
+
+    def check_open(self, name: str) -> None:
+        """Raise if nothing more may be asked of a stream."""
+        self._scheduler.open_stream(name)
+        stream = self._streams.get(name)
+        if stream is not None and stream.finished:
+            raise StreamFinished(name, "was finished; open a new stream for more audio")
+
+    def close(self, name: str) -> None:
+        """Harmless for a stream that was never there."""
+        self._streams.pop(name, None)
+
+    def feed(self, name: str, items: list[Item], now: int) -> None:
+        stream = self._streams.get(name)
+        if stream is None:
+            self._scheduler.feed(name, items, now)
+            return
+        self.check_open(name)
+        self._now = now
+        if len(items) == 1 and stream.goes_straight_on(items[0]):
+            self._scheduler.feed(name, [stream.counted(items[0])], now)
+            if stream.is_settled:
+                return
+        else:
+            stream.add(items)
+            if stream.all_waits:
+                return
+        self._go_on(name, stream)
+
+    def flush(self, message: Flush, position: int | None) -> None:
+        stream = self._streams.get(message.stream)
+        if stream is None:
+            self._scheduler.flush(message.stream, message.tag, position)
+            return
+        self.check_open(message.stream)
+        stream.add_mark(message, position)
+        self._go_on(message.stream, stream)
+
+    def finish(self, message: Finish) -> None:
+        stream = self._streams.get(message.stream)
+        if stream is None:
+            self._scheduler.finish(message.stream)
+            return
+        self.check_open(message.stream)
+        stream.finished = True
+        stream.add_mark(message)
+        self._go_on(message.stream, stream)
+
+    def judge(self, speech: Speech) -> None:
+        """What was found in a stream. An error ends it alone."""
+        name = speech.stream
+        stream = self._streams.get(name)
+        if stream is None or name not in self._scheduler.streams:
+            return
+        try:
+            stream.judge(speech, lambda: self._go_on(name, stream))
+        except StreamError as error:
+            self._scheduler.fail(error)
+
+    def tell(self, outputs: Iterable[Output]) -> None:
+        """Texts say which positions were cut, so that a replay cuts the same."""
+        if self._streams:
+            for output in outputs:
+                if isinstance(output, Text) and (stream := self._streams.get(output.stream)) is not None:
+                    stream.tell(output)
+
+    def gateway_count(self, name: str, position: int) -> int:
+        stream = self._streams.get(name)
+        return position if stream is None or not stream.shift else stream.gateway_count(position)
+
+    def on_gateway_count(self, targets: Iterable[Target]) -> list[Target]:
+        find = self._streams.get
+        return [
+            (name, start, end)
+            if (stream := find(name)) is None or not stream.shift
+            else (name, stream.gateway_count(start), stream.gateway_count(end))
+            for name, start, end in targets
+        ]
+
+    def _go_on(self, name: str, cut: CutStream) -> None:
+        """Hand on what may go on, in order."""
+        scheduler = self._scheduler
+        while (stream := scheduler.streams.get(name)) is not None:
+            entry = cut.next(stream.available)
+            if isinstance(entry, Item):
+                scheduler.feed(name, [entry], self._now)
+            elif entry is None:
+                break
+            elif isinstance(entry.command, Flush):
+                scheduler.flush(name, entry.command.tag, entry.position)
+            else:
+                scheduler.finish(name)
+        if stream is None:
+            return
+        cut.forget_before(stream.computed)
+        if cut.untold >= REPORT_AFTER_TOKENS and stream.computed == stream.available:
+            self._say(stream.text.report())

@@ -1,0 +1,299 @@
+"""What comes back of a live sound: shown at once, and saved where a file was asked for."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from audio.errors import AudioError
+from audio.formats import MODEL_RATE
+from engine import messages
+from engine.errors import EngineError
+from realtime.client.http_client import HttpServer
+from realtime.client.lasting_session import LastingSession
+from realtime.client.wire_client import (
+    COMPLETED,
+    DELTA,
+    FAILED,
+    CannotConnect,
+    SessionWishes,
+    is_expected,
+    realtime_url,
+)
+from realtime.commands import file_transcription
+from realtime.commands.caption_view import CaptionView, ShownWord
+from realtime.commands.file_transcription import FileFailed, heard, note_what_is_not_taken
+from realtime.commands.terminal import KEY_VARIABLE, STANDARD_INPUT, CommandFailed
+from realtime.commands.transcription_options import Wishes
+from realtime.commands.transcripts import TranscriptFile
+from realtime.session.events import Samples, TimedWord
+from realtime.session.words import timed_word
+
+
+class AudioClock:
+    """How long the sound has been coming: by the clock, or by its own length where it comes faster than that."""
+
+    def __init__(self) -> None:
+        self._time = asyncio.get_running_loop().time
+        self._began: float | None = None
+        self._received = 0
+
+    def heard(self, samples: int) -> None:
+        """The first chunk is complete when it comes: its sound began as long ago as the chunk lasts."""
+        if self._began is None:
+            self._began = self._time() - samples / MODEL_RATE
+        self._received += samples
+
+    @property
+    def now(self) -> float:
+        return 0.0 if self._began is None else max(self._time() - self._began, self._received / MODEL_RATE)
+
+
+class Listener:
+    """Text goes to the terminal and to the file, troubles to the line below the captions."""
+
+    def __init__(self, captions: CaptionView, clock: AudioClock, file: TranscriptFile | None) -> None:
+        # When something last came back, by the event loop's clock.
+        self.last_news = 0.0
+        self._captions = captions
+        self._clock = clock
+        self._file = file
+        self._troubles: dict[str, str] = {}
+        # Text of the turn that is open, as long as no word of it came with its times.
+        self._untimed = ""
+        self._timed = False
+        # How many words of the open turn have come with its deltas.
+        self._words = 0
+        if file is not None:
+            file.on_trouble = lambda text: self.trouble("disk", text)
+
+    def heard(self, delta: str, words: Sequence[ShownWord]) -> None:
+        """Text that will not change any more, and the words it completed."""
+        self.last_news = asyncio.get_running_loop().time()
+        self._captions.add(delta, words, self._clock.now)
+        self._timed |= bool(words)
+        self._words += len(words)
+        self._untimed = "" if self._timed else self._untimed + delta
+        self._save(words)
+
+    def end_turn(self) -> None:
+        self._captions.end_turn()
+        # A server that gives no times: the words are saved with the time at which they were all there.
+        now = self._clock.now
+        self._save([ShownWord(text, now, now) for text in self._untimed.split()])
+        self._untimed, self._timed, self._words = "", False, 0
+
+    def trouble(self, kind: str, text: str) -> None:
+        """A state worth a word; an empty text takes it back."""
+        self._troubles[kind] = text
+        self._captions.note("; ".join(filter(None, self._troubles.values())))
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        """An event of a server. Raises CommandFailed for an error."""
+        match event.get("type"):
+            case kind if kind == DELTA:
+                self.heard(event["delta"], _shown_words(event))
+            case kind if kind == COMPLETED:
+                # The last word of a turn is complete when the turn is: it comes with no delta.
+                self.heard("", _shown_words(event)[self._words :])
+                self.end_turn()
+            case kind if kind == FAILED:
+                self.end_turn()
+                self.trouble("turn", f"a turn failed: {event['error'].get('message')}")
+            case "error" if not is_expected(event):
+                raise CommandFailed(f"the server says: {event['error'].get('message')}")
+
+    def _save(self, words: Sequence[ShownWord]) -> None:
+        if self._file is not None:
+            timed = [(word, round(word.start * MODEL_RATE), round(word.end * MODEL_RATE)) for word in words]
+            self._file.add([TimedWord(word.text, start, end, confidence=word.confidence) for word, start, end in timed])
+
+
+def _shown_words(event: dict[str, Any]) -> list[ShownWord]:
+    return [
+        ShownWord(word["word"], word["start"], word["end"], word.get("confidence")) for word in event.get("words") or ()
+    ]
+
+
+# Live captions in the terminal, of a microphone or of a file at its own pace, by an engine here or by a server.
+
+CHUNK_SAMPLES = MODEL_RATE * 80 // 1000
+TURNS = {"type": "server_vad", "silence_duration_ms": 500}
+# How long nothing may come back once the sound has ended, before it is given up.
+LAST_WORDS_S = 15.0
+
+# Chunks of 16 kHz mono as they become due.
+Sound = AsyncIterator[Samples]
+
+
+async def play_file(path: Path, options: argparse.Namespace) -> None:
+    """Raises FileFailed for what is wrong with this file alone."""
+    try:
+        await caption(as_it_comes(path) if path == STANDARD_INPUT else paced(path), options)
+    except (AudioError, OSError) as error:
+        raise FileFailed(str(error)) from error
+
+
+async def paced(path: Path) -> Sound:
+    """Chunks of a file, each when its last sample would have been recorded."""
+    loop = asyncio.get_running_loop()
+    began, sent = None, 0
+    async for piece in heard(path):
+        began = loop.time() if began is None else began
+        for chunk in _chunks(piece):
+            sent += len(chunk)
+            # To an absolute schedule: a late chunk does not make all later ones late.
+            await asyncio.sleep(max(0.0, began + sent / MODEL_RATE - loop.time()))
+            yield chunk
+
+
+async def as_it_comes(path: Path) -> Sound:
+    """Chunks of a pipe: whoever writes it sets the pace."""
+    async for piece in heard(path, CHUNK_SAMPLES):
+        for chunk in _chunks(piece):
+            yield chunk
+
+
+async def until(sound: Sound, ended: Callable[[], bool]) -> Sound:
+    """The sound, until somebody has heard enough. What its source says when it is stopped then is no fault."""
+    try:
+        async for chunk in sound:
+            if ended():
+                return
+            yield chunk
+    except CommandFailed:
+        if not ended():
+            raise
+
+
+def _chunks(piece: Samples) -> Iterator[Samples]:
+    for start in range(0, len(piece), CHUNK_SAMPLES):
+        yield piece[start : start + CHUNK_SAMPLES]
+
+
+async def caption(
+    sound: Sound, options: argparse.Namespace, file: TranscriptFile | None = None, *, can_wait: bool = True
+) -> None:
+    """Show captions of the sound until it ends, and save them. Sound of a microphone cannot wait for a server.
+
+    Raises CommandFailed, EngineError, and what the sound raises.
+    """
+    clock = AudioClock()
+    if options.server:
+        await _through_server(sound, options, clock, file, can_wait)
+    else:
+        await _through_engine(sound, options, clock, file)
+
+
+async def _through_engine(
+    sound: Sound, options: argparse.Namespace, clock: AudioClock, file: TranscriptFile | None
+) -> None:
+    wishes = Wishes.of(options).fit_for(options.model)
+    async with file_transcription.local_engine(options.model, options.device) as client:
+        wanted = wishes.options_for(client.spec)
+        try:
+            stream = await client.open("live", live=True, options=wanted)
+        except ValueError as error:
+            raise CommandFailed(str(error)) from error
+        with CaptionView(Console(), show_words=options.words) as captions:
+            listener = Listener(captions, clock, file)
+
+            async def listen() -> None:
+                async for output in stream:
+                    if isinstance(output, messages.Text):
+                        listener.heard(output.delta, [_shown(word) for word in output.words])
+                    elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
+                        raise EngineError(output.message)
+
+            try:
+                feeding = _feed(sound, clock, captions, stream.feed, stream.finish)
+                await _both(feeding, listen(), lambda: listener.last_news)
+            finally:
+                await stream.abort()
+
+
+def _shown(word: messages.Word) -> ShownWord:
+    timed = timed_word(word)
+    return ShownWord(timed.text, timed.start / MODEL_RATE, timed.end / MODEL_RATE, timed.confidence)
+
+
+async def _through_server(
+    sound: Sound, options: argparse.Namespace, clock: AudioClock, file: TranscriptFile | None, can_wait: bool
+) -> None:
+    wishes, key = Wishes.of(options), os.environ.get(KEY_VARIABLE)
+    try:
+        if wishes.given():
+            await asyncio.to_thread(note_what_is_not_taken, HttpServer(options.server, key), wishes)
+        asked = SessionWishes(MODEL_RATE, TURNS, None, wishes.language, wishes.prompt, wishes.keywords, wishes.task)
+        session = LastingSession(realtime_url(options.server), key, asked)
+        with CaptionView(Console(), show_words=options.words) as captions:
+            listener = Listener(captions, clock, file)
+
+            async def send(samples: Samples) -> None:
+                if can_wait:
+                    await session.wait_for_room(len(samples))
+                session.append((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
+                if session.kept.lost:
+                    listener.trouble("sound", f"{session.kept.lost / MODEL_RATE:.0f} s of sound were lost meanwhile")
+
+            async def finish() -> None:
+                session.finish()
+
+            talking = session.run(listener.on_event, partial(listener.trouble, "line"))
+            await _both(_feed(sound, clock, captions, send, finish), talking, lambda: listener.last_news)
+    except CannotConnect as error:
+        raise CommandFailed(str(error)) from error
+
+
+async def _feed(
+    sound: Sound,
+    clock: AudioClock,
+    captions: CaptionView,
+    send: Callable[[Samples], Awaitable[None]],
+    finish: Callable[[], Awaitable[None]],
+) -> None:
+    """Send the sound. What was sent is finished even if the sound fails."""
+    try:
+        async for samples in sound:
+            clock.heard(len(samples))
+            captions.heard(clock.now)
+            await send(samples)
+    except asyncio.CancelledError:
+        raise
+    except Exception:
+        await finish()
+        raise
+    await finish()
+
+
+async def _both(
+    feeding: Coroutine[Any, Any, None], listening: Coroutine[Any, Any, None], news: Callable[[], float]
+) -> None:
+    """Run both to their ends. The listener has the last word: when it fails, feeding is pointless.
+
+    `news` tells when something last came back: a server that is behind is waited for as long as it goes on.
+    """
+    time = asyncio.get_running_loop().time
+    feeder, listener = asyncio.create_task(feeding), asyncio.create_task(listening)
+    try:
+        await asyncio.wait((feeder, listener), return_when=asyncio.FIRST_COMPLETED)
+        ended = time()
+        while not listener.done():
+            patience = max(ended, news()) + LAST_WORDS_S - time()
+            if patience <= 0:
+                raise CommandFailed(f"the sound has ended, and nothing came back for {LAST_WORDS_S:g} s")
+            await asyncio.wait((listener,), timeout=patience)
+        await listener
+        await feeder
+    finally:
+        for task in (feeder, listener):
+            task.cancel()
+        await asyncio.gather(feeder, listener, return_exceptions=True)

@@ -1,0 +1,420 @@
+"""Sound from standard input, as it arrives: any container that can be read from front to back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+import av
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from audio.containers import OPEN_OPTIONS, ContainerDecoder, read_file
+from audio.errors import AudioError, CorruptAudio, EmptyAudio
+from audio.formats import MODEL_RATE, PCM16_SCALE, Resampler
+from engine import messages
+from engine.errors import EngineError
+from engine.logs import set_up_logging
+from realtime.client.http_client import TRANSCRIPTIONS, TRANSLATIONS, Answer, FileUnreadable, Form, HttpServer
+from realtime.client.wire_client import CannotConnect
+from realtime.commands.caption_view import clock
+from realtime.commands.pull import fetch, model_name
+from realtime.commands.terminal import (
+    KEY_VARIABLE,
+    STANDARD_INPUT,
+    CommandFailed,
+    EndOnInterrupt,
+    is_debugging,
+    shown_name,
+)
+from realtime.commands.transcription_options import Wishes
+from realtime.commands.transcripts import FileTranscript
+from realtime.serving.engine_api import EngineApi, StreamApi
+from realtime.session.events import Samples, TimedWord
+from realtime.session.words import timed_word
+
+if TYPE_CHECKING:
+    from engine.client.client import EngineClient
+
+
+READ_BYTES = 64 * 1024
+# How soon it is noticed that nobody wants more.
+WAIT_S = 0.2
+# Chunks before the samples of a WAV stream hold a few names; a longer head is left to libav.
+MAX_HEAD_BYTES = 16 * 1024
+PCM, EXTENSIBLE = 1, 0xFFFE
+# Writers that do not know the length leave zero or nearly the largest value.
+UNKNOWN_LENGTH = 0x7FFF_0000
+
+
+class StandardInput:
+    """Read like a file that is not seekable. It is at its end as soon as `ended` says so, whatever its writer does."""
+
+    def __init__(self, ended: Callable[[], bool]) -> None:
+        self._fd = sys.stdin.fileno()
+        self._ended = ended
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Nobody will read any more; a read that waits returns soon."""
+        self._stopped = True
+
+    def read1(self, size: int) -> bytes:
+        """What there is, at most `size` bytes; nothing at the end."""
+        while not self._stopped and not self._ended():
+            if select.select([self._fd], [], [], WAIT_S)[0]:
+                return os.read(self._fd, size)
+        return b""
+
+
+def blocks_of(source: StandardInput) -> Iterator[Samples]:
+    """16 kHz mono as it arrives. Raises AudioError after everything that could be decoded, and OSError."""
+    head = b""
+    while (plain := _plain_wav(head)) is None and (data := source.read1(READ_BYTES)):
+        head += data
+    if isinstance(plain, PlainWav):
+        yield from _plain_blocks(source, plain, head[plain.head_bytes :])
+    else:
+        yield from _container_blocks(source, head)
+
+
+def _container_blocks(source: StandardInput, head: bytes) -> Iterator[Samples]:
+    decoder = ContainerDecoder()
+    try:
+        data = head
+        while data:
+            yield from decoder.decode(data)
+            data = source.read1(READ_BYTES)
+        yield from decoder.flush()
+    finally:
+        decoder.close()
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWav:
+    """A WAV head that is followed by 16-bit samples. `data_bytes` None: the writer did not know how many."""
+
+    head_bytes: int
+    rate: int
+    channels: int
+    data_bytes: int | None
+
+
+def _plain_wav(head: bytes) -> PlainWav | bool | None:
+    """The head of a WAV stream of 16-bit samples; False if this is something else, None if more bytes are needed.
+
+    libav would read 128 KiB of such a stream before it hands out the first sample: four seconds of speech.
+    """
+    if not head.startswith(b"RIFF"[: len(head)]) or head[8:12] != b"WAVE"[: max(0, len(head) - 8)]:
+        return False
+    rate = channels = 0
+    at = 12
+    while at + 8 <= len(head):
+        name, size = head[at : at + 4], int.from_bytes(head[at + 4 : at + 8], "little")
+        if name == b"data":
+            unknown = size == 0 or size >= UNKNOWN_LENGTH
+            return PlainWav(at + 8, rate, channels, None if unknown else size) if rate else False
+        body = head[at + 8 : at + 8 + size]
+        if name == b"fmt " and len(body) == size:
+            rate, channels = _plain_format(body)
+            if not rate:
+                return False
+        at += 8 + size + size % 2
+    return None if at <= MAX_HEAD_BYTES else False
+
+
+def _plain_format(body: bytes) -> tuple[int, int]:
+    """Rate and channels of a `fmt ` chunk that means 16-bit samples; zeros otherwise."""
+    kind, channels = int.from_bytes(body[:2], "little"), int.from_bytes(body[2:4], "little")
+    rate, bits = int.from_bytes(body[4:8], "little"), int.from_bytes(body[14:16], "little")
+    if kind == EXTENSIBLE:
+        kind = int.from_bytes(body[24:26], "little")
+    return (rate, channels) if kind == PCM and bits == 16 and channels else (0, 0)
+
+
+def _plain_blocks(source: StandardInput, wav: PlainWav, data: bytes) -> Iterator[Samples]:
+    resampler = Resampler(wav.rate)
+    frame_bytes = 2 * wav.channels
+    left = wav.data_bytes
+    received = 0
+    rest = b""
+    # The head may come alone.
+    data = data or source.read1(READ_BYTES)
+    while data and left != 0:
+        data = data if left is None else data[:left]
+        left = None if left is None else left - len(data)
+        received += len(data)
+        data = rest + data
+        whole = len(data) // frame_bytes * frame_bytes
+        rest = data[whole:]
+        yield resampler.resample(_mono(data[:whole], wav.channels))
+        data = source.read1(READ_BYTES)
+    yield resampler.flush()
+    if not received:
+        raise EmptyAudio("the audio track holds no samples; send one that has sound in it")
+    if left:
+        seconds = received / frame_bytes / wav.rate
+        raise CorruptAudio(f"the audio is cut short: {seconds:.2f} s came, {left} bytes are missing")
+
+
+def _mono(data: bytes, channels: int) -> NDArray[np.float32]:
+    samples = np.frombuffer(data, "<i2").reshape(-1, channels)
+    mixed: NDArray[np.float32] = samples.mean(axis=1, dtype=np.float32) * PCM16_SCALE
+    return mixed
+
+
+# An engine inside this very process, for commands that need no server.
+
+
+@asynccontextmanager
+async def local_engine(model: str, device: str, max_streams: int = 4) -> AsyncIterator[EngineClient]:
+    """Fetch the model if it is not here, load it, and have it ready. Raises EngineError."""
+    from realtime.app import engine_in_thread
+
+    # An engine that fails says why in its error; its log is for those who debug.
+    set_up_logging(logging.BASIC_FORMAT, "info" if is_debugging() else "critical")
+    name = model_name(model)
+    fetch(name)
+    async with engine_in_thread(name, device, max_streams) as client:
+        yield client
+
+
+# A file through an engine: read piece by piece, as fast as the engine takes it, with a progress bar.
+
+# Decoded audio is handed over in pieces of about this length.
+PIECE_SAMPLES = MODEL_RATE
+
+
+class FileFailed(Exception):
+    """One file failed; others go on. `transcript` is what was heard before, if anything was."""
+
+    def __init__(self, message: str, transcript: FileTranscript | None = None) -> None:
+        super().__init__(message)
+        self.transcript = transcript
+
+
+class FileTranscriber:
+    def __init__(self, engine: EngineApi, wishes: Wishes) -> None:
+        if engine.spec.sample_rate != MODEL_RATE:
+            raise CommandFailed(f"the model wants {engine.spec.sample_rate} Hz; files are read at {MODEL_RATE} Hz only")
+        self._engine = engine
+        self._options = wishes.options_for(engine.spec)
+        self._count = 0
+
+    async def transcribe(self, path: Path) -> FileTranscript:
+        """Raises FileFailed, and CommandFailed if the engine does not take what was asked for."""
+        try:
+            stream = await self._engine.open(f"file-{self._count}", live=False, options=self._options)
+        except ValueError as error:
+            raise CommandFailed(str(error)) from error
+        self._count += 1
+        transcript = FileTranscript(path, self._engine.spec.name, self._engine.spec.sample_rate)
+        console = Console(file=sys.stderr)
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[clock]} {task.fields[speed]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        with bar:
+            row = bar.add_task(
+                shown_name(Path(path.name)), total=await asyncio.to_thread(duration_of, path), clock="", speed=""
+            )
+            feeding = asyncio.create_task(_feed(path, stream, transcript), name=f"feed {path.name}")
+            try:
+                await self._listen(stream, transcript, bar, row)
+                await feeding
+            except (AudioError, EngineError, OSError) as error:
+                raise FileFailed(str(error), transcript) from error
+            finally:
+                feeding.cancel()
+                await asyncio.gather(feeding, return_exceptions=True)
+                await stream.abort()
+        return transcript
+
+    async def _listen(self, stream: StreamApi, transcript: FileTranscript, bar: Progress, row: TaskID) -> None:
+        began = asyncio.get_running_loop().time()
+        async for output in stream:
+            if isinstance(output, messages.Text):
+                delta = output.delta if transcript.text else output.delta.lstrip()
+                transcript.text += delta
+                transcript.words += [timed_word(word) for word in output.words]
+                heard = output.sample / MODEL_RATE
+                elapsed = asyncio.get_running_loop().time() - began
+                bar.update(row, completed=heard, clock=clock(heard), speed=f"{heard / max(elapsed, 0.01):.1f}x")
+            elif isinstance(output, messages.Closed):
+                return
+            elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
+                raise EngineError(output.message)
+
+
+async def _feed(path: Path, stream: StreamApi, transcript: FileTranscript) -> None:
+    """Feed everything that can be decoded. A fault in the file is raised once its good part has been finished."""
+    try:
+        async for piece in heard(path):
+            transcript.samples += len(piece)
+            await stream.feed(piece)
+    finally:
+        # The listener must come to an end in any case.
+        with contextlib.suppress(EngineError):
+            await stream.finish()
+
+
+async def heard(path: Path, samples: int = PIECE_SAMPLES) -> AsyncIterator[Samples]:
+    """The pieces of a file, or of standard input as they arrive; there Ctrl-C is the end of the sound."""
+    if path != STANDARD_INPUT:
+        pieces = pieces_of(path, samples)
+        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            yield piece
+        return
+    with EndOnInterrupt() as interrupt:
+        source = StandardInput(lambda: interrupt.ended)
+        pieces = gathered(blocks_of(source), samples)
+        try:
+            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                yield piece
+        finally:
+            source.stop()
+
+
+def pieces_of(path: Path, samples: int = PIECE_SAMPLES) -> Iterator[Samples]:
+    """The audio of a file in pieces, as `gathered` makes them."""
+    return gathered(read_file(path), samples)
+
+
+def gathered(blocks: Iterator[Samples], samples: int) -> Iterator[Samples]:
+    """Blocks in pieces of at least so many samples, the last one excepted.
+
+    A fault is raised after everything before it has been handed out.
+    """
+    waiting: list[Samples] = []
+    count = 0
+    fault: AudioError | OSError | None = None
+    try:
+        for block in blocks:
+            waiting.append(block)
+            count += len(block)
+            if count >= samples:
+                yield np.concatenate(waiting)
+                waiting, count = [], 0
+    except (AudioError, OSError) as error:
+        fault = error
+    if count:
+        yield np.concatenate(waiting)
+    if fault is not None:
+        raise fault
+
+
+def duration_of(path: Path) -> float | None:
+    """What the container says, for the progress bar; None if it does not say."""
+    if path == STANDARD_INPUT:
+        return None
+    try:
+        with path.open("rb") as file, av.open(file, mode="r", options=OPEN_OPTIONS) as container:
+            return container.duration / av.time_base if container.duration else None
+    except (av.error.FFmpegError, OSError):
+        return None
+
+
+# Whole files through a server, by `POST /v1/audio/transcriptions` or `/v1/audio/translations`.
+
+# Times come in seconds; a transcript counts in samples.
+RATE = 16_000
+
+
+class FileSender:
+    """Raises CommandFailed if there is no such server, or it does not let us in."""
+
+    def __init__(self, url: str, model: str, wishes: Wishes) -> None:
+        try:
+            self._server = HttpServer(url, os.environ.get(KEY_VARIABLE))
+            answer = self._server.get("/v1/models")
+        except CannotConnect as error:
+            raise CommandFailed(str(error)) from error
+        if answer.status in (401, 403):
+            raise CommandFailed(f"{self._server.url} {answer.refusal}; set {KEY_VARIABLE}")
+        self.model, taken = _taken(answer, model, wishes)
+        fields = [("model", model), ("response_format", "verbose_json"), ("timestamp_granularities[]", "word")]
+        self._fields = [*fields, *(item for item in taken.items() if item[0] in ("language", "prompt"))]
+        self._fields += [("keywords[]", word) for word in wishes.keywords if "keywords" in taken]
+        self._path = TRANSLATIONS if wishes.task else TRANSCRIPTIONS
+
+    def transcribe(self, path: Path) -> FileTranscript:
+        """Raises FileFailed for what concerns this file alone, and CommandFailed if the server is gone."""
+        console = Console(file=sys.stderr)
+        name = shown_name(Path(path.name))
+        try:
+            with console.status(f"sending {name}") as status, _opened(path) as (file, size):
+
+                def show(sent: int) -> None:
+                    done = "" if size is None else f" of {size / 1e6:.1f}"
+                    status.update(f"sending {name}: {sent / 1e6:.1f}{done} MB; then it is transcribed")
+
+                answer = self._server.upload(Form(self._fields, path.name, file, size, show), self._path)
+        except CannotConnect as error:
+            raise CommandFailed(str(error)) from error
+        except FileUnreadable as error:
+            raise FileFailed(str(error)) from error
+        except OSError as error:
+            raise FileFailed(error.strerror or str(error)) from error
+        if answer.status != 200:
+            raise FileFailed(f"the server {answer.refusal}")
+        return self._transcript(path, answer)
+
+    def _transcript(self, path: Path, answer: Answer) -> FileTranscript:
+        try:
+            body = answer.json()
+            words = [
+                TimedWord(
+                    word["word"],
+                    round(word["start"] * RATE),
+                    round(word["end"] * RATE),
+                    confidence=word.get("confidence"),
+                )
+                for word in body.get("words") or ()
+            ]
+            samples = round(float(body.get("duration") or 0) * RATE)
+            return FileTranscript(path, self.model, RATE, str(body["text"]), words, samples)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FileFailed("the server answers something that is no transcript") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, int | None]]:
+    """The file, and how many bytes it has now; None for a pipe, which Ctrl-C ends."""
+    if path == STANDARD_INPUT:
+        with EndOnInterrupt() as interrupt:
+            yield cast(BinaryIO, StandardInput(lambda: interrupt.ended)), None
+        return
+    with path.open("rb") as file:
+        yield file, os.fstat(file.fileno()).st_size if path.is_file() else None
+
+
+def note_what_is_not_taken(server: HttpServer, wishes: Wishes) -> None:
+    """Raises CannotConnect."""
+    _taken(server.get("/v1/models"), server.url, wishes)
+
+
+def _taken(answer: Answer, asked: str, wishes: Wishes) -> tuple[str, dict[str, str]]:
+    """The name of the served model, and what it takes of the wishes. Servers that do not say what their models take are
+    believed to take all."""
+    try:
+        served: dict[str, Any] = answer.json()["data"][0]
+        name, known = str(served["id"]), served.get("options")
+    except (ValueError, KeyError, TypeError, IndexError):
+        return asked, wishes.given()
+    return name, wishes.given() if known is None else wishes.taken_by(name, known)

@@ -1,0 +1,700 @@
+"""What may stand in a header that the gateway sends: one line of plain text, whatever a client has put into it."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import re
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.utils import ClientDisconnected
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import InvalidState
+from websockets.frames import (  # type: ignore[attr-defined]
+    Frame,
+    apply_mask,
+)
+from websockets.protocol import State
+
+from realtime.serving.socket_extras import EXTENSION, PART, Part, SocketExtras, Taker
+
+# A header is no place for long texts: proxies refuse answers with large heads.
+MAX_HEADER_CHARACTERS = 500
+
+_CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
+
+RawHeaders = Iterable[tuple[bytes, bytes]]
+
+
+def header_text(text: str) -> str:
+    """A text that may repeat a client's words, as the value of a header."""
+    return _escaped(text[:MAX_HEADER_CHARACTERS].encode("ascii", "backslashreplace")).decode("ascii")
+
+
+def clean_headers(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
+    """All headers of an answer, right before it is sent: no value of any of them can begin another line."""
+    return [(name, _escaped(value)) for name, value in headers]
+
+
+def _escaped(value: bytes) -> bytes:
+    return _CONTROL.sub(lambda found: b"\\x%02x" % found[0][0], value)
+
+
+# What the system knows of a client's socket before anybody has read it.
+#
+# A request may wait in a socket while this process stands still, and its client may have closed the socket since.
+# That is known here even if bytes that came before are yet to be read.
+
+# Of Linux's `struct tcp_info`: eight bytes, then numbers of four bytes; the twelfth says how many milliseconds ago data
+# came.
+_LAST_DATA = struct.Struct("8x44xI")
+
+
+def peer_has_closed(transport: asyncio.BaseTransport) -> bool:
+    """Whether the other side has closed, or at least sends no more. Not known everywhere: then it has not."""
+    found = transport.get_extra_info("socket")
+    if found is None or not hasattr(select, "POLLRDHUP"):
+        return False
+    if found.fileno() < 0:
+        return True
+    poll = select.poll()
+    poll.register(found.fileno(), select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def seconds_since_data(transport: asyncio.BaseTransport) -> float:
+    """How long ago the last bytes came, whether they were read or not. Not known everywhere: then just now."""
+    found = transport.get_extra_info("socket")
+    if found is None or found.fileno() < 0 or not hasattr(socket, "TCP_INFO"):
+        return 0.0
+    try:
+        info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA.size)
+    except OSError:
+        return 0.0
+    return float(_LAST_DATA.unpack(info)[0]) / 1000 if len(info) == _LAST_DATA.size else 0.0
+
+
+# Where frames begin in what a client sends: the short way for one that came whole, and fragments of one that is long.
+#
+# Nearly every append is one frame that arrives by itself. To read it as such costs less than the parser that can read
+# anything.
+
+# As the parser itself has it: in C where that was built.
+
+# A text that is all of its message, with a mask and a length of two bytes.
+_WHOLE_TEXT, _MASKED_MIDDLE_LENGTH = 0x81, 0xFE
+_HEAD_BYTES = 8
+_SHORTEST = 126
+# The payload of a frame reaches the parser in fragments of at most so many bytes: to take a mask off, to copy and to
+# decode more than that would keep everybody else waiting. A multiple of the mask's length.
+PART_BYTES = 64 * 1024
+_FINAL, _OPCODE, _MASKED = 0x80, 0x0F, 0x80
+_CONTINUED, _FIRST_CONTROL = 0x0, 0x8
+
+
+def text_of_whole_frame(data: bytes, max_size: int) -> str | None:
+    """The text, if the data is one frame with a whole text of some length, and nothing else."""
+    length = len(data) - _HEAD_BYTES
+    if not _SHORTEST <= length <= max_size or data[0] != _WHOLE_TEXT or data[1] != _MASKED_MIDDLE_LENGTH:
+        return None
+    if int.from_bytes(data[2:4]) != length:
+        return None
+    try:
+        return str(apply_mask(data[_HEAD_BYTES:], data[4:_HEAD_BYTES]), "utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+class FrameSplitter:
+    """Follows a client's bytes from frame to frame, and makes fragments of frames that are long.
+
+    RFC 6455 lets anybody on the way cut a message like that, so the parser sees nothing unusual. A frame that makes its
+    message longer than `max_size` is passed on as it is: the parser refuses it by its head.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        self._max_size = max_size
+        self._head = b""
+        # Bytes of the fragment that goes on now, and of the frame behind it.
+        self._left = 0
+        self._later = 0
+        self._final = 0
+        self._mask = b""
+        self._message_size = 0
+
+    @property
+    def at_start(self) -> bool:
+        """The next byte is the first of a frame."""
+        return not self._left and not self._later and not self._head
+
+    def split(self, data: bytes) -> bytes:
+        """What the parser is to see of the next bytes."""
+        if len(data) <= self._left:
+            self._left -= len(data)
+            return data
+        seen, place = [], 0
+        while place < len(data):
+            if not self._left and self._later:
+                seen.append(self._fragment(_CONTINUED))
+            if self._left:
+                step = min(self._left, len(data) - place)
+                self._left -= step
+                seen.append(data[place : place + step])
+            else:
+                step = min(_missing(self._head), len(data) - place)
+                self._head += data[place : place + step]
+                if not _missing(self._head):
+                    head, self._head = self._head, b""
+                    seen.append(self._begin(head))
+            place += step
+        return b"".join(seen)
+
+    def _begin(self, head: bytes) -> bytes:
+        """The head of a frame, or of its first fragment."""
+        opcode, length = head[0] & _OPCODE, _length(head)
+        if opcode < _FIRST_CONTROL:
+            self._message_size = length + (self._message_size if opcode == _CONTINUED else 0)
+        masked = head[1] & _MASKED
+        if length <= PART_BYTES or not masked or self._message_size > self._max_size:
+            self._left = length
+            return head
+        self._later, self._final, self._mask = length, head[0] & _FINAL, head[-4:]
+        return self._fragment(head[0] & ~_FINAL)
+
+    def _fragment(self, first_byte: int) -> bytes:
+        """The head of the next fragment; the last one ends the message if its frame does."""
+        self._left = min(PART_BYTES, self._later)
+        self._later -= self._left
+        if not self._later:
+            first_byte |= self._final
+        return bytes((first_byte,)) + _masked_length(self._left) + self._mask
+
+
+def _masked_length(length: int) -> bytes:
+    if length < 126:
+        return bytes((_MASKED | length,))
+    return (
+        bytes((_MASKED | 126,)) + length.to_bytes(2) if length < 2**16 else bytes((_MASKED | 127,)) + length.to_bytes(8)
+    )
+
+
+def _missing(head: bytes) -> int:
+    """How many bytes the head of a frame lacks, as far as it can be told."""
+    if len(head) < 2:
+        return 2 - len(head)
+    mask_bytes = 4 if head[1] & 0x80 else 0
+    return 2 + _length_bytes(head) + mask_bytes - len(head)
+
+
+def _length_bytes(head: bytes) -> int:
+    return {126: 2, 127: 8}.get(head[1] & 0x7F, 0)
+
+
+def _length(head: bytes) -> int:
+    size = _length_bytes(head)
+    return int.from_bytes(head[2 : 2 + size]) if size else head[1] & 0x7F
+
+
+# uvicorn's protocol classes, with what a public realtime server needs on top.
+#
+# They add deadlines for slow requests, a liveness check that spares clients which send but do not read, a way to cut
+# a socket whose peer reads nothing at all, and bounds on what a peer can have us hold or do at a stretch.
+
+# Messages and bytes that may wait for the application before the socket is read no further. uvicorn stops reading after
+# every single message, which costs two system calls each.
+MAX_WAITING = 32
+MAX_WAITING_BYTES = 256 * 1024
+# Bytes are parsed in such pieces, for so long at a stretch: they may hold hundreds of frames that are no messages. An
+# append of 80 ms at 16 kHz, or of 50 ms at 24 kHz, is one piece.
+PIECE_BYTES = 3584
+PARSING_S = 0.0005
+
+UNREADABLE_HEAD = (
+    b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: text/plain\r\n\r\n"
+    b"The headers of the upgrade are too long or too many.\n"
+)
+# Requests are parsed in pieces: of this size at first, and smaller where they take long, as in a body of tiny chunks.
+HTTP_PIECE_BYTES = 2048
+MIN_HTTP_PIECE_BYTES = 256
+MAX_HTTP_PIECE_BYTES = 64 * 1024
+# Bytes a second that a body has to bring, and how many times the deadline of a head an answer may wait to be read.
+MIN_BODY_RATE = 1024
+UNREAD_TIMES = 6
+
+
+class _Mailbox:
+    """A queue with one reader, cheaper than asyncio's; takes the place of uvicorn's."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Any] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self.bytes = 0
+
+    def put_nowait(self, message: Any) -> None:
+        self._messages.append(message)
+        self.bytes += _size(message)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> Any:
+        while not self._messages:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        message = self._messages.popleft()
+        self.bytes -= _size(message)
+        return message
+
+    def empty(self) -> bool:
+        return not self._messages
+
+    @property
+    def is_waited_for(self) -> bool:
+        """The reader has had everything and waits for more."""
+        return not self._messages and self._waiter is not None and not self._waiter.done()
+
+    @property
+    def full(self) -> bool:
+        return len(self._messages) >= MAX_WAITING or self.bytes >= MAX_WAITING_BYTES
+
+
+def _size(message: Any) -> int:
+    part = message.get(PART)
+    return len(message.get("text") or message.get("bytes") or "") if part is None else len(part.data)
+
+
+class _Incoming:
+    """A message whose last fragment has not come yet."""
+
+    def __init__(self, is_text: bool) -> None:
+        self.is_text = is_text
+        # What has not been handed on. Fragments are joined: thousands of tiny ones must not cost more than their bytes.
+        self.held = bytearray()
+        # It turned out to be too long to be handled in one go.
+        self.is_long = False
+        self._decoder: codecs.IncrementalDecoder | None = None
+
+    def check(self, data: bytes, *, final: bool) -> None:
+        """Raise UnicodeDecodeError if a text goes on with bytes that are none."""
+        if not self.is_text or (self._decoder is None and data.isascii()):
+            return
+        if self._decoder is None:
+            self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._decoder.decode(data, final)
+
+
+class RealtimeWebSocket(WebSocketsSansIOProtocol):
+    """A WebSocket that counts any byte from its peer as a sign of life, not only pongs.
+
+    A client that only sends stops reading after a few messages and then answers no ping; it is alive all the same.
+
+    What was read and not parsed yet waits as bytes, and the socket is read no further meanwhile. A ping that comes
+    while the peer does not read is answered when it reads again, if no later one has come.
+
+    A message longer than `whole_bytes` is handed on part by part, as it arrives: neither the work at a stretch nor the
+    memory grows with its length.
+    """
+
+    whole_bytes = PART_BYTES
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._heard_at = 0.0
+        self._mailbox = _Mailbox()
+        self.queue = self._mailbox  # type: ignore[assignment]
+        self._unparsed = b""
+        self._parsing_later: asyncio.Handle | None = None
+        self._owed_pong = b""
+        self._taker: Taker | None = None
+        # The first message of what was read together may be taken at once. Who sends more waits for its share.
+        self._may_be_taken = False
+        self._max_size = self.config.ws_max_size
+        self._splitter = FrameSplitter(self._max_size)
+        self._incoming: _Incoming | None = None
+        # Bytes since the deadline of a message that has begun was set.
+        self._message_bytes = 0
+        self._message_deadline: asyncio.TimerHandle | None = None
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_at = self.loop.time()
+        self._may_be_taken = True
+        if self.handshake_initiated and self._taken_whole(data):
+            return
+        self._message_bytes += len(data)
+        self._unparsed = self._unparsed + data if self._unparsed else data
+        if self._parsing_later is None and not self.read_paused:
+            self._parse()
+
+    def _parse(self) -> None:
+        """Parse what was read, until the mailbox is full or others must have their turn."""
+        self._parsing_later = None
+        started, taken = self.loop.time(), 0
+        data = self._unparsed
+        while taken < len(data) and self._takes_more:
+            if taken and self.loop.time() - started > PARSING_S:
+                self._parsing_later = self.loop.call_soon(self._parse)
+                break
+            piece = data[taken : taken + PIECE_BYTES]
+            super().data_received(self._splitter.split(piece) if self.handshake_initiated else piece)
+            taken += PIECE_BYTES
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            # A head that our HTTP parser takes and that of `websockets` does not: uvicorn would never answer it.
+            self.transport.write(UNREADABLE_HEAD)
+            self.transport.close()
+        self._unparsed = data[taken:]
+        if self.transport.is_closing():
+            self._unparsed = b""
+        elif self._takes_more and not self._unparsed:
+            self._read_on()
+        else:
+            self._read_no_further()
+        self._watch_message()
+
+    def _watch_message(self) -> None:
+        """A message that has begun has to go on, at the pace of a request's body."""
+        if self._incoming is None and self._splitter.at_start:
+            if self._message_deadline is not None:
+                self._message_deadline.cancel()
+                self._message_deadline = None
+        elif self._message_deadline is None and self.ping_timeout is not None:
+            self._message_bytes = 0
+            self._message_deadline = self.loop.call_later(self.ping_timeout, self._message_is_late)
+
+    def _message_is_late(self) -> None:
+        self._message_deadline = None
+        if self.close_sent or self.transport.is_closing():
+            return
+        assert self.ping_timeout is not None
+        # While we do not read, silence is our own doing.
+        if self.read_paused or self._message_bytes >= MIN_BODY_RATE * self.ping_timeout:
+            self._watch_message()
+        else:
+            self.conn.fail(1008, "a message that has begun must go on")
+            self.handle_parser_exception()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._message_deadline is not None:
+            self._message_deadline.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def _takes_more(self) -> bool:
+        # After our close frame messages are thrown away, and the peer's close frame is what we wait for.
+        return (self.close_sent or not self._mailbox.full) and not self.transport.is_closing()
+
+    def _read_on(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
+
+    def _read_no_further(self) -> None:
+        if not self.read_paused:
+            self.read_paused = True
+            self.transport.pause_reading()
+
+    async def receive(self) -> Any:
+        message = await self._mailbox.get()
+        if self.read_paused and self._mailbox.empty() and self._parsing_later is None:
+            self._parse()
+        return message
+
+    def handle_text(self, event: Frame) -> None:
+        self._incoming = _Incoming(is_text=True)
+        self._take_fragment(self._incoming, event)
+
+    def handle_bytes(self, event: Frame) -> None:
+        self._incoming = _Incoming(is_text=False)
+        self._take_fragment(self._incoming, event)
+
+    def handle_cont(self, event: Frame) -> None:
+        # The parser has refused a continuation of nothing.
+        assert self._incoming is not None
+        self._take_fragment(self._incoming, event)
+
+    def _take_fragment(self, message: _Incoming, fragment: Frame) -> None:
+        if fragment.fin:
+            self._incoming = None
+        if self.close_sent:
+            return
+        message.held += fragment.data
+        message.is_long = message.is_long or len(message.held) > self.whole_bytes
+        try:
+            if message.is_long:
+                self._hand_on_parts(message, fragment.fin)
+            elif fragment.fin:
+                self._hand_on(message)
+        except UnicodeDecodeError:
+            self.conn.fail(1007, "text frames must be UTF-8")
+            self.handle_parser_exception()
+            return
+        if self._mailbox.full:
+            self._read_no_further()
+
+    def _hand_on(self, message: _Incoming) -> None:
+        if not message.is_text:
+            self._mailbox.put_nowait({"type": "websocket.receive", "bytes": bytes(message.held)})
+            return
+        text = str(message.held, "utf-8")
+        if not self._is_taken(text):
+            self._mailbox.put_nowait({"type": "websocket.receive", "text": text})
+
+    def _hand_on_parts(self, message: _Incoming, is_complete: bool) -> None:
+        held = message.held
+        while len(held) >= PART_BYTES or is_complete:
+            data = bytes(held[:PART_BYTES])
+            del held[:PART_BYTES]
+            is_last = is_complete and not held
+            message.check(data, final=is_last)
+            self._mailbox.put_nowait({"type": "websocket.receive", PART: Part(data, message.is_text, is_last)})
+            if is_last:
+                return
+
+    def handle_ping(self) -> None:
+        pongs = self.conn.data_to_send()
+        if self.writable.is_set():
+            self.transport.write(b"".join(pongs))
+        elif pongs:
+            self._owed_pong = pongs[-1]
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._owed_pong:
+            self.transport.write(self._owed_pong)
+            self._owed_pong = b""
+
+    def _taken_whole(self, data: bytes) -> bool:
+        """Whether the data was one message that somebody took, without the parser, which is between two frames."""
+        if not self._splitter.at_start or self._unparsed or self._incoming or self.conn.state is not State.OPEN:
+            return False
+        text = None if self.close_sent or self.read_paused else text_of_whole_frame(data, self._max_size)
+        return text is not None and self._is_taken(text)
+
+    def _is_taken(self, text: str) -> bool:
+        """Whether somebody took it without a task being woken for it."""
+        may_be_taken, self._may_be_taken = self._may_be_taken, False
+        return may_be_taken and self._taker is not None and self._mailbox.is_waited_for and self._taker(text)
+
+    def _offer_to(self, taker: Taker) -> None:
+        self._taker = taker
+
+    def keepalive_timeout(self) -> None:
+        silent_for = self.loop.time() - self._heard_at
+        timeout = self.ping_timeout
+        if timeout is not None and silent_for < timeout or self.read_paused:
+            # Reading is paused while the session is busy: silence is then our own doing.
+            self.pong_timer = None
+            self.pending_ping_payload = None
+            self.schedule_ping()
+            return
+        super().keepalive_timeout()
+
+    async def send(self, message: Any) -> None:
+        # The transport knows of a lost peer before the protocol is told, and a bad frame closes the socket by itself.
+        if self.transport.is_closing() or self.close_sent:
+            # A client that left before the handshake was complete is no error; uvicorn would log one.
+            self.handshake_complete = True
+            raise ClientDisconnected
+        if "headers" in message:
+            message = {**message, "headers": clean_headers(message["headers"])}
+        await super().send(message)
+        if self.close_sent and self._unparsed and self._parsing_later is None:
+            self._parse()
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
+            # A refusal is an answer too; uvicorn would log an error for each of them.
+            self.handshake_complete = True
+
+    def _send_now(self, text: str) -> bool:
+        if not self.handshake_complete or not self.writable.is_set() or self.close_sent or self.transport.is_closing():
+            return False
+        try:
+            self.conn.send_text(text.encode())
+        except InvalidState:
+            return False  # the peer has said goodbye; whoever sends in its turn is told so
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        return True
+
+    async def run_asgi(self) -> None:
+        extensions: dict[str, Any] = self.scope["extensions"]
+        extensions[EXTENSION] = SocketExtras(
+            abort=self.transport.abort,
+            nothing_waits=self._mailbox.empty,
+            gone=self.transport.is_closing,
+            has_closed=lambda: self.transport.is_closing() or peer_has_closed(self.transport),
+            waited_s=lambda: seconds_since_data(self.transport),
+            send_now=self._send_now,
+            offer_to=self._offer_to,
+        )
+        await super().run_asgi()
+
+
+class _Sends(Enum):
+    """What the client of a connection has to send now."""
+
+    HEAD = auto()
+    BODY = auto()
+    # A body whose answer is written already, most often a refusal.
+    UNWANTED_BODY = auto()
+    NOTHING = auto()
+
+
+class _HeldFlow(FlowControl):
+    """Reading goes on when nobody has paused it and nothing that was read waits to be parsed."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._holds = False
+
+    def hold(self, holds: bool) -> None:
+        if holds != self._holds and not self.read_paused:
+            self._transport.pause_reading() if holds else self._transport.resume_reading()
+        self._holds = holds
+
+    def pause_reading(self) -> None:
+        if not self.read_paused and not self._holds:
+            self._transport.pause_reading()
+        self.read_paused = True
+
+    def resume_reading(self) -> None:
+        if self.read_paused and not self._holds:
+            self._transport.resume_reading()
+        self.read_paused = False
+
+
+class PatientHttp(H11Protocol):
+    """HTTP that gives each request only so long for its head. Bodies that trickle and answers nobody reads are cut off.
+
+    uvicorn has a deadline for the pause between two requests, and none for a request that has begun. It also parses all
+    that was read in one go: a body in chunks of a byte each would keep everybody waiting. Here it is parsed in pieces,
+    whose size follows from how long they take.
+    """
+
+    handshake_s = 10.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = self._held_flow = _HeldFlow(transport)
+        self._unparsed = b""
+        self._parsing_later: asyncio.Handle | None = None
+        self._piece_bytes = HTTP_PIECE_BYTES
+        self._sends = _Sends.NOTHING
+        self._no_longer_http = False
+        self._bytes = 0
+        self._deadline: asyncio.TimerHandle | None = None
+        self._read_deadline: asyncio.TimerHandle | None = None
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._no_longer_http = True
+        self._unparsed = b""
+        if self._parsing_later is not None:
+            self._parsing_later.cancel()
+        self._watch()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._bytes += len(data)
+        self._unparsed = self._unparsed + data if self._unparsed else data
+        if self._parsing_later is None:
+            self._parse()
+
+    def _parse(self) -> None:
+        """Parse what was read, until others must have their turn."""
+        self._parsing_later = None
+        data, taken = self._unparsed, 0
+        began = started = self.loop.time()
+        while taken < len(data) and not self._no_longer_http and not self.transport.is_closing():
+            if taken and started - began > PARSING_S:
+                self._parsing_later = self.loop.call_soon(self._parse)
+                break
+            piece = data[taken : taken + self._piece_bytes]
+            super().data_received(piece)
+            taken += len(piece)
+            took, started = self.loop.time() - started, self.loop.time()
+            if took > PARSING_S:
+                self._piece_bytes = max(MIN_HTTP_PIECE_BYTES, self._piece_bytes // 2)
+            elif took < PARSING_S / 4:
+                self._piece_bytes = min(MAX_HTTP_PIECE_BYTES, self._piece_bytes * 2)
+        # What comes behind an upgrade is nothing that anybody waits for.
+        self._unparsed = data[taken:] if self._parsing_later is not None else b""
+        if not self._no_longer_http and not self.transport.is_closing():
+            self._held_flow.hold(bool(self._unparsed))
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._no_longer_http = True
+        self._held_flow.hold(False)
+        self._watch()
+        super().handle_websocket_upgrade(event)
+
+    def send_400_response(self, msg: str) -> None:
+        """A request that turns bad in its body has an application behind it, which must not answer as well."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._read_deadline is None:
+            self._read_deadline = self.loop.call_later(UNREAD_TIMES * self.handshake_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._read_deadline is not None:
+            self._read_deadline.cancel()
+            self._read_deadline = None
+        super().resume_writing()
+
+    def _watch(self) -> None:
+        """Set the deadline of what the client sends now; one that is set already goes on."""
+        sends = self._now_sends()
+        if sends is not self._sends:
+            self._sends = sends
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+            if sends is not _Sends.NOTHING:
+                self._set_deadline()
+
+    def _now_sends(self) -> _Sends:
+        # Between two requests uvicorn's own deadline holds, until the first byte of the next.
+        if self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None and not self._no_longer_http:
+            return _Sends.HEAD
+        if self.conn.their_state is h11.SEND_BODY and not self._no_longer_http:
+            return _Sends.UNWANTED_BODY if self.cycle.response_complete else _Sends.BODY
+        return _Sends.NOTHING
+
+    def _set_deadline(self) -> None:
+        self._bytes = 0
+        self._deadline = self.loop.call_later(self.handshake_s, self._time_is_over)
+
+    def _time_is_over(self) -> None:
+        fast_enough = self._bytes >= MIN_BODY_RATE * self.handshake_s
+        # While we do not read, silence is our own doing.
+        if self._sends is _Sends.BODY and (fast_enough or self.flow.read_paused or self._unparsed):
+            self._set_deadline()
+        else:
+            self.transport.abort()
+
+
+def realtime_websocket(control_bytes: int) -> type[RealtimeWebSocket]:
+    """The WebSocket protocol that hands on whole what a message that is not audio may have; uvicorn takes a class."""
+    return type("RealtimeWebSocket", (RealtimeWebSocket,), {"whole_bytes": max(PART_BYTES, control_bytes)})

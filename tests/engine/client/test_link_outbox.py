@@ -1,0 +1,288 @@
+"""Live audio first: what fifty streams replay neither delays a live stream nor piles up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from engine import messages
+from engine.boundary import codec
+from engine.boundary.commands import (
+    WireAbort,
+    WireCommand,
+    WireFeed,
+    WireFinish,
+    WireFlush,
+    WireOpen,
+    decode_commands,
+)
+from engine.client import link as link_module
+from engine.client.link import BATCH_BYTES, REPLAY_WINDOW_BYTES, EngineLink, LinkEvents, Outbox
+from engine.client.replay import AskedFlush, Replay
+from engine.client.stream import REPLAY_ITEMS, Delivery
+from engine.errors import EngineDead
+from engine.messages import Abort, Feed, Finish, Flush, Item, Open
+from tests.engine import fakes
+
+MOVED = 50
+# One position of the largest model: 80 ms with what is around it.
+PAYLOAD = np.zeros(2000, np.float32)
+PIECE_BYTES = REPLAY_ITEMS * PAYLOAD.nbytes
+
+
+def items(stream: str, count: int, start: int = 0) -> list[Item]:
+    return [
+        Item(position, 1, position * 1280, f"{stream} {position}".encode(), PAYLOAD)
+        for position in range(start, start + count)
+    ]
+
+
+def _nothing() -> None:
+    """Nobody waits for the end of a replay here."""
+
+
+def commands_of(batch: codec.Batch) -> list[WireCommand]:
+    return decode_commands(batch.commands)
+
+
+class FakeSocket:
+    """Welcomes at once, if it is not told to wait, and keeps what is sent."""
+
+    made: list[FakeSocket] = []
+    waits = False
+
+    def __init__(
+        self, context: Any, address: str, on_frames: Any, on_disconnect: Any, on_refused: Any, keys: Any
+    ) -> None:
+        self.receive = lambda message: on_frames(codec.encode(message))
+        self.disconnect = on_disconnect
+        self.batches: list[codec.Batch] = []
+        self.payload_bytes: list[int] = []
+        self.closed = False
+        self.made.append(self)
+
+    def send(self, frames: Any) -> None:
+        message = codec.decode([memoryview(frame).cast("B") for frame in frames], to_engine=True)
+        if isinstance(message, codec.Hello) and not self.waits:
+            self.welcome()
+        elif isinstance(message, codec.Batch):
+            self.batches.append(message)
+            self.payload_bytes.append(sum(memoryview(frame).nbytes for frame in frames[1:]))
+
+    def welcome(self) -> None:
+        self.receive(codec.Welcome(codec.WIRE_VERSION, "1", "engine", fakes.FRAMES, codec.Status(slots_total=100)))
+
+    def close(self, last: Any = None) -> None:
+        self.closed = True
+
+    def take_all(self) -> None:
+        """The engine has taken everything so far."""
+        self.receive(codec.Beat(0, len(self.batches)))
+
+
+@pytest.fixture(autouse=True)
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(link_module, "GatewaySocket", FakeSocket)
+    monkeypatch.setattr(link_module, "TICK_SECONDS", 0.0)
+    yield
+    FakeSocket.made.clear()
+
+
+def new_link(lost: list[str] | None = None) -> EngineLink:
+    on_lost = (lambda why: None) if lost is None else lost.append
+    return EngineLink("ipc:///x", 0, LinkEvents(lambda output: None, lambda progress: None, lambda: None, on_lost))
+
+
+async def connected() -> tuple[EngineLink, FakeSocket]:
+    link = new_link()
+    await link.connect(zmq.Context.instance(), "gateway", None, 5.0)
+    return link, FakeSocket.made[-1]
+
+
+async def turns() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def replayed(link: EngineLink, name: str, positions: int) -> Delivery:
+    return Delivery(link, Open(name), Replay(0, 0, list(items(name, positions))), finished=False, on_done=_nothing)
+
+
+async def test_live_audio_leaves_with_the_next_batch_however_much_is_replayed() -> None:
+    link, socket = await connected()
+    moved = [replayed(link, f"moved {number}", 1024) for number in range(MOVED)]
+    await turns()
+    assert sum(socket.payload_bytes) == 0, "an engine is asked first, and sent the audio when it has said yes"
+    for delivery in moved:
+        delivery.opened()
+    await turns()
+    # All 400 MB wait; what is under way is bounded, and so is each batch.
+    assert REPLAY_WINDOW_BYTES <= sum(socket.payload_bytes) <= REPLAY_WINDOW_BYTES + PIECE_BYTES
+    assert max(socket.payload_bytes) <= BATCH_BYTES + PIECE_BYTES
+    for number in range(20):
+        before = len(socket.batches)
+        link.send(Feed("live", []), items("live", 1, number))
+        await turns()
+        first = commands_of(socket.batches[before])[0]
+        assert isinstance(first, WireFeed) and first.stream == "live"
+        under_way = link._outbox._replay_bytes
+        assert under_way <= REPLAY_WINDOW_BYTES + PIECE_BYTES
+        socket.take_all()
+        await turns()
+    link.close()
+
+
+async def test_streams_take_turns_and_all_of_every_replay_arrives_in_order() -> None:
+    link, socket = await connected()
+    moved = {f"moved {number}": replayed(link, f"moved {number}", 60) for number in range(MOVED)}
+    for name, delivery in moved.items():
+        delivery.opened()
+        # What comes while the replay waits follows it.
+        delivery.send(Feed(name, []), items(name, 2, 60))
+        delivery.send(Finish(name))
+    sent = 0
+    while True:
+        await turns()
+        if len(socket.batches) == sent:
+            break
+        sent = len(socket.batches)
+        socket.take_all()
+    got: dict[str, list[Any]] = {name: [] for name in moved}
+    order = []
+    for batch in socket.batches:
+        for command in commands_of(batch):
+            if isinstance(command, WireFeed):
+                got[command.stream] += [item.offset for item in command.items]
+                order.append(command.stream)
+            elif isinstance(command, WireFinish):
+                got[command.stream].append("finish")
+    assert all(positions == [*range(62), "finish"] for positions in got.values())
+    assert order[:MOVED] == order[MOVED : 2 * MOVED] == list(moved), "one piece each, in turn"
+    # A stream that has caught up is live.
+    moved["moved 3"].send(Flush("moved 3", 9))
+    await turns()
+    assert isinstance(commands_of(socket.batches[-1])[0], WireFlush)
+    link.close()
+
+
+async def test_a_replay_with_a_saved_state_asks_in_its_turn_and_an_abort_stops_it() -> None:
+    link, socket = await connected()
+    known = items("w", 8)
+    replay = Replay(0, 0, [AskedFlush(1), *items("w", 4, 8)], known=known)
+    asked = Delivery(link, Open("w"), replay, finished=True, on_done=_nothing)
+    never_asked = Delivery(link, Open("v"), replay, finished=True, on_done=_nothing)
+    assert not never_asked.abort(), "the engine has not heard of it"
+    await turns()
+    (batch,) = socket.batches
+    (opening,) = commands_of(batch)
+    assert isinstance(opening, WireOpen) and len(opening.items) == 8
+    asked.opened()
+    assert asked.abort()
+    await turns()
+    assert [type(command) for command in commands_of(socket.batches[1])] == [WireAbort]
+    assert len(socket.batches) == 2
+    link.close()
+
+
+def test_live_commands_never_starve_replays() -> None:
+    outbox = Outbox()
+    commands: list[Any] = [(messages.Flush("replayed", tag), []) for tag in range(3)]
+
+    class Source:
+        def take(self) -> Any:
+            return commands.pop(0) if commands else None
+
+    outbox.pace(Source())
+    for _ in range(20):
+        outbox.put((Feed("upload", []), items("upload", 200)))
+    outbox.next_batch(1)
+    assert not commands
+
+
+def test_a_source_that_is_paced_twice_is_asked_once_in_a_round() -> None:
+    outbox = Outbox()
+
+    class Source:
+        pieces = [(Abort("a"), []), (Abort("b"), [])]
+
+        def take(self) -> Any:
+            return self.pieces.pop(0) if self.pieces else None
+
+    source = Source()
+    outbox.pace(source)
+    outbox.pace(source)
+    assert [command.stream for command, _ in outbox.next_batch(1)] == ["a", "b"]  # type: ignore[union-attr]
+    assert not outbox.has_more
+
+
+async def test_a_link_that_breaks_as_it_is_welcomed_is_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeSocket, "waits", True)
+    link = new_link()
+    connecting = asyncio.create_task(link.connect(zmq.Context.instance(), "gateway", None, 5.0))
+    await asyncio.sleep(0)
+    # The welcome arrives, and before whoever waits for it can run, the connection breaks.
+    FakeSocket.made[-1].welcome()
+    FakeSocket.made[-1].disconnect()
+    with pytest.raises(EngineDead, match="broke"):
+        await connecting
+
+
+async def test_a_link_that_breaks_later_says_so() -> None:
+    lost: list[str] = []
+    link = new_link(lost)
+    await link.connect(zmq.Context.instance(), "gateway", None, 5.0)
+    FakeSocket.made[-1].disconnect()
+    assert len(lost) == 1 and "broke" in lost[0]
+
+
+async def test_what_is_collected_travels_with_the_batch_it_was_collected_for() -> None:
+    link, socket = await connected()
+    asked: list[str] = []
+
+    def collect(name: str) -> None:
+        asked.append(name)
+        if name == "broken":
+            raise ValueError("a bug")
+        link.send(Feed(name, []), items(name, 1))
+
+    for name in ("one", "broken", "two"):
+        link.collect(partial(collect, name))
+    link.send(Feed("live", []), items("live", 1))
+    await turns()
+    assert asked == ["one", "broken", "two"], "each is asked once, and none stops another"
+    (batch,) = socket.batches
+    assert {command.stream for command in commands_of(batch)} == {"live", "one", "two"}
+    link.close()
+
+
+async def test_to_wait_for_what_leaves_is_to_wait_for_credit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, socket = await connected()
+    monkeypatch.setattr(type(link._numbering), "may_send", False)
+    link.collect(lambda: link.send(Feed("live", []), items("live", 1)))
+    leaving = asyncio.create_task(link.flushed())
+    await turns()
+    assert not leaving.done() and not socket.batches, "nobody may be told that it has left"
+    monkeypatch.undo()
+    monkeypatch.setattr(link_module, "TICK_SECONDS", 0.0)
+    link.send(Feed("other", []), items("other", 1))
+    await turns()
+    assert leaving.done() and len(socket.batches) == 1
+    link.close()
+
+
+async def test_nobody_waits_for_a_link_that_is_lost() -> None:
+    link, _ = await connected()
+    link.collect(lambda: None)
+    leaving = [asyncio.create_task(link.flushed()) for _ in range(2)]
+    await asyncio.sleep(0)
+    leaving[0].cancel()
+    link.close()
+    await turns()
+    assert leaving[0].cancelled() and leaving[1].done()
+    await link.flushed()

@@ -1,0 +1,68 @@
+"""The table of engines: what a gateway makes of a file that changes, vanishes or is nonsense."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.client.pool import TableEntry, TableFile
+
+ENGINE = {"name": "e1", "address": "tcp://127.0.0.1:5000", "state": "serving"}
+
+
+def put(path: Path, value: Any) -> None:
+    """As a keeper does: another file takes the place of the old one."""
+    new = path.with_suffix(".new")
+    new.write_text(value if isinstance(value, str) else json.dumps(value))
+    os.replace(new, path)
+
+
+def test_a_newer_table_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    put(path, {"number": 1, "engines": [ENGINE]})
+    file = TableFile(path)
+    table = file.look()
+    assert table is not None and table.engines == [TableEntry("e1", "tcp://127.0.0.1:5000")]
+    assert file.look() is None
+    put(path, {"number": 2, "engines": [{**ENGINE, "state": "draining"}]})
+    table = file.look()
+    assert table is not None and table.engines[0].state == "draining" and file.number == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("", "cannot be used"),
+        ("{", "cannot be used"),
+        ({"number": 3}, "engines"),
+        ({"number": 3, "engines": [{**ENGINE, "state": "asleep"}]}, "asleep"),
+        ({"number": 3, "engines": [ENGINE, ENGINE]}, "same name"),
+        ({"number": 3, "engines": [{**ENGINE, "address": "elsewhere"}]}, "not an engine address"),
+        ({"number": 0, "engines": []}, "the first is 1"),
+        ({"number": 1, "engines": []}, "older than 2"),
+        (None, "No such file"),
+    ],
+)
+def test_the_last_good_table_stays_and_the_problem_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: Any, why: str
+) -> None:
+    path = tmp_path / "table.json"
+    put(path, {"number": 2, "engines": [ENGINE]})
+    file = TableFile(path)
+    assert file.look() is not None
+    if wrong is None:
+        path.unlink()
+    else:
+        put(path, wrong)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            assert file.look() is None
+    assert why in file.problem and file.number == 2
+    assert len(caplog.records) == 1 and why in caplog.text
+    put(path, {"number": 3, "engines": []})
+    assert file.look() is not None and not file.problem

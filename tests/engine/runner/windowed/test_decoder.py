@@ -1,0 +1,240 @@
+"""Languages, prompts and openings of Whisper's streams: told or found out, kept, and each stream's own in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core.plan import DecodeTask, EncodeTask, OpenTask, StepPlan
+from engine.models.whisper import Whisper, WhisperConfig
+from engine.options import Options
+from engine.runner.windowed.decoder import TELLING_POSITIONS, GreedyDecoder, Judgement, Mind, Row, judge
+from engine.runner.windowed.encoders import WindowEar
+from engine.runner.windowed.memory import SAMPLES_PER_POSITION
+from engine.runner.windowed.runner import Prompts, WindowedRunner, windowed_spec
+from engine.runner.windowed.stability import Policy
+from engine.runner.windowed.windows import HostWindows
+from engine.spec import Vocabulary
+from tests.realtime.gateway_doubles import ENGLISH, MULTILINGUAL
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LANGUAGES = Options(("en", "de", "fr"), detects_language=True, translates=True, prompt=True)
+SECOND = 16_000
+
+
+def small(vocabulary: int = 51_865) -> Whisper:
+    torch.manual_seed(5)
+    model = Whisper(WhisperConfig(80, vocabulary, 1500, 16, 2, 1, 64, 2, 2)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.4)
+    model.go_live(ample=False)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> Whisper:
+    return small()
+
+
+def mind(given: dict[str, str] | None = None, options: Options = LANGUAGES) -> Mind:
+    return Mind.of(options, given or {}, [])
+
+
+# Bad input
+
+
+def test_prompts_of_nothing_and_of_what_the_vocabulary_lacks() -> None:
+    prompts = Prompts([b"a", b" ", b"b", b" a", b"ab"])
+    assert prompts.tokens("") == prompts.tokens("  \n ") == []
+    assert prompts.tokens("ab xyz") == [3, 2, 1] and len(prompts.tokens("a" * 100_000)) <= 2_000
+
+
+def test_a_prompt_that_is_one_long_word_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All streams wait for the step in which a prompt is cut into tokens."""
+
+    class Counted(dict[bytes, int]):
+        looked_up = 0
+
+        def get(self, piece: bytes, default: int | None = None) -> int | None:  # type: ignore[override]
+            self.looked_up += 1
+            return super().get(piece, default)
+
+    pieces = [*(bytes([byte]) for byte in range(256)), b"\xf0\x90", b"\x90\x80", b"\xf0\x90\x90\x80"]
+    prompts, counted = Prompts(pieces), Counted({piece: token for token, piece in enumerate(pieces)})
+    monkeypatch.setattr(prompts, "_ranks", counted)
+    letters = 2_000
+    assert prompts.tokens("\U00010400" * letters) == [ord(" "), *[258] * letters]
+    assert counted.looked_up <= 3 * 4 * letters
+
+
+def test_a_doubtful_utterance_is_noise_where_nobody_speaks_and_a_translation_is_not() -> None:
+    policy = Policy()
+    heard = mind({"language": "de"})
+    assert heard.doubt(policy, to_end=True) == policy.doubt, "a model that does not say whether anybody speaks"
+    heard.hear(Judgement(0.9, [1.0, 0.0, 0.0]), LANGUAGES, 60)
+    assert heard.doubt(policy, to_end=True) == policy.sure and heard.language == "de"
+    assert mind({"task": "translate"}).doubt(policy, to_end=True) == float("-inf")
+
+
+def test_doubtful_words_are_said_where_somebody_surely_speaks() -> None:
+    """Short prompts in which whisper-tiny heard a speaker had -1.1, and nothing was said of them."""
+    policy, heard = Policy(), mind({"language": "de"})
+    heard.hear(Judgement(0.1, [1.0, 0.0, 0.0]), LANGUAGES, 20)
+    assert heard.doubt(policy, to_end=True) < -1.1 < heard.doubt(policy, to_end=False)
+    heard.hear(Judgement(0.5, [1.0, 0.0, 0.0]), LANGUAGES, 20)
+    assert heard.doubt(policy, to_end=True) == policy.doubt
+
+
+# Rules
+
+
+def test_what_models_take_is_what_the_doubles_take() -> None:
+    assert small().options == MULTILINGUAL
+    assert small(51_864).options == Options(ENGLISH.languages, prompt=True)
+    assert len(small(51_866).options.languages) == 100 and small(51_866).options.languages[-1] == "yue"
+
+
+def test_texts_begin_as_whisper_was_trained(model: Whisper) -> None:
+    start, german, translate, transcribe, previous, no_timestamps = 50258, 50261, 50358, 50359, 50361, 50363
+    assert model.opening("de", "", []) == [start, german, transcribe, no_timestamps]
+    assert model.opening("", "translate", []) == [start, start + 1, translate, no_timestamps]
+    told = model.opening("de", "", [7, 8, 9])
+    assert told == [previous, 7, 8, 9, start, german, transcribe, no_timestamps]
+    assert model.opening("de", "", range(1000))[:32] == [previous, *range(969, 1000)]
+    assert small(51_864).opening("", "", []) == [50257, 50362]
+
+
+def test_symbols_that_nobody_speaks_are_barred_and_notes_are_not() -> None:
+    model = small()
+    before = len(model.suppressed)
+    model.bar_symbols([b" (", b"word", b"]", b"\xe2\x99\xaa", b" --", b",", b""])
+    assert model.suppressed[before:] == [0, 2, 4]
+
+
+def test_a_language_is_found_out_once_and_stays() -> None:
+    heard = mind()
+    assert heard.waits(TELLING_POSITIONS - 1) and not heard.waits(TELLING_POSITIONS)
+    heard.hear(Judgement(0.1, [0.1, 0.9, 0.0]), LANGUAGES, TELLING_POSITIONS - 1)
+    assert (heard.language, heard.settled) == ("de", False), "a short utterance decides for itself alone"
+    heard.hear(Judgement(0.1, [0.4, 0.3, 0.3]), LANGUAGES, TELLING_POSITIONS)
+    assert (heard.language, heard.settled) == ("en", False), "so does one that the model is not sure of"
+    heard.hear(Judgement(0.1, [0.2, 0.2, 0.6]), LANGUAGES, TELLING_POSITIONS)
+    assert (heard.language, heard.settled) == ("fr", True)
+    heard.hear(Judgement(0.3, [1.0, 0.0, 0.0]), LANGUAGES, 100)
+    assert (heard.language, heard.no_speech) == ("fr", 0.3) and not heard.waits(1)
+
+
+def test_only_languages_that_may_be_spoken_are_found() -> None:
+    heard = mind({"languages": "de,fr"})
+    heard.hear(Judgement(0.1, [0.8, 0.15, 0.05]), LANGUAGES, TELLING_POSITIONS)
+    assert (heard.language, heard.settled) == ("de", True)
+
+
+def test_what_was_found_out_is_saved() -> None:
+    heard, rebuilt = mind(), mind()
+    heard.hear(Judgement(0.1, [0.0, 0.0, 1.0]), LANGUAGES, TELLING_POSITIONS)
+    rebuilt.resume(heard.save())
+    assert rebuilt == heard
+
+
+# Streams in a batch
+
+
+def decoded(model: Whisper, audio: Sequence[torch.Tensor], openings: Sequence[list[int]]) -> list[Row]:
+    lengths = [len(row) for row in audio]
+    padded = torch.nn.utils.rnn.pad_sequence(list(audio), batch_first=True)
+    with torch.inference_mode():
+        encoded = model.encode(padded, lengths)
+        rows = [
+            Row([], [], 6, None, frames, opening=opening)
+            for frames, opening in zip(encoded.audio, openings, strict=True)
+        ]
+        GreedyDecoder(model).run(rows, encoded)
+    return rows
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["en", "de", "ja"]),
+            st.sampled_from(["", "translate"]),
+            st.lists(st.integers(300, 5000), max_size=5),
+            st.integers(1600, SECOND),
+        ),
+        min_size=2,
+        max_size=4,
+    )
+)
+def test_streams_with_other_languages_and_prompts_do_not_change_a_text(
+    model: Whisper, streams: list[tuple[str, str, list[int], int]]
+) -> None:
+    audio = [torch.randn(length, generator=torch.Generator().manual_seed(length)) for *_, length in streams]
+    openings = [model.opening(language, task, before) for language, task, before, _ in streams]
+    together = decoded(model, audio, openings)
+    for sound, opening, row in zip(audio, openings, together, strict=True):
+        (alone,) = decoded(model, [sound], [opening])
+        assert alone.tokens == row.tokens
+        assert alone.log_probabilities == pytest.approx(row.log_probabilities, abs=1e-3)
+
+
+def test_a_window_is_judged_alone_as_among_others(model: Whisper) -> None:
+    audio = [torch.randn(length) for length in (SECOND, SECOND // 3)]
+    padded = torch.nn.utils.rnn.pad_sequence(audio, batch_first=True)
+    with torch.inference_mode():
+        together = judge(model, model.encode(padded, [len(row) for row in audio]))
+        for row, judgement in zip(audio, together, strict=True):
+            (alone,) = judge(model, model.encode(row[None], [len(row)]))
+            assert alone.no_speech == pytest.approx(judgement.no_speech, abs=1e-5)
+            assert alone.languages == pytest.approx(judgement.languages, abs=1e-4)
+            assert sum(alone.languages) == pytest.approx(1.0, abs=1e-4) and len(alone.languages) == 99
+
+
+# The runner
+
+
+def runner_of(model: Whisper) -> WindowedRunner:
+    pieces = [b" w%d" % token for token in range(model.config.vocabulary)]
+    spec = windowed_spec("small", 100, 10)
+    spec = replace(spec, options=model.options)
+    ears = WindowEar(model, pieces, Policy()), WindowEar(model, pieces, Policy())
+    return WindowedRunner(model, Vocabulary(pieces), spec, Policy(doubt=-1000.0), HostWindows(model, *ears, 200))
+
+
+def read(runner: WindowedRunner, positions: int, final: bool = False) -> list[int]:
+    rows = list(range(1, positions + 1))
+    task = DecodeTask(0, "s", 0, 0, positions, rows, [], final)
+    (result,) = runner.execute(StepPlan(1, decode=[task], live=1))
+    return [timed.token for timed in result.timed]
+
+
+def hearing(model: Whisper, opened: OpenTask, positions: int) -> WindowedRunner:
+    runner = runner_of(model)
+    samples = torch.randn(positions * SAMPLES_PER_POSITION, generator=torch.Generator().manual_seed(1)).numpy()
+    runner.execute(StepPlan(0, opened=[opened], encode=[EncodeTask("s", samples, None, list(range(1, positions + 1)))]))
+    return runner
+
+
+def test_a_stream_waits_for_its_language_and_goes_on_in_it_after_a_death(model: Whisper) -> None:
+    runner = hearing(model, OpenTask(0, "s", 0, {}, []), TELLING_POSITIONS)
+    assert read(runner, TELLING_POSITIONS - 1) == [] and runner.judgement(0) == ("", None)
+    read(runner, TELLING_POSITIONS)
+    language, nobody = runner.judgement(0)
+    assert language in model.options.languages and nobody is not None
+    saved, _ = runner.save(0, 0, TELLING_POSITIONS)
+    rebuilt = runner_of(model)
+    rebuilt.execute(StepPlan(0, opened=[OpenTask(0, "s", 0, {}, [], saved=saved)]))
+    assert rebuilt.judgement(0) == (language, nobody)
+
+
+def test_a_language_that_was_told_is_not_asked_for(model: Whisper) -> None:
+    runner = hearing(model, OpenTask(0, "s", 0, {"language": "ja"}, []), 20)
+    read(runner, 20, final=True)
+    assert runner.judgement(0)[0] == "ja"

@@ -1,0 +1,60 @@
+"""How busy an engine says it is: with its steps, and with the messages beside them."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.messages import Open
+from engine.server.host import LoadReport
+from engine.server.loop import EngineLoop
+from engine.server.metering import ENOUGH_STEPS
+from tests.engine import fakes
+
+STREAMS = 4
+PERIOD_NS = 80_000_000
+
+
+@pytest.fixture
+def loop() -> EngineLoop:
+    """Four live streams, and a file. Steps were measured: 8 ms of every 80 ms go to each stream."""
+    loop = fakes.build(detects=True)
+    loop.submit([Open(f"live {number}") for number in range(STREAMS)], 0)
+    loop.submit([Open("file", live=False)], 0)
+    for number in range(ENOUGH_STEPS):
+        loop.meter.live_cost.add(1, PERIOD_NS / 10, PERIOD_NS, number * PERIOD_NS)
+    return loop
+
+
+def test_messages_are_a_part_of_the_load_and_of_what_a_stream_adds(loop: EngineLoop) -> None:
+    """An engine whose thread is busy with messages half of the time has no room for steps of all of it."""
+    report = LoadReport(loop, 0.0)
+    report.spend_beside_steps(1.0)
+    report.measure(loop, [], 0.0, 2.0)
+    assert report.status.load == pytest.approx(0.5)
+    assert report.status.load_per_stream == pytest.approx(0.1 + 0.5 / STREAMS)
+    report.measure(loop, [], 0.0, 4.0)
+    assert report.status.load == 0.0 and report.status.load_per_stream == pytest.approx(0.1)
+
+
+def test_messages_of_files_are_not_charged_to_live_streams(loop: EngineLoop) -> None:
+    report = LoadReport(loop, 0.0)
+    loop.meter.totals.speech_ns, loop.meter.totals.live_speech_ns = 100_000, 25_000.0
+    report.spend_beside_steps(1.0)
+    report.measure(loop, [], 0.0, 2.0)
+    assert report.status.load == pytest.approx(0.125)
+
+
+def test_what_a_stream_adds_stays_unknown_until_steps_were_measured(loop: EngineLoop) -> None:
+    loop.meter.live_cost.forget()
+    report = LoadReport(loop, 0.0)
+    report.spend_beside_steps(1.0)
+    report.measure(loop, [], 0.0, 2.0)
+    assert report.status.load_per_stream == 0.0
+
+
+def test_a_clock_that_stands_takes_nothing_back(loop: EngineLoop) -> None:
+    """Steps are timed by another clock than messages."""
+    report = LoadReport(loop, 0.0)
+    report.spend_beside_steps(-0.001)
+    report.measure(loop, [], 0.0, 2.0)
+    assert report.status.load == 0.0

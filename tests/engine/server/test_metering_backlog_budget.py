@@ -1,0 +1,225 @@
+"""What backlog may have of a step: counted in positions and pieces of work, on a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from engine.core.plan import DecodeResult, StepPlan, TimedToken
+from engine.core.planner import Limits
+from engine.core.scheduler import Scheduler
+from engine.messages import Abort, Closed, Feed, Finish, Item, Open, Output, Text
+from engine.runner.base import SynchronousRunner, never
+from engine.server.loop import EngineLoop
+from engine.server.metering import PROBE_EVERY, SHARE_OF_STRIDE
+from engine.spec import ModelSpec, Vocabulary
+
+FRAMES = ModelSpec(name="frames", sample_rate=16_000, samples_per_position=1280)
+WINDOWED = replace(FRAMES, rereads_window=True, stride_positions=10, window_positions=40, embeds_per_stream=60)
+STRIDE_NS = 800_000_000
+PIECE_NS = 20_000_000
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
+@dataclass
+class Batching(SynchronousRunner):
+    """A model whose step costs so much, and so much more for every position."""
+
+    clock: Clock
+    step_ns: int = 10_000_000
+    position_ns: int = 400_000
+    spec: ModelSpec = FRAMES
+    vocabulary: Vocabulary = field(default_factory=lambda: Vocabulary([b"", b" a"]))
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def check_open(self, message: Open) -> None:
+        pass
+
+    def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
+        self.plans.append(plan)
+        self.clock.now += self.step_ns + self.position_ns * sum(task.end - task.start for task in plan.decode)
+        return [DecodeResult([1] * (task.end - task.start)) for task in plan.decode]
+
+    def backlog(self) -> list[int]:
+        """Positions of backlog in each step so far."""
+        return [sum(task.end - task.base for task in plan.decode[plan.live :]) for plan in self.plans]
+
+
+@dataclass
+class Pausing(Batching):
+    """Reads a window of backlog in so many pieces; says where each window began and ended."""
+
+    pauses_uploads = True
+    pieces: int = 30
+    spec: ModelSpec = WINDOWED
+    work: Iterator[None] | None = None
+    done: list[int] = field(default_factory=list)
+    stints: list[int] = field(default_factory=list)
+
+    def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
+        self.plans.append(replace(plan, decode=list(plan.decode)))
+        live = [self.read(task.base, task.end) for task in plan.decode[: plan.live]]
+        self.clock.now += PIECE_NS * len(live)
+        backlog = plan.decode[plan.live :]
+        if not backlog:
+            return live
+        self.work = self.work or iter([None] * self.pieces * len(backlog))
+        self.stints.append(0)
+        for _ in self.work:
+            self.clock.now += PIECE_NS
+            self.stints[-1] += 1
+            if time_is_up():
+                return live + [DecodeResult(unfinished=True) for _ in backlog]
+        self.work = None
+        return live + [self.read(task.base, task.end) for task in backlog]
+
+    @staticmethod
+    def read(base: int, end: int) -> DecodeResult:
+        return DecodeResult(timed=[TimedToken(1, base, end)], keep_from=max(base, end - 8))
+
+
+def loop_of(runner: Batching, streams: int = 40) -> EngineLoop:
+    limits = Limits(streams, streams * 60, step_positions=320, step_embeds=320)
+    return EngineLoop(Scheduler(runner.spec, limits, runner.vocabulary), runner, clock=runner.clock)
+
+
+def audio(name: str, start: int, count: int, spec: ModelSpec) -> Feed:
+    payload = np.ones(spec.samples_per_position, np.float32)
+    keys = [b"%s%d" % (name.encode(), position) for position in range(start, start + count)]
+    return Feed(name, [Item(start + i, 1, (start + i) * 1280, key, payload) for i, key in enumerate(keys)])
+
+
+def upload(loop: EngineLoop, name: str, positions: int) -> None:
+    spec = loop.scheduler.spec
+    loop.submit([Open(name, live=False), audio(name, 0, positions, spec), Finish(name)], 0)
+
+
+def drain(loop: EngineLoop) -> list[Output]:
+    outputs: list[Output] = []
+    while loop.has_work():
+        step = loop.step()
+        outputs += [] if step is None else step.outputs
+    return outputs
+
+
+class TestPositions:
+    """A model that computes a step as one batch."""
+
+    def live_beside(self, uploads: int, steps: int, position_ns: int = 400_000) -> Batching:
+        runner = Batching(Clock(), position_ns=position_ns)
+        loop = loop_of(runner)
+        loop.submit([Open("live")], 0)
+        for number in range(uploads):
+            upload(loop, f"u{number}", 400)
+        for position in range(steps):
+            loop.submit([audio("live", position, 1, FRAMES)], position)
+            loop.step()
+        return runner
+
+    def test_backlog_in_a_step_keeps_to_the_measured_budget(self) -> None:
+        runner = self.live_beside(uploads=35, steps=300)
+        assert all(plan.live == 1 for plan in runner.plans), "live streams are always in"
+        assert all(count >= 1 for count in runner.backlog()), "backlog goes on in every step"
+        # 8 ms of the 80 that a live stream gives, at 0.4 ms for a position; now and then twice as much.
+        fitting = SHARE_OF_STRIDE * 80e6 / 400_000
+        assert fitting * 0.8 <= np.median(runner.backlog()[-40:]) <= fitting * 1.2
+        assert sum(count > fitting * 1.2 for count in runner.backlog()) <= 300 / PROBE_EVERY
+
+    def test_a_model_whose_positions_cost_more_gets_fewer(self) -> None:
+        costs = (400_000, 1_000_000, 50_000_000)
+        counts = [np.median(self.live_beside(35, 300, ns).backlog()[-40:]) for ns in costs]
+        assert counts[0] > counts[1] > counts[2] == 1
+
+    def test_without_a_live_stream_backlog_fills_the_step(self) -> None:
+        runner = Batching(Clock())
+        loop = loop_of(runner)
+        for number in range(35):
+            upload(loop, f"u{number}", 20)
+        drain(loop)
+        assert runner.backlog()[:20] == [35] * 20
+
+    def test_uploads_progress_alike(self) -> None:
+        runner = self.live_beside(uploads=35, steps=400)
+        ends = {task.stream: task.end for plan in runner.plans for task in plan.decode[plan.live :]}
+        assert len(ends) == 35 and max(ends.values()) - min(ends.values()) <= 2
+
+
+class TestPieces:
+    """A model that lays backlog aside."""
+
+    def test_live_steps_hold_no_backlog_and_backlog_stops_when_its_time_is_up(self) -> None:
+        runner = Pausing(Clock())
+        loop = loop_of(runner)
+        loop.submit([Open("live")], 0)
+        for number in range(4):
+            upload(loop, f"u{number}", 100)
+        most_waited = 0
+        for position in range(100):
+            loop.submit([audio("live", position, 1, WINDOWED)], position)
+            began, until = runner.clock.now, runner.clock.now + 80_000_000
+            while loop.has_work() and runner.clock.now < until:
+                loop.step()
+                if runner.plans[-1].live:
+                    most_waited = max(most_waited, runner.clock.now - began)
+            runner.clock.now = max(runner.clock.now, until)
+        assert all(not plan.live or len(plan.decode) == plan.live for plan in runner.plans)
+        # 80 ms of the 800 that a live stream gives, 20 for a piece.
+        assert max(runner.stints) == SHARE_OF_STRIDE * STRIDE_NS / PIECE_NS
+        assert most_waited <= SHARE_OF_STRIDE * STRIDE_NS + 2 * PIECE_NS
+
+    def test_backlog_goes_on_between_live_steps_that_never_end(self) -> None:
+        runner = Pausing(Clock())
+        loop = loop_of(runner)
+        loop.submit([Open("live"), audio("live", 0, 30, WINDOWED)], 0)
+        upload(loop, "file", 100)
+        finished = False
+        for step in range(3, 600):
+            loop.submit([audio("live", step * 10, 10, WINDOWED)], step)
+            result = loop.step()
+            outputs = [] if result is None else result.outputs
+            finished = finished or any(isinstance(output, Closed) for output in outputs)
+        assert finished, "an upload ends, however busy live streams are"
+        kinds = [bool(plan.live) for plan in runner.plans[:100]]
+        assert kinds == [True, False] * 50
+        assert max(runner.stints) == 1, "one piece at a time while live audio waits"
+
+    @pytest.mark.parametrize("live", [0, 1, 3])
+    @pytest.mark.parametrize("pieces", [1, 7, 30])
+    def test_the_words_of_uploads_are_those_of_a_run_without_pauses(self, live: int, pieces: int) -> None:
+        def texts(live: int, pieces: int) -> dict[str, list[Text]]:
+            runner = Pausing(Clock(), pieces=pieces)
+            loop = loop_of(runner)
+            for number in range(live):
+                name = f"live{number}"
+                loop.submit([Open(name), audio(name, 0, 200, WINDOWED), Finish(name)], 0)
+            for number in range(4):
+                upload(loop, f"u{number}", 90 + 20 * number)
+            said: dict[str, list[Text]] = {}
+            for output in drain(loop):
+                if isinstance(output, Text) and output.stream.startswith("u"):
+                    said.setdefault(output.stream, []).append(output)
+            return said
+
+        assert texts(live, pieces) == texts(0, 1)
+
+    def test_an_upload_that_is_aborted_half_read_leaves_nothing(self) -> None:
+        runner = Pausing(Clock())
+        loop = loop_of(runner)
+        for number in range(2):
+            upload(loop, f"u{number}", 60)
+        loop.step()
+        loop.submit([Abort("u0")], 0)
+        outputs = drain(loop)
+        assert {output.stream for output in outputs if isinstance(output, Closed)} == {"u0", "u1"}
+        loop.scheduler.check_integrity()
+        assert not loop.scheduler.streams

@@ -1,0 +1,240 @@
+"""A long silence is cut out: what is said, and when, is what the audio without it gives, also if an engine dies."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engine.core.planner import Limits
+from engine.core.scheduler import Scheduler
+from engine.messages import CUT, Abort, Closed, Command, Failed, Feed, Finish, Flush, Flushed, Item, Open, Output, Text
+from engine.server.loop import EngineLoop
+from engine.server.skipped_silence import cut_settings
+from engine.server.speech import GateSettings
+from tests.engine import fakes
+from tests.engine.server.test_blame import items_of
+
+SPEC = fakes.FRAMES
+SETTLED, PRE_ROLL = 10 * fakes.POSITION, 2 * fakes.POSITION
+SETTINGS = GateSettings(
+    evidence=0.001,
+    conversation_evidence=0.001,
+    pre_roll_samples=PRE_ROLL,
+    pause_samples=fakes.FRAME,
+    hang_over_samples=SETTLED,
+    hold_samples=20 * fakes.POSITION,
+)
+
+
+def build(cuts: bool = True, overlaps: bool = False, seed: int = 0) -> EngineLoop:
+    runner = fakes.LaunchingFrames(chance=random.Random(seed)) if overlaps else fakes.FakeFrames()
+    detector = fakes.LaunchingFakeDetector() if overlaps else fakes.FakeDetector()
+    scheduler = Scheduler(SPEC, Limits(max_streams=3, cache_embeds=900), fakes.VOCABULARY)
+    return EngineLoop(scheduler, runner, detector, cut=SETTINGS if cuts else None)
+
+
+def conversation(seed: int, turns: int = 3) -> NDArray[np.float32]:
+    """Speech and a quiet room in turns, of any lengths."""
+    chance = np.random.default_rng(seed)
+    lengths = (chance.uniform(0.1, 4.0, 2 * turns) * fakes.RATE).astype(int)
+    loudness = np.repeat([1.0, 0.01] * turns, lengths)
+    return (loudness * chance.standard_normal(len(loudness))).astype(np.float32)
+
+
+class Run:
+    """A stream's way through a loop: what came out, and which items the scheduler was given."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.loop = loop
+        self.outputs: list[Output] = []
+        self.given: list[Item] = []
+        feed = loop.scheduler.feed
+
+        def noting(name: str, items: list[Item], now: int) -> None:
+            self.given += [replace(item) for item in items]
+            feed(name, items, now)
+
+        loop.scheduler.feed = noting  # type: ignore[method-assign]
+
+    def step(self) -> None:
+        step = self.loop.step()
+        self.outputs += [] if step is None else step.outputs
+        self.loop.scheduler.check_integrity()
+
+    def drain(self) -> Run:
+        while self.loop.has_work():
+            self.step()
+        return self
+
+    def submit(self, *commands: Command) -> Run:
+        self.loop.submit([*commands], 0)
+        return self
+
+    @property
+    def said(self) -> fakes.Transcript:
+        return fakes.Transcript(self.outputs)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for output in self.outputs if isinstance(output, Text) for token in output.tokens]
+
+
+def live(audio: NDArray[np.float32], loop: EngineLoop, name: str = "a") -> Run:
+    """Frame by frame."""
+    run = Run(loop).submit(Open(name)).drain()
+    for item in items_of(SPEC, audio):
+        run.submit(Feed(name, [item])).drain()
+    return run.submit(Finish(name)).drain()
+
+
+def without_the_cuts(run: Run) -> Run:
+    """The items that were given, to an engine that cuts nothing."""
+    other = Run(build(cuts=False)).submit(Open("a"), Feed("a", [replace(item) for item in run.given]), Finish("a"))
+    return other.drain()
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_it_is_as_if_the_silence_had_never_been_sent(seed: int, overlaps: bool) -> None:
+    audio = conversation(seed)
+    run = live(audio, build(overlaps=overlaps))
+    whole = items_of(SPEC, audio)
+    assert len(run.given) < len(whole)
+    ends = [item.offset + item.length for item in run.given]
+    assert [item.offset for item in run.given] == [SPEC.prefix_positions, *ends[:-1]], "positions are contiguous"
+    other = without_the_cuts(run)
+    assert (run.said.text, run.said.words, run.said.last) == (other.said.text, other.said.words, other.said.last)
+    assert run.said.text and [token for token in run.tokens if token != CUT] == other.tokens
+    # A token or a cut for every position that was sent.
+    assert len(run.tokens) == sum(item.length for item in whole)
+    assert isinstance(run.outputs[-1], Closed) and run.outputs[-1].sample == len(audio)
+
+
+def test_what_is_cut_is_silence_and_words_keep_their_times() -> None:
+    quiet = 0.01 * fakes.speech(6, 2)
+    audio = np.concatenate([fakes.speech(1, 1), quiet, fakes.speech(1, 3)])
+    run = live(audio, build())
+    given = {item.sample for item in run.given}
+    missing = [item.sample for item in items_of(SPEC, audio) if item.sample not in given]
+    assert fakes.RATE + SETTLED <= min(missing) < fakes.RATE + SETTLED + 2 * fakes.POSITION
+    # The first frame of speech may be a soft one.
+    heard_at = 7 * fakes.RATE + fakes.FRAME
+    assert heard_at - PRE_ROLL - 2 * fakes.POSITION < max(missing) + fakes.POSITION <= heard_at - PRE_ROLL
+    assert max(word.end_sample for word in run.said.words) > 7 * fakes.RATE
+    assert len(run.said.speech) == len(audio) // fakes.FRAME, "all of it is listened to"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_cut_does_not_depend_on_when_verdicts_come(seed: int) -> None:
+    """Any packets, any number of steps between them, flushes: the same items go on, and the same is said."""
+    audio, runs, tokens = conversation(seed, turns=2), [], []
+    flush_at = random.Random(seed).sample(range(len(items_of(SPEC, audio))), 2)
+    for way in range(3):
+        chance, commands = random.Random(seed + way), [Open("a")]
+        for index, item in enumerate(items_of(SPEC, audio)):
+            commands.append(Feed("a", [item]))
+            if index in flush_at:
+                commands.append(Flush("a", index))
+        commands.append(Finish("a"))
+        run = Run(build(overlaps=way > 0, seed=seed))
+        while commands:
+            count = chance.choice([1, 2, 7, 60]) if way else 1
+            run.submit(*commands[:count])
+            commands = commands[count:]
+            for _ in range(chance.randint(0, 3) if way else 99):
+                if run.loop.has_work():
+                    run.step()
+        run.drain()
+        tokens.append(run.tokens)
+        runs.append((run.said.text, run.said.words, run.said.tags, [item.sample for item in run.given]))
+    assert runs[0] == runs[1] == runs[2]
+    # Nobody needs to be told of what is cut after the last text.
+    told = min(map(len, tokens))
+    assert tokens[0][:told] == tokens[1][:told] == tokens[2][:told]
+
+
+def test_a_flush_in_the_silence_is_answered_for_all_that_came() -> None:
+    audio = np.concatenate([fakes.speech(1, 1), 0.01 * fakes.speech(4, 2)])
+    run = Run(build()).submit(Open("a")).drain()
+    items = items_of(SPEC, audio)
+    end = items[-1].offset + items[-1].length
+    for item in items:
+        run.submit(Feed("a", [item])).drain()
+    assert len(run.given) < len(items) and not isinstance(run.outputs[-1], Flushed)
+    run.submit(Flush("a", 7)).drain()
+    answers = [output for output in run.outputs if isinstance(output, Flushed)]
+    assert [(answer.tag, answer.sample) for answer in answers] == [(7, len(audio))]
+    assert run.loop.reached("a") == end
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_flush_at_a_pause_is_answered_with_the_audio_that_brings_the_words_out(cuts: bool, overlaps: bool) -> None:
+    audio = np.concatenate([fakes.speech(1, 1), 0.001 * fakes.speech(2, 2), fakes.speech(1, 3)])
+    calm = live(audio, build(cuts, overlaps))
+    run = Run(build(cuts, overlaps)).submit(Open("a")).drain()
+    spoken, answered_after = fakes.RATE // fakes.POSITION, None
+    for index, item in enumerate(items_of(SPEC, audio)):
+        run.submit(Feed("a", [item])).drain()
+        if index == spoken:
+            run.submit(Flush("a", 7, pause=0)).drain()
+        if answered_after is None and any(isinstance(output, Flushed) for output in run.outputs):
+            answered_after = index - spoken
+    run.submit(Finish("a")).drain()
+    behind = SPEC.said_positions_for(SPEC.default_delay_positions)
+    assert answered_after is not None and behind - 2 <= answered_after <= behind + 2
+    assert run.tokens == calm.tokens and run.said.text == calm.said.text != ""
+
+
+def test_a_long_silence_keeps_nothing_and_a_declared_one_costs_nothing() -> None:
+    run = Run(build()).submit(Open("a"), Feed("a", items_of(SPEC, fakes.speech(1, 1))[:12])).drain()
+    hour, position = 45_000, SPEC.prefix_positions + 12
+    run.submit(Feed("a", [Item(position, hour, 12 * fakes.POSITION)])).drain()
+    stream = run.loop._cut._streams["a"]
+    assert sum(item.length for item in stream.waiting if isinstance(item, Item)) <= 4
+    assert run.loop.scheduler.streams["a"].computed < position + 20
+    assert run.loop.reached("a") > position + hour - 5, "the gateway may send on"
+    run.submit(Feed("a", [Item(position + hour, 1, (12 + hour) * fakes.POSITION)])).drain()
+    assert len(run.tokens) > hour - 10, "what is cut is told soon"
+    assert len(stream._shifts) <= 2
+
+
+def test_mistakes_end_as_before() -> None:
+    items = items_of(SPEC, fakes.speech(1, 1))
+    run = Run(build()).submit(Open("a"), Feed("a", items[:3]), Finish("a"), Feed("a", items[3:4]), Open("b"))
+    run.submit(Feed("b", [replace(items[5], offset=99)]), Feed("b", [items[0]]), Abort("a")).drain()
+    assert [output.stream for output in run.outputs if isinstance(output, Failed)] == ["b"]
+    assert not run.loop.scheduler.streams and not run.loop._cut._streams
+
+
+def test_uploads_and_engines_without_the_setting_compute_everything() -> None:
+    audio = np.concatenate([fakes.speech(1, 1), 0.01 * fakes.speech(4, 2)])
+    whole = len(items_of(SPEC, audio))
+    assert len(live(audio, build(cuts=False)).given) == whole
+    run = Run(build()).submit(Open("a", live=False), Feed("a", items_of(SPEC, audio)), Finish("a")).drain()
+    assert len(run.given) == whole
+
+
+def test_a_suspects_spot_and_what_is_announced_are_on_the_gateways_count() -> None:
+    audio = np.concatenate([fakes.speech(1, 1), 0.01 * fakes.speech(4, 2), fakes.speech(1, 3)])
+    run = live(audio, build())
+    tokens, items = run.tokens, items_of(SPEC, audio)
+    loop = build()
+    told: list[tuple[str, int, int]] = []
+    loop.announce = told.extend
+    spot, end = items[-10].offset, items[-1].offset + items[-1].length
+    loop.submit([Open("a", forced_tokens=tokens, suspect=(spot, spot + 1)), Feed("a", items)], 0)
+    (suspect,) = loop.scheduler.suspects.values()
+    assert suspect.start == spot - tokens.count(CUT)
+    while loop.has_work():
+        loop.step()
+    assert max(target[2] for target in told) == end
+
+
+def test_the_settings_of_a_real_engine() -> None:
+    real = cut_settings(3.0)
+    assert real.hang_over_samples == 48_000 and real.evidence == real.conversation_evidence

@@ -1,0 +1,39 @@
+"""Frames sent: numbered, and given again to a client that missed them, as long as they are there."""
+
+from __future__ import annotations
+
+from realtime.serving.handoff import SentLog
+
+
+def test_frames_after_a_number_are_given_again_until_they_are_gone() -> None:
+    log = SentLog("sess_1", 2, 1000)
+    assert log.after(0) == [] and log.after(1) is None
+    frames = [log.add({"type": name}) for name in ("a", "b", "c")]
+    assert frames[0] == '{"type":"a","seq":1}'
+    assert log.after(1) == frames[1:] and log.after(2) == frames[2:] and log.after(3) == []
+    assert log.after(0) is None, "the first frame is gone"
+    assert log.after(4) is None, "nothing was sent with this number"
+
+
+def test_frames_are_bounded_by_their_bytes_too() -> None:
+    log = SentLog("sess_1", 4096, 1000)
+    frames = [log.add({"type": "session.updated", "prompt": "ä" * 100}) for _ in range(20)]
+    assert log.bytes <= 1000
+    assert log.after(17) == frames[17:] and log.after(10) is None
+    log.add({"type": "large", "text": "x" * 2000})
+    assert log.bytes == 0 and log.after(21) == [] and log.after(20) is None
+
+
+def test_frames_of_another_process_are_taken_once_however_often_they_come() -> None:
+    log = SentLog("sess_1", 10, 1000)
+    log.load(1, ["a", "b", "c"])
+    log.load(2, ["b", "c", "d"])
+    assert log.after(0) == ["a", "b", "c", "d"] and log.sequence == 4
+
+
+def test_the_id_of_an_event_is_that_of_its_number_whichever_process_writes_it() -> None:
+    first, second = SentLog("sess_1", 10, 1000), SentLog("sess_1", 10, 1000)
+    frames = [first.add({"type": "a", "event_id": f"event_9{number}"}) for number in range(3)]
+    assert frames[0] == '{"type":"a","event_id":"event_1_1","seq":1}'
+    second.load(1, frames[:1])
+    assert [second.add({"type": "a", "event_id": "event_7"}) for _ in range(2)] == frames[1:]

@@ -1,0 +1,40 @@
+"""How many workers a server gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from realtime.config import Config, ConfigError, LimitsConfig, ModelConfig, ServerConfig, load_config
+from realtime.workers.parent import workers_for
+
+GPU = ModelConfig(name="voxtral", device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("config", "cores", "gpu", "wanted"),
+    [
+        (Config(), 64, True, 1),
+        (Config(model=GPU), 2, True, 1),
+        (Config(model=GPU), 16, True, 4),
+        (Config(model=GPU), 4, True, 2),
+        (Config(model=ModelConfig(name="voxtral", device="auto")), 16, False, 1),
+        (Config(model=ModelConfig(name="voxtral", device="cpu")), 16, True, 1),
+        (Config(model=ModelConfig(name="voxtral", device="cuda", max_streams=100)), 16, True, 1),
+        (Config(model=GPU, limits=LimitsConfig(max_sessions=151)), 16, True, 2),
+        (Config(model=ModelConfig(engines=("tcp://a:1", "tcp://b:1"))), 32, False, 8),
+        # Whoever asks for more than there are cores gets them.
+        (Config(server=ServerConfig(workers=5)), 2, False, 5),
+    ],
+)
+def test_as_many_as_streams_call_for_and_cores_leave(config: Config, cores: int, gpu: bool, wanted: int) -> None:
+    assert workers_for(config, cores, gpu) == wanted
+
+
+def test_the_number_can_be_said_everywhere() -> None:
+    assert load_config(environment={"TICKERTAPE_SERVER_WORKERS": "3"}).server.workers == 3
+    assert load_config(environment={}, flags={"server.workers": "2"}).server.workers == 2
+    for wrong in ("-1", "65", "many"):
+        with pytest.raises(ConfigError, match=r"server\.workers"):
+            load_config(environment={}, flags={"server.workers": wrong})
+    with pytest.raises(ConfigError, match="16 characters"):
+        load_config(environment={}, flags={"auth.secret": "short"})
