@@ -34,7 +34,7 @@ from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import EngineProcess
 from realtime.app import freeze_modules, listening
 from realtime.config import Config, LimitsConfig, ServerConfig
-from realtime.serving.factory import Surroundings
+from realtime.serving.factory import GatewayServices
 from realtime.serving.registry import Sessions
 
 SLICE_S = 0.005
@@ -142,7 +142,7 @@ async def measure(case: Case, clients: int, periods: int, profile: Profile | Non
     await engine.start()
     config = Config(server=ServerConfig(port=0, drain_s=0.0), limits=LimitsConfig(max_load=0.0, sessions_per_key=0))
     ours, theirs = socket.socketpair()
-    async with listening(engine, config, Surroundings(heirs=engine)) as running:
+    async with listening(engine, config, GatewayServices(claimants=engine)) as running:
         sessions = running.server.gateway.sessions
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=run_clients, args=(running.port, case, clients, theirs), daemon=True)

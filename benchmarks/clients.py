@@ -37,7 +37,7 @@ from realtime.client.wire_client import (
     DELTA,
     CannotConnect,
     Refused,
-    SessionWishes,
+    SessionOptions,
     WireSession,
     open_session,
 )
@@ -168,7 +168,7 @@ class PacedClient:
         findings.failures.append("never let in")
 
     async def _converse(self, session: WireSession) -> None:
-        await session.configure(SessionWishes(self._orders.rate, TURNS, language=self._orders.language), INCLUDE)
+        await session.configure(SessionOptions(self._orders.rate, TURNS, language=self._orders.language), INCLUDE)
         self._findings.connected += 1
         listener = asyncio.create_task(self._listen(session))
         try:
@@ -258,7 +258,7 @@ class ResumingClient(LastingSession):
     """Speaks its audio at the pace of speech, resumes when a connection is lost, and waits for the last word."""
 
     def __init__(self, url: str, audio: bytes) -> None:
-        super().__init__(url, None, SessionWishes(SAMPLE_RATE, TURNS))
+        super().__init__(url, None, SessionOptions(SAMPLE_RATE, TURNS))
         self.events: list[dict[str, Any]] = []
         self.failure = ""
         # Seconds from each loss of the connection until the session went on.

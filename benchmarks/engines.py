@@ -191,7 +191,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     # Here, because benchmarks of an engine alone run where ZeroMQ is not installed.
     from engine.fleet_secret import read_secret
-    from engine.server.host import Drain
+    from engine.server.host import DrainRequest
     from engine.server.main import run_engine
 
     if options.voxtral or options.whisper:
@@ -208,7 +208,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, lambda *_: asked_to_stop.set())
     signal.signal(signal.SIGTERM, lambda *_: on_term.set())
     secret = read_secret(options.fleet_secret_file) if options.fleet_secret_file else None
-    drain = Drain(asked_to_drain.is_set, options.drain_s)
+    drain = DrainRequest(asked_to_drain.is_set, options.drain_s)
     run_engine(options.listen, build, asked_to_stop.is_set, drain=drain, fleet_secret=secret)
 
 

@@ -33,7 +33,7 @@ from engine.options import EngineConfig
 from engine.server.host import EngineHost
 from engine.server.loop import EngineLoop
 from engine.server.main import calm_collector
-from engine.server.skipped_silence import cut_settings
+from engine.server.skipped_silence import skip_settings
 
 SAMPLES = SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look_ahead_samples
 
@@ -96,7 +96,7 @@ class Gateway:
         batch = OutgoingBatch()
         for stream in self.streams:
             batch.add(messages.Open(stream), [])
-            batch.add(messages.Entrust(stream, f"sess_{stream}", 1, 0, [], base=b"x" * 2000, keep_s=60.0), [])
+            batch.add(messages.SaveHandoff(stream, f"sess_{stream}", 1, 0, [], base=b"x" * 2000, keep_s=60.0), [])
         return self._frames(batch)
 
     def round(self, streams: list[str], position: int) -> list[Any]:
@@ -106,7 +106,7 @@ class Gateway:
             payload = self._random.standard_normal(SAMPLES, np.float32)
             item = Item(position, 1, position * SPEC.samples_per_position, hash_payload(payload), payload)
             batch.add(messages.Feed(stream, [item]), [item])
-            batch.add(messages.Entrust(stream, f"sess_{stream}", 1, self._read[stream], [b"e" * 24, b"f" * 16]), [])
+            batch.add(messages.SaveHandoff(stream, f"sess_{stream}", 1, self._read[stream], [b"e" * 24, b"f" * 16]), [])
         return self._frames(batch)
 
     def hear(self, frames: list[Any]) -> None:
@@ -125,7 +125,7 @@ class Bench:
     def __init__(self, streams: int, gateways: int, steps: int, words_every: int, silent_every: int) -> None:
         runner = LaunchingRunner(SPEC, words_every)
         scheduler = Scheduler(SPEC, room_for(streams, SPEC), runner.vocabulary)
-        cut = cut_settings(EngineConfig().cut_silence_s)
+        cut = skip_settings(EngineConfig().cut_silence_s)
         self.loop = EngineLoop(scheduler, runner, LaunchingDetector(silent_every), cut=cut)
         self.line, self.now = Line(), 0.0
         self.host = EngineHost(self.loop, self.line, "engine", lambda: self.now)  # type: ignore[arg-type]

@@ -30,10 +30,10 @@ from engine.runner.device import free_memory, require_device
 from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.runner import NOT_FORCED, RunnerSettings, VoxtralRunner
 from engine.runner.load import DEVICE_DTYPE, load_detector, windowed_on_device
-from engine.runner.windowed.decoder import Answer, Row, Speaker
+from engine.runner.windowed.decoder import DecodedToken, DecoderBatch, Row
 from engine.runner.windowed.windows import DeviceWindows
 from engine.server.loop import EngineLoop
-from engine.server.skipped_silence import cut_settings
+from engine.server.skipped_silence import skip_settings
 from engine.server.speech import GateSettings
 from engine.spec import Vocabulary
 
@@ -121,7 +121,7 @@ def voxtral_loop(kv: str, window: int, max_streams: int | None, small: bool) -> 
     memory, streams = runner.memory, runner.memory.streams
     limits = Limits(streams, memory.cache_embeds, memory.group_pages, step_positions=streams, step_embeds=streams)
     scheduler = Scheduler(runner.spec, limits, runner.vocabulary)
-    cut = cut_settings(EngineConfig().cut_silence_s)
+    cut = skip_settings(EngineConfig().cut_silence_s)
     return EngineLoop(scheduler, runner, load_detector(runner, streams), cut=cut)
 
 
@@ -154,7 +154,7 @@ def random_whisper(size: str, device: torch.device) -> tuple[Whisper, list[bytes
     return model.eval(), pieces + [b""] * (model.config.vocabulary - len(pieces))
 
 
-class ScriptedSpeaker(Speaker):
+class ScriptedSpeaker(DecoderBatch):
     """Computes every pass of another speaker and replaces its answers by a script.
 
     Random weights would talk without end, or not at all. The script has a token every `frames_per_token`, each with the
@@ -162,34 +162,34 @@ class ScriptedSpeaker(Speaker):
     does. So a pass that goes on by 0.8 s decodes two or three tokens one by one, and one draft token fails.
     """
 
-    def __init__(self, speaker: Speaker, rows: Sequence[Row], frames_per_token: float, end_token: int) -> None:
+    def __init__(self, speaker: DecoderBatch, rows: Sequence[Row], frames_per_token: float, end_token: int) -> None:
         self._speaker = speaker
         self._rows = rows
         self._spacing = frames_per_token
         self._end_token = end_token
         self._begins = [max(0.0, row.progress._said_until) for row in rows]
 
-    def read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> list[Answer]:
+    def read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> list[DecodedToken]:
         self._speaker.read(known, places, kept)
         self.logits = self._speaker.logits
         starts = [len(text) - len(row.draft) for text, row in zip(known, self._rows, strict=True)]
         return [self._answer(row, column - starts[row] + 1) for row, column in places]
 
-    def say(self, last: list[tuple[int, int]]) -> list[Answer]:
+    def say(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
         self._speaker.say(last)
         self.logits = self._speaker.logits
         return [self._answer(index, len(row.tokens)) for index, row in enumerate(self._rows)]
 
-    def _answer(self, index: int, number: int) -> Answer:
+    def _answer(self, index: int, number: int) -> DecodedToken:
         """The new token of this number in a row."""
         row = self._rows[index]
         peak = int(self._begins[index] + (number + 1) * self._spacing)
         if peak >= row.frames:
-            return Answer(self._end_token, SURE, row.frames - 1)
+            return DecodedToken(self._end_token, SURE, row.frames - 1)
         before = row.committed[-1] if row.committed else FIRST_TOKEN
         token = FIRST_TOKEN + (before - FIRST_TOKEN + number + 1) % TOKENS
         # Too close to the edge to be heard well: another word than it will be.
-        return Answer(token + TOKENS if peak + self._spacing >= row.frames else token, SURE, peak)
+        return DecodedToken(token + TOKENS if peak + self._spacing >= row.frames else token, SURE, peak)
 
 
 def count_tokens(windows: DeviceWindows, counts: list[int], script_of: Whisper | None) -> None:
@@ -198,9 +198,9 @@ def count_tokens(windows: DeviceWindows, counts: list[int], script_of: Whisper |
     decoder = windows._decoder
     passes = decoder._passes
 
-    def counted(rows: list[Row], speaker_for: Callable[[int], Speaker]) -> Iterator[None]:
-        def scripted(text: int) -> Speaker:
-            speaker = speaker_for(text)
+    def counted(rows: list[Row], decoder_batch_for: Callable[[int], DecoderBatch]) -> Iterator[None]:
+        def scripted(text: int) -> DecoderBatch:
+            speaker = decoder_batch_for(text)
             if script_of is None:
                 return speaker
             spacing = 16_000 / script_of.samples_per_frame / TOKENS_PER_SECOND

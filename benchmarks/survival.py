@@ -74,7 +74,7 @@ MakeEngine = Callable[[int], EngineProcess]
 # Engine and engine client alone
 
 
-class Speaker:
+class SpeakingClient:
     """Audio at the pace of a microphone into one stream, once or again and again, and what is said of it."""
 
     def __init__(self, stream: EngineStream, parts: Sequence[Samples], rate: int, endless: bool = False) -> None:
@@ -133,7 +133,7 @@ async def play_with_kills(make: MakeEngine, sessions: list[list[Samples]], kills
     client = EngineClient([engine])
     await client.start()
     rate, chance, memory = client.spec.sample_rate, random.Random(1), list[int]()
-    speakers = [Speaker(await client.open(f"s{i}"), parts, rate) for i, parts in enumerate(sessions)]
+    speakers = [SpeakingClient(await client.open(f"s{i}"), parts, rate) for i, parts in enumerate(sessions)]
     while len(memory) < kills and not all(speaker.is_done for speaker in speakers):
         await until(lambda: client.ready, PATIENCE_S)
         await asyncio.sleep(chance.uniform(0.0, 2 * alive_s))
@@ -200,7 +200,7 @@ def compare_words(options: argparse.Namespace) -> Figures:
         "words_changed_by_kills": changed,
         "words_changed_between_calm_runs": differing_words(calm["texts"], again["texts"])[0],
         "streams_recovered": metrics.streams_recovered,
-        "streams_lost": metrics.streams_given_up + metrics.poisonous_streams,
+        "streams_lost": metrics.streams_given_up + metrics.crashing_streams,
         **percentiles("recovery_s", metrics.recent_recovery_seconds, 50, 100),
         "gateway_bytes_at_first_kill": memory[0] if memory else None,
         "gateway_bytes_at_last_kill": memory[-1] if memory else None,
@@ -227,7 +227,7 @@ async def measure_pauses(
         await until(lambda: client.capacity().spares_ready == spares, PATIENCE_S)
         rate = client.spec.sample_rate
         speakers = [
-            Speaker(await client.open(f"s{number}"), [np.roll(audio, number * rate)], rate, endless=True)
+            SpeakingClient(await client.open(f"s{number}"), [np.roll(audio, number * rate)], rate, endless=True)
             for number in range(sessions)
         ]
         await waits(0.0)
@@ -241,11 +241,11 @@ async def measure_pauses(
             await asyncio.sleep(chance.uniform(*alive_s))
             # With a spare, engines serve in turn. Words that were on their way when one died do not count.
             victim = kill % len(engines)
-            seat, pid = client._running.seats.all[victim], engines[victim].pid
-            assert seat.serves and pid is not None
-            link, moment = seat.link, time.perf_counter()
+            pooled, pid = client._running.pool.all[victim], engines[victim].pid
+            assert pooled.serves and pid is not None
+            link, moment = pooled.link, time.perf_counter()
             os.kill(pid, signal.SIGKILL)
-            await until(lambda: seat.link is not link, PATIENCE_S)  # noqa: B023
+            await until(lambda: pooled.link is not link, PATIENCE_S)  # noqa: B023
             killed += await waits(moment)
         await until(lambda: client.metrics().streams_recovered == sessions * kills, PATIENCE_S)
         metrics = client.metrics()

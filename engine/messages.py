@@ -121,7 +121,7 @@ def same_owner(number: int, other: int) -> bool:
 
 
 @dataclass(slots=True)
-class Entrust:
+class SaveHandoff:
     """Keep beside a stream what its gateway knows of the session: whoever adopts the session goes on with both.
 
     All of it is opaque bytes. A `base` begins anew; `entries` go on from it, and together they account for the first
@@ -140,8 +140,8 @@ class Entrust:
     keep_bytes: int = 0
     keep_s: float = 0.0
     # By how much the engine counts less than the stream itself does.
-    positions_before: int = 0
-    samples_before: int = 0
+    position_offset: int = 0
+    sample_offset: int = 0
     last: bool = False
 
 
@@ -193,7 +193,7 @@ class Claim:
 
 
 @dataclass(slots=True)
-class Disown:
+class DropHandoff:
     """The session is over: forget what was entrusted. Its stream, if there still is one, is ended by an Abort."""
 
     stream: str
@@ -202,11 +202,11 @@ class Disown:
 
 
 # About a session, not about a stream.
-SessionCommand = Entrust | Ask | Adopt | Renew | Claim | Disown
+SessionCommand = SaveHandoff | Ask | Adopt | Renew | Claim | DropHandoff
 Command = Open | Feed | Flush | ChangeTurns | Finish | Abort | SessionCommand
 
 # In place of the token of a position that was cut out of a stream and not computed.
-CUT = -1
+SKIPPED = -1
 
 # A state as plain data: numbers, strings, bytes, lists and dictionaries of them.
 Saved = dict[str, Any]
@@ -361,7 +361,7 @@ class Claimed:
 
 
 @dataclass(slots=True)
-class Inherited:
+class SessionGiven:
     """What was entrusted with a session, and where its stream stands; `number` is 0 if it cannot be adopted.
 
     The outputs that the entries do not account for follow at once. `end` and `sample` are where the stream's audio
@@ -376,8 +376,8 @@ class Inherited:
     chunks: list[bytes] = field(default_factory=list)
     entries: list[bytes] = field(default_factory=list)
     consumed: int = 0
-    positions_before: int = 0
-    samples_before: int = 0
+    position_offset: int = 0
+    sample_offset: int = 0
     end: int = 0
     sample: int = 0
     segment: int = 0
@@ -389,7 +389,7 @@ class Inherited:
 
 
 # About a session, not about a stream.
-SessionOutput = Wanted | Fenced | Held | Renewed | Claimed | Inherited
+SessionOutput = Wanted | Fenced | Held | Renewed | Claimed | SessionGiven
 Output = Text | Speech | StreamState | Opened | Flushed | Closed | Failed | Refused | Dead | SessionOutput
 
 

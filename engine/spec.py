@@ -78,7 +78,7 @@ class ModelSpec:
     options: Options = Options()
 
     @property
-    def backlog_positions(self) -> int:
+    def upload_positions(self) -> int:
         """Audio that backlog of a windowed model waits for while more may come: a whole window, and a stride behind it.
 
         By then it is known where utterances end in that window, so that what is read does not depend on when.

@@ -15,7 +15,7 @@ from fleet.reconcile import reconcile
 from fleet.state import (
     Action,
     Actual,
-    Drain,
+    DrainEngine,
     FleetError,
     Forget,
     Kind,
@@ -386,7 +386,7 @@ class Manager:
             self._note(f"{action.unit.name} starts on {action.unit.node}")
             self._hire(action.unit)
             self._remember()
-        elif isinstance(action, Drain):
+        elif isinstance(action, DrainEngine):
             self._note(f"{action.name} drains: {action.why}")
             self._units[action.name] = replace(self._units[action.name], state=UnitState.DRAINING)
             self._crew.drain(action.name)
@@ -453,7 +453,7 @@ def _told(action: Action) -> str:
     match action:
         case Start(unit):
             return f"start {unit.kind} {unit.name} on {unit.node} port {unit.port}"
-        case Drain(name, why):
+        case DrainEngine(name, why):
             return f"drain {name}: {why}"
         case Forget(name, why):
             return f"forget {name}: {why}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from fleet.state import Action, Actual, Drain, Forget, Kind, Needs, Node, Start, Unit, UnitState, Wait, Wanted
+from fleet.state import Action, Actual, DrainEngine, Forget, Kind, Needs, Node, Start, Unit, UnitState, Wait, Wanted
 
 # Sums of fractions such as 0.1 miss a whole by a little.
 _ALMOST = 1e-6
@@ -141,18 +141,22 @@ def _departures(
     serving = [unit for unit in staying if unit.state is UnitState.SERVING]
     # Those that the operator wants gone leave when the others suffice, or when there is no place to wait for.
     if leaving and (len(serving) >= count or is_full):
-        return [Drain(unit.name, "the operator drains it") for unit in leaving]
+        return [DrainEngine(unit.name, "the operator drains it") for unit in leaving]
     if any(unit.state is UnitState.DRAINING for unit in mine) or leaving:
         return []
     outdated = [unit for unit in staying if unit.generation != wanted.generation]
     excess = len(staying) - count
     if excess > 0 and not outdated and (idle := [unit for unit in staying if unit.state is UnitState.STARTING]):
-        return [Drain(drain_order(idle, wanted.generation)[0].name, "the fleet needs fewer")]
+        return [DrainEngine(drain_order(idle, wanted.generation)[0].name, "the fleet needs fewer")]
     if excess > 0 and len(serving) > count:
         why = "it is replaced" if outdated else "the fleet needs fewer"
-        return [Drain(drain_order(serving, wanted.generation)[0].name, why)]
+        return [DrainEngine(drain_order(serving, wanted.generation)[0].name, why)]
     if outdated and excess <= 0 and is_full and _all_serve(staying):
-        return [Drain(drain_order(outdated, wanted.generation)[0].name, "it is replaced, and there is no place beside")]
+        return [
+            DrainEngine(
+                drain_order(outdated, wanted.generation)[0].name, "it is replaced, and there is no place beside"
+            )
+        ]
     return []
 
 

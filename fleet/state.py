@@ -153,7 +153,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class DrainEngine:
     name: str
     why: str
 
@@ -173,4 +173,4 @@ class Wait:
     why: str
 
 
-Action = Start | Drain | Forget | Wait
+Action = Start | DrainEngine | Forget | Wait

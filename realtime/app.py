@@ -27,8 +27,8 @@ from realtime.http.routes import build_app
 from realtime.metrics.engine import COUNTED_BY_EACH_GATEWAY, engine_collector
 from realtime.metrics.gateway import Metrics, name_collector
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.factory import Surroundings
-from realtime.serving.quota import House
+from realtime.serving.factory import GatewayServices
+from realtime.serving.quota import SessionQuota
 from realtime.serving.tokens import Signer, fleet_secret, signing_secret
 from realtime.serving.totals import report
 from realtime.serving.websocket import PatientHttp, realtime_websocket
@@ -144,7 +144,7 @@ class RunningServer:
         await self.task
 
 
-def build_server(engine: EngineApi, config: Config, around: Surroundings | None = None) -> Server:
+def build_server(engine: EngineApi, config: Config, around: GatewayServices | None = None) -> Server:
     """The gateway over a running engine, ready to `serve()`."""
     app = build_app(engine, config, around)
     settings = config.server
@@ -189,7 +189,7 @@ def freeze_modules() -> None:
 async def listening(
     engine: EngineApi,
     config: Config,
-    around: Surroundings | None = None,
+    around: GatewayServices | None = None,
     sockets: list[socket.socket] | None = None,
 ) -> AsyncIterator[RunningServer]:
     """A gateway over a running engine, listening; stopped at the end. Raises OSError if it cannot listen."""
@@ -231,7 +231,7 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     starting = asyncio.create_task(_start(client), name="start of the engine")
     stop_at_once = False
     try:
-        around = Surroundings(metrics, Signer(signing_secret(config)), client if config.in_fleet else None)
+        around = GatewayServices(metrics, Signer(signing_secret(config)), client if config.in_fleet else None)
         async with listening(client, config, around) as server:
             server.server.gateway.sessions.hands_over = config.in_fleet
             server.server.on_reload.append(partial(_limit_engines, client))
@@ -282,7 +282,7 @@ async def engine_for_workers(config: Config) -> AsyncIterator[EnginesForWorkers]
 
 @asynccontextmanager
 async def gateway_of_several(
-    config: Config, engines: Sequence[str], secret: bytes, house: House, listener: socket.socket
+    config: Config, engines: Sequence[str], secret: bytes, quota: SessionQuota, listener: socket.socket
 ) -> AsyncIterator[RunningServer]:
     """One gateway of several over the same engines: sessions move between them."""
     metrics = Metrics()
@@ -295,7 +295,7 @@ async def gateway_of_several(
     starting = asyncio.create_task(_start(client), name="start of the engine")
     try:
         async with listening(
-            client, share_of(config), Surroundings(metrics, Signer(secret), client, house), [listener]
+            client, share_of(config), GatewayServices(metrics, Signer(secret), client, quota), [listener]
         ) as server:
             server.server.gateway.sessions.hands_over = config.in_fleet
             server.server.on_reload.append(partial(_limit_engines, client))

@@ -110,7 +110,7 @@ class WireClaimed(Wire, tag="claimed"):
     tag: int
 
 
-class WireInherited(Wire, tag="inherited"):
+class WireSessionGiven(Wire, tag="inherited"):
     """The fields of `messages.Inherited`, in its order."""
 
     key: str
@@ -120,8 +120,8 @@ class WireInherited(Wire, tag="inherited"):
     chunks: list[bytes]
     entries: list[bytes]
     consumed: int
-    positions_before: int
-    samples_before: int
+    position_offset: int
+    sample_offset: int
     end: int
     sample: int
     segment: int
@@ -132,14 +132,14 @@ class WireInherited(Wire, tag="inherited"):
     options: dict[str, str]
 
 
-WireSessionOutput = WireWanted | WireFenced | WireHeld | WireRenewed | WireClaimed | WireInherited
+WireSessionOutput = WireWanted | WireFenced | WireHeld | WireRenewed | WireClaimed | WireSessionGiven
 _SESSION_OUTPUTS: dict[type[messages.SessionOutput], type[WireSessionOutput]] = {
     messages.Wanted: WireWanted,
     messages.Fenced: WireFenced,
     messages.Held: WireHeld,
     messages.Renewed: WireRenewed,
     messages.Claimed: WireClaimed,
-    messages.Inherited: WireInherited,
+    messages.SessionGiven: WireSessionGiven,
 }
 
 WireOutput = (

@@ -17,7 +17,7 @@ from engine.errors import BadItem, BadOption
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_COUNT)]
 # A token, or what stands for a position that was cut out.
-Token = Annotated[int, msgspec.Meta(ge=messages.CUT, le=LARGEST_COUNT)]
+Token = Annotated[int, msgspec.Meta(ge=messages.SKIPPED, le=LARGEST_COUNT)]
 
 
 class Wire(msgspec.Struct, array_like=True, gc=False):
@@ -85,7 +85,7 @@ class WireAbort(Wire, tag="abort"):
     stream: str
 
 
-class WireEntrust(Wire, tag="entrust"):
+class WireSaveHandoff(Wire, tag="entrust"):
     stream: str
     key: str
     number: Count
@@ -95,8 +95,8 @@ class WireEntrust(Wire, tag="entrust"):
     chunk: bytes
     keep_bytes: Count
     keep_s: float
-    positions_before: Count
-    samples_before: Count
+    position_offset: Count
+    sample_offset: Count
     last: bool
 
 
@@ -125,13 +125,13 @@ class WireClaim(Wire, tag="claim"):
     claims: list[tuple[str, Count, bool]]
 
 
-class WireDisown(Wire, tag="disown"):
+class WireDropHandoff(Wire, tag="disown"):
     stream: str
     key: str
     number: Count
 
 
-WireSessionCommand = WireEntrust | WireAsk | WireAdopt | WireRenew | WireClaim | WireDisown
+WireSessionCommand = WireSaveHandoff | WireAsk | WireAdopt | WireRenew | WireClaim | WireDropHandoff
 WireCommand = WireOpen | WireFeed | WireFlush | WireChangeTurns | WireFinish | WireAbort | WireSessionCommand
 
 _encoder = msgspec.msgpack.Encoder()
@@ -219,14 +219,14 @@ def _wire_session_command(command: messages.SessionCommand) -> WireSessionComman
             return WireRenew(command.stream, command.key, command.tag, command.number)
         case messages.Claim():
             return WireClaim(command.stream, command.tag, command.claims)
-        case messages.Disown():
-            return WireDisown(command.stream, command.key, command.number)
-        case messages.Entrust():
-            return _wire_entrust(command)
+        case messages.DropHandoff():
+            return WireDropHandoff(command.stream, command.key, command.number)
+        case messages.SaveHandoff():
+            return _wire_save_handoff(command)
 
 
-def _wire_entrust(command: messages.Entrust) -> WireEntrust:
-    return WireEntrust(
+def _wire_save_handoff(command: messages.SaveHandoff) -> WireSaveHandoff:
+    return WireSaveHandoff(
         command.stream,
         command.key,
         command.number,
@@ -236,8 +236,8 @@ def _wire_entrust(command: messages.Entrust) -> WireEntrust:
         command.chunk,
         command.keep_bytes,
         command.keep_s,
-        command.positions_before,
-        command.samples_before,
+        command.position_offset,
+        command.sample_offset,
         command.last,
     )
 

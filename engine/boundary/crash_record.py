@@ -20,7 +20,7 @@ _LENGTH = struct.Struct("<I")
 _TOO_MANY = 0xFFFF_FFFF
 
 
-class Flight(NamedTuple):
+class StreamInStep(NamedTuple):
     """A stream, by the name its engine knows it by, and the positions [start, end) that the step computes."""
 
     name: str
@@ -33,10 +33,10 @@ class Flight(NamedTuple):
         return self.name.removeprefix(mine).partition("/")[2] if self.name.startswith(mine) else None
 
 
-_decoder = msgspec.msgpack.Decoder(list[Flight])
+_decoder = msgspec.msgpack.Decoder(list[StreamInStep])
 
 
-class FlightRecord:
+class CrashRecord:
     """One writer, and readers when it is gone."""
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
@@ -44,14 +44,14 @@ class FlightRecord:
         self._grows = memory is None
 
     @classmethod
-    def at(cls, path: Path) -> FlightRecord:
+    def at(cls, path: Path) -> CrashRecord:
         """The record in a file, which is made if need be. Two processes that name the same file share it."""
         with path.open("a+b") as file:
             file.truncate(RECORD_BYTES)
             return cls(mmap.mmap(file.fileno(), RECORD_BYTES))
 
-    def write(self, flights: Sequence[tuple[str, int, int]]) -> None:
-        body = msgspec.msgpack.encode(flights)
+    def write(self, in_step: Sequence[tuple[str, int, int]]) -> None:
+        body = msgspec.msgpack.encode(in_step)
         if self._grows:
             self._memory = bytearray(_LENGTH.size + len(body))
         size = _LENGTH.size
@@ -66,7 +66,7 @@ class FlightRecord:
     def wipe(self) -> None:
         _LENGTH.pack_into(self._memory, 0, 0)
 
-    def read(self) -> list[Flight] | None:
+    def read(self) -> list[StreamInStep] | None:
         """Who was in flight; None if that is not known."""
         (length,) = _LENGTH.unpack_from(self._memory, 0)
         if length == 0:

@@ -64,7 +64,7 @@ class LinkKeys:
         socket.curve_publickey, socket.curve_secretkey = self.gateway.public, self.gateway.secret
 
 
-class Doorman:
+class ZapAuthenticator:
     """Answers ZeroMQ's question who may come in, for one engine's context."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: LinkKeys) -> None:
@@ -303,13 +303,13 @@ class EngineSocket:
     """The engine's end: blocking, for a thread of its own; every message comes with the name of its gateway."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: LinkKeys | None = None) -> None:
-        self._doorman: Doorman | None = None
+        self._authenticator: ZapAuthenticator | None = None
         if keys is not None and uses_tcp(address):
             # A context has one doorman.
             context = self._own_context = zmq.Context()
-            self._doorman = Doorman(context, keys)
+            self._authenticator = ZapAuthenticator(context, keys)
         self._socket = context.socket(zmq.ROUTER)
-        if self._doorman is not None and keys is not None:
+        if self._authenticator is not None and keys is not None:
             keys.lock_engine(self._socket)
         self._socket.set_hwm(0)
         # A message to a gateway that is gone is an error, not nothing: it is the first sign that it is gone.
@@ -319,7 +319,11 @@ class EngineSocket:
         self._monitor = self._socket.get_monitor_socket(REFUSED)
         self._refusal_said_at = float("-inf")
         self._poller = zmq.Poller()
-        for socket in (self._socket, self._monitor, *([] if self._doorman is None else [self._doorman.socket])):
+        for socket in (
+            self._socket,
+            self._monitor,
+            *([] if self._authenticator is None else [self._authenticator.socket]),
+        ):
             self._poller.register(socket, zmq.POLLIN)
         try:
             self._socket.bind(check_address(address))
@@ -341,8 +345,8 @@ class EngineSocket:
     def wait(self, seconds: float) -> bool:
         """Whether a message is there, after at most so long."""
         ready = dict(self._poller.poll(int(seconds * 1000)))
-        if self._doorman is not None and self._doorman.socket in ready:
-            self._doorman.answer_all()
+        if self._authenticator is not None and self._authenticator.socket in ready:
+            self._authenticator.answer_all()
         if self._monitor in ready:
             self._note_refusals()
         return self._socket in ready
@@ -377,6 +381,6 @@ class EngineSocket:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()
-        if self._doorman is not None:
-            self._doorman.socket.close()
+        if self._authenticator is not None:
+            self._authenticator.socket.close()
             self._own_context.term()

@@ -17,12 +17,12 @@ from engine import messages
 from engine.boundary.input_cache import SenderCache
 from engine.boundary.sockets import LinkKeys
 from engine.client.engine_handles import EngineHandle
-from engine.client.handoff import Inheritance, Owned, WillDesk, keeper_for
+from engine.client.handoff import AdoptedSession, HandoffClient, Owned, handoff_target
 from engine.client.link import EngineLink, Processor, processor_for, warm_up
 from engine.client.pool import LOOK_SECONDS, Capacity, TableFile, TableReport, capacity_of
 from engine.client.prepared import Rendered, inject, render
 from engine.client.replay import StreamLimits, positions_to_keep
-from engine.client.stream import EngineStream, Keeper
+from engine.client.stream import EngineStream, HandoffTarget
 from engine.client.supervisor import EngineMetrics, Supervisor
 from engine.errors import AtCapacity, DuplicateStream, EngineDead, EngineError
 from engine.messages import Item
@@ -64,7 +64,7 @@ class EngineClient:
         self._read_only: Processor | None = None
         self._names: set[str] = set()
         # What is entrusted to engines, and sessions of other gateways.
-        self.wills = WillDesk(self._make_inherited)
+        self.handoffs = HandoffClient(self._make_adopted)
 
     async def start(self) -> None:
         """Returns when engines of our own are warm; those elsewhere may come later.
@@ -79,8 +79,8 @@ class EngineClient:
             settings.recovery_timeout_s,
             settings.max_load,
             settings.spares,
-            self.wills.heard,
-            self.wills.claim,
+            self.handoffs.heard,
+            self.handoffs.claim,
             self._make_place,
             None if settings.fleet_secret is None else LinkKeys.from_secret(settings.fleet_secret),
         )
@@ -94,7 +94,7 @@ class EngineClient:
             table = await asyncio.to_thread(file.look)
             if table is not None:
                 self._running.follow(table)
-            await self._running.leave_dismissed()
+            await self._running.leave_delisted()
             await asyncio.sleep(LOOK_SECONDS)
 
     def _meet(self, spec: asyncio.Future[ModelSpec]) -> None:
@@ -128,7 +128,7 @@ class EngineClient:
         return self._read_only is not None and bool(self._links())
 
     def _links(self) -> list[EngineLink]:
-        return [] if self._supervisor is None else self._supervisor.seats.links()
+        return [] if self._supervisor is None else self._supervisor.pool.links()
 
     async def open(
         self,
@@ -147,13 +147,13 @@ class EngineClient:
         refusal: EngineError = EngineDead("no engine is running at the moment; try again in a few seconds")
         self._names.add(stream)
         try:
-            for seat in self._running.seats.in_order():
+            for pooled in self._running.pool.in_order():
                 opened = EngineStream(opening, self.spec, self._limits(), self._ended)
                 try:
-                    await self._running.seats.open_on(seat, opened)
+                    await self._running.pool.open_on(pooled, opened)
                     return opened
                 except BaseException as error:
-                    opened.forsake()
+                    opened.abandon()
                     if not isinstance(error, (AtCapacity, EngineDead)):
                         raise
                     refusal = error
@@ -163,42 +163,42 @@ class EngineClient:
         self._names.discard(stream)
         raise refusal
 
-    def keeper_for(self, stream: EngineStream | None) -> Keeper | None:
+    def handoff_target(self, stream: EngineStream | None) -> HandoffTarget | None:
         """Where the value of a session with this stream is kept; None if there is no such place at the moment."""
-        return keeper_for(stream, self._running.seats)
+        return handoff_target(stream, self._running.pool)
 
-    async def adopt(self, key: str, is_wanted: Callable[[], bool] = lambda: True) -> Inheritance | None:
+    async def adopt(self, key: str, is_wanted: Callable[[], bool] = lambda: True) -> AdoptedSession | None:
         """A session of another gateway, with its stream; None if no engine knows of it."""
-        return await self.wills.adopt(self._running.seats, key, is_wanted)
+        return await self.handoffs.adopt(self._running.pool, key, is_wanted)
 
     async def renew(self, owned: Owned) -> int:
         """The number from now on of a session of ours; 0 if it is another gateway's by now."""
-        return await self.wills.renew(self._running.seats, owned)
+        return await self.handoffs.renew(self._running.pool, owned)
 
     async def confirm(self) -> None:
         """Until the engines have said which of our sessions are another gateway's by now."""
-        await self.wills.confirm(self._running.seats)
+        await self.handoffs.confirm(self._running.pool)
 
     def _make_place(self, stream: EngineStream) -> EngineStream:
         """A stream that holds a place for another one."""
         return EngineStream(messages.Open(f"place for {stream.id}"), self.spec, self._limits(), self._ended)
 
-    def _make_inherited(self, inherited: messages.Inherited) -> EngineStream:
-        self._names.add(inherited.stream)
-        opening = messages.Open(inherited.stream, True, inherited.delay_positions, inherited.options)
+    def _make_adopted(self, adopted: messages.SessionGiven) -> EngineStream:
+        self._names.add(adopted.stream)
+        opening = messages.Open(adopted.stream, True, adopted.delay_positions, adopted.options)
         return EngineStream(opening, self.spec, self._limits(), self._ended)
 
     def capacity(self) -> Capacity:
         connected = capacity_of([link.status for link in self._links()], self._settings.max_load)
         if self._supervisor is None:
             return connected
-        seats, spares, file = self._supervisor.seats, self._settings.spares, self._table
+        pool, spares, file = self._supervisor.pool, self._settings.spares, self._table
         return replace(
             connected,
-            engines=seats.shares(),
-            missing=seats.missing(),
-            engines_wanted=len(seats.all) - spares,
-            spares_ready=seats.spares_ready,
+            engines=pool.shares(),
+            missing=pool.missing(),
+            engines_wanted=len(pool.all) - spares,
+            spares_ready=pool.spares_ready,
             spares_wanted=spares,
             table=None if file is None else TableReport(file.number, file.problem),
         )
@@ -237,14 +237,14 @@ class EngineClient:
         """From now on; streams that are open keep what they were opened with."""
         self._settings = replace(self._settings, max_load=max_load, keep_seconds=keep_seconds)
         if self._supervisor is not None:
-            self._supervisor.seats.max_load = max_load
+            self._supervisor.pool.max_load = max_load
 
     def _limits(self) -> StreamLimits:
         per_second = self.spec.sample_rate / self.spec.samples_per_position
         return StreamLimits(
             keep_positions=positions_to_keep(self.spec, self._settings.keep_seconds),
             # Less would leave backlog waiting for audio that waits for it.
-            ahead_positions=max(int(self._settings.ahead_seconds * per_second), self.spec.backlog_positions),
+            ahead_positions=max(int(self._settings.ahead_seconds * per_second), self.spec.upload_positions),
         )
 
     def _ended(self, stream: EngineStream) -> None:

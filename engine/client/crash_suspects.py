@@ -24,12 +24,12 @@ STRIKES_IF_CRASHED = 2
 STRIKES_IF_UNKNOWN = 3
 # The same if it is not known who was in the last step, or strangers were; and if strangers may have been.
 STRIKES_IF_UNSEEN = 4
-STRIKES_IF_STRANGERS_UNSEEN = 6
+STRIKES_IF_OTHERS_UNSEEN = 6
 # One death with more streams than this in a step is no reason to hold all of them up.
 FEW_SUSPECTS = 16
 
 
-class Suspicion:
+class CrashSuspicion:
     """What is known against one stream: how many engines died at the same spot of it, one after the other."""
 
     __slots__ = ("alone", "must_wait", "not_before", "spot", "strikes")
@@ -61,7 +61,7 @@ class Suspicion:
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
+class EngineDeath:
     """What a gateway knows of the end of an engine."""
 
     at: float
@@ -70,16 +70,16 @@ class Death:
     # Who was in its last step is known.
     step_known: bool
     # Streams of other gateways were in its last step, or may have been.
-    strangers: bool = False
+    other_gateways: bool = False
 
     @property
     def strikes_needed(self) -> int:
-        if self.step_known and not self.strangers:
+        if self.step_known and not self.other_gateways:
             return STRIKES_IF_CRASHED if self.crashed else STRIKES_IF_UNKNOWN
-        return STRIKES_IF_UNSEEN if self.step_known or not self.strangers else STRIKES_IF_STRANGERS_UNSEEN
+        return STRIKES_IF_UNSEEN if self.step_known or not self.other_gateways else STRIKES_IF_OTHERS_UNSEEN
 
 
-def convict(suspects: Mapping[Suspicion, range], death: Death) -> Suspicion | None:
+def find_culprit(suspects: Mapping[CrashSuspicion, range], death: EngineDeath) -> CrashSuspicion | None:
     """Write one more death down against those who were computed, and find the one it must be blamed on, if any.
 
     `suspects` has the positions of each that the engine computed or, if its last step is not known, may have computed.
@@ -90,7 +90,7 @@ def convict(suspects: Mapping[Suspicion, range], death: Death) -> Suspicion | No
         again = suspicion.strikes > 1
         suspicion.alone = len(suspects) <= FEW_SUSPECTS or again
         suspicion.must_wait = again and not death.step_known
-        if suspicion.must_wait and death.strangers:
+        if suspicion.must_wait and death.other_gateways:
             suspicion.not_before = death.at + random.uniform(0.0, suspicion.strikes)
     guilty = [suspicion for suspicion in suspects if suspicion.strikes >= death.strikes_needed]
     return guilty[0] if len(guilty) == 1 else None

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from uuid import uuid4
 
-from engine.boundary.crash_record import Flight, FlightRecord
+from engine.boundary.crash_record import CrashRecord, StreamInStep
 from engine.boundary.sockets import check_address
 from engine.options import EngineConfig
 
@@ -60,7 +60,7 @@ class EngineHandle(Protocol):
     async def crashed(self) -> bool:
         """Asked after the connection was lost: is the engine known to have crashed? Ends what is left of it."""
 
-    def in_flight(self) -> list[Flight] | None:
+    def in_flight(self) -> list[StreamInStep] | None:
         """After its end: the streams in the step that it died in. None if that is not known."""
 
     async def stop(self, at_once: bool = False) -> None:
@@ -86,7 +86,7 @@ class RemoteEngine:
     async def crashed(self) -> bool:
         return False
 
-    def in_flight(self) -> list[Flight] | None:
+    def in_flight(self) -> list[StreamInStep] | None:
         return None
 
     async def stop(self, at_once: bool = False) -> None:
@@ -113,7 +113,7 @@ class EngineProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="tickertape-")
         self.address = check_address(address or f"ipc://{Path(self._folder.name) / 'engine'}")
         self._record_path = Path(self._folder.name) / "record"
-        self._record = FlightRecord.at(self._record_path)
+        self._record = CrashRecord.at(self._record_path)
         self._build = _builder(engine)
         self._warm = warm
         self._context = multiprocessing.get_context("forkserver")
@@ -156,7 +156,7 @@ class EngineProcess:
         # A kill from outside says nothing about the streams; a crash does.
         return process.exitcode not in (0, -signal.SIGKILL, -signal.SIGTERM)
 
-    def in_flight(self) -> list[Flight] | None:
+    def in_flight(self) -> list[StreamInStep] | None:
         return self._record.read()
 
     async def stop(self, at_once: bool = False) -> None:
@@ -231,7 +231,7 @@ class EngineThread:
         self._build = _builder(engine)
         self._warm = warm
         self._thread: threading.Thread | None = None
-        self._record = FlightRecord()
+        self._record = CrashRecord()
         self._stop = threading.Event()
         self._ended = asyncio.Event()
         self._error: BaseException | None = None
@@ -271,7 +271,7 @@ class EngineThread:
             return False  # a thread cannot be ended from outside; it is connected to again
         return self._error is not None
 
-    def in_flight(self) -> list[Flight] | None:
+    def in_flight(self) -> list[StreamInStep] | None:
         return self._record.read()
 
     async def stop(self, at_once: bool = False) -> None:

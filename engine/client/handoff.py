@@ -13,8 +13,8 @@ from functools import partial
 
 from engine import messages
 from engine.client.link import EngineLink
-from engine.client.pool import Seat, Seats
-from engine.client.stream import EngineStream, Keeper
+from engine.client.pool import EnginePool, PooledEngine
+from engine.client.stream import EngineStream, HandoffTarget
 from engine.errors import EngineDead
 
 # How long engines are waited for. One that asks the former owner first takes a second, and one that is busy its step.
@@ -35,7 +35,7 @@ LEFT_SECONDS = 60.0
 OVER_SECONDS = 600.0
 MOST_OVER = 10_000
 
-Answer = messages.Held | messages.Renewed | messages.Claimed
+HandoffAnswer = messages.Held | messages.Renewed | messages.Claimed
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Owned:
 
 
 @dataclass(frozen=True, slots=True)
-class Inheritance:
+class AdoptedSession:
     """A session that came from another gateway. `number` is ours, and higher than that of any owner before.
 
     The stream, if there was one, hears on from its own sample `goes_on_at`; of the flushes that it was asked for,
@@ -66,10 +66,10 @@ class Inheritance:
     flushes: int = 0
 
 
-class WillDesk:
+class HandoffClient:
     """`make_stream` makes the gateway's side of a stream that an engine runs already."""
 
-    def __init__(self, make_stream: Callable[[messages.Inherited], EngineStream]) -> None:
+    def __init__(self, make_stream: Callable[[messages.SessionGiven], EngineStream]) -> None:
         # Called when another gateway asks for a session of ours: whether what it asks for is an outdated copy.
         self.on_wanted: Callable[[str, int], bool] | None = None
         # Called when a session is another's by now, if ours has a lower number.
@@ -79,17 +79,17 @@ class WillDesk:
         self._make_stream = make_stream
         self._tags = 0
         # Those who wait for an answer with a tag, and for one to `Adopt`.
-        self._awaited: dict[int, asyncio.Future[Answer]] = {}
-        self._adopting: dict[tuple[Seat, str], asyncio.Future[Inheritance | None]] = {}
+        self._awaited: dict[int, asyncio.Future[HandoffAnswer]] = {}
+        self._adopting: dict[tuple[PooledEngine, str], asyncio.Future[AdoptedSession | None]] = {}
         # Sessions that are over: the last number, and since when. The oldest comes first.
         self._over: dict[str, tuple[int, float]] = {}
 
-    def heard(self, seat: Seat, output: messages.SessionOutput) -> None:
+    def heard(self, pooled: PooledEngine, output: messages.SessionOutput) -> None:
         match output:
             case messages.Wanted(key, number):
                 is_outdated = self.on_wanted is not None and self.on_wanted(key, number)
-                if is_outdated and seat.link is not None:
-                    seat.link.send(messages.Disown("", key, number))
+                if is_outdated and pooled.link is not None:
+                    pooled.link.send(messages.DropHandoff("", key, number))
             case messages.Fenced(key, number):
                 if self.on_fenced is not None:
                     self.on_fenced(key, number)
@@ -97,20 +97,20 @@ class WillDesk:
                 answered = self._awaited.get(output.tag)
                 if answered is not None and not answered.done():
                     answered.set_result(output)
-            case messages.Inherited():
-                self._inherit(seat, output)
+            case messages.SessionGiven():
+                self._adopt_saved(pooled, output)
 
     # Whose sessions ours are.
 
-    def claim(self, seat: Seat) -> None:
+    def claim(self, pooled: PooledEngine) -> None:
         """Say which sessions we have: the engine says which of them are another's by now. One that was lost and is back
         may have copies of sessions that have ended since."""
-        assert seat.link is not None
-        self._send_claim(seat.link, 0)
+        assert pooled.link is not None
+        self._send_claim(pooled.link, 0)
         now = asyncio.get_running_loop().time()
         self._over = {key: known for key, known in self._over.items() if now - known[1] <= OVER_SECONDS}
         for key, (number, _) in self._over.items():
-            seat.link.send(messages.Disown("", key, number))
+            pooled.link.send(messages.DropHandoff("", key, number))
 
     def note_over(self, key: str, number: int) -> None:
         """A session of ours is over, and an engine that was lost may still have a copy of it."""
@@ -119,18 +119,18 @@ class WillDesk:
         if len(self._over) > MOST_OVER:
             del self._over[next(iter(self._over))]
 
-    async def confirm(self, seats: Seats) -> None:
+    async def confirm(self, pool: EnginePool) -> None:
         """Until every engine has said which of our sessions are another's by now; those that were just lost are waited
         for, though not for ever."""
         now = asyncio.get_running_loop().time()
-        concerned = [seat for seat in seats.all if seat.link is not None or now - seat.since < UNSURE_SECONDS]
+        concerned = [pooled for pooled in pool.all if pooled.link is not None or now - pooled.since < UNSURE_SECONDS]
         with suppress(TimeoutError):
             async with asyncio.timeout(CONFIRM_SECONDS):
                 await asyncio.gather(*map(self._confirm_at, concerned))
 
-    async def _confirm_at(self, seat: Seat) -> None:
+    async def _confirm_at(self, pooled: PooledEngine) -> None:
         while True:
-            link = seat.link
+            link = pooled.link
             if link is not None and await self._answer(link, self._send_claim) is not None:
                 return
             await asyncio.sleep(LOOK_SECONDS)
@@ -142,11 +142,13 @@ class WillDesk:
 
     # Sessions of others.
 
-    async def renew(self, seats: Seats, owned: Owned) -> int:
+    async def renew(self, pool: EnginePool, owned: Owned) -> int:
         """The client of a session of ours has come back to us. Returns the session's number from now on: nobody who
         asked for it before gets it. 0 if it is another's by now. Raises EngineDead if the engine that keeps it does not
         say."""
-        links = {seat: seat.link for seat in seats.all if seat.link is not None and seat.link is not owned.place}
+        links = {
+            pooled: pooled.link for pooled in pool.all if pooled.link is not None and pooled.link is not owned.place
+        }
         asking = self._ask_all(links, owned.key)
         number = owned.number
         if owned.place is not None:
@@ -159,7 +161,9 @@ class WillDesk:
             task.cancel()
         return 0 if any(held.number > number for held in others) else number
 
-    async def adopt(self, seats: Seats, key: str, is_wanted: Callable[[], bool] = lambda: True) -> Inheritance | None:
+    async def adopt(
+        self, pool: EnginePool, key: str, is_wanted: Callable[[], bool] = lambda: True
+    ) -> AdoptedSession | None:
         """The session from the engine that has its newest value; None if none has any. Raises EngineDead if one that
         may have it did not say, or if it cannot be had at the moment.
 
@@ -167,32 +171,34 @@ class WillDesk:
         this process stand still from then on and another gateway adopt the session, the engine refuses ours.
         """
         # A spare too: what is one here may serve for the gateway that had the session.
-        links = {seat: seat.link for seat in seats.all if seat.link is not None}
+        links = {pooled: pooled.link for pooled in pool.all if pooled.link is not None}
         asking = self._ask_all(links, key)
         answers = await _answers_of(asking.values())
-        found = {seat: task.result() for seat, task in asking.items() if _has_session(task)}
+        found = {pooled: task.result() for pooled, task in asking.items() if _has_session(task)}
         if not found:
             now = asyncio.get_running_loop().time()
             # One that was connected meanwhile has not been asked.
-            unsure = [seat for seat in seats.all if seat not in links and now - seat.since < UNSURE_SECONDS]
+            unsure = [pooled for pooled in pool.all if pooled not in links and now - pooled.since < UNSURE_SECONDS]
             if len(answers) < len(links) or unsure or not links:
                 raise EngineDead("not all engines have answered; try again in a few seconds")
             return None
         # An engine from which it has moved knows the number, and not the session.
-        at = max(found, key=lambda seat: (found[seat].number, found[seat].whole))
+        at = max(found, key=lambda pooled: (found[pooled].number, found[pooled].whole))
         newest = found[at]
         if not newest.whole:
             raise EngineDead("the gateway that has the session is just coming back; try again in a few seconds")
         if not is_wanted():
             raise EngineDead("nobody waits for the session any more")
-        inheritance = await self._take_from(at, links[at], newest)
-        for seat, task in asking.items():
-            if seat is not at:
-                task.add_done_callback(partial(_discard, links[seat], newest))
-        return inheritance
+        adopted_session = await self._take_from(at, links[at], newest)
+        for pooled, task in asking.items():
+            if pooled is not at:
+                task.add_done_callback(partial(_discard, links[pooled], newest))
+        return adopted_session
 
-    def _ask_all(self, links: Mapping[Seat, EngineLink], key: str) -> dict[Seat, asyncio.Task[messages.Held]]:
-        asking = {seat: asyncio.create_task(self._ask(link, key)) for seat, link in links.items()}
+    def _ask_all(
+        self, links: Mapping[PooledEngine, EngineLink], key: str
+    ) -> dict[PooledEngine, asyncio.Task[messages.Held]]:
+        asking = {pooled: asyncio.create_task(self._ask(link, key)) for pooled, link in links.items()}
         for task in asking.values():
             # One that nobody waits for any more may fail without a word.
             task.add_done_callback(_has_session)
@@ -205,7 +211,7 @@ class WillDesk:
             raise EngineDead(f"the engine at {link.address} has not answered")
         return held
 
-    async def _answer(self, link: EngineLink, send: Callable[[EngineLink, int], None]) -> Answer | None:
+    async def _answer(self, link: EngineLink, send: Callable[[EngineLink, int], None]) -> HandoffAnswer | None:
         """What the engine answers; None if the link ends before it does, or it takes too long."""
         self._tags += 1
         tag, answered = self._tags, asyncio.get_running_loop().create_future()
@@ -217,54 +223,54 @@ class WillDesk:
             del self._awaited[tag]
         return answered.result() if answered.done() else None
 
-    async def _take_from(self, seat: Seat, link: EngineLink, held: messages.Held) -> Inheritance:
+    async def _take_from(self, pooled: PooledEngine, link: EngineLink, held: messages.Held) -> AdoptedSession:
         """Raises EngineDead if the engine does not answer, or another gateway was faster."""
-        adopting: asyncio.Future[Inheritance | None] = asyncio.get_running_loop().create_future()
-        self._adopting[seat, held.key] = adopting
+        adopting: asyncio.Future[AdoptedSession | None] = asyncio.get_running_loop().create_future()
+        self._adopting[pooled, held.key] = adopting
         link.send(messages.Adopt("", held.key, held.number))
         try:
             await asyncio.wait((adopting, link.ended), timeout=ANSWER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if self._adopting.get((seat, held.key)) is adopting:
-                del self._adopting[seat, held.key]
+            if self._adopting.get((pooled, held.key)) is adopting:
+                del self._adopting[pooled, held.key]
         if not adopting.done():
             raise EngineDead(f"the engine at {link.address} has not answered")
-        inheritance = adopting.result()
-        if inheritance is None:
+        adopted_session = adopting.result()
+        if adopted_session is None:
             raise EngineDead("the session has just moved; try again in a few seconds")
-        return inheritance
+        return adopted_session
 
-    def _inherit(self, seat: Seat, inherited: messages.Inherited) -> None:
+    def _adopt_saved(self, pooled: PooledEngine, adopted: messages.SessionGiven) -> None:
         """At once: the outputs of the stream follow in the same message."""
-        asked = self._adopting.get((seat, inherited.key))
+        asked = self._adopting.get((pooled, adopted.key))
         found = None
-        if inherited.number:
-            found = self._take(seat, inherited)
+        if adopted.number:
+            found = self._take(pooled, adopted)
         if asked is not None and not asked.done():
             asked.set_result(found)
-        elif found is not None and seat.link is not None:
+        elif found is not None and pooled.link is not None:
             # Nobody waits for it any more. It is left for whoever asks next.
-            seat.link.send(_left_again(inherited))
+            pooled.link.send(_left_again(adopted))
             if found.stream is not None:
                 found.stream.lay_down()
 
-    def _take(self, seat: Seat, inherited: messages.Inherited) -> Inheritance:
-        given = (inherited.number, inherited.base, inherited.chunks, inherited.entries, seat.link)
-        if not inherited.stream:
-            return Inheritance(*given)
-        stream = self._make_stream(inherited)
-        assert seat.link is not None
-        seat.streams[stream.id] = stream
-        goes_on_at = stream.carried_by(seat.link, inherited)
-        return Inheritance(*given, stream, goes_on_at, inherited.flushes - inherited.answered)
+    def _take(self, pooled: PooledEngine, adopted: messages.SessionGiven) -> AdoptedSession:
+        given = (adopted.number, adopted.base, adopted.chunks, adopted.entries, pooled.link)
+        if not adopted.stream:
+            return AdoptedSession(*given)
+        stream = self._make_stream(adopted)
+        assert pooled.link is not None
+        pooled.streams[stream.id] = stream
+        goes_on_at = stream.carried_by(pooled.link, adopted)
+        return AdoptedSession(*given, stream, goes_on_at, adopted.flushes - adopted.answered)
 
 
-def keeper_for(stream: EngineStream | None, seats: Seats) -> Keeper | None:
+def handoff_target(stream: EngineStream | None, pool: EnginePool) -> HandoffTarget | None:
     """Where the value of the session with this stream belongs; None if there is no such place at the moment."""
     if stream is not None:
-        return stream.keeper
-    link = next(iter(seats.links()), None)
-    return None if link is None else Keeper(link)
+        return stream.target
+    link = next(iter(pool.links()), None)
+    return None if link is None else HandoffTarget(link)
 
 
 async def _answers_of(
@@ -294,19 +300,19 @@ def _has_session(task: asyncio.Task[messages.Held]) -> bool:
 def _discard(link: EngineLink, newest: messages.Held, task: asyncio.Task[messages.Held]) -> None:
     """Have an engine forget an older value of a session that goes on with a newer one."""
     if _has_session(task) and (older := task.result()).number < newest.number:
-        link.send(messages.Disown("", older.key, older.number))
+        link.send(messages.DropHandoff("", older.key, older.number))
 
 
-def _left_again(inherited: messages.Inherited) -> messages.Entrust:
-    return messages.Entrust(
-        inherited.stream,
-        inherited.key,
-        inherited.number,
-        inherited.consumed,
-        inherited.entries,
-        base=inherited.base,
+def _left_again(adopted: messages.SessionGiven) -> messages.SaveHandoff:
+    return messages.SaveHandoff(
+        adopted.stream,
+        adopted.key,
+        adopted.number,
+        adopted.consumed,
+        adopted.entries,
+        base=adopted.base,
         keep_s=LEFT_SECONDS,
-        positions_before=inherited.positions_before,
-        samples_before=inherited.samples_before,
+        position_offset=adopted.position_offset,
+        sample_offset=adopted.sample_offset,
         last=True,
     )

@@ -155,7 +155,7 @@ class Source(Protocol):
         """The next piece; None if there is none at the moment."""
 
 
-class Outbox:
+class SendQueue:
     def __init__(self) -> None:
         self._live: deque[Queued] = deque()
         self._sources: deque[Source] = deque()
@@ -332,7 +332,7 @@ class EngineLink:
         self._loop = asyncio.get_running_loop()
         self._welcome: asyncio.Future[codec.Welcome] = self._loop.create_future()
         self._numbering = Numbering()
-        self._outbox = Outbox()
+        self._outbox = SendQueue()
         # Items of batches that were not taken yet: what a repair may ask for.
         self._under_way: dict[int, list[messages.Item]] = {}
         # The last batch that needed a repair.

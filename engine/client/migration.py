@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from engine.client.pool import Seat, Seats
+from engine.client.pool import EnginePool, PooledEngine
 from engine.client.recovery import Recovery
 from engine.client.stream import EngineStream
 from engine.errors import EngineError
@@ -23,21 +23,21 @@ LOOK_SECONDS = 0.25
 PATIENCE_SECONDS = 15.0
 
 
-class Moves:
+class Migrations:
     """`make_place` makes a stream that holds a place for another."""
 
     def __init__(
         self,
-        seats: Seats,
+        pool: EnginePool,
         recovery: Recovery,
         make_place: Callable[[EngineStream], EngineStream],
         clock: Callable[[], float],
     ) -> None:
-        self._seats = seats
+        self._pool = pool
         self._recovery = recovery
         self._make_place = make_place
         self._clock = clock
-        self._since: dict[Seat, float] = {}
+        self._since: dict[PooledEngine, float] = {}
         self._moving: dict[EngineStream, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -53,25 +53,25 @@ class Moves:
 
     def look(self) -> None:
         """Begin to move whoever can be moved now."""
-        draining = [seat for seat in self._seats.all if seat.link is not None and seat.draining]
+        draining = [pooled for pooled in self._pool.all if pooled.link is not None and pooled.draining]
         now = self._clock()
-        self._since = {seat: self._since.get(seat, now) for seat in draining}
-        for seat in draining:
-            is_late = now - self._since[seat] >= PATIENCE_SECONDS
-            for stream in list(seat.streams.values()):
+        self._since = {pooled: self._since.get(pooled, now) for pooled in draining}
+        for pooled in draining:
+            is_late = now - self._since[pooled] >= PATIENCE_SECONDS
+            for stream in list(pooled.streams.values()):
                 if stream in self._moving or not stream.may_move or not (is_late or stream.at_pause):
                     continue
-                target = self._seats.place_for_lost()
+                target = self._pool.place_for_lost()
                 if target is None:
                     return
                 self._moving[stream] = asyncio.create_task(
-                    self._move(stream, seat, target), name=f"move {stream.id} to {target.name}"
+                    self._move(stream, pooled, target), name=f"move {stream.id} to {target.name}"
                 )
 
-    async def _move(self, stream: EngineStream, seat: Seat, target: Seat) -> None:
+    async def _move(self, stream: EngineStream, pooled: PooledEngine, target: PooledEngine) -> None:
         place = self._make_place(stream)
         try:
-            await self._seats.open_on(target, place)
+            await self._pool.open_on(target, place)
         except (EngineError, ValueError) as error:
             logger.info("stream %s stays where it is: %s", stream.id, error)
             return
@@ -79,7 +79,7 @@ class Moves:
             del self._moving[stream]
         # The place was there a moment ago: the stream takes it.
         place.drop()
-        if seat.streams.get(stream.id) is stream and stream.may_move:
-            del seat.streams[stream.id]
+        if pooled.streams.get(stream.id) is stream and stream.may_move:
+            del pooled.streams[stream.id]
             stream.part(self._clock())
             self._recovery.carry(stream, target)

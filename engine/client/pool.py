@@ -148,14 +148,14 @@ USUAL_LAG_MS = 1000.0
 OPENING_AT_ONCE = 16
 
 
-class Seat:
+class PooledEngine:
     """One engine and, while it lives, the link to it and the streams on it."""
 
     def __init__(self, engine: EngineHandle, name: str = "") -> None:
         self.engine = engine
         self.name = name or engine.address
         # The table of engines has it no more, or says that it is to be emptied.
-        self.dismissed = False
+        self.delisted = False
         self.emptied = False
         # Why it is not connected, if that is known, and since when it is or is not.
         self.problem = ""
@@ -175,38 +175,39 @@ class Seat:
     @property
     def draining(self) -> bool:
         """No new stream sits here, and those that do are to move."""
-        return self.dismissed or self.emptied or (self.link is not None and self.link.status.draining)
+        return self.delisted or self.emptied or (self.link is not None and self.link.status.draining)
 
     @property
     def takes_streams(self) -> bool:
         return self.link is not None and self.serves and not self.draining
 
 
-class Seats:
+class EnginePool:
     """All of them; a stream sits on one at most. `spares` of them stay empty until one that serves is lost."""
 
     def __init__(self, engines: Sequence[EngineHandle], max_load: float, spares: int = 0) -> None:
         self.all = [
-            Seat(engine, f"e{number}" if engine.is_ours else "") for number, engine in enumerate(engines, start=1)
+            PooledEngine(engine, f"e{number}" if engine.is_ours else "")
+            for number, engine in enumerate(engines, start=1)
         ]
         self.spares = spares
         self.max_load = max_load
         self._chance = random.Random()
 
-    def arrived(self, seat: Seat, link: EngineLink) -> None:
+    def arrived(self, pooled: PooledEngine, link: EngineLink) -> None:
         """The engine is connected."""
-        seat.link, seat.since = link, asyncio.get_running_loop().time()
+        pooled.link, pooled.since = link, asyncio.get_running_loop().time()
         self._promote()
 
-    def lost(self, seat: Seat) -> Seat | None:
+    def lost(self, pooled: PooledEngine) -> PooledEngine | None:
         """The engine is not connected any more; the spare that serves in its place, if there is one."""
-        seat.link, seat.serves, seat.since = None, False, asyncio.get_running_loop().time()
+        pooled.link, pooled.serves, pooled.since = None, False, asyncio.get_running_loop().time()
         return self._promote()
 
-    def _promote(self) -> Seat | None:
+    def _promote(self) -> PooledEngine | None:
         """Let a connected engine serve if too few do; all that are needed serve after each arrival and each loss."""
-        spare = next((seat for seat in self.all if seat.link is not None and not seat.serves), None)
-        serving = sum(seat.link is not None and seat.serves for seat in self.all)
+        spare = next((pooled for pooled in self.all if pooled.link is not None and not pooled.serves), None)
+        serving = sum(pooled.link is not None and pooled.serves for pooled in self.all)
         if spare is None or serving >= len(self.all) - self.spares:
             return None
         spare.serves = True
@@ -214,95 +215,99 @@ class Seats:
 
     def links(self) -> list[EngineLink]:
         """To the engines that take streams."""
-        return [seat.link for seat in self.all if seat.link is not None and seat.takes_streams]
+        return [pooled.link for pooled in self.all if pooled.link is not None and pooled.takes_streams]
 
     @property
     def spares_ready(self) -> int:
-        return sum(seat.link is not None and not seat.serves for seat in self.all)
+        return sum(pooled.link is not None and not pooled.serves for pooled in self.all)
 
     def streams(self) -> list[EngineStream]:
-        return [stream for seat in self.all for stream in seat.streams.values()]
+        return [stream for pooled in self.all for stream in pooled.streams.values()]
 
     def shares(self) -> tuple[EngineShare, ...]:
         """Of the engines that are connected and no spares."""
         return tuple(
             replace(
-                share_of(seat.link.status, self.max_load),
-                name=seat.name,
-                address=seat.engine.address,
-                draining=seat.draining,
-                version=seat.link.version,
-                silent_s=seat.link.silent_s,
+                share_of(pooled.link.status, self.max_load),
+                name=pooled.name,
+                address=pooled.engine.address,
+                draining=pooled.draining,
+                version=pooled.link.version,
+                silent_s=pooled.link.silent_s,
             )
-            for seat in self.all
-            if seat.link is not None and seat.serves
+            for pooled in self.all
+            if pooled.link is not None and pooled.serves
         )
 
     def missing(self) -> tuple[EngineMissing, ...]:
         return tuple(
-            EngineMissing(seat.name, seat.engine.address, seat.problem) for seat in self.all if seat.link is None
+            EngineMissing(pooled.name, pooled.engine.address, pooled.problem)
+            for pooled in self.all
+            if pooled.link is None
         )
 
-    def in_order(self) -> list[Seat]:
+    def in_order(self) -> list[PooledEngine]:
         """Engines that can take a stream, in the order in which to ask them.
 
         First those with room, by chance, and the likelier the more room there is: gateways that choose at the same
         time do not all choose the same one. Then those that are behind or full, the best first; they know better.
         """
-        ready = [seat for seat in self.all if seat.link is not None and seat.takes_streams]
-        room = {seat: self._room(seat) for seat in ready}
-        chances = {seat: self._chance.random() ** (1 / free) for seat, free in room.items() if free > 0}
-        with_room = sorted(chances, key=lambda seat: chances[seat], reverse=True)
-        return with_room + [seat for seat in self._by_lag(ready) if seat not in chances]
+        ready = [pooled for pooled in self.all if pooled.link is not None and pooled.takes_streams]
+        room = {pooled: self._room(pooled) for pooled in ready}
+        chances = {pooled: self._chance.random() ** (1 / free) for pooled, free in room.items() if free > 0}
+        with_room = sorted(chances, key=lambda pooled: chances[pooled], reverse=True)
+        return with_room + [pooled for pooled in self._by_lag(ready) if pooled not in chances]
 
-    def _room(self, seat: Seat) -> int:
-        assert seat.link is not None
-        status = seat.link.status
-        return 0 if status.lag_ms > USUAL_LAG_MS else streams_free(status, self.max_load) - seat.opening
+    def _room(self, pooled: PooledEngine) -> int:
+        assert pooled.link is not None
+        status = pooled.link.status
+        return 0 if status.lag_ms > USUAL_LAG_MS else streams_free(status, self.max_load) - pooled.opening
 
-    def _by_lag(self, seats: Sequence[Seat]) -> list[Seat]:
+    def _by_lag(self, pool: Sequence[PooledEngine]) -> list[PooledEngine]:
         """Not behind, not full, with few streams."""
 
-        def order(entry: tuple[codec.Status, Seat]) -> tuple[float, bool, float]:
-            status, seat = entry
+        def order(entry: tuple[codec.Status, PooledEngine]) -> tuple[float, bool, float]:
+            status, pooled = entry
             full = status.counted >= streams_held(status, self.max_load)
-            return max(0.0, status.lag_ms - USUAL_LAG_MS), full, len(seat.streams) / max(1, status.slots_total)
+            return max(0.0, status.lag_ms - USUAL_LAG_MS), full, len(pooled.streams) / max(1, status.slots_total)
 
-        return [seat for _, seat in sorted(((seat.link.status, seat) for seat in seats if seat.link), key=order)]
+        return [
+            pooled for _, pooled in sorted(((pooled.link.status, pooled) for pooled in pool if pooled.link), key=order)
+        ]
 
-    def place_for_lost(self) -> Seat | None:
+    def place_for_lost(self) -> PooledEngine | None:
         """An engine that seems to have a place for a stream that lost its own: nothing is sent to one that is full."""
-        for seat in self.in_order():
-            assert seat.link is not None
-            status = seat.link.status
-            if seat.opening < OPENING_AT_ONCE and status.slots_used + seat.opening < status.slots_total:
-                return seat
+        for pooled in self.in_order():
+            assert pooled.link is not None
+            status = pooled.link.status
+            if pooled.opening < OPENING_AT_ONCE and status.slots_used + pooled.opening < status.slots_total:
+                return pooled
         return None
 
-    async def open_on(self, seat: Seat, stream: EngineStream) -> None:
+    async def open_on(self, pooled: PooledEngine, stream: EngineStream) -> None:
         """Raises what the engine answers, or EngineDead; then the stream is on no engine."""
-        link = seat.link
+        link = pooled.link
         if link is None:
-            raise EngineDead(f"the engine at {seat.engine.address} is not running at the moment")
-        seat.streams[stream.id] = stream
-        seat.opening += 1
+            raise EngineDead(f"the engine at {pooled.engine.address} is not running at the moment")
+        pooled.streams[stream.id] = stream
+        pooled.opening += 1
         try:
             await stream.open_on(link)
         except BaseException as error:
             if isinstance(error, AtCapacity):
                 # It knows better than its last report. The next report counts again.
                 link.status.slots_used = link.status.slots_total
-            if seat.streams.get(stream.id) is stream:
-                del seat.streams[stream.id]
+            if pooled.streams.get(stream.id) is stream:
+                del pooled.streams[stream.id]
             raise
         finally:
-            seat.opening -= 1
+            pooled.opening -= 1
 
     def leave(self, stream: EngineStream) -> None:
         """The stream has said its last word."""
-        for seat in self.all:
-            if seat.streams.get(stream.id) is stream:
-                del seat.streams[stream.id]
+        for pooled in self.all:
+            if pooled.streams.get(stream.id) is stream:
+                del pooled.streams[stream.id]
 
 
 # The table of a fleet's engines: a file that its keeper replaces whole, and that a gateway looks at now and then.

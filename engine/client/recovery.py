@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine import messages
-from engine.client.pool import Seat, Seats
+from engine.client.pool import EnginePool, PooledEngine
 from engine.client.stream import EngineStream
 from engine.errors import AtCapacity, EngineDead, EngineError
 
@@ -35,10 +35,10 @@ class RecoveryCounts:
 
 
 class Recovery:
-    def __init__(self, seats: Seats, timeout_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, pool: EnginePool, timeout_s: float, clock: Callable[[], float]) -> None:
         self.counts = RecoveryCounts()
         self.recent_seconds: deque[float] = deque(maxlen=RECOVERIES_KEPT)
-        self._seats = seats
+        self._pool = pool
         self._timeout_s = timeout_s
         self._clock = clock
         self._held: set[EngineStream] = set()
@@ -84,9 +84,9 @@ class Recovery:
                 self._waiting.append(stream)
         self._wake.set()
 
-    def carry(self, stream: EngineStream, seat: Seat) -> None:
+    def carry(self, stream: EngineStream, pooled: PooledEngine) -> None:
         """The stream has left its engine for this one, where it has a place."""
-        task = asyncio.create_task(self._reopen(stream, seat), name=f"reopen {stream.id}")
+        task = asyncio.create_task(self._reopen(stream, pooled), name=f"reopen {stream.id}")
         self._reopening[stream] = task
 
     def wake(self) -> None:
@@ -119,10 +119,10 @@ class Recovery:
                 self.counts.given_up += 1
                 stream.end(messages.Dead(f"no engine came back within {self._timeout_s:g} s"))
                 continue
-            seat = self._seats.place_for_lost()
-            if seat is not None and self._may_try(stream, now):
+            pooled = self._pool.place_for_lost()
+            if pooled is not None and self._may_try(stream, now):
                 self._waiting.remove(stream)
-                self.carry(stream, seat)
+                self.carry(stream, pooled)
 
     def _is_too_late(self, stream: EngineStream, now: float) -> bool:
         lost_at = stream.place.lost_at
@@ -147,13 +147,13 @@ class Recovery:
             suspect.suspicion.must_wait = False
             self._on_probation = None
 
-    async def _reopen(self, stream: EngineStream, seat: Seat) -> None:
+    async def _reopen(self, stream: EngineStream, pooled: PooledEngine) -> None:
         mine = asyncio.current_task()
         if self._reopening.get(stream) is not mine:
             return  # it ended before this had its turn
         refusal: Exception | None = None
         try:
-            await self._seats.open_on(seat, stream)
+            await self._pool.open_on(pooled, stream)
         except (EngineError, ValueError) as error:
             refusal = error
         except Exception as error:

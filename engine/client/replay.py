@@ -31,7 +31,7 @@ class NewTurns:
     turns: TurnRule | None
 
 
-Entry = Item | AskedFlush | NewTurns
+ReplayEntry = Item | AskedFlush | NewTurns
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Replay:
 
     positions: int
     samples: int
-    entries: list[Entry]
+    entries: list[ReplayEntry]
     forced_tokens: list[int] = field(default_factory=list)
     state: StreamState | None = None
     # Audio that the state refers to, and audio that is to be heard as if no engine had been lost.
@@ -96,7 +96,7 @@ class KeptAudio:
         self.end = spec.prefix_positions
         self.end_sample = 0
         self._spec = spec
-        self._entries: deque[Entry] = deque()
+        self._entries: deque[ReplayEntry] = deque()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -151,10 +151,10 @@ class KeptAudio:
         while self._entries and isinstance(self._entries[0], AskedFlush) and self._entries[0].tag <= tag:
             self._entries.popleft()
 
-    def split(self, position: int, tag: int) -> tuple[list[Item], list[Entry]]:
+    def split(self, position: int, tag: int) -> tuple[list[Item], list[ReplayEntry]]:
         """The items before a position, and what follows them without the flushes up to `tag`."""
         before: list[Item] = []
-        after: list[Entry] = []
+        after: list[ReplayEntry] = []
         for entry in self._entries:
             if isinstance(entry, Item) and entry.offset < position:
                 before.append(entry)
@@ -180,7 +180,7 @@ class KeptAudio:
         return Replay(positions, samples, entries)
 
 
-def _earlier(entry: Entry, positions: int, samples: int) -> Entry:
+def _earlier(entry: ReplayEntry, positions: int, samples: int) -> ReplayEntry:
     if isinstance(entry, Item):
         return replace(entry, offset=entry.offset - positions, sample=entry.sample - samples)
     if isinstance(entry, AskedFlush) and entry.pause is not None:
@@ -243,7 +243,7 @@ class TokenMemory:
         return not self._kept_from or kept.end - self._kept_from >= self._keep_positions
 
 
-class WindowMemory:
+class SavedWindow:
     """For models that reread their window: the last saved state."""
 
     def __init__(self) -> None:
@@ -283,4 +283,4 @@ class WindowMemory:
 
 
 def memory_for(spec: ModelSpec, keep_positions: int) -> Memory:
-    return WindowMemory() if spec.rereads_window else TokenMemory(spec, keep_positions)
+    return SavedWindow() if spec.rereads_window else TokenMemory(spec, keep_positions)

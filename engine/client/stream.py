@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 
 from engine import messages
 from engine.boundary.items import make_cutter, prepare
-from engine.client.crash_suspects import Suspicion
+from engine.client.crash_suspects import CrashSuspicion
 from engine.client.link import EngineLink, ItemRefused, Queued
-from engine.client.replay import AskedFlush, Entry, KeptAudio, NewTurns, Replay, StreamLimits, memory_for
+from engine.client.replay import AskedFlush, KeptAudio, NewTurns, Replay, ReplayEntry, StreamLimits, memory_for
 from engine.errors import AtCapacity, BadOption, DuplicateStream, EngineDead, EngineError, StreamFailed, StreamFinished
 from engine.messages import Item
 from engine.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Keeper:
+class HandoffTarget:
     """An engine that could go on with a stream for another gateway: how many of its outputs were read here, and by how
     many positions and samples it counts less."""
 
@@ -47,21 +47,21 @@ class Placement:
         self._spec = spec
         self._computed_here = spec.prefix_positions
         # By how much the engine that carries the stream now counts less than the stream itself does.
-        self._positions_before = 0
-        self._samples_before = 0
+        self._position_offset = 0
+        self._sample_offset = 0
         # The stream has gone on after a loss when it is computed up to here.
         self._goes_on_at = 0
 
     def begin(self, link: EngineLink, replay: Replay) -> None:
         """This engine carries the stream from now on; it is sent the replay first."""
         self.link = link
-        self._positions_before, self._samples_before = replay.positions, replay.samples
+        self._position_offset, self._sample_offset = replay.positions, replay.samples
         self._computed_here = replay.positions + self._spec.prefix_positions
 
     @property
     def before(self) -> tuple[int, int]:
         """Positions and samples by which this engine counts less."""
-        return self._positions_before, self._samples_before
+        return self._position_offset, self._sample_offset
 
     def lose(self, now: float, end: int) -> None:
         """The engine is lost; the audio so far ends at position `end`."""
@@ -74,7 +74,7 @@ class Placement:
 
     def progress(self, computed: int) -> None:
         """The engine has computed so far, on its own count."""
-        self._computed_here = computed + self._positions_before
+        self._computed_here = computed + self._position_offset
         self.computed = max(self.computed, self._computed_here)
 
     @property
@@ -88,25 +88,25 @@ class Placement:
 
     def own_count(self, start: int, end: int) -> range:
         """Positions of the engine's count on the stream's own."""
-        return range(start + self._positions_before, end + self._positions_before)
+        return range(start + self._position_offset, end + self._position_offset)
 
     def engine_count(self, positions: range) -> tuple[int, int]:
         """Positions of the stream's count on the engine's."""
-        return positions.start - self._positions_before, positions.stop - self._positions_before
+        return positions.start - self._position_offset, positions.stop - self._position_offset
 
     def to_engine(self, items: Sequence[Item]) -> list[Item]:
         """The items as the engine counts."""
-        positions, samples = self._positions_before, self._samples_before
+        positions, samples = self._position_offset, self._sample_offset
         if not positions:
             return list(items)
         return [replace(item, offset=item.offset - positions, sample=item.sample - samples) for item in items]
 
     def sample_to_engine(self, sample: int | None) -> int | None:
-        return None if sample is None else max(0, sample - self._samples_before)
+        return None if sample is None else max(0, sample - self._sample_offset)
 
     def from_engine(self, output: messages.Output) -> None:
         """Turn the engine's count of samples in an output into the stream's."""
-        samples = self._samples_before
+        samples = self._sample_offset
         if not samples:
             return
         match output:
@@ -207,7 +207,7 @@ class Delivery:
         return True
 
 
-def _commands(stream: str, entries: Iterable[Entry], finished: bool) -> Iterable[Queued]:
+def _commands(stream: str, entries: Iterable[ReplayEntry], finished: bool) -> Iterable[Queued]:
     """A replay as commands."""
     run: list[Item] = []
     for entry in entries:
@@ -250,7 +250,7 @@ class Outputs:
         self._news = asyncio.Event()
         self._listener: Callable[[messages.Output], None] | None = None
         # Speech before this sample has been told.
-        self._told_until = 0
+        self._reported_until = 0
         # Whether somebody spoke in the last that was told.
         self.speech_goes_on = False
 
@@ -300,21 +300,21 @@ class Outputs:
 
     def _new_part(self, speech: messages.Speech) -> messages.Speech | None:
         """The speech without what was told before, if the audio is a replay."""
-        if speech.sample >= self._told_until and speech.frame_samples and speech.probabilities:
-            self._told_until = speech.sample + len(speech.probabilities) * speech.frame_samples
+        if speech.sample >= self._reported_until and speech.frame_samples and speech.probabilities:
+            self._reported_until = speech.sample + len(speech.probabilities) * speech.frame_samples
             return speech
-        if speech.frame_samples > self._sample_rate and speech.sample < self._told_until:
+        if speech.frame_samples > self._sample_rate and speech.sample < self._reported_until:
             # A long silence is one long frame, of which a part is known.
-            known = min(self._told_until - speech.sample, speech.frame_samples)
+            known = min(self._reported_until - speech.sample, speech.frame_samples)
             speech.sample, speech.frame_samples = speech.sample + known, speech.frame_samples - known
         if not speech.frame_samples:
             return None
-        known = max(0, -(-(self._told_until - speech.sample) // speech.frame_samples))
+        known = max(0, -(-(self._reported_until - speech.sample) // speech.frame_samples))
         probabilities = speech.probabilities[known:]
         if not probabilities:
             return None
         sample = speech.sample + known * speech.frame_samples
-        self._told_until = sample + len(probabilities) * speech.frame_samples
+        self._reported_until = sample + len(probabilities) * speech.frame_samples
         return messages.Speech(speech.stream, sample, speech.frame_samples, probabilities)
 
 
@@ -334,27 +334,27 @@ def error_of(failed: messages.Failed) -> EngineError | ValueError:
 # too: so at any moment one engine could go on with both for another gateway.
 
 
-class Handover:
+class PreviousEngine:
     """Of one stream."""
 
     def __init__(self, stream: str) -> None:
         # Whether a session was entrusted to the engine beside the stream.
-        self.is_entrusted = False
+        self.is_handed_off = False
         # Until the other engine has all of the stream.
-        self.leaving: Keeper | None = None
+        self.leaving: HandoffTarget | None = None
         self._stream = stream
         # From then on, until the session is there too.
-        self._left: Keeper | None = None
+        self._left: HandoffTarget | None = None
 
-    def begin(self, keeper: Keeper | None) -> None:
+    def begin(self, target: HandoffTarget | None) -> None:
         self.end()
-        self.leaving = keeper
+        self.leaving = target
 
     def settle(self) -> None:
         """The other engine has all of the stream."""
         if self.leaving is not None:
             self._left, self.leaving = self.leaving, None
-            if not self.is_entrusted:
+            if not self.is_handed_off:
                 self.release()
 
     def release(self) -> None:
@@ -370,7 +370,7 @@ class Handover:
         self.release()
 
     def is_from(self, link: EngineLink) -> bool:
-        return any(keeper is not None and keeper.link is link for keeper in (self.leaving, self._left))
+        return any(target is not None and target.link is link for target in (self.leaving, self._left))
 
 
 # One stream as the gateway sees it: audio in, outputs out, on whichever engine carries it at the moment.
@@ -389,7 +389,7 @@ class EngineStream:
     ) -> None:
         self.id = opening.stream
         self.place = Placement(spec)
-        self.suspicion = Suspicion()
+        self.suspicion = CrashSuspicion()
         self._opening = opening
         self._spec = spec
         self._limits = limits
@@ -408,7 +408,7 @@ class EngineStream:
         self._opened: asyncio.Future[None] | None = None
         # The way to the engine that carries the stream now, or is asked to.
         self._delivery: Delivery | None = None
-        self.handover = Handover(self.id)
+        self.previous_engine = PreviousEngine(self.id)
 
     # For the gateway.
 
@@ -508,14 +508,14 @@ class EngineStream:
         self._outputs.listen(listener)
 
     @property
-    def keeper(self) -> Keeper | None:
+    def target(self) -> HandoffTarget | None:
         """The engine that could go on with the stream for another gateway; None while none has all of it."""
-        leaving = self.handover.leaving
+        leaving = self.previous_engine.leaving
         if leaving is not None:
             return leaving if leaving.link.lost is None else None
         if self.place.link is None or self._delivery is None or not self._delivery.is_done:
             return None
-        return Keeper(self.place.link, self.read, self.place.before)
+        return HandoffTarget(self.place.link, self.read, self.place.before)
 
     @property
     def read(self) -> int:
@@ -525,11 +525,11 @@ class EngineStream:
     def rest(self) -> NDArray[np.float32]:
         """Audio that was fed and has not left for the engine, with the context before it. What was fed to another one
         than would go on is not told: its client has it."""
-        return self._cutter.rest() if self.handover.leaving is None else np.zeros(0, np.float32)
+        return self._cutter.rest() if self.previous_engine.leaving is None else np.zeros(0, np.float32)
 
     def lay_down(self) -> None:
         """The stream goes on at another gateway: nothing more is sent, and nobody reads its outputs here."""
-        if self.handover.leaving is not None and self._delivery is not None:
+        if self.previous_engine.leaving is not None and self._delivery is not None:
             self._delivery.abort()
         self._delivery = self.place.link = None
         if not self._ended:
@@ -546,8 +546,8 @@ class EngineStream:
             raise StreamFailed(
                 self.id, "came from another gateway, and too little of it was heard here to go on elsewhere"
             )
-        if self.handover.is_from(link):
-            self.handover.end()
+        if self.previous_engine.is_from(link):
+            self.previous_engine.end()
         self._opened = opened = asyncio.get_running_loop().create_future()
         self._outputs.begin(0)
         replay = self._memory.replay(self._kept)
@@ -560,33 +560,33 @@ class EngineStream:
             catch_up_until=replay.catch_up_until,
             suspect=self.place.engine_count(suspicion.spot) if suspicion.alone else None,
         )
-        self._delivery = Delivery(link, opening, replay, self._finished, self.handover.settle)
+        self._delivery = Delivery(link, opening, replay, self._finished, self.previous_engine.settle)
         try:
             await opened
         except (EngineError, ValueError):
             self._leave_engine()
             raise
 
-    def carried_by(self, link: EngineLink, inherited: messages.Inherited) -> int:
+    def carried_by(self, link: EngineLink, adopted: messages.SessionGiven) -> int:
         """This engine runs the stream already, for a gateway before us. Returns the sample from which on its audio has
         to be fed."""
-        positions, samples = inherited.positions_before, inherited.samples_before
-        end, sample = inherited.end + positions, inherited.sample + samples
+        positions, samples = adopted.position_offset, adopted.sample_offset
+        end, sample = adopted.end + positions, adopted.sample + samples
         self.place.begin(link, Replay(positions, samples, []))
         self._kept.end, self._kept.end_sample = end, sample
-        self._memory.go_on(end, inherited.token + positions)
-        self._tags = inherited.flushes
-        self._unanswered = set(range(inherited.answered + 1, inherited.flushes + 1))
+        self._memory.go_on(end, adopted.token + positions)
+        self._tags = adopted.flushes
+        self._unanswered = set(range(adopted.answered + 1, adopted.flushes + 1))
         self._watch_for_audio()
-        self._outputs.begin(inherited.consumed)
+        self._outputs.begin(adopted.consumed)
         self.was_opened = True
         self._delivery = Delivery.of_open_stream(link, self.id)
-        return self._cutter.go_on(end, sample, inherited.segment + samples)
+        return self._cutter.go_on(end, sample, adopted.segment + samples)
 
     @property
     def may_move(self) -> bool:
         """Whether another engine could go on from here with the same words: all that was said has been read."""
-        at_rest = self.keeper is not None and self.handover.leaving is None and not len(self._outputs)
+        at_rest = self.target is not None and self.previous_engine.leaving is None and not len(self._outputs)
         return at_rest and self.is_open and not self._aborted and self._memory.is_whole(self._kept)
 
     @property
@@ -596,7 +596,7 @@ class EngineStream:
 
     def part(self, now: float) -> None:
         """Leave the engine for another one. It keeps the stream until that one has all of it."""
-        self.handover.begin(self.keeper)
+        self.previous_engine.begin(self.target)
         self.place.lose(now, self._kept.end)
         self._leave_engine()
 
@@ -605,7 +605,7 @@ class EngineStream:
         """Whether its last output is still to come."""
         return not self._ended
 
-    def forsake(self) -> None:
+    def abandon(self) -> None:
         """The stream is not wanted any more by the one who opened it; nobody reads its outputs."""
         if self._delivery is not None:
             self._delivery.abort()
@@ -615,7 +615,7 @@ class EngineStream:
         """The stream is not wanted, here or anywhere: nobody reads its outputs."""
         if self._delivery is not None:
             self._delivery.abort()
-        self.handover.end()
+        self.previous_engine.end()
         self.lay_down()
 
     def detach(self, why: str, now: float) -> None:
@@ -676,7 +676,7 @@ class EngineStream:
             return
         self._ended = True
         self._answer_open(EngineDead("the stream ended before it was open"))
-        self.handover.end()
+        self.previous_engine.end()
         self._outputs.put(output)
         self._room.set()
         self._on_end(self)

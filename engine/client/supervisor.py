@@ -14,14 +14,14 @@ import zmq
 
 from engine import messages
 from engine.boundary import codec
-from engine.boundary.crash_record import Flight
+from engine.boundary.crash_record import StreamInStep
 from engine.boundary.input_cache import CacheStats
 from engine.boundary.sockets import LinkKeys, leaves_the_machine
-from engine.client.crash_suspects import Death, convict
+from engine.client.crash_suspects import EngineDeath, find_culprit
 from engine.client.engine_handles import EngineHandle, RemoteEngine
 from engine.client.link import EngineLink, EngineMismatch, LinkEvents
-from engine.client.migration import Moves
-from engine.client.pool import Seat, Seats, Table
+from engine.client.migration import Migrations
+from engine.client.pool import EnginePool, PooledEngine, Table
 from engine.client.recovery import RETRY_S, Recovery
 from engine.client.stream import EngineStream
 from engine.errors import EngineDead, StreamFailed
@@ -49,7 +49,7 @@ class EngineMetrics:
     restarts: int = 0
     streams_recovered: int = 0
     streams_given_up: int = 0
-    poisonous_streams: int = 0
+    crashing_streams: int = 0
     recovery_seconds_sum: float = 0.0
     recent_recovery_seconds: list[float] = field(default_factory=list)
 
@@ -71,15 +71,15 @@ class Supervisor:
         timeout_s: float,
         max_load: float,
         spares: int,
-        on_session: Callable[[Seat, messages.SessionOutput], None],
-        on_arrival: Callable[[Seat], None],
+        on_session: Callable[[PooledEngine, messages.SessionOutput], None],
+        on_arrival: Callable[[PooledEngine], None],
         make_place: Callable[[EngineStream], EngineStream],
         keys: LinkKeys | None = None,
     ) -> None:
         """`spares`: so many of the engines serve only when another one is lost. `keys`: of links over tcp."""
         # The model that all engines run: known when the first of them has answered.
         self.spec: asyncio.Future[ModelSpec] = asyncio.get_running_loop().create_future()
-        self.seats = Seats(engines, max_load, spares)
+        self.pool = EnginePool(engines, max_load, spares)
         self._model = model
         # Told what engines say about sessions rather than streams.
         self._on_session = on_session
@@ -89,9 +89,9 @@ class Supervisor:
         self._keys = keys
         self._gateway = uuid4().hex
         self._clock = asyncio.get_running_loop().time
-        self._recovery = Recovery(self.seats, timeout_s, self._clock)
-        self._moves = Moves(self.seats, self._recovery, make_place, self._clock)
-        self._holding: dict[Seat, asyncio.Task[None]] = {}
+        self._recovery = Recovery(self.pool, timeout_s, self._clock)
+        self._migrations = Migrations(self.pool, self._recovery, make_place, self._clock)
+        self._holding: dict[PooledEngine, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._arrival = asyncio.Event()
         self._past = EngineMetrics()
@@ -102,14 +102,14 @@ class Supervisor:
         One of several is enough; none of ours, or one of ours with another model, is an error. Engines elsewhere are
         waited for, however long it takes.
         """
-        for seat in self.seats.all:
-            self._begin_to_hold(seat)
+        for pooled in self.pool.all:
+            self._begin_to_hold(pooled)
         self._tasks = [
             asyncio.create_task(self._recovery.run(), name="recovery of streams"),
-            asyncio.create_task(self._moves.run(), name="moves of streams"),
+            asyncio.create_task(self._migrations.run(), name="moves of streams"),
         ]
-        serving = self.seats.all[: len(self.seats.all) - self.seats.spares]
-        tries = [seat.first_try for seat in serving if seat.engine.is_ours]
+        serving = self.pool.all[: len(self.pool.all) - self.pool.spares]
+        tries = [pooled.first_try for pooled in serving if pooled.engine.is_ours]
         results = await asyncio.gather(*tries, return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         mismatches = [error for error in errors if isinstance(error, EngineMismatch)]
@@ -123,19 +123,19 @@ class Supervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._moves.close()
+        await self._migrations.close()
         waiting = await self._recovery.close()
-        for stream in [*waiting, *self.seats.streams()]:
+        for stream in [*waiting, *self.pool.streams()]:
             stream.end(messages.Dead("the server is shutting down"))
-        for seat in self.seats.all:
-            if seat.link is not None:
-                seat.link.close()
-                seat.link = None
-        await asyncio.gather(*(seat.engine.stop(at_once) for seat in self.seats.all))
+        for pooled in self.pool.all:
+            if pooled.link is not None:
+                pooled.link.close()
+                pooled.link = None
+        await asyncio.gather(*(pooled.engine.stop(at_once) for pooled in self.pool.all))
 
     def ended(self, stream: EngineStream) -> None:
         """The stream has said its last word."""
-        self.seats.leave(stream)
+        self.pool.leave(stream)
         self._recovery.forget(stream)
 
     def metrics(self) -> EngineMetrics:
@@ -144,10 +144,10 @@ class Supervisor:
         total.streams_recovered, total.streams_given_up = counts.recovered, counts.given_up
         total.recovery_seconds_sum = counts.seconds_sum
         total.recent_recovery_seconds = list(self._recovery.recent_seconds)
-        for seat in self.seats.all:
-            if seat.link is not None:
-                total.input_cache.add(seat.link.cache.stats)
-            total.add_life(seat.last_status if seat.link is None else seat.link.status)
+        for pooled in self.pool.all:
+            if pooled.link is not None:
+                total.input_cache.add(pooled.link.cache.stats)
+            total.add_life(pooled.last_status if pooled.link is None else pooled.link.status)
         return total
 
     # Engines that come and go.
@@ -155,71 +155,73 @@ class Supervisor:
     def follow(self, table: Table) -> None:
         """These are the engines from now on: new ones are connected to, those that went are left when empty."""
         wanted = {(entry.name, entry.address): entry for entry in table.engines}
-        for seat in self.seats.all:
-            entry = wanted.pop((seat.name, seat.engine.address), None)
-            seat.dismissed, seat.emptied = entry is None, entry is not None and entry.state == "draining"
+        for pooled in self.pool.all:
+            entry = wanted.pop((pooled.name, pooled.engine.address), None)
+            pooled.delisted, pooled.emptied = entry is None, entry is not None and entry.state == "draining"
         for entry in wanted.values():
             logger.info("engine %s at %s is in the table", entry.name, entry.address)
-            seat = Seat(RemoteEngine(entry.address), entry.name)
-            seat.emptied = entry.state == "draining"
-            self.seats.all.append(seat)
-            self._begin_to_hold(seat)
+            pooled = PooledEngine(RemoteEngine(entry.address), entry.name)
+            pooled.emptied = entry.state == "draining"
+            self.pool.all.append(pooled)
+            self._begin_to_hold(pooled)
 
-    async def leave_dismissed(self) -> None:
+    async def leave_delisted(self) -> None:
         """Leave the engines that are in the table no more and have nothing of ours."""
-        for seat in [seat for seat in self.seats.all if seat.dismissed and not seat.streams and not seat.opening]:
-            logger.info("engine %s at %s is left", seat.name, seat.engine.address)
-            self.seats.all.remove(seat)
-            holding = self._holding.pop(seat)
+        for pooled in [
+            pooled for pooled in self.pool.all if pooled.delisted and not pooled.streams and not pooled.opening
+        ]:
+            logger.info("engine %s at %s is left", pooled.name, pooled.engine.address)
+            self.pool.all.remove(pooled)
+            holding = self._holding.pop(pooled)
             holding.cancel()
             await asyncio.gather(holding, return_exceptions=True)
-            if seat.link is not None:
-                self._past.input_cache.add(seat.link.cache.stats)
-                seat.last_status = seat.link.status
-                seat.link.close()
-                seat.link = None
-            self._past.add_life(seat.last_status)
+            if pooled.link is not None:
+                self._past.input_cache.add(pooled.link.cache.stats)
+                pooled.last_status = pooled.link.status
+                pooled.link.close()
+                pooled.link = None
+            self._past.add_life(pooled.last_status)
 
-    def _begin_to_hold(self, seat: Seat) -> None:
-        if self._keys is None and leaves_the_machine(seat.engine.address):
-            logger.warning("the link to %s is neither encrypted nor authenticated", seat.engine.address)
-        self._holding[seat] = asyncio.create_task(self._hold(seat), name=f"engine {seat.name}")
+    def _begin_to_hold(self, pooled: PooledEngine) -> None:
+        if self._keys is None and leaves_the_machine(pooled.engine.address):
+            logger.warning("the link to %s is neither encrypted nor authenticated", pooled.engine.address)
+        self._holding[pooled] = asyncio.create_task(self._hold(pooled), name=f"engine {pooled.name}")
 
     # The life of an engine.
 
-    async def _hold(self, seat: Seat) -> None:
+    async def _hold(self, pooled: PooledEngine) -> None:
         """Have the engine running and connected, for ever."""
         backoff = RETRY_S
         while True:
             try:
-                await self._wait_for_turn(seat)
-                await self._connect(seat)
+                await self._wait_for_turn(pooled)
+                await self._connect(pooled)
             except Exception as error:
-                if not seat.first_try.done():
-                    seat.first_try.set_exception(error)
-                    seat.first_try.exception()
+                if not pooled.first_try.done():
+                    pooled.first_try.set_exception(error)
+                    pooled.first_try.exception()
                 if self._is_only_spare():
                     logger.error("there is no spare engine, those that serve go on without: %s", error)
                     await asyncio.sleep(SPARE_RETRY_S)
                     continue
-                if seat.problem != str(error):
-                    logger.error("the engine at %s cannot be used: %s", seat.engine.address, error)
-                seat.problem = str(error)
+                if pooled.problem != str(error):
+                    logger.error("the engine at %s cannot be used: %s", pooled.engine.address, error)
+                pooled.problem = str(error)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, MAX_BACKOFF_S)
                 continue
-            backoff, seat.problem = RETRY_S, ""
-            if not seat.first_try.done():
-                seat.first_try.set_result(None)
+            backoff, pooled.problem = RETRY_S, ""
+            if not pooled.first_try.done():
+                pooled.first_try.set_result(None)
             self._recovery.wake()
-            why = await self._loss_of(seat)
-            await self._lose(seat, why)
+            why = await self._loss_of(pooled)
+            await self._lose(pooled, why)
 
-    async def _wait_for_turn(self, seat: Seat) -> None:
+    async def _wait_for_turn(self, pooled: PooledEngine) -> None:
         """With a spare, engines start one after the other: the one that will serve is there sooner."""
-        if not self.seats.spares:
+        if not self.pool.spares:
             return
-        before = self.seats.all[: self.seats.all.index(seat)]
+        before = self.pool.all[: self.pool.all.index(pooled)]
         with suppress(TimeoutError):
             async with asyncio.timeout(START_APART_S):
                 while any(other.link is None for other in before):
@@ -228,17 +230,17 @@ class Supervisor:
 
     def _is_only_spare(self) -> bool:
         """All who should serve do: an engine that is not there is missed as a spare."""
-        return len(self.seats.links()) == len(self.seats.all) - self.seats.spares
+        return len(self.pool.links()) == len(self.pool.all) - self.pool.spares
 
-    async def _connect(self, seat: Seat) -> None:
+    async def _connect(self, pooled: PooledEngine) -> None:
         """Start the engine if it is ours, and shake hands; gives up when its process does."""
-        await seat.engine.start()
-        seat.lost = asyncio.get_running_loop().create_future()
-        link = EngineLink(seat.engine.address, self._cache_bytes, self._events(seat), self._keys)
+        await pooled.engine.start()
+        pooled.lost = asyncio.get_running_loop().create_future()
+        link = EngineLink(pooled.engine.address, self._cache_bytes, self._events(pooled), self._keys)
         connecting = asyncio.create_task(
-            link.connect(zmq.Context.instance(), self._gateway, self._model, seat.engine.start_timeout_s)
+            link.connect(zmq.Context.instance(), self._gateway, self._model, pooled.engine.start_timeout_s)
         )
-        exited = asyncio.create_task(seat.engine.exited())
+        exited = asyncio.create_task(pooled.engine.exited())
         try:
             await asyncio.wait({connecting, exited}, return_when=asyncio.FIRST_COMPLETED)
             if not connecting.done():
@@ -252,63 +254,63 @@ class Supervisor:
             self.spec.set_result(spec)
         elif spec != self.spec.result():
             link.close()
-            raise EngineMismatch(_difference(seat.engine.address, spec, self.spec.result()))
-        self._greet(seat, link)
+            raise EngineMismatch(_difference(pooled.engine.address, spec, self.spec.result()))
+        self._greet(pooled, link)
 
-    def _greet(self, seat: Seat, link: EngineLink) -> None:
+    def _greet(self, pooled: PooledEngine, link: EngineLink) -> None:
         """The link is good. It may lead to the process that the last one led to, which then has not begun anew."""
-        if seat.engine_id not in ("", link.engine):
-            self._past.add_life(seat.last_status)
+        if pooled.engine_id not in ("", link.engine):
+            self._past.add_life(pooled.last_status)
             self._past.restarts += 1
-        seat.engine_id = link.engine
-        self.seats.arrived(seat, link)
-        self._on_arrival(seat)
+        pooled.engine_id = link.engine
+        self.pool.arrived(pooled, link)
+        self._on_arrival(pooled)
         self._arrival.set()
 
-    def _events(self, seat: Seat) -> LinkEvents:
+    def _events(self, pooled: PooledEngine) -> LinkEvents:
         def on_output(output: messages.Output) -> None:
             if isinstance(output, messages.SessionOutput):
-                self._on_session(seat, output)
+                self._on_session(pooled, output)
                 return
-            stream = None if isinstance(output, messages.Dead) else seat.streams.get(output.stream)
+            stream = None if isinstance(output, messages.Dead) else pooled.streams.get(output.stream)
             if stream is not None:
                 stream.take(output)
 
         def on_progress(progress: codec.Progress) -> None:
-            stream = seat.streams.get(progress.stream)
+            stream = pooled.streams.get(progress.stream)
             if stream is not None:
                 stream.progress(progress.computed)
                 self._recovery.note_progress(stream)
 
         def on_room() -> None:
-            for stream in seat.streams.values():
+            for stream in pooled.streams.values():
                 stream.wake()
 
         def on_lost(why: str) -> None:
-            if not seat.lost.done():
-                seat.lost.set_result(why)
+            if not pooled.lost.done():
+                pooled.lost.set_result(why)
 
         return LinkEvents(on_output, on_progress, on_room, on_lost)
 
-    async def _loss_of(self, seat: Seat) -> str:
-        exited = asyncio.create_task(seat.engine.exited())
+    async def _loss_of(self, pooled: PooledEngine) -> str:
+        exited = asyncio.create_task(pooled.engine.exited())
         try:
-            await asyncio.wait({seat.lost, exited}, return_when=asyncio.FIRST_COMPLETED)
-            return seat.lost.result() if seat.lost.done() else exited.result()
+            await asyncio.wait({pooled.lost, exited}, return_when=asyncio.FIRST_COMPLETED)
+            return pooled.lost.result() if pooled.lost.done() else exited.result()
         finally:
             exited.cancel()
             await asyncio.gather(exited, return_exceptions=True)
 
-    async def _lose(self, seat: Seat, why: str) -> None:
+    async def _lose(self, pooled: PooledEngine, why: str) -> None:
         """Take the streams off a dead engine, end the one that killed it if that is clear, and queue the others."""
-        link = seat.link
-        substitute = self.seats.lost(seat)
-        streams, seat.streams = list(seat.streams.values()), {}
+        link = pooled.link
+        substitute = self.pool.lost(pooled)
+        streams, pooled.streams = list(pooled.streams.values()), {}
         assert link is not None
         link.close()
-        seat.last_status = link.status
+        pooled.last_status = link.status
         self._past.input_cache.add(link.cache.stats)
-        seat.problem = why
+        pooled.problem = why
         logger.warning("%s; %d streams will be carried over", why, len(streams))
         if substitute is not None:
             logger.warning("the spare engine at %s serves from now on", substitute.engine.address)
@@ -317,37 +319,37 @@ class Supervisor:
             stream.detach(why, now)
         self._recovery.hold(streams)
         try:
-            crashed = await seat.engine.crashed() or link.engine_failed
+            crashed = await pooled.engine.crashed() or link.engine_failed
             others = link.status.slots_used > len(streams)
-            poisonous = self._poisonous(streams, seat.engine.in_flight(), crashed, others)
-            if poisonous is not None:
-                self._end_poisonous(poisonous)
+            crashing = self._crashing_stream(streams, pooled.engine.in_flight(), crashed, others)
+            if crashing is not None:
+                self._end_crashing_stream(crashing)
         finally:
             self._recovery.release(streams)
 
-    def _end_poisonous(self, stream: EngineStream) -> None:
-        self._past.poisonous_streams += 1
+    def _end_crashing_stream(self, stream: EngineStream) -> None:
+        self._past.crashing_streams += 1
         text = "was ended because the engine died each time it reached this audio; other streams go on"
         error = StreamFailed(stream.id, text)
         stream.end(messages.Failed(stream.id, type(error).__name__, str(error)))
 
-    def _poisonous(
-        self, streams: list[EngineStream], flights: list[Flight] | None, crashed: bool, others: bool
+    def _crashing_stream(
+        self, streams: list[EngineStream], in_step: list[StreamInStep] | None, crashed: bool, others: bool
     ) -> EngineStream | None:
         """The one stream that the death must be blamed on, if there is one; `others` had streams on the engine too."""
         by_suspicion = {stream.suspicion: stream for stream in streams}
-        if flights is None:
+        if in_step is None:
             suspects = {stream.suspicion: stream.uncomputed() for stream in streams}
         else:
-            ours = {flight.stream_of(self._gateway): flight for flight in flights}
+            ours = {suspect.stream_of(self._gateway): suspect for suspect in in_step}
             others = None in ours
             suspects = {
                 stream.suspicion: stream.place.own_count(ours[stream.id].start, ours[stream.id].end)
                 for stream in streams
                 if stream.id in ours
             }
-        death = Death(self._clock(), crashed, step_known=flights is not None, strangers=others)
-        guilty = convict(suspects, death)
+        death = EngineDeath(self._clock(), crashed, step_known=in_step is not None, other_gateways=others)
+        guilty = find_culprit(suspects, death)
         return None if guilty is None else by_suspicion[guilty]
 
 

@@ -8,7 +8,7 @@ references stays until its rows are needed; the one released longest ago goes fi
 from __future__ import annotations
 
 
-class Entry(list[int]):
+class CachedRows(list[int]):
     """The rows of one encoded item, and how many (request, input) pairs hold it."""
 
     __slots__ = ("key", "references")
@@ -18,7 +18,7 @@ class Entry(list[int]):
 
 
 # The inputs of one request that are cached for it, by the input's index: "is it cached" needs no scan.
-Held = dict[int, Entry]
+Held = dict[int, CachedRows]
 
 
 class EncoderCache:
@@ -29,12 +29,12 @@ class EncoderCache:
         self.queries = 0  # references taken to items, and how many of these were cached already
         self.hits = 0
         self._free = list(range(capacity, 0, -1))
-        self.entries: dict[bytes, Entry] = {}  # all there are, by content
+        self.entries: dict[bytes, CachedRows] = {}  # all there are, by content
         # Entries without a reference, in the order of their release, in two generations: `_stale` is consumed from its
         # end and may hold entries that were taken again since; `_fresh` becomes the next `_stale`. Taking the oldest
         # out of one dict would scan its deleted slots again at every eviction.
-        self._fresh: dict[bytes, Entry] = {}
-        self._stale: list[Entry] = []
+        self._fresh: dict[bytes, CachedRows] = {}
+        self._stale: list[CachedRows] = []
         self._releasable = 0  # rows that these would give back
         self._requests: dict[str, Held] = {}
 
@@ -50,7 +50,7 @@ class EncoderCache:
         for entry in self._requests.pop(request, {}).values():
             self._drop_reference(entry)
 
-    def lookup(self, held: Held, index: int, key: bytes) -> Entry | None:
+    def lookup(self, held: Held, index: int, key: bytes) -> CachedRows | None:
         """The entry of a cached item, now referenced by this input; None if it must be encoded."""
         entry = self.entries.get(key)
         if entry is None:
@@ -68,7 +68,7 @@ class EncoderCache:
                 self._drop_reference(previous)
         return entry
 
-    def reserve(self, held: Held, index: int, key: bytes, embeds: int) -> Entry | None:
+    def reserve(self, held: Held, index: int, key: bytes, embeds: int) -> CachedRows | None:
         """Rows for an item that is about to be encoded, referenced by this input; None if there is no room."""
         free = self._free
         if embeds > len(free):
@@ -77,9 +77,9 @@ class EncoderCache:
             self._evict(embeds)
         assert embeds > 0 and key not in self.entries, "look an item up before reserving rows for it"
         if embeds == 1:
-            entry = Entry((free.pop(),))
+            entry = CachedRows((free.pop(),))
         else:
-            entry = Entry(free[-embeds:])
+            entry = CachedRows(free[-embeds:])
             del free[-embeds:]
         entry.key = key
         entry.references = 1
@@ -93,7 +93,7 @@ class EncoderCache:
         entry = held.pop(index, None)
         return 0 if entry is None else self._drop_reference(entry)
 
-    def _drop_reference(self, entry: Entry) -> int:
+    def _drop_reference(self, entry: CachedRows) -> int:
         embeds = len(entry)
         entry.references -= 1
         if entry.references == 0:

@@ -46,7 +46,7 @@ class Scheduler:
         self._free_slots = list(range(limits.max_streams - 1, -1, -1))
         self._reserved_embeds = self._step = 0
         self._live: list[Stream] = []
-        self._backlog: list[Stream] = []
+        self._uploads: list[Stream] = []
         # Tasks that are computed, by slot, and backlog that the runner has begun; their streams are in no queue.
         self._planned: dict[int, DecodeTask] = {}
         self._unfinished: list[DecodeTask] = []
@@ -170,15 +170,15 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step has something to run, or to tell the runner."""
-        return bool(self._live or self.backlog_waits or self._opened or self._closed_slots)
+        return bool(self._live or self.uploads_wait or self._opened or self._closed_slots)
 
     @property
     def live_waits(self) -> bool:
         return bool(self._live)
 
     @property
-    def backlog_waits(self) -> bool:
-        return bool(self._backlog or self._unfinished)
+    def uploads_wait(self) -> bool:
+        return bool(self._uploads or self._unfinished)
 
     def has_replies(self) -> bool:
         return bool(self._replies)
@@ -190,7 +190,7 @@ class Scheduler:
 
     # One step: plan, then commit with the runner's results.
 
-    def plan(self, live: bool = True, backlog_positions: int | None = None) -> StepPlan:
+    def plan(self, live: bool = True, upload_positions: int | None = None) -> StepPlan:
         """What to encode and decode next. Streams in the plan stay out of the queues until `commit`, which may come
         after further plans: no stream is in two of them. Without `live` the step is backlog's alone;
         `backlog_positions` bounds what it holds of backlog, 0 is none."""
@@ -203,12 +203,12 @@ class Scheduler:
             self._live.sort(key=_oldest_first)
             self._live = planner.add_all(self._live)
             plan.live = len(plan.decode)
-        if backlog_positions != 0 and self._unfinished:
+        if upload_positions != 0 and self._unfinished:
             plan.decode, self._unfinished = plan.decode + self._unfinished, []
-        elif backlog_positions != 0 and self._backlog:
-            self._backlog = planner.add_all(self._backlog, backlog_positions)
+        elif upload_positions != 0 and self._uploads:
+            self._uploads = planner.add_all(self._uploads, upload_positions)
         for stream in waiting:
-            (self._live if stream.live else self._backlog).append(stream)
+            (self._live if stream.live else self._uploads).append(stream)
         self._planned |= {task.slot: task for task in plan.decode}
         return plan
 
@@ -262,7 +262,7 @@ class Scheduler:
             assert stream.base <= stream.computed <= stream.available == stream.timeline.end
             held = sum(len(entry) for entry in stream.held.values())
             assert held == stream.held_embeds <= self.spec.embeds_for(stream.live), "more than was set aside for it"
-            waiting = (self._live if stream.live else self._backlog).count(stream)
+            waiting = (self._live if stream.live else self._uploads).count(stream)
             waiting += sum(task.slot == stream.slot for task in [*self._unfinished, *self._planned.values()])
             assert waiting == int(stream.queued), f"{stream.id} is queued {waiting} times"
 
@@ -303,14 +303,14 @@ class Scheduler:
         """Take all suspects but one off the queues: if the engine dies again, it is clear which stream it was."""
         reach = max(self.spec.replay_positions, self.spec.stride_positions)
         at_the_spot = []
-        for stream in [*self._live, *self._backlog]:
+        for stream in [*self._live, *self._uploads]:
             spot = self.suspects.get(stream.id)
             if spot is not None and stream.computed >= spot.stop:
                 del self.suspects[stream.id]
             elif spot is not None and stream.computed + reach > spot.start:
                 at_the_spot.append(stream)
         for stream in at_the_spot[1:]:
-            (self._live if stream.live else self._backlog).remove(stream)
+            (self._live if stream.live else self._uploads).remove(stream)
         return at_the_spot[1:]
 
     def _queue(self, stream: Stream, arrival: int | None) -> None:
@@ -318,7 +318,7 @@ class Scheduler:
         stream.queued = True
         if arrival is not None:
             stream.waiting_since = arrival
-        (self._live if stream.live else self._backlog).append(stream)
+        (self._live if stream.live else self._uploads).append(stream)
 
     def _queue_if_due(self, stream: Stream) -> None:
         if not stream.queued and stream.is_due(self.spec):
@@ -387,7 +387,7 @@ class Scheduler:
         self._reserved_embeds -= self.spec.embeds_for(stream.live)
         self._free_slots.append(stream.slot)
         if stream.queued:
-            queue = self._live if stream.live else self._backlog
+            queue = self._live if stream.live else self._uploads
             queue[:] = [other for other in queue if other is not stream]
             self._unfinished = [task for task in self._unfinished if task.slot != stream.slot]
             self._planned.pop(stream.slot, None)

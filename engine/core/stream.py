@@ -191,7 +191,7 @@ class Stream:
         if self.flushes and min(self.flushes[0].position, self.available) > reached:
             return True
         if not self.live and spec.rereads_window:
-            return self.available >= self.base + spec.backlog_positions
+            return self.available >= self.base + spec.upload_positions
         goes_on = self.available - self.computed >= self.stride and not self.holding
         return goes_on or (bool(self.pauses) and self.next_pause() is not None)
 

@@ -21,7 +21,7 @@ from engine.runner.base import Runner
 from engine.runner.device import compute_on_one_thread, free_memory, require_device, total_memory
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.runner.speech import DeviceSpeechDetector, SpeechDetector
-from engine.runner.windowed.encoders import BlockEar, WindowEar
+from engine.runner.windowed.encoders import BlockEncoder, WindowEncoder
 from engine.runner.windowed.memory import longest_window, plan_windows
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import BLOCK_POLICY, Policy
@@ -129,12 +129,14 @@ def _load_in_blocks(
     whole.quantise()
     trained_for = load_streaming_weights(model, path / STREAMING_ENCODER)
     model.quantise()
-    ear = BlockEar(model, StreamingEncoder(model.encoder, trained_for, BLOCK_FRAMES))
-    spec = windowed_spec(path.name, WINDOW_POSITIONS, ear.first_stride, FILE_WINDOW_POSITIONS)
+    stream_encoder = BlockEncoder(model, StreamingEncoder(model.encoder, trained_for, BLOCK_FRAMES))
+    spec = windowed_spec(path.name, WINDOW_POSITIONS, stream_encoder.first_stride, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords))
     limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
-    file_ear = WindowEar(whole, pieces, Policy())
-    windows = HostWindows(model, ear, file_ear, limits.cache_embeds, threads, compiled_decode(model, threads))
+    file_encoder = WindowEncoder(whole, pieces, Policy())
+    windows = HostWindows(
+        model, stream_encoder, file_encoder, limits.cache_embeds, threads, compiled_decode(model, threads)
+    )
     return WindowedRunner(model, Vocabulary(pieces), spec, BLOCK_POLICY, windows), limits
 
 
@@ -151,8 +153,8 @@ def windowed_on_cpu(
     whole, to_end = copy(model), copy(model)
     model.go_live(ample)
     to_end.go_live(ample, to_end=True)
-    ears = WindowEar(model, pieces, policy, to_end=to_end), WindowEar(whole, pieces, policy)
-    windows = HostWindows(model, *ears, limits.cache_embeds, threads, compiled_decode(model, threads))
+    stream_encoders = WindowEncoder(model, pieces, policy, to_end=to_end), WindowEncoder(whole, pieces, policy)
+    windows = HostWindows(model, *stream_encoders, limits.cache_embeds, threads, compiled_decode(model, threads))
     return WindowedRunner(model, Vocabulary(pieces), spec, policy, windows), limits
 
 

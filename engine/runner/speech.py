@@ -27,31 +27,31 @@ class HasSlot(Protocol):
     slot: int
 
 
-Ear = TypeVar("Ear", bound=HasSlot)
+StreamState = TypeVar("StreamState", bound=HasSlot)
 
 
-class DetectorSlots(Generic[Ear]):
+class DetectorSlots(Generic[StreamState]):
     """An ear is what the detector knows of one stream, on the host."""
 
     def __init__(self, max_streams: int) -> None:
-        self.ears: dict[str, Ear] = {}
+        self.stream_states: dict[str, StreamState] = {}
         self._free = list(range(max_streams - 1, -1, -1))
 
-    def open(self, stream: str, ear_in: Callable[[int], Ear]) -> int:
+    def open(self, stream: str, stream_state_in: Callable[[int], StreamState]) -> int:
         """The slot that the stream has from now on. What its last stream left there is the caller's to clear."""
-        if stream in self.ears:
+        if stream in self.stream_states:
             raise DuplicateStream(stream, "is open in the speech detector already")
         if not self._free:
-            raise AtCapacity(stream, f"the speech detector listens to {len(self.ears)} streams, its maximum")
+            raise AtCapacity(stream, f"the speech detector listens to {len(self.stream_states)} streams, its maximum")
         slot = self._free.pop()
-        self.ears[stream] = ear_in(slot)
+        self.stream_states[stream] = stream_state_in(slot)
         return slot
 
     def close(self, stream: str) -> None:
-        ear = self.ears.pop(stream, None)
-        if ear is None:
+        stream_state = self.stream_states.pop(stream, None)
+        if stream_state is None:
             raise UnknownStream(stream, "is not open in the speech detector")
-        self._free.append(ear.slot)
+        self._free.append(stream_state.slot)
 
     def check(self, batch: list[tuple[str, Samples]]) -> None:
         """Raises for what cannot be listened to, before anything of the batch is heard."""
@@ -59,7 +59,7 @@ class DetectorSlots(Generic[Ear]):
             ((twice, _),) = Counter(stream for stream, _ in batch).most_common(1)
             raise BadItem(twice, "comes twice in one batch of the speech detector")
         for stream, samples in batch:
-            if stream not in self.ears:
+            if stream not in self.stream_states:
                 raise UnknownStream(stream, "is not open in the speech detector")
             if samples.dtype != np.float32 or samples.ndim != 1:
                 raise BadItem(stream, f"speech detection takes one row of float32 samples, not {samples.dtype}")
@@ -101,7 +101,7 @@ class _Stream:
 class _Piece:
     """The frames of one stream in one call."""
 
-    ear: _Stream
+    stream_state: _Stream
     frames: Samples
     # Which of them the model must see; the others repeat the probability before them.
     due: list[bool]
@@ -119,7 +119,7 @@ class SpeechDetector(Detector):
         self._hidden = torch.zeros(max_streams, STATE_SIZE)
         self._cell = torch.zeros(max_streams, STATE_SIZE)
         self._slots: DetectorSlots[_Stream] = DetectorSlots(max_streams)
-        self._ears = self._slots.ears
+        self._stream_states = self._slots.stream_states
 
     def open(self, stream: str, sample: int = 0) -> None:
         """Begin to listen to a stream whose next sample is number `sample`."""
@@ -129,23 +129,27 @@ class SpeechDetector(Detector):
 
     def save(self, stream: str) -> Saved:
         """All that decides what is heard next."""
-        ear = self._ears[stream]
+        stream_state = self._stream_states[stream]
         return {
-            "sample": ear.sample,
-            "carried": ear.carried.tobytes(),
-            "silent_frames": ear.silent_frames,
-            "probability": ear.probability,
-            "hidden": self._hidden[ear.slot].numpy().tobytes(),
-            "cell": self._cell[ear.slot].numpy().tobytes(),
+            "sample": stream_state.sample,
+            "carried": stream_state.carried.tobytes(),
+            "silent_frames": stream_state.silent_frames,
+            "probability": stream_state.probability,
+            "hidden": self._hidden[stream_state.slot].numpy().tobytes(),
+            "cell": self._cell[stream_state.slot].numpy().tobytes(),
         }
 
     def resume(self, stream: str, saved: Saved) -> None:
         """Listen on from a saved state, in a stream that is open."""
-        ear = self._ears[stream]
-        ear.sample, ear.silent_frames, ear.probability = saved["sample"], saved["silent_frames"], saved["probability"]
-        ear.carried = np.frombuffer(saved["carried"], np.float32)
+        stream_state = self._stream_states[stream]
+        stream_state.sample, stream_state.silent_frames, stream_state.probability = (
+            saved["sample"],
+            saved["silent_frames"],
+            saved["probability"],
+        )
+        stream_state.carried = np.frombuffer(saved["carried"], np.float32)
         for state, name in ((self._hidden, "hidden"), (self._cell, "cell")):
-            state[ear.slot] = torch.from_numpy(np.frombuffer(saved[name], np.float32).copy())
+            state[stream_state.slot] = torch.from_numpy(np.frombuffer(saved[name], np.float32).copy())
 
     def close(self, stream: str) -> None:
         self._slots.close(stream)
@@ -162,39 +166,39 @@ class SpeechDetector(Detector):
             computed = self._compute(pieces)
         answers = []
         for (stream, _), piece, values in zip(batch, pieces, computed, strict=True):
-            ear, fresh, probabilities = piece.ear, iter(values), []
-            ear.carried, ear.silent_frames = piece.carried, piece.silent_frames
+            stream_state, fresh, probabilities = piece.stream_state, iter(values), []
+            stream_state.carried, stream_state.silent_frames = piece.carried, piece.silent_frames
             for due in piece.due:
-                ear.probability = next(fresh) if due else ear.probability
-                probabilities.append(ear.probability)
-            answers.append(Speech(stream, ear.sample, FRAME_SAMPLES, probabilities))
-            ear.sample += FRAME_SAMPLES * len(probabilities)
+                stream_state.probability = next(fresh) if due else stream_state.probability
+                probabilities.append(stream_state.probability)
+            answers.append(Speech(stream, stream_state.sample, FRAME_SAMPLES, probabilities))
+            stream_state.sample += FRAME_SAMPLES * len(probabilities)
         return lambda: answers
 
     def pass_silence(self, stream: str, samples: int) -> Speech:
         """More of a silence in which nothing changes any more: one long frame, and nothing to compute."""
-        ear = self._ears[stream]
-        frames, rest = divmod(len(ear.carried) - CONTEXT_SAMPLES + samples, FRAME_SAMPLES)
-        ear.carried = np.zeros(CONTEXT_SAMPLES + rest, np.float32)
-        ear.silent_frames += frames
-        sample, ear.sample = ear.sample, ear.sample + frames * FRAME_SAMPLES
-        return Speech(stream, sample, frames * FRAME_SAMPLES, [ear.probability] if frames else [])
+        stream_state = self._stream_states[stream]
+        frames, rest = divmod(len(stream_state.carried) - CONTEXT_SAMPLES + samples, FRAME_SAMPLES)
+        stream_state.carried = np.zeros(CONTEXT_SAMPLES + rest, np.float32)
+        stream_state.silent_frames += frames
+        sample, stream_state.sample = stream_state.sample, stream_state.sample + frames * FRAME_SAMPLES
+        return Speech(stream, sample, frames * FRAME_SAMPLES, [stream_state.probability] if frames else [])
 
     def _take(self, stream: str, samples: Samples) -> _Piece:
         """Cut the frames that are complete now; the rest is for the next call. Changes nothing."""
-        ear = self._ears[stream]
-        heard = np.concatenate((ear.carried, samples))
+        stream_state = self._stream_states[stream]
+        heard = np.concatenate((stream_state.carried, samples))
         count = (len(heard) - CONTEXT_SAMPLES) // FRAME_SAMPLES
         frames = np.lib.stride_tricks.as_strided(
             heard, (count, _SPAN_SAMPLES), (FRAME_SAMPLES * heard.itemsize, heard.itemsize), writeable=False
         )
-        due, silent_frames = [], ear.silent_frames
+        due, silent_frames = [], stream_state.silent_frames
         audible_frames: NDArray[np.bool_] = np.any(frames, axis=1)
         for audible in audible_frames.tolist():
             silent_frames = 0 if audible else silent_frames + 1
             due.append(silent_frames <= SETTLED_FRAMES)
         rest = heard[count * FRAME_SAMPLES :].copy()
-        return _Piece(ear, frames if all(due) else frames[due], due, rest, silent_frames)
+        return _Piece(stream_state, frames if all(due) else frames[due], due, rest, silent_frames)
 
     def _compute(self, pieces: list[_Piece]) -> list[list[float]]:
         """Probabilities of each piece's due frames.
@@ -215,7 +219,7 @@ class SpeechDetector(Detector):
         frames = np.empty((starts[-1], _SPAN_SAMPLES), np.float32)
         for row, (i, count) in enumerate(zip(order, counts, strict=True)):
             frames[starts[:count] + row] = pieces[i].frames
-        slots = torch.tensor([pieces[i].ear.slot for i in order])
+        slots = torch.tensor([pieces[i].stream_state.slot for i in order])
         values = self._run(torch.from_numpy(frames).to(self._device), starts.tolist(), slots)
         for row, (i, count) in enumerate(zip(order, counts, strict=True)):
             results[i] = values[starts[:count] + row].tolist()
@@ -298,7 +302,7 @@ class _Round:
     """Who took part in a round, where each one's first frame starts, how many frames there were, and the answers."""
 
     streams: Sequence[str]
-    ears: Sequence[_DeviceStream]
+    stream_states: Sequence[_DeviceStream]
     samples: list[int]
     frames: list[int]
     answers: Download
@@ -327,7 +331,7 @@ class DeviceSpeechDetector(Detector):
         self._answers = torch.zeros(self._capacity, _MOST_FRAMES, device=device)
         self._columns = torch.arange(_ROW_SAMPLES, device=device)
         self._slots: DetectorSlots[_DeviceStream] = DetectorSlots(max_streams)
-        self._ears = self._slots.ears
+        self._stream_states = self._slots.stream_states
         self._fresh: list[int] = []
         self._padding_slot = max_streams
         self._graphs: StepGraphs | None = None
@@ -363,12 +367,12 @@ class DeviceSpeechDetector(Detector):
     def pass_silence(self, stream: str, samples: int) -> Speech:
         """More of a silence in which nothing changes any more: one long frame, and nothing to compute."""
         self._begin_fresh()
-        ear = self._ears[stream]
-        frames, ear.waiting = divmod(ear.waiting + samples, FRAME_SAMPLES)
-        self._carried[ear.slot] = 0.0
-        self._silent_frames[ear.slot] += frames
-        sample, ear.sample = ear.sample, ear.sample + frames * FRAME_SAMPLES
-        probabilities = [self._probability[ear.slot].item()] if frames else []
+        stream_state = self._stream_states[stream]
+        frames, stream_state.waiting = divmod(stream_state.waiting + samples, FRAME_SAMPLES)
+        self._carried[stream_state.slot] = 0.0
+        self._silent_frames[stream_state.slot] += frames
+        sample, stream_state.sample = stream_state.sample, stream_state.sample + frames * FRAME_SAMPLES
+        probabilities = [self._probability[stream_state.slot].item()] if frames else []
         return Speech(stream, sample, frames * FRAME_SAMPLES, probabilities)
 
     def _begin_fresh(self) -> None:
@@ -382,13 +386,13 @@ class DeviceSpeechDetector(Detector):
     def _run(self, batch: list[tuple[str, Samples]]) -> _Round:
         """One round, with at most `ROUND_SAMPLES` of each stream."""
         streams, pieces = zip(*batch, strict=True)
-        ears = [self._ears[stream] for stream in streams]
-        count = len(ears)
+        stream_states = [self._stream_states[stream] for stream in streams]
+        count = len(stream_states)
         numbers = staging((3, self._capacity), torch.int64, self._device)
         view = numbers.numpy()
         view[:, count:] = [[self._padding_slot], [0], [0]]
-        view[0, :count] = [ear.slot for ear in ears]
-        view[1, :count] = [ear.waiting for ear in ears]
+        view[0, :count] = [stream_state.slot for stream_state in stream_states]
+        view[1, :count] = [stream_state.waiting for stream_state in stream_states]
         view[2, :count] = [len(piece) for piece in pieces]
         np.minimum(view[2], ROUND_SAMPLES, out=view[2])
         self._numbers.copy_(numbers, non_blocking=True)
@@ -398,10 +402,16 @@ class DeviceSpeechDetector(Detector):
         else:
             self._round(count)
         frames, waiting = np.divmod(view[1, :count] + view[2, :count], FRAME_SAMPLES)
-        found = _Round(streams, ears, [ear.sample for ear in ears], frames.tolist(), Download(self._answers[:count]))
-        for ear, rest, complete in zip(ears, waiting.tolist(), found.frames, strict=True):
-            ear.waiting = rest
-            ear.sample += complete * FRAME_SAMPLES
+        found = _Round(
+            streams,
+            stream_states,
+            [stream_state.sample for stream_state in stream_states],
+            frames.tolist(),
+            Download(self._answers[:count]),
+        )
+        for stream_state, rest, complete in zip(stream_states, waiting.tolist(), found.frames, strict=True):
+            stream_state.waiting = rest
+            stream_state.sample += complete * FRAME_SAMPLES
         return found
 
     def _upload_samples(self, pieces: Sequence[Samples], lengths: NDArray[np.int64]) -> None:
@@ -416,13 +426,13 @@ class DeviceSpeechDetector(Detector):
 
     def _read(self, found: _Round) -> list[Speech]:
         rows = found.answers.values().tolist()
-        current = self._ears.get
+        current = self._stream_states.get
         return [
             Speech(stream, sample, FRAME_SAMPLES, row[:frames])
-            for stream, ear, sample, frames, row in zip(
-                found.streams, found.ears, found.samples, found.frames, rows, strict=True
+            for stream, stream_state, sample, frames, row in zip(
+                found.streams, found.stream_states, found.samples, found.frames, rows, strict=True
             )
-            if current(stream) is ear
+            if current(stream) is stream_state
         ]
 
     def _round(self, size: int) -> None:

@@ -18,12 +18,12 @@ from engine.boundary.commands import (
     WireAdopt,
     WireAsk,
     WireClaim,
-    WireDisown,
-    WireEntrust,
+    WireDropHandoff,
     WireRenew,
+    WireSaveHandoff,
     WireSessionCommand,
 )
-from engine.server.peer import MOST_OUTPUTS_KEPT, HostedStream, Peer, Roster
+from engine.server.peer import MOST_OUTPUTS_KEPT, HostedStream, HostedStreams, Peer
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ REVIEW_SECONDS = 0.25
 
 
 @dataclass(slots=True)
-class Will:
+class SavedHandoff:
     """Of one session."""
 
     key: str
@@ -62,14 +62,14 @@ class Will:
     entries: list[bytes] = field(default_factory=list)
     entry_bytes: int = 0
     consumed: int = 0
-    positions_before: int = 0
-    samples_before: int = 0
+    position_offset: int = 0
+    sample_offset: int = 0
     keep_s: float = 0.0
     hosted: HostedStream | None = None
     # Since when nobody owns it.
     left_at: float = 0.0
     # Who wants it, and since when, by the time in which the engine listened.
-    heirs: list[Peer] = field(default_factory=list)
+    claimants: list[Peer] = field(default_factory=list)
     asked_at: float = 0.0
 
 
@@ -83,24 +83,24 @@ class _Elsewhere:
     since: float
 
 
-class Wills:
+class HandoffTable:
     """`reaches` sends a word to a gateway at once and says whether there is anybody; `hear_out` takes in what has come
     from one; `abort` ends a stream."""
 
     def __init__(
         self,
-        roster: Roster,
+        hosted_streams: HostedStreams,
         clock: Callable[[], float],
         reaches: Callable[[Peer, messages.Wanted], bool],
         hear_out: Callable[[Peer], None],
         abort: Callable[[str], None],
     ) -> None:
-        self._roster = roster
+        self._hosted = hosted_streams
         self._clock = clock
         self._reaches = reaches
         self._hear_out = hear_out
         self._abort = abort
-        self._wills: dict[str, Will] = {}
+        self._handoffs: dict[str, SavedHandoff] = {}
         # Those that somebody wants.
         self._wanted: set[str] = set()
         self._elsewhere: dict[str, _Elsewhere] = {}
@@ -113,12 +113,12 @@ class Wills:
         self._in_doubt_until = float("-inf")
 
     def __len__(self) -> int:
-        return len(self._wills)
+        return len(self._handoffs)
 
     def take(self, peer: Peer, command: WireSessionCommand) -> None:
         match command:
-            case WireEntrust():
-                self._entrust(peer, command)
+            case WireSaveHandoff():
+                self._save_handoff(peer, command)
             case WireAsk():
                 peer.outputs.append(self._held(command.key, command.tag))
             case WireAdopt():
@@ -127,19 +127,19 @@ class Wills:
                 peer.outputs.append(messages.Renewed(command.tag, self._renew(peer, command)))
             case WireClaim():
                 self._claim(peer, command)
-            case WireDisown():
+            case WireDropHandoff():
                 self._disown(command)
 
     def leave(self, peer: Peer) -> None:
         """A gateway is gone: its sessions wait for another, and so do their streams."""
         self._elsewhere = {key: found for key, found in self._elsewhere.items() if found.owner is not peer}
-        for will in list(self._wills.values()):
-            if peer in will.heirs:
-                will.heirs.remove(peer)
-                will.left_at = self._clock()
-            if will.owner is peer:
-                will.left_by = peer.gateway
-                self._orphan(will)
+        for handoff in list(self._handoffs.values()):
+            if peer in handoff.claimants:
+                handoff.claimants.remove(peer)
+                handoff.left_at = self._clock()
+            if handoff.owner is peer:
+                handoff.left_by = peer.gateway
+                self._release(handoff)
         self._settle()
 
     def tick(self, now: float) -> None:
@@ -157,225 +157,231 @@ class Wills:
     # Inside.
 
     def _review(self, now: float) -> None:
-        for will in list(self._wills.values()):
-            if self._wills.get(will.key) is not will:
+        for handoff in list(self._handoffs.values()):
+            if self._handoffs.get(handoff.key) is not handoff:
                 continue  # hearing another one's owner out has ended it
-            if will.owner is None and not will.heirs and now - will.left_at > will.keep_s:
-                logger.info("nobody came back for session %s", will.key)
-                self._forget(will)
-            elif will.heirs and will.owner is not None and self._listened_s - will.asked_at > RELEASE_SECONDS:
-                self._take_away(will, will.owner)
+            if handoff.owner is None and not handoff.claimants and now - handoff.left_at > handoff.keep_s:
+                logger.info("nobody came back for session %s", handoff.key)
+                self._forget(handoff)
+            elif (
+                handoff.claimants
+                and handoff.owner is not None
+                and self._listened_s - handoff.asked_at > RELEASE_SECONDS
+            ):
+                self._take_away(handoff, handoff.owner)
         self._elsewhere = {key: found for key, found in self._elsewhere.items() if now - found.since <= CLAIM_SECONDS}
         while self._over and now - next(iter(self._over.values()))[1] > OVER_SECONDS:
             del self._over[next(iter(self._over))]
 
-    def _take_away(self, will: Will, owner: Peer) -> None:
+    def _take_away(self, handoff: SavedHandoff, owner: Peer) -> None:
         """The owner has had its time. If its last word is here already, that counts."""
         self._hear_out(owner)
-        if will.owner is not owner or self._wills.get(will.key) is not will:
+        if handoff.owner is not owner or self._handoffs.get(handoff.key) is not handoff:
             return
         if self._clock() < self._in_doubt_until:
             # It may have gone on at another engine, and not have said so yet.
-            self._refuse_heirs(will)
+            self._refuse_claimants(handoff)
         else:
-            self._orphan(will)
+            self._release(handoff)
 
     def _held(self, key: str, tag: int) -> messages.Held:
-        will, elsewhere = self._wills.get(key), self._elsewhere.get(key)
-        if will is not None:
-            return messages.Held(key, tag, will.number, whole=not self._is_in_doubt(will))
+        handoff, elsewhere = self._handoffs.get(key), self._elsewhere.get(key)
+        if handoff is not None:
+            return messages.Held(key, tag, handoff.number, whole=not self._is_in_doubt(handoff))
         return messages.Held(key, tag) if elsewhere is None else messages.Held(key, tag, elsewhere.number, whole=False)
 
     def _renew(self, peer: Peer, command: WireRenew) -> int:
-        will = self._wills.get(command.key)
-        if will is None:
+        handoff = self._handoffs.get(command.key)
+        if handoff is None:
             return command.number
-        if will.owner is not peer or command.number < will.least:
+        if handoff.owner is not peer or command.number < handoff.least:
             return 0
-        self._refuse_heirs(will)
-        will.number += messages.NEXT_OWNER
-        return will.number
+        self._refuse_claimants(handoff)
+        handoff.number += messages.NEXT_OWNER
+        return handoff.number
 
-    def _disown(self, command: WireDisown) -> None:
-        will, elsewhere = self._wills.get(command.key), self._elsewhere.get(command.key)
+    def _disown(self, command: WireDropHandoff) -> None:
+        handoff, elsewhere = self._handoffs.get(command.key), self._elsewhere.get(command.key)
         if elsewhere is not None and elsewhere.number <= command.number:
             del self._elsewhere[command.key]
-        if will is None or will.number > command.number:
+        if handoff is None or handoff.number > command.number:
             return
-        self._forget(will)
-        if will.number >= messages.NEXT_OWNER:
+        self._forget(handoff)
+        if handoff.number >= messages.NEXT_OWNER:
             self._over.pop(command.key, None)
             self._over[command.key] = (command.number, self._clock())
             if len(self._over) > MOST_OVER:
                 del self._over[next(iter(self._over))]
-        if will.number < command.number:
+        if handoff.number < command.number:
             # It has moved. Whoever asks all engines for it at this moment may have asked the other one too early.
             self._elsewhere[command.key] = _Elsewhere(command.number, None, self._clock())
 
-    def _is_in_doubt(self, will: Will) -> bool:
+    def _is_in_doubt(self, handoff: SavedHandoff) -> bool:
         """Whether its owner may have taken it to another engine, and not come back yet to say so."""
-        return will.owner is None and bool(will.left_by) and self._clock() < self._in_doubt_until
+        return handoff.owner is None and bool(handoff.left_by) and self._clock() < self._in_doubt_until
 
     def _claim(self, peer: Peer, claim: WireClaim) -> None:
         """A gateway says which sessions it has: those of another are told, and what it left here and goes on with is
         forgotten. What it does not name waits on: it may have given it up, and the word of that be lost."""
         for key, number, is_elsewhere in claim.claims:
-            will, (last, _) = self._wills.get(key), self._over.get(key, (0, 0.0))
-            was_left = will is not None and will.owner is None and will.left_by == peer.gateway
-            if will is not None and will.owner is peer:
+            handoff, (last, _) = self._handoffs.get(key), self._over.get(key, (0, 0.0))
+            was_left = handoff is not None and handoff.owner is None and handoff.left_by == peer.gateway
+            if handoff is not None and handoff.owner is peer:
                 continue
-            if will is not None and will.number > number and not was_left:
-                peer.outputs.append(messages.Fenced(key, will.number))
-            elif will is None and last > number:
+            if handoff is not None and handoff.number > number and not was_left:
+                peer.outputs.append(messages.Fenced(key, handoff.number))
+            elif handoff is None and last > number:
                 peer.outputs.append(messages.Fenced(key, last))
-            elif will is None or will.owner is None:
-                if will is not None:
-                    self._forget(will)
+            elif handoff is None or handoff.owner is None:
+                if handoff is not None:
+                    self._forget(handoff)
                 if not is_elsewhere:
                     self._elsewhere[key] = _Elsewhere(number, peer, self._clock())
         peer.outputs.append(messages.Claimed(claim.tag))
 
-    def _entrust(self, peer: Peer, given: WireEntrust) -> None:
-        will = self._wills.get(given.key)
-        least = 0 if will is None else will.least if will.owner is peer else will.number + 1
-        if will is None and given.key in self._over:
+    def _save_handoff(self, peer: Peer, given: WireSaveHandoff) -> None:
+        handoff = self._handoffs.get(given.key)
+        least = 0 if handoff is None else handoff.least if handoff.owner is peer else handoff.number + 1
+        if handoff is None and given.key in self._over:
             least = self._over[given.key][0]
         if given.number < least:
             peer.outputs.append(messages.Fenced(given.key, least))
             return
         if given.base is not None:
-            will = self._begin(peer, given, will)
-        elif will is None or will.owner is not peer:
+            handoff = self._begin(peer, given, handoff)
+        elif handoff is None or handoff.owner is not peer:
             return  # the entries of a will that was not believed; its owner begins anew in time
-        will.entries += given.entries
-        will.entry_bytes += sum(map(len, given.entries))
-        will.consumed = given.consumed
-        self._name_stream(peer, will, given.stream)
-        if will.hosted is not None:
-            will.hosted.forget_outputs(given.consumed)
-        if self._is_overgrown(will):
-            logger.warning("session %s: its gateway entrusts more than it may; it cannot be adopted", will.key)
-            self._forget(will)
+        handoff.entries += given.entries
+        handoff.entry_bytes += sum(map(len, given.entries))
+        handoff.consumed = given.consumed
+        self._name_stream(peer, handoff, given.stream)
+        if handoff.hosted is not None:
+            handoff.hosted.forget_outputs(given.consumed)
+        if self._is_overgrown(handoff):
+            logger.warning("session %s: its gateway entrusts more than it may; it cannot be adopted", handoff.key)
+            self._forget(handoff)
         elif given.last:
-            self._orphan(will)
+            self._release(handoff)
             self._settle()
 
-    def _begin(self, peer: Peer, given: WireEntrust, known: Will | None) -> Will:
+    def _begin(self, peer: Peer, given: WireSaveHandoff, known: SavedHandoff | None) -> SavedHandoff:
         assert given.base is not None
-        will = known or Will(given.key, given.number, peer, given.number)
-        self._wills[given.key] = will
+        handoff = known or SavedHandoff(given.key, given.number, peer, given.number)
+        self._handoffs[given.key] = handoff
         self._elsewhere.pop(given.key, None)
-        if will.owner not in (None, peer):
+        if handoff.owner not in (None, peer):
             # It was adopted at another engine, and has moved here.
-            will.owner.outputs.append(messages.Fenced(will.key, given.number))
-        if will.owner is not peer:
-            self._refuse_heirs(will)
-            will.owner, will.left_by, will.least = peer, "", given.number
-        will.number, will.base = max(will.number, given.number), given.base
-        will.entries, will.entry_bytes, will.keep_s = [], 0, given.keep_s
-        will.positions_before, will.samples_before = given.positions_before, given.samples_before
+            handoff.owner.outputs.append(messages.Fenced(handoff.key, given.number))
+        if handoff.owner is not peer:
+            self._refuse_claimants(handoff)
+            handoff.owner, handoff.left_by, handoff.least = peer, "", given.number
+        handoff.number, handoff.base = max(handoff.number, given.number), given.base
+        handoff.entries, handoff.entry_bytes, handoff.keep_s = [], 0, given.keep_s
+        handoff.position_offset, handoff.sample_offset = given.position_offset, given.sample_offset
         if given.chunk:
-            will.chunks.append(given.chunk)
-            while len(will.chunks) > 1 and sum(map(len, will.chunks)) > given.keep_bytes:
-                will.chunks.popleft()
-        return will
+            handoff.chunks.append(given.chunk)
+            while len(handoff.chunks) > 1 and sum(map(len, handoff.chunks)) > given.keep_bytes:
+                handoff.chunks.popleft()
+        return handoff
 
-    def _name_stream(self, peer: Peer, will: Will, stream: str) -> None:
+    def _name_stream(self, peer: Peer, handoff: SavedHandoff, stream: str) -> None:
         name = peer.streams.get(stream)
         if not stream:
-            will.hosted = None
-        elif name is not None and (hosted := self._roster.streams.get(name)) is not will.hosted:
-            old, will.hosted = will.hosted, hosted
+            handoff.hosted = None
+        elif name is not None and (hosted := self._hosted.streams.get(name)) is not handoff.hosted:
+            old, handoff.hosted = handoff.hosted, hosted
             if old is not None and old.peer is None:
                 self._abort(old.loop_name)
 
-    def _is_overgrown(self, will: Will) -> bool:
-        told = 0 if will.hosted is None else len(will.hosted.outputs)
-        return len(will.entries) > MOST_ENTRIES or will.entry_bytes > MOST_ENTRY_BYTES or told >= MOST_OUTPUTS_KEPT
+    def _is_overgrown(self, handoff: SavedHandoff) -> bool:
+        told = 0 if handoff.hosted is None else len(handoff.hosted.outputs)
+        return (
+            len(handoff.entries) > MOST_ENTRIES or handoff.entry_bytes > MOST_ENTRY_BYTES or told >= MOST_OUTPUTS_KEPT
+        )
 
     def _adopt(self, peer: Peer, key: str, number: int) -> None:
-        will = self._wills.get(key)
-        if will is None or not messages.same_owner(number, will.number):
+        handoff = self._handoffs.get(key)
+        if handoff is None or not messages.same_owner(number, handoff.number):
             # Somebody else has it since the peer asked: whether its client still waits there is not known any more.
-            peer.outputs.append(messages.Inherited(key))
+            peer.outputs.append(messages.SessionGiven(key))
             return
-        if not will.heirs:
-            will.asked_at = self._listened_s
-        if peer not in will.heirs:
-            will.heirs.append(peer)
+        if not handoff.claimants:
+            handoff.asked_at = self._listened_s
+        if peer not in handoff.claimants:
+            handoff.claimants.append(peer)
         self._wanted.add(key)
-        owner = will.owner
-        if owner is peer or (owner is not None and not self._reaches(owner, messages.Wanted(key, will.number))):
+        owner = handoff.owner
+        if owner is peer or (owner is not None and not self._reaches(owner, messages.Wanted(key, handoff.number))):
             # One that turned out to be gone has left its sessions by now.
-            if will.owner is owner:
-                self._orphan(will)
+            if handoff.owner is owner:
+                self._release(handoff)
         self._settle()
 
-    def _orphan(self, will: Will) -> None:
+    def _release(self, handoff: SavedHandoff) -> None:
         """Nobody owns the session now; its stream goes on with what it has."""
-        owner, will.owner, will.left_at = will.owner, None, self._clock()
-        if owner is not None and will.heirs and owner not in will.heirs:
-            owner.outputs.append(messages.Fenced(will.key, will.number + messages.NEXT_OWNER))
-        if will.hosted is not None:
-            self._roster.detach(will.hosted)
+        owner, handoff.owner, handoff.left_at = handoff.owner, None, self._clock()
+        if owner is not None and handoff.claimants and owner not in handoff.claimants:
+            owner.outputs.append(messages.Fenced(handoff.key, handoff.number + messages.NEXT_OWNER))
+        if handoff.hosted is not None:
+            self._hosted.detach(handoff.hosted)
 
     def _settle(self) -> None:
         """Give the sessions that nobody owns to those who want them, while there is room on the way to them."""
         given = 0
         for key in list(self._wanted):
-            will = self._wills.get(key)
-            if will is not None and self._is_in_doubt(will):
-                self._refuse_heirs(will)
-            if will is None or not will.heirs:
+            handoff = self._handoffs.get(key)
+            if handoff is not None and self._is_in_doubt(handoff):
+                self._refuse_claimants(handoff)
+            if handoff is None or not handoff.claimants:
                 self._wanted.discard(key)
-            elif will.owner is None and will.heirs[-1].has_room and given < GIVEN_AT_ONCE:
+            elif handoff.owner is None and handoff.claimants[-1].has_room and given < GIVEN_AT_ONCE:
                 given += 1
                 self._wanted.discard(key)
-                self._give(will, will.heirs[-1])
+                self._give(handoff, handoff.claimants[-1])
 
-    def _give(self, will: Will, heir: Peer) -> None:
+    def _give(self, handoff: SavedHandoff, claimant: Peer) -> None:
         # Of several who ask, the last has the client; the others may ask again.
-        for other in will.heirs[:-1]:
-            other.outputs.append(messages.Inherited(will.key))
-        will.heirs, will.owner, will.left_by = [], heir, ""
-        will.number += messages.NEXT_OWNER
-        will.least = will.number
-        inherited = messages.Inherited(
-            will.key,
-            will.number,
-            base=will.base,
-            chunks=list(will.chunks),
-            entries=will.entries,
-            consumed=will.consumed,
-            positions_before=will.positions_before,
-            samples_before=will.samples_before,
+        for other in handoff.claimants[:-1]:
+            other.outputs.append(messages.SessionGiven(handoff.key))
+        handoff.claimants, handoff.owner, handoff.left_by = [], claimant, ""
+        handoff.number += messages.NEXT_OWNER
+        handoff.least = handoff.number
+        adopted = messages.SessionGiven(
+            handoff.key,
+            handoff.number,
+            base=handoff.base,
+            chunks=list(handoff.chunks),
+            entries=handoff.entries,
+            consumed=handoff.consumed,
+            position_offset=handoff.position_offset,
+            sample_offset=handoff.sample_offset,
         )
-        heir.outputs.append(inherited)
-        if will.hosted is not None:
-            self._roster.attach(will.hosted, heir)
-            _describe(will.hosted, inherited)
-            heir.outputs += [output for _, output in will.hosted.outputs]
+        claimant.outputs.append(adopted)
+        if handoff.hosted is not None:
+            self._hosted.attach(handoff.hosted, claimant)
+            _describe(handoff.hosted, adopted)
+            claimant.outputs += [output for _, output in handoff.hosted.outputs]
 
-    def _refuse_heirs(self, will: Will) -> None:
-        for heir in will.heirs:
-            heir.outputs.append(messages.Inherited(will.key))
-        will.heirs = []
+    def _refuse_claimants(self, handoff: SavedHandoff) -> None:
+        for claimant in handoff.claimants:
+            claimant.outputs.append(messages.SessionGiven(handoff.key))
+        handoff.claimants = []
 
-    def _forget(self, will: Will) -> None:
-        self._wills.pop(will.key, None)
-        self._refuse_heirs(will)
-        if will.hosted is not None and will.hosted.peer is None:
-            self._abort(will.hosted.loop_name)
+    def _forget(self, handoff: SavedHandoff) -> None:
+        self._handoffs.pop(handoff.key, None)
+        self._refuse_claimants(handoff)
+        if handoff.hosted is not None and handoff.hosted.peer is None:
+            self._abort(handoff.hosted.loop_name)
 
 
-def _describe(hosted: HostedStream, inherited: messages.Inherited) -> None:
+def _describe(hosted: HostedStream, adopted: messages.SessionGiven) -> None:
     """Where the stream stood after the last output that is accounted for."""
     opening, ahead = hosted.opening, [output for _, output in hosted.outputs]
     answers = [output.tag for output in ahead if isinstance(output, messages.Flushed)]
     tokens = sum(len(output.tokens) for output in ahead if isinstance(output, messages.Text))
-    inherited.stream = hosted.name
-    inherited.end, inherited.sample, inherited.segment = hosted.end, hosted.end_sample, hosted.segment
-    inherited.flushes = hosted.flushes
-    inherited.answered = answers[0] - 1 if answers else hosted.answered
-    inherited.token = hosted.tokens - tokens
-    inherited.delay_positions, inherited.options = opening.delay_positions, opening.options
+    adopted.stream = hosted.name
+    adopted.end, adopted.sample, adopted.segment = hosted.end, hosted.end_sample, hosted.segment
+    adopted.flushes = hosted.flushes
+    adopted.answered = answers[0] - 1 if answers else hosted.answered
+    adopted.token = hosted.tokens - tokens
+    adopted.delay_positions, adopted.options = opening.delay_positions, opening.options

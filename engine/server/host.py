@@ -27,15 +27,15 @@ from engine.boundary.commands import (
     plain_open,
     plain_rule,
 )
-from engine.boundary.crash_record import FlightRecord
+from engine.boundary.crash_record import CrashRecord
 from engine.boundary.input_cache import ReceiverCache
 from engine.boundary.items import complaint_about
 from engine.boundary.sockets import BEAT_SECONDS, SILENCE_SECONDS, Arrival, EngineSocket, package_version
 from engine.errors import AtCapacity, BadItem, DuplicateStream, EngineDead, StreamFailed
 from engine.options import COUNTED_SECONDS
-from engine.server.handoff import Wills
+from engine.server.handoff import HandoffTable
 from engine.server.loop import EngineLoop
-from engine.server.peer import HostedStream, Peer, Roster
+from engine.server.peer import HostedStream, HostedStreams, Peer
 
 # The load is the share of so long a time that live streams took: steps, and messages while there was no step.
 LOAD_SECONDS = 1.0
@@ -112,13 +112,15 @@ logger = logging.getLogger(__name__)
 Keyed = tuple[bytes, int, Payload | None]
 
 
-class Intake:
+class CommandIntake:
     """Hands commands to the loop under the names it knows streams by; `clock` is for what streams did lately."""
 
-    def __init__(self, loop: EngineLoop, roster: Roster, wills: Wills, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, loop: EngineLoop, hosted_streams: HostedStreams, handoffs: HandoffTable, clock: Callable[[], float]
+    ) -> None:
         self._loop = loop
-        self._roster = roster
-        self._wills = wills
+        self._hosted = hosted_streams
+        self._handoffs = handoffs
         self._clock = clock
         # The engine takes nothing new.
         self.draining = False
@@ -171,7 +173,7 @@ class Intake:
         if isinstance(command, WireFeed):
             self._feed(peer, command, audio)
         elif isinstance(command, WireSessionCommand):
-            self._wills.take(peer, command)
+            self._handoffs.take(peer, command)
         elif isinstance(command, WireOpen):
             self._hand_on(now)
             self._open(peer, command, audio)
@@ -190,7 +192,7 @@ class Intake:
         except BadItem as error:
             self._fail(name, str(error))
         else:
-            self._roster.streams[name].fed(items, self._loop.scheduler.spec.samples_per_position)
+            self._hosted.streams[name].fed(items, self._loop.scheduler.spec.samples_per_position)
             self._coming.append(messages.Feed(name, items))
 
     def _take_request(
@@ -198,15 +200,15 @@ class Intake:
     ) -> None:
         match command:
             case WireFlush():
-                self._roster.streams[name].flushed(command.tag, command.pause)
+                self._hosted.streams[name].flushed(command.tag, command.pause)
                 self._coming.append(messages.Flush(name, command.tag, command.pause))
             case WireChangeTurns():
                 self._coming.append(messages.ChangeTurns(name, plain_rule(command.turns)))
             case WireFinish():
-                self._roster.streams[name].finished()
+                self._hosted.streams[name].finished()
                 self._coming.append(messages.Finish(name))
             case WireAbort():
-                self._roster.release(peer, command.stream, name)
+                self._hosted.release(peer, command.stream, name)
                 self._coming.append(messages.Abort(name))
 
     def _open(self, peer: Peer, command: WireOpen, audio: Sequence[tuple[bytes, Payload | None]]) -> None:
@@ -220,13 +222,13 @@ class Intake:
             peer.outputs.append(messages.Failed(command.stream, type(refusal).__name__, str(refusal)))
             return
         spec = self._loop.scheduler.spec
-        name = self._roster.open(peer, command, spec.prefix_positions, self._clock())
+        name = self._hosted.open(peer, command, spec.prefix_positions, self._clock())
         try:
             items = self._items(name, command.items, audio)
         except BadItem as error:
             self._fail(name, str(error))
         else:
-            self._roster.streams[name].fed(items, spec.samples_per_position)
+            self._hosted.streams[name].fed(items, spec.samples_per_position)
             self._coming.append(plain_open(command, name, items))
 
     def _items(
@@ -264,9 +266,9 @@ class Intake:
 
     def _fail(self, name: str, why: str, code: str = BadItem.__name__) -> None:
         """End one stream with an error, wherever it is by now."""
-        hosted = self._roster.streams[name]
+        hosted = self._hosted.streams[name]
         hosted.tell(messages.Failed(hosted.name, code, why.replace(name, hosted.name)))
-        self._roster.forget(name)
+        self._hosted.forget(name)
         self._coming.append(messages.Abort(name))
 
     def _hand_on(self, now: int) -> None:
@@ -298,7 +300,7 @@ MOST_UNREADABLE = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class DrainRequest:
     """Whether an engine was asked to take nothing new and to end when it is empty, and how long that may take."""
 
     asked: Callable[[], bool]
@@ -312,23 +314,23 @@ class EngineHost:
         socket: EngineSocket,
         engine: str,
         clock: Callable[[], float],
-        record: FlightRecord | None = None,
+        record: CrashRecord | None = None,
     ) -> None:
         self._loop = loop
-        self._record = FlightRecord() if record is None else record
+        self._record = CrashRecord() if record is None else record
         loop.announce = self._record.write
         self._socket = socket
         self._engine = engine
         self._clock = clock
         self._peers: dict[bytes, Peer] = {}
-        self._roster = Roster()
-        self._wills = Wills(self._roster, clock, self._reaches, self._hear_out, self._abort)
-        self._intake = Intake(loop, self._roster, self._wills, clock)
+        self._hosted = HostedStreams()
+        self._handoffs = HandoffTable(self._hosted, clock, self._reaches, self._hear_out, self._abort)
+        self._intake = CommandIntake(loop, self._hosted, self._handoffs, clock)
         self._progress_at = self._status_at = 0.0
         self._drains_until = 0.0
         self._load = LoadReport(loop, clock())
 
-    def serve(self, stop: Callable[[], bool], drain: Drain | None = None) -> None:
+    def serve(self, stop: Callable[[], bool], drain: DrainRequest | None = None) -> None:
         """Until `stop` says so, or all is gone that was there when the engine was asked to drain. Raises EngineDead
         when the loop has failed for all streams."""
         while not stop() and not (drain is not None and drain.asked() and self._is_drained(drain.seconds)):
@@ -339,12 +341,14 @@ class EngineHost:
         """Whether nothing is left, or no more time."""
         now, status = self._clock(), self._load.status
         if not status.draining:
-            logger.info("draining: %d streams and %d sessions are to move", len(self._roster.streams), len(self._wills))
+            logger.info(
+                "draining: %d streams and %d sessions are to move", len(self._hosted.streams), len(self._handoffs)
+            )
             self._drains_until = now + seconds
             status.draining = self._intake.draining = True
             for peer in self._peers.values():
                 peer.spoke_at = now - BEAT_SECONDS
-        nothing_left = not self._roster.streams and not len(self._wills)
+        nothing_left = not self._hosted.streams and not len(self._handoffs)
         return nothing_left or now >= self._drains_until
 
     def tick(self) -> None:
@@ -388,7 +392,7 @@ class EngineHost:
                 self._dispatch(peer, message, frames)
         except WireError as error:
             logger.warning("a gateway sent something unreadable: %s", error)
-            self._bear(name, peer, str(error))
+            self._count_undecodable(name, peer, str(error))
 
     def _greet(self, name: bytes, hello: codec.Hello) -> None:
         spec = self._loop.scheduler.spec
@@ -417,7 +421,7 @@ class EngineHost:
             self._drop(peer, comes_back=True)
         self._socket.send(name, codec.encode(codec.Unwelcome(why)))
 
-    def _bear(self, name: bytes, peer: Peer | None, why: str) -> None:
+    def _count_undecodable(self, name: bytes, peer: Peer | None, why: str) -> None:
         """Something came that is no message. If it was to be one, its number is missed and it is sent again; a gateway
         that has nothing better to send is told to connect anew, with new numbers: waiting would stop its streams."""
         if peer is not None:
@@ -434,8 +438,8 @@ class EngineHost:
             if self._peers.get(peer.name) is not peer:
                 return
         del self._peers[peer.name]
-        self._wills.leave(peer)
-        for name in self._roster.leave(peer):
+        self._handoffs.leave(peer)
+        for name in self._hosted.leave(peer):
             self._abort(name)
 
     def _hear_out(self, peer: Peer) -> None:
@@ -444,7 +448,7 @@ class EngineHost:
             pass
 
     def _abort(self, name: str) -> None:
-        self._roster.forget(name)
+        self._hosted.forget(name)
         self._loop.submit([messages.Abort(name)], time.monotonic_ns())
 
     def _reaches(self, peer: Peer, wanted: messages.Wanted) -> bool:
@@ -505,7 +509,7 @@ class EngineHost:
         """A batch of each gateway in turn, and no more of them than a step has room for: a step computes one frame of
         each stream, or a stride of a windowed one, so an engine that took in all that came while it was late would
         never catch up."""
-        positions = len(self._roster.streams) * self._loop.scheduler.spec.stride_positions
+        positions = len(self._hosted.streams) * self._loop.scheduler.spec.stride_positions
         left = max(LEAST_COMMANDS, COMMANDS_A_POSITION * positions)
         peers = list(self._peers.values())
         while peers and left > 0 and self._clock() <= now + TAKE_SECONDS:
@@ -553,14 +557,14 @@ class EngineHost:
         return dead
 
     def _route(self, output: Any) -> None:
-        name, hosted = output.stream, self._roster.find(output.stream)
+        name, hosted = output.stream, self._hosted.find(output.stream)
         if isinstance(output, messages.Speech):
             if hosted is not None and output.probabilities:
                 hosted.speaking = output.probabilities[-1] >= SPEECH_THRESHOLD
                 if max(output.probabilities) >= SPEECH_THRESHOLD:
                     hosted.heard_at = self._clock()
         elif isinstance(output, (messages.Closed, messages.Failed)):
-            self._roster.forget(name)
+            self._hosted.forget(name)
         if hosted is None:
             return
         if isinstance(output, (messages.Failed, messages.Refused)):
@@ -571,14 +575,14 @@ class EngineHost:
     def _report(self, now: float) -> None:
         self._load.count(self._loop)
         progress: dict[bytes, list[codec.Progress]] = {}
-        if self._roster.changed or now - self._progress_at >= PROGRESS_SECONDS:
+        if self._hosted.changed or now - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at = now
             progress = self._progress(now)
-            self._wills.tick(now)
-        if self._roster.changed or now - self._status_at >= STATUS_SECONDS:
-            self._status_at, self._roster.changed = now, False
+            self._handoffs.tick(now)
+        if self._hosted.changed or now - self._status_at >= STATUS_SECONDS:
+            self._status_at, self._hosted.changed = now, False
             waited = [now - peer.inbox[0][2] for peer in self._peers.values() if peer.waits_for_a_turn]
-            self._load.measure(self._loop, self._roster.streams.values(), max(waited, default=0.0), now)
+            self._load.measure(self._loop, self._hosted.streams.values(), max(waited, default=0.0), now)
         for peer in list(self._peers.values()):
             if now - peer.heard_at > SILENCE_SECONDS:
                 logger.warning("gateway %s has been silent for %.0f s; its streams end", peer.gateway, SILENCE_SECONDS)
@@ -634,7 +638,7 @@ class EngineHost:
                 peer.outputs[index] = messages.Failed(stream, StreamFailed.__name__, text)
                 name = peer.streams.get(stream)
                 if name is not None:
-                    self._roster.forget(name)
+                    self._hosted.forget(name)
                     self._loop.submit([messages.Abort(name)], time.monotonic_ns())
 
     def _progress(self, now: float) -> dict[bytes, list[codec.Progress]]:
@@ -642,7 +646,7 @@ class EngineHost:
         progress: dict[bytes, list[codec.Progress]] = {}
         moving_is_work = not self._loop.silence_is_free
         for name, stream in self._loop.scheduler.streams.items():
-            hosted = self._roster.streams.get(name)
+            hosted = self._hosted.streams.get(name)
             if hosted is None:
                 continue
             if moving_is_work and hosted.computed != stream.computed:

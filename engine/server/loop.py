@@ -49,8 +49,8 @@ from engine.messages import (
     Text,
 )
 from engine.runner.base import Detector, Runner
-from engine.server.metering import BacklogBudget, StepMeter
-from engine.server.skipped_silence import SilenceCut
+from engine.server.metering import StepMeter, UploadBudget
+from engine.server.skipped_silence import SilenceSkipper
 from engine.server.speech import GateSettings, Listener, Target
 from engine.server.stream_state import StreamStates
 
@@ -63,7 +63,7 @@ STEPS_AHEAD = 1
 
 
 @dataclass(slots=True)
-class Flight:
+class LaunchedStep:
     """A step that may still be computed: its plan, the answers to wait for, how often the detector had been told to
     listen by then, and when it began."""
 
@@ -98,12 +98,12 @@ class EngineLoop:
         self.scheduler = scheduler
         self.runner = runner
         self.meter = StepMeter(scheduler.spec, clock)
-        self._flights: deque[Flight] = deque()
-        self._backlog = BacklogBudget(scheduler, self.meter.position_cost, runner.pauses_uploads, clock)
+        self._launched: deque[LaunchedStep] = deque()
+        self._uploads = UploadBudget(scheduler, self.meter.position_cost, runner.pauses_uploads, clock)
         # Called with the streams and positions about to be computed: if the engine dies now, they are the suspects.
         self.announce: Callable[[list[Target]], None] | None = None
         self._outbox: list[Output] = []
-        self._cut = SilenceCut(scheduler, None if detector is None else cut, self._say)
+        self._cut = SilenceSkipper(scheduler, None if detector is None else cut, self._say)
         self._listener: Listener | None = None
         if detector is not None:
             hear = self._cut.judge
@@ -169,7 +169,7 @@ class EngineLoop:
             self._commit(outputs, 0)
         if self.scheduler.has_work():
             plan = self._plan()
-            self._flights.append(self._execute(plan))
+            self._launched.append(self._execute(plan))
             committed = self._commit(outputs, self._most_ahead)
         else:
             committed = self._commit(outputs, 0)
@@ -199,13 +199,13 @@ class EngineLoop:
     @property
     def is_flying(self) -> bool:
         """Whether a step is under way: what it holds may still be the end of the engine."""
-        return bool(self._flights)
+        return bool(self._launched)
 
     def has_work(self) -> bool:
         """Whether another step would do something without another command."""
         listening = self._listener is not None and self._listener.has_work
         saying = self._outbox or self._broken is not None or self.scheduler.has_replies()
-        return bool(self._flights or listening or saying or self.scheduler.has_work())
+        return bool(self._launched or listening or saying or self.scheduler.has_work())
 
     def _check_alive(self) -> None:
         if self._dead:
@@ -219,37 +219,37 @@ class EngineLoop:
         return self._listener.live_share
 
     def _plan(self) -> StepPlan:
-        shares = self._backlog.shares()
-        plan = self.scheduler.plan(shares.live, shares.backlog_positions)
+        shares = self._uploads.shares()
+        plan = self.scheduler.plan(shares.live, shares.upload_positions)
         self._blame_surprises()
-        plans = [*(flight.plan for flight in self._flights), plan]
+        plans = [*(launched.plan for launched in self._launched), plan]
         self._announce((task.stream, task.start, task.end) for part in plans for task in part.decode)
         self.meter.times.plan_ns = self.meter.lap()
         return plan
 
-    def _execute(self, plan: StepPlan) -> Flight:
+    def _execute(self, plan: StepPlan) -> LaunchedStep:
         launches = self._listener.launches if self._listener is not None else 0
         began = self.meter.mark - self.meter.times.plan_ns
         with _runner_failures():
-            return Flight(plan, self.runner.launch(plan, self._backlog.time_is_up), launches, began)
+            return LaunchedStep(plan, self.runner.launch(plan, self._uploads.time_is_up), launches, began)
 
     def _commit(self, outputs: list[Output], most_ahead: int) -> StepPlan | None:
         """Take in the oldest steps until so many are under way; the last one that was. Waits for the device."""
         meter, plan = self.meter, None
-        while len(self._flights) > most_ahead:
-            flight = self._flights.popleft()
-            plan = flight.plan
+        while len(self._launched) > most_ahead:
+            launched = self._launched.popleft()
+            plan = launched.plan
             with _runner_failures():
-                results = flight.answers()
+                results = launched.answers()
             meter.times.execute_ns += meter.lap()
             if self._listener is not None:
-                self._listener.collect(flight.launches)
+                self._listener.collect(launched.launches)
                 outputs += self._take_outbox()
             outputs += self._judged(plan, self.scheduler.commit(plan, results))
             self._blame_surprises()
             plan.decode = [task for task, result in zip(plan.decode, results, strict=True) if not result.unfinished]
             meter.times.commit_ns += meter.lap()
-            meter.account(plan, flight.began)
+            meter.account(plan, launched.began)
         return plan
 
     def _judged(self, plan: StepPlan, outputs: list[Output]) -> list[Output]:

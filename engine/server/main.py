@@ -17,7 +17,7 @@ import numpy as np
 import zmq
 
 from engine import messages
-from engine.boundary.crash_record import FlightRecord
+from engine.boundary.crash_record import CrashRecord
 from engine.boundary.items import WARM_UP_SECONDS, make_cutter, prepare
 from engine.boundary.sockets import EngineSocket, LinkKeys, check_address
 from engine.core.scheduler import Scheduler
@@ -25,9 +25,9 @@ from engine.errors import EngineDead, EngineError
 from engine.logs import WITHOUT_TIME, set_up_logging
 from engine.options import EngineConfig
 from engine.runner.load import load_detector, load_runner
-from engine.server.host import Drain, EngineHost
+from engine.server.host import DrainRequest, EngineHost
 from engine.server.loop import EngineLoop
-from engine.server.skipped_silence import cut_settings
+from engine.server.skipped_silence import skip_settings
 from engine.server.speech import GateSettings
 from engine.spec import ModelSpec
 from engine.weights.checkpoint import fingerprint
@@ -54,7 +54,7 @@ def build_loop(config: EngineConfig, clock: Callable[[], int] = time.perf_counte
     scheduler = Scheduler(spec, limits, runner.vocabulary)
     # A windowed model makes words up in silence. A frame-synchronous one was trained to hear it; a long one is cut out.
     gate = GateSettings() if runner.spec.rereads_window else None
-    cut = None if spec.rereads_window or not config.cut_silence_s else cut_settings(config.cut_silence_s)
+    cut = None if spec.rereads_window or not config.cut_silence_s else skip_settings(config.cut_silence_s)
     return EngineLoop(scheduler, runner, load_detector(runner, limits.max_streams), gate, clock, cut)
 
 
@@ -74,8 +74,8 @@ def run_engine(
     build: Build,
     stop: Callable[[], bool],
     warm: bool = True,
-    record: FlightRecord | None = None,
-    drain: Drain | None = None,
+    record: CrashRecord | None = None,
+    drain: DrainRequest | None = None,
     fleet_secret: bytes | None = None,
 ) -> None:
     """Build, warm up, listen and serve until `stop`, or until the engine has drained. Raises EngineDead when the runner
@@ -143,7 +143,7 @@ def run_child(address: str, build: Build, warm: bool, record_path: Path) -> None
     set_up_logging(WITHOUT_TIME)
     threading.Thread(target=_stop_with_parent, args=(asked_to_stop,), daemon=True).start()
     try:
-        run_engine(address, build, asked_to_stop.is_set, warm, FlightRecord.at(record_path))
+        run_engine(address, build, asked_to_stop.is_set, warm, CrashRecord.at(record_path))
     except EngineError as error:
         # Its text says what to change; where in the code it came up does not help.
         logger.error("%s", error)

@@ -213,10 +213,10 @@ class Shares:
     """Who takes part in the next step: live streams or not, and backlog with how many positions (None: any number)."""
 
     live: bool = True
-    backlog_positions: int | None = None
+    upload_positions: int | None = None
 
 
-class BacklogBudget:
+class UploadBudget:
     def __init__(self, scheduler: Scheduler, position_cost: StepCost, pauses: bool, clock: Callable[[], int]) -> None:
         spec = scheduler.spec
         self._scheduler = scheduler
@@ -225,21 +225,21 @@ class BacklogBudget:
         self._stride_ns = spec.stride_positions * spec.samples_per_position * 1e9 / spec.sample_rate
         self._least_positions = spec.window_for(live=False) if spec.rereads_window else 1
         self._position_cost = position_cost
-        self._backlog_is_next = False
+        self._upload_is_next = False
         self._stop_at = 0
         self._bounded_steps = 0
 
     def shares(self) -> Shares:
         """For the step that is about to be planned."""
         scheduler = self._scheduler
-        if not scheduler.backlog_waits:
+        if not scheduler.uploads_wait:
             return Shares()
         if not self._pauses:
-            return Shares(backlog_positions=self._positions())
-        if scheduler.live_waits and not self._backlog_is_next:
-            self._backlog_is_next = True
-            return Shares(backlog_positions=0)
-        self._backlog_is_next = False
+            return Shares(upload_positions=self._positions())
+        if scheduler.live_waits and not self._upload_is_next:
+            self._upload_is_next = True
+            return Shares(upload_positions=0)
+        self._upload_is_next = False
         patience = 0.0 if scheduler.live_waits else SHARE_OF_STRIDE * self._stride_ns
         self._stop_at = self._clock() + int(patience)
         return Shares(live=False)

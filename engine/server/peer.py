@@ -15,7 +15,7 @@ from engine.boundary.sockets import Numbering
 
 # Outputs kept of a stream until its gateway accounts for them. Without a will nobody does, and few are kept.
 MOST_OUTPUTS_KEPT = 4096
-OUTPUTS_KEPT_WITHOUT_WILL = 64
+OUTPUTS_KEPT_WITHOUT_HANDOFF = 64
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class HostedStream:
         elif isinstance(output, messages.Text):
             self.tokens += len(output.tokens)
         self.outputs.append((self.told, output))
-        if len(self.outputs) > (MOST_OUTPUTS_KEPT if self.accounted else OUTPUTS_KEPT_WITHOUT_WILL):
+        if len(self.outputs) > (MOST_OUTPUTS_KEPT if self.accounted else OUTPUTS_KEPT_WITHOUT_HANDOFF):
             self.outputs.popleft()
         if self.peer is not None:
             self.peer.outputs.append(output)
@@ -118,7 +118,7 @@ class Peer:
         return self.numbering.may_send and len(self.outputs) < MOST_OUTPUTS_KEPT
 
 
-class Roster:
+class HostedStreams:
     """Every stream of the loop, and whose it is.
 
     Two gateways may use the same name, and one gateway may use a name again while the loop has yet to say that the

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from engine.core.scheduler import Scheduler
 from engine.core.stream import REPORT_AFTER_TOKENS
 from engine.errors import StreamError, StreamFinished
-from engine.messages import CUT, Finish, Flush, Item, Open, Output, Speech, Text
+from engine.messages import SKIPPED, Finish, Flush, Item, Open, Output, Speech, Text
 from engine.server.speech import GateSettings, SpeechGate, Target
 from engine.spec import ModelSpec
 
@@ -32,7 +32,7 @@ EVIDENCE = 0.2
 PRE_ROLL_SECONDS = 0.48
 
 
-def cut_settings(settled_seconds: float) -> GateSettings:
+def skip_settings(settled_seconds: float) -> GateSettings:
     """The gate that cuts silence out after so many seconds of it."""
     return GateSettings(
         evidence=EVIDENCE,
@@ -43,14 +43,14 @@ def cut_settings(settled_seconds: float) -> GateSettings:
 
 
 @dataclass(slots=True)
-class Mark:
+class PendingMark:
     """A flush or the end, behind all audio that came before it."""
 
     command: Flush | Finish
     position: int | None
 
 
-class CutStream:
+class SkippingStream:
     """One stream: what waits, what was cut, and how engine and gateway count."""
 
     def __init__(self, message: Open, gate: GateSettings | None, spec: ModelSpec) -> None:
@@ -62,23 +62,23 @@ class CutStream:
             gate = replace(gate, hang_over_samples=max(gate.hang_over_samples, least))
         self._gate = None if gate is None else SpeechGate(gate, is_open=True)
         self.finished = False
-        self.waiting: deque[Item | Mark] = deque()
+        self.waiting: deque[Item | PendingMark] = deque()
         # Up to where text is wanted, by each mark among them.
         self._marks: deque[int] = deque()
         # End of the audio that has come, of the frames that were judged, and how long a frame is.
         self._end_sample = self._judged = self._frame = 0
         # Positions of the gateway's count below this go by what was cut the first time.
         first, tokens = spec.prefix_positions, message.forced_tokens
-        self._recorded = {first + index for index, token in enumerate(tokens) if token == CUT}
+        self._recorded = {first + index for index, token in enumerate(tokens) if token == SKIPPED}
         self._recorded_until = first + len(tokens)
         # So many positions were cut; and how many of them before which position of the engine's count.
-        self.shift = 0
-        self._shifts: list[tuple[int, int]] = []
+        self.skipped_positions = 0
+        self._skips: list[tuple[int, int]] = []
         # Of which cuts the gateway has not been told: before which position, how long, and how long together.
-        self._untold: deque[tuple[int, int]] = deque()
-        self.untold = 0
-        self._told_until = self._recorded_until - len(self._recorded)
-        self._cut_until_sample = 0
+        self._unreported: deque[tuple[int, int]] = deque()
+        self.unreported = 0
+        self._reported_until = self._recorded_until - len(self._recorded)
+        self._skip_until_sample = 0
 
     def add(self, items: Iterable[Item]) -> None:
         """Audio that has come."""
@@ -90,7 +90,7 @@ class CutStream:
 
     def add_mark(self, command: Flush | Finish, position: int | None = None) -> None:
         """`position`: up to where the text is wanted, on the engine's count; None: all."""
-        self.waiting.append(Mark(command, position))
+        self.waiting.append(PendingMark(command, position))
         self._marks.append(self._end_sample)
 
     def judge(self, speech: Speech, go_on: Callable[[], None]) -> None:
@@ -123,16 +123,16 @@ class CutStream:
         if not self.waiting:
             return True
         gate, head = self._gate, self.waiting[0]
-        if gate is None or gate.is_open or self._marks or isinstance(head, Mark) or _is_gap(head):
+        if gate is None or gate.is_open or self._marks or isinstance(head, PendingMark) or _is_gap(head):
             return False
         return head.offset >= self._recorded_until and head.sample + self._samples(head) > gate.floor
 
-    def next(self, reached: int) -> Item | Mark | None:
+    def next(self, reached: int) -> Item | PendingMark | None:
         """What goes on now, on the engine's count, which has come to `reached`; None: the rest waits for a verdict."""
         gate = self._gate
         while self.waiting:
             head = self.waiting.popleft()
-            if isinstance(head, Mark):
+            if isinstance(head, PendingMark):
                 self._marks.popleft()
                 return head
             if head.offset < self._recorded_until:
@@ -142,14 +142,14 @@ class CutStream:
                 self._cut(head, reached, told=True)
             elif gate is None:
                 return self.counted(head)
-            elif (passed := self._positions_before(head, gate.floor)) > 0:
+            elif (passed := self._position_offset(head, gate.floor)) > 0:
                 self._cut(self._split(head, passed), reached, told=False)
             elif self._is_flushed():
                 return self.counted(head)
             else:
                 certain = 0 if gate.certain_until is None else gate.certain_until
                 # A position goes on if it begins in what is certain.
-                count = self._positions_before(head, certain + self._rate - 1)
+                count = self._position_offset(head, certain + self._rate - 1)
                 if head.sample < certain and (count > 0 or not self._samples(head)):
                     return self.counted(self._split(head, count or head.length))
                 self.waiting.appendleft(head)
@@ -158,32 +158,32 @@ class CutStream:
 
     def gateway_count(self, position: int) -> int:
         """A position of the engine's count on the gateway's. What was cut right before it counts as done."""
-        if self._shifts and position >= self._shifts[-1][0]:
-            return position + self.shift  # as it nearly always is
-        index = bisect_right(self._shifts, (position, 1 << 62)) - 1
-        return position + (self._shifts[index][1] if index >= 0 else 0)
+        if self._skips and position >= self._skips[-1][0]:
+            return position + self.skipped_positions  # as it nearly always is
+        index = bisect_right(self._skips, (position, 1 << 62)) - 1
+        return position + (self._skips[index][1] if index >= 0 else 0)
 
     @property
     def is_settled(self) -> bool:
         """Whether the gateway knows all that was cut, and no old count is left to forget."""
-        return not self.untold and len(self._shifts) < 2
+        return not self.unreported and len(self._skips) < 2
 
     def forget_before(self, position: int) -> None:
         """Nobody will ask how positions before this one were counted."""
-        while len(self._shifts) > 1 and self._shifts[1][0] <= position:
-            self._shifts.pop(0)
+        while len(self._skips) > 1 and self._skips[1][0] <= position:
+            self._skips.pop(0)
 
     def tell(self, text: Text) -> None:
         """Put what was cut among the tokens of a text."""
-        start, tokens, done = self._told_until, [], 0
-        self._told_until = end = start + len(text.tokens)
-        while self._untold and self._untold[0][0] <= end:
-            position, length = self._untold.popleft()
-            tokens += text.tokens[done : position - start] + [CUT] * length
+        start, tokens, done = self._reported_until, [], 0
+        self._reported_until = end = start + len(text.tokens)
+        while self._unreported and self._unreported[0][0] <= end:
+            position, length = self._unreported.popleft()
+            tokens += text.tokens[done : position - start] + [SKIPPED] * length
             done = position - start
-            self.untold -= length
+            self.unreported -= length
             if position == end:
-                text.sample = max(text.sample, self._cut_until_sample)
+                text.sample = max(text.sample, self._skip_until_sample)
         if tokens:
             text.tokens = tokens + text.tokens[done:]
 
@@ -198,13 +198,13 @@ class CutStream:
         """The first positions of a gap that were all cut the first time, or all not. Other items stay whole."""
         if not _is_gap(item):
             return item
-        was_cut, count = item.offset in self._recorded, 1
+        was_skipped, count = item.offset in self._recorded, 1
         stop = min(item.length, self._recorded_until - item.offset)
-        while count < stop and (item.offset + count in self._recorded) == was_cut:
+        while count < stop and (item.offset + count in self._recorded) == was_skipped:
             count += 1
         return self._split(item, count)
 
-    def _positions_before(self, item: Item, sample: int) -> int:
+    def _position_offset(self, item: Item, sample: int) -> int:
         """How many positions of an item end at or before a sample: of a gap any number, of other items all or none."""
         if not self._samples(item):
             return 0
@@ -228,46 +228,46 @@ class CutStream:
 
     def counted(self, item: Item) -> Item:
         """An item that goes on, on the engine's count."""
-        return replace(item, offset=item.offset - self.shift) if self.shift else item
+        return replace(item, offset=item.offset - self.skipped_positions) if self.skipped_positions else item
 
     def _cut(self, item: Item, reached: int, told: bool) -> None:
-        self.shift += item.length
-        if self._shifts and self._shifts[-1][0] == reached:
-            self._shifts.pop()
-        self._shifts.append((reached, self.shift))
-        self._cut_until_sample = item.sample + self._samples(item)
+        self.skipped_positions += item.length
+        if self._skips and self._skips[-1][0] == reached:
+            self._skips.pop()
+        self._skips.append((reached, self.skipped_positions))
+        self._skip_until_sample = item.sample + self._samples(item)
         if not told:
-            self._untold.append((reached, item.length))
-            self.untold += item.length
+            self._unreported.append((reached, item.length))
+            self.unreported += item.length
 
 
 def _is_gap(item: Item) -> bool:
     return not item.key and item.payload is None
 
 
-class SilenceCut:
+class SilenceSkipper:
     """Stands between the loop and the scheduler, for live streams; `settings` None cuts only what was cut before."""
 
     def __init__(self, scheduler: Scheduler, settings: GateSettings | None, say: Callable[[Output], None]) -> None:
         self._scheduler = scheduler
         self._settings = settings
         self._say = say
-        self._streams: dict[str, CutStream] = {}
+        self._streams: dict[str, SkippingStream] = {}
         self._now = 0
 
     def open(self, message: Open) -> Open:
         """The message as the scheduler and the runner understand it, on the engine's count."""
-        cut_before = CUT in message.forced_tokens
-        if not message.live or (self._settings is None and not cut_before):
+        skipped_before = SKIPPED in message.forced_tokens
+        if not message.live or (self._settings is None and not skipped_before):
             return message
-        self._streams[message.stream] = CutStream(message, self._settings, self._scheduler.spec)
-        if not cut_before:
+        self._streams[message.stream] = SkippingStream(message, self._settings, self._scheduler.spec)
+        if not skipped_before:
             return message
         suspect, first = message.suspect, self._scheduler.spec.prefix_positions
         if suspect is not None:
-            start, end = (place - message.forced_tokens[: place - first].count(CUT) for place in suspect)
+            start, end = (place - message.forced_tokens[: place - first].count(SKIPPED) for place in suspect)
             suspect = start, end
-        kept = [token for token in message.forced_tokens if token != CUT]
+        kept = [token for token in message.forced_tokens if token != SKIPPED]
         return replace(message, forced_tokens=kept, suspect=suspect)
 
     def check_open(self, name: str) -> None:
@@ -337,18 +337,18 @@ class SilenceCut:
 
     def gateway_count(self, name: str, position: int) -> int:
         stream = self._streams.get(name)
-        return position if stream is None or not stream.shift else stream.gateway_count(position)
+        return position if stream is None or not stream.skipped_positions else stream.gateway_count(position)
 
     def on_gateway_count(self, targets: Iterable[Target]) -> list[Target]:
         find = self._streams.get
         return [
             (name, start, end)
-            if (stream := find(name)) is None or not stream.shift
+            if (stream := find(name)) is None or not stream.skipped_positions
             else (name, stream.gateway_count(start), stream.gateway_count(end))
             for name, start, end in targets
         ]
 
-    def _go_on(self, name: str, cut: CutStream) -> None:
+    def _go_on(self, name: str, cut: SkippingStream) -> None:
         """Hand on what may go on, in order."""
         scheduler = self._scheduler
         while (stream := scheduler.streams.get(name)) is not None:
@@ -364,5 +364,5 @@ class SilenceCut:
         if stream is None:
             return
         cut.forget_before(stream.computed)
-        if cut.untold >= REPORT_AFTER_TOKENS and stream.computed == stream.available:
+        if cut.unreported >= REPORT_AFTER_TOKENS and stream.computed == stream.available:
             self._say(stream.text.report())

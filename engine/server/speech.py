@@ -131,13 +131,13 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SplitUtterance:
     """The utterance goes on behind `sample`, but it has become too long to be heard as one: commit what lies before."""
 
     sample: int
 
 
-Decision = Skip | Begin | Pause | Resume | End | Cut
+Decision = Skip | Begin | Pause | Resume | End | SplitUtterance
 
 
 class GateState(Enum):
@@ -264,7 +264,7 @@ class SpeechGate:
             return Pause(self._sample)
         return self._end(self._paused_at) if quiet >= self.settings.hang_over_samples else None
 
-    def _cut_if_long(self, probability: float, frame_samples: int) -> Cut | None:
+    def _cut_if_long(self, probability: float, frame_samples: int) -> SplitUtterance | None:
         """OPEN: an utterance that has become too long is cut where it was calmest since it was half as long."""
         longest = self.settings.longest_samples
         if longest is None or not self.is_open:
@@ -276,7 +276,7 @@ class SpeechGate:
         if self._sample - self._floor < longest or self._calmest is None:
             return None
         self._floor, self._calmest = self._calmest[1], None
-        return Cut(self._floor)
+        return SplitUtterance(self._floor)
 
     def _needed(self) -> float:
         settings, last = self.settings, self._last_utterance_end
@@ -313,7 +313,7 @@ SETTLING_SECONDS = 2
 
 
 @dataclass(slots=True)
-class Stretch:
+class PendingSpan:
     """Samples to listen to, and how long a silence follows them that need not be."""
 
     pieces: list[Samples] = field(default_factory=list)
@@ -327,11 +327,11 @@ class Stretch:
         return np.concatenate(self.pieces) if self.pieces else np.zeros(0, np.float32)
 
 
-class Unheard:
+class PendingAudio:
     """What has come of one stream since it was listened to."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self.stretches = [Stretch()]
+        self.spans = [PendingSpan()]
         self.length = 0  # samples to listen to
         self._spec = spec
         self._settling = SETTLING_SECONDS * spec.sample_rate
@@ -350,20 +350,20 @@ class Unheard:
         return end
 
     def _add_samples(self, samples: Samples) -> None:
-        if self.stretches[-1].silence:
-            self.stretches.append(Stretch())
-        self.stretches[-1].pieces.append(samples)
+        if self.spans[-1].silence:
+            self.spans.append(PendingSpan())
+        self.spans[-1].pieces.append(samples)
         self.length += len(samples)
-        self.stretches[-1].settling = 0
+        self.spans[-1].settling = 0
 
     def _add_silence(self, count: int) -> None:
-        stretch = self.stretches[-1]
-        listened = min(count, self._settling - stretch.settling)
+        span = self.spans[-1]
+        listened = min(count, self._settling - span.settling)
         if listened:
-            stretch.pieces.append(np.zeros(listened, np.float32))
+            span.pieces.append(np.zeros(listened, np.float32))
             self.length += listened
-            stretch.settling += listened
-        stretch.silence += count - listened
+            span.settling += listened
+        span.silence += count - listened
 
 
 # Where somebody was last heard speaking in a stream, and who waits to be told.
@@ -375,7 +375,7 @@ class Unheard:
 SPOKEN = GateSettings().stop_threshold
 
 
-class LastSpoken:
+class LastSpeech:
     """Of one stream, in its samples."""
 
     def __init__(self) -> None:
@@ -530,13 +530,13 @@ class Listener:
         # What the device has yet to be asked for, in the order of the launches, and how many launches there were.
         self._answers: deque[Callable[[], list[Speech]]] = deque()
         self.launches = 0
-        self._unheard: dict[str, Unheard] = {}
+        self._pending_audio: dict[str, PendingAudio] = {}
         # Of streams of a frame-synchronous model.
-        self._spoken: dict[str, LastSpoken] = {}
+        self._spoken: dict[str, LastSpeech] = {}
 
     @property
     def has_work(self) -> bool:
-        return bool(self._unheard)
+        return bool(self._pending_audio)
 
     def open(self, name: str, turns: TurnRule | None = None) -> None:
         """Listen to a stream that was just admitted."""
@@ -549,11 +549,11 @@ class Listener:
             self._scheduler.hold(name, True)
             self.change_turns(name, turns)
         elif not self._scheduler.spec.rereads_window:
-            self._spoken[name] = LastSpoken()
+            self._spoken[name] = LastSpeech()
 
     def change_turns(self, name: str, rule: TurnRule | None) -> None:
         """By what its turns end from now on; what has come by now is judged by the rule before."""
-        if name in self._gates and name in self._unheard:
+        if name in self._gates and name in self._pending_audio:
             self.listen()
         if rule is None or name not in self._gates:
             self._turns.pop(name, None)
@@ -571,32 +571,32 @@ class Listener:
             self._times.pop(name, None)
             self._turns.pop(name, None)
             self._spoken.pop(name, None)
-            self._unheard.pop(name, None)
+            self._pending_audio.pop(name, None)
 
     def take(self, name: str, items: Sequence[Item]) -> None:
         """Audio that has come; it waits for the next `listen`."""
-        unheard = self._unheard.get(name)
-        if unheard is None:
-            unheard = self._unheard[name] = Unheard(self._scheduler.spec)
-        end, spoken = unheard.add(items), self._spoken.get(name)
+        pending_audio = self._pending_audio.get(name)
+        if pending_audio is None:
+            pending_audio = self._pending_audio[name] = PendingAudio(self._scheduler.spec)
+        end, spoken = pending_audio.add(items), self._spoken.get(name)
         if spoken is not None and items:
             spoken.came = end
 
     def listen(self) -> None:
         """Find speech in what has come since the last call, and let the models skip what nobody says."""
         streams = self._scheduler.streams
-        waiting, self._unheard = self._unheard, {}
-        unheard = {name: audio for name, audio in waiting.items() if name in streams}
-        samples = sum(audio.length for audio in unheard.values())
-        live_samples = sum(audio.length for name, audio in unheard.items() if streams[name].live)
+        waiting, self._pending_audio = self._pending_audio, {}
+        pending_audio = {name: audio for name, audio in waiting.items() if name in streams}
+        samples = sum(audio.length for audio in pending_audio.values())
+        live_samples = sum(audio.length for name, audio in pending_audio.items() if streams[name].live)
         self.live_share = live_samples / samples if samples else 0.0
-        stretches = {name: audio.stretches for name, audio in unheard.items()}
+        spans = {name: audio.spans for name, audio in pending_audio.items()}
         if self._scheduler.suspects:
             # One of them may have killed an engine: listened to alone, it is found out.
-            for name in stretches:
-                self._hear({name: stretches[name]})
+            for name in spans:
+                self._hear({name: spans[name]})
         else:
-            self._hear(stretches)
+            self._hear(spans)
 
     def collect(self, launches: int) -> None:
         """Take in what was found by the first so many launches. Waits for the device."""
@@ -619,7 +619,7 @@ class Listener:
             # Never before what was asked for already, whether that is answered by now or not.
             spoken.ask(lambda at: then(max(clock.position_at(at) + said, clock.position_at(asked))))
             return
-        if name in self._unheard:
+        if name in self._pending_audio:
             self.listen()
         if gate is None:
             then(None)
@@ -633,7 +633,7 @@ class Listener:
                 word, start, *_ = stream.text.builder.unfinished
                 scheduler.mark(name, flush.tag, ends_text=bool(stream.flushes or (word and start < first)))
             else:
-                self._obey(name, gate.flush_at_pause())
+                self._apply_decisions(name, gate.flush_at_pause())
                 then(min(stream.clock.position_at(gate.floor), stream.available))
 
     def end_now(self, name: str) -> None:
@@ -642,7 +642,7 @@ class Listener:
         if stream is None or stream.finished:
             return
         waits = spoken is not None and spoken.is_asked
-        if (gate is not None or waits) and name in self._unheard:
+        if (gate is not None or waits) and name in self._pending_audio:
             self.listen()
         if spoken is not None:
             spoken.asked_until = spoken.came
@@ -651,7 +651,7 @@ class Listener:
             if name in self._spoken:
                 spoken.answer_all()
         if gate is not None and name in self._gates:
-            self._obey(name, gate.flush(stream.clock.end_sample))
+            self._apply_decisions(name, gate.flush(stream.clock.end_sample))
             if name in self._turns:
                 self._turns[name].restart()
 
@@ -683,22 +683,20 @@ class Listener:
         if "turns" in parts:
             self._turns[name] = TurnEnds.resumed(parts["turns"])
 
-    def _hear(self, unheard: dict[str, list[Stretch]]) -> None:
+    def _hear(self, pending_audio: dict[str, list[PendingSpan]]) -> None:
         """Listen to streams side by side; almost always all there is of each is one stretch."""
         streams = self._scheduler.streams
-        self._announce((name, streams[name].computed, streams[name].available) for name in unheard)
-        for turn in range(max((len(stretches) for stretches in unheard.values()), default=0)):
+        self._announce((name, streams[name].computed, streams[name].available) for name in pending_audio)
+        for turn in range(max((len(spans) for spans in pending_audio.values()), default=0)):
             present = [
-                (name, stretches[turn])
-                for name, stretches in unheard.items()
-                if turn < len(stretches) and name in streams
+                (name, spans[turn]) for name, spans in pending_audio.items() if turn < len(spans) and name in streams
             ]
-            for speech in self._detect([(name, stretch.samples()) for name, stretch in present]):
+            for speech in self._detect([(name, span.samples()) for name, span in present]):
                 self._found(speech)
-            for name, stretch in present:
-                if stretch.silence and name in streams:
+            for name, span in present:
+                if span.silence and name in streams:
                     self.collect(self.launches)  # what was said before the silence comes first
-                    self._pass_silence(name, stretch.silence)
+                    self._pass_silence(name, span.silence)
 
     def _detect(self, batch: list[tuple[str, Samples]]) -> list[Speech]:
         """All streams at once. If that fails nothing was heard, and each is listened to alone: one of them is why."""
@@ -742,12 +740,12 @@ class Listener:
         times.forget_before(stream.clock.sample_at(stream.base))
         times.hear(speech.sample, speech.frame_samples, speech.probabilities)
         for probabilities, is_end in [(speech.probabilities, False)] if turns is None else turns.split(speech):
-            self._obey(name, gate.judge(probabilities, speech.frame_samples))
+            self._apply_decisions(name, gate.judge(probabilities, speech.frame_samples))
             if is_end:
-                self._obey(name, gate.flush_at_pause())
+                self._apply_decisions(name, gate.flush_at_pause())
                 self._scheduler.mark(name, ends_text=True)
 
-    def _obey(self, name: str, decisions: list[Decision]) -> None:
+    def _apply_decisions(self, name: str, decisions: list[Decision]) -> None:
         """Have the scheduler do what a gate decided."""
         scheduler = self._scheduler
         stream, rate = scheduler.streams[name], scheduler.spec.samples_per_position
@@ -772,7 +770,7 @@ class Listener:
                     cut_off = decision.sample - decision.speech_end < self._pause_samples
                     scheduler.flush(name, None, position_behind(decision.sample), cut_off=cut_off)
                     scheduler.hold(name, True)
-                case Cut():
+                case SplitUtterance():
                     scheduler.flush(name, None, position_behind(decision.sample))
                 case Skip():
                     scheduler.skip(name, clock.position_at(decision.sample))

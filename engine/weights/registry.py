@@ -130,7 +130,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RegisteredModel:
     about: str
     recipes: tuple[Recipe, ...]
     # A recording is one file; a model is its folder.
@@ -352,8 +352,8 @@ def _whisper_vocabulary(size: str) -> int:
     return ENGLISH_VOCABULARY + (2 if size.startswith("large-v3") else 1)
 
 
-def _recording(about: str, file: str, sha256: str) -> Entry:
-    return Entry(about, (Recipe((_voice_file(file, file, sha256),)),), single_file=file)
+def _recording(about: str, file: str, sha256: str) -> RegisteredModel:
+    return RegisteredModel(about, (Recipe((_voice_file(file, file, sha256),)),), single_file=file)
 
 
 _SPELLINGS = Remote(
@@ -367,18 +367,18 @@ _FREQUENCIES = Remote(
     (PackageFile("pip", "symspellpy", "6.7.8", "symspellpy/frequency_dictionary_en_82_765.txt"),),
 )
 
-REGISTRY: dict[str, Entry] = {
-    "moonshine-tiny": Entry(
+REGISTRY: dict[str, RegisteredModel] = {
+    "moonshine-tiny": RegisteredModel(
         "Moonshine tiny, English, 27M parameters", (_hub_recipe("UsefulSensors/moonshine-tiny"), _MOONSHINE_TINY)
     ),
-    "moonshine-base": Entry(
+    "moonshine-base": RegisteredModel(
         "Moonshine base, English, 61M parameters", (_hub_recipe("UsefulSensors/moonshine-base"), _MOONSHINE_BASE)
     ),
-    "moonshine-base-streaming": Entry(
+    "moonshine-base-streaming": RegisteredModel(
         "Moonshine base with an encoder that hears each frame once, English", _MOONSHINE_BASE_STREAMING
     ),
     **{
-        f"whisper-{size}": Entry(
+        f"whisper-{size}": RegisteredModel(
             f"OpenAI Whisper {size}",
             (_whisper_recipe(size, sha256), *([_WHISPER_TINY_8_BIT] if size == "tiny" else [])),
             vocabulary=_whisper_vocabulary(size),
@@ -395,12 +395,12 @@ REGISTRY: dict[str, Entry] = {
         "beckett.wav",
         "e5a26b3d29e5b0bc8dbd72c11d16a3808a4ec0ac45b21f12a27d2a2fe5c5ae61",
     ),
-    "english-spelling": Entry(
+    "english-spelling": RegisteredModel(
         "table: British spellings and their American forms, to score transcripts by",
         (Recipe((_SPELLINGS,)),),
         single_file="english.json",
     ),
-    "english-frequency": Entry(
+    "english-frequency": RegisteredModel(
         "table: English words by how often they are written, to find rare ones",
         (Recipe((_FREQUENCIES,)),),
         single_file="words.txt",

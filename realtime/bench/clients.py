@@ -21,7 +21,7 @@ from websockets.exceptions import ConnectionClosed
 from audio.containers import read_file
 from audio.errors import AudioError
 from audio.formats import MODEL_RATE
-from realtime.client.wire_client import CannotConnect, SessionWishes, WireSession, open_session
+from realtime.client.wire_client import CannotConnect, SessionOptions, WireSession, open_session
 
 SAMPLE_BYTES = 2
 
@@ -318,7 +318,7 @@ class Player:
 
     async def _converse(self, session: WireSession) -> None:
         turns = {"type": "server_vad", "silence_duration_ms": self._target.silence_ms}
-        await session.configure(SessionWishes(self._bank.rate, turns, self._target.model))
+        await session.configure(SessionOptions(self._bank.rate, turns, self._target.model))
         listener = asyncio.create_task(self._listen(session), name=f"client {self._plan.client}")
         try:
             await self._speak(session)

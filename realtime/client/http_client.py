@@ -29,7 +29,7 @@ class FileUnreadable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     status: int
     body: bytes
 
@@ -76,11 +76,11 @@ class HttpServer:
         self._trust = trust
         self.url = f"{'https' if self._encrypted else 'http'}://{split.netloc.rpartition('@')[2]}{self._path}"
 
-    def get(self, path: str) -> Answer:
+    def get(self, path: str) -> HttpAnswer:
         with closing(self._connect()) as connection:
             return self._ask(connection, lambda: connection.request("GET", self._path + path, headers=self._headers))
 
-    def upload(self, form: Form, to: str = TRANSCRIPTIONS) -> Answer:
+    def upload(self, form: Form, to: str = TRANSCRIPTIONS) -> HttpAnswer:
         """Send a file to be transcribed, and wait as long as that takes. Raises FileUnreadable."""
         path = f"{self._path}{to}"
         boundary = secrets.token_hex(16)
@@ -124,7 +124,7 @@ class HttpServer:
                 connection.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
         return connection
 
-    def _ask(self, connection: http.client.HTTPConnection, request: Callable[[], None]) -> Answer:
+    def _ask(self, connection: http.client.HTTPConnection, request: Callable[[], None]) -> HttpAnswer:
         try:
             try:
                 request()
@@ -132,7 +132,7 @@ class HttpServer:
                 # A server that refuses does not read to the end; its reason may be there all the same.
                 pass
             with connection.getresponse() as response:
-                return Answer(response.status, response.read())
+                return HttpAnswer(response.status, response.read())
         except TimeoutError as error:
             raise CannotConnect(f"{self.url} did not answer within {TIMEOUT_S:g} s") from error
         except (OSError, http.client.HTTPException) as error:

@@ -11,7 +11,7 @@ from urllib.parse import urlencode, urlsplit, urlunsplit
 
 from websockets.exceptions import ConnectionClosed
 
-from realtime.client.wire_client import CannotConnect, OpenTurns, Refused, SessionWishes, WireSession, open_session
+from realtime.client.wire_client import CannotConnect, OpenTurns, Refused, SessionOptions, WireSession, open_session
 
 BYTES_PER_SAMPLE = 2
 
@@ -89,11 +89,11 @@ INCLUDE = ("session.resume", "input_audio_buffer.acks")
 class LastingSession:
     """`append` and `finish` never wait for the network; `run` talks to the server until the last words have come."""
 
-    def __init__(self, url: str, key: str | None, wishes: SessionWishes) -> None:
-        self.kept = KeptAudio(KEEP_S * wishes.rate)
+    def __init__(self, url: str, key: str | None, session_options: SessionOptions) -> None:
+        self.kept = KeptAudio(KEEP_S * session_options.rate)
         self._url = url
         self._key = key
-        self._wishes = wishes
+        self._options = session_options
         self._news = asyncio.Event()
         self._room = asyncio.Event()
         self._finished = False
@@ -173,7 +173,7 @@ class LastingSession:
             self._turns.go_on()
             return received
         self._token, self._seq, self._base = None, 0, self.kept.first
-        await session.configure(self._wishes, INCLUDE)
+        await session.configure(self._options, INCLUDE)
         return self._base
 
     async def _talk(self, session: WireSession, on_event: Callable[[dict[str, Any]], None]) -> None:
@@ -181,7 +181,7 @@ class LastingSession:
         try:
             async for event in session.events():
                 self._note(event)
-                on_event(shifted(event, self._base / self._wishes.rate))
+                on_event(shifted(event, self._base / self._options.rate))
                 if session.is_over:
                     return
         finally:

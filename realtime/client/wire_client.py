@@ -37,7 +37,7 @@ class Refused(CannotConnect):
 
 
 @dataclass(frozen=True, slots=True)
-class SessionWishes:
+class SessionOptions:
     """What a session should be: 16-bit samples at `rate`, and what the model is told beside the sound."""
 
     rate: int
@@ -153,8 +153,8 @@ class WireSession:
     async def send(self, kind: str, **fields: Any) -> None:
         await self._socket.send(json.dumps({"type": kind, **fields}))
 
-    async def configure(self, wishes: SessionWishes, include: Sequence[str] = ()) -> None:
-        await self.send("session.update", session=wishes.session(include))
+    async def configure(self, session_options: SessionOptions, include: Sequence[str] = ()) -> None:
+        await self.send("session.update", session=session_options.session(include))
 
     async def append(self, pcm16: bytes) -> None:
         await self.send("input_audio_buffer.append", audio=base64.b64encode(pcm16).decode())

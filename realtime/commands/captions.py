@@ -24,7 +24,7 @@ from realtime.client.wire_client import (
     DELTA,
     FAILED,
     CannotConnect,
-    SessionWishes,
+    SessionOptions,
     is_expected,
     realtime_url,
 )
@@ -32,7 +32,7 @@ from realtime.commands import file_transcription
 from realtime.commands.caption_view import CaptionView, ShownWord
 from realtime.commands.file_transcription import FileFailed, heard, note_what_is_not_taken
 from realtime.commands.terminal import KEY_VARIABLE, STANDARD_INPUT, CommandFailed
-from realtime.commands.transcription_options import Wishes
+from realtime.commands.transcription_options import TranscriptionOptions
 from realtime.commands.transcripts import TranscriptFile
 from realtime.session.events import Samples, TimedWord
 from realtime.session.words import timed_word
@@ -196,9 +196,9 @@ async def caption(
 async def _through_engine(
     sound: Sound, options: argparse.Namespace, clock: AudioClock, file: TranscriptFile | None
 ) -> None:
-    wishes = Wishes.of(options).fit_for(options.model)
+    transcription_options = TranscriptionOptions.of(options).fit_for(options.model)
     async with file_transcription.local_engine(options.model, options.device) as client:
-        wanted = wishes.options_for(client.spec)
+        wanted = transcription_options.options_for(client.spec)
         try:
             stream = await client.open("live", live=True, options=wanted)
         except ValueError as error:
@@ -228,11 +228,19 @@ def _shown(word: messages.Word) -> ShownWord:
 async def _through_server(
     sound: Sound, options: argparse.Namespace, clock: AudioClock, file: TranscriptFile | None, can_wait: bool
 ) -> None:
-    wishes, key = Wishes.of(options), os.environ.get(KEY_VARIABLE)
+    transcription_options, key = TranscriptionOptions.of(options), os.environ.get(KEY_VARIABLE)
     try:
-        if wishes.given():
-            await asyncio.to_thread(note_what_is_not_taken, HttpServer(options.server, key), wishes)
-        asked = SessionWishes(MODEL_RATE, TURNS, None, wishes.language, wishes.prompt, wishes.keywords, wishes.task)
+        if transcription_options.given():
+            await asyncio.to_thread(note_what_is_not_taken, HttpServer(options.server, key), transcription_options)
+        asked = SessionOptions(
+            MODEL_RATE,
+            TURNS,
+            None,
+            transcription_options.language,
+            transcription_options.prompt,
+            transcription_options.keywords,
+            transcription_options.task,
+        )
         session = LastingSession(realtime_url(options.server), key, asked)
         with CaptionView(Console(), show_words=options.words) as captions:
             listener = Listener(captions, clock, file)

@@ -10,7 +10,7 @@ from typing import Any
 
 from realtime.commands.terminal import note, out
 from realtime.commands.transcribe import add_model_options
-from realtime.commands.transcription_options import add_wishes
+from realtime.commands.transcription_options import add_transcription_options
 
 EPILOG = """\
 Examples:
@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--once", action="store_true", help="end when the recording does")
     parser.add_argument("--words", action="store_true", help="also show the times of every word")
     add_model_options(parser)
-    add_wishes(parser)
+    add_transcription_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     from functools import partial
 
     from engine.boundary.sockets import CannotListen, check_address
-    from engine.server.host import Drain
+    from engine.server.host import DrainRequest
     from engine.server.main import build_loop, run_engine
 
     try:
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, terminate)
     signal.signal(signal.SIGHUP, lambda *_: note("an engine takes other settings after a restart only"))
     config = EngineConfig.from_settings(name, settings)
-    drain = Drain(asked_to_drain.is_set, options.drain_s)
+    drain = DrainRequest(asked_to_drain.is_set, options.drain_s)
     try:
         run_engine(options.listen, partial(build_loop, config), asked_to_stop.is_set, drain=drain, fleet_secret=secret)
     except CannotListen as error:

@@ -26,7 +26,7 @@ from audio.formats import MODEL_RATE, PCM16_SCALE, Resampler
 from engine import messages
 from engine.errors import EngineError
 from engine.logs import set_up_logging
-from realtime.client.http_client import TRANSCRIPTIONS, TRANSLATIONS, Answer, FileUnreadable, Form, HttpServer
+from realtime.client.http_client import TRANSCRIPTIONS, TRANSLATIONS, FileUnreadable, Form, HttpAnswer, HttpServer
 from realtime.client.wire_client import CannotConnect
 from realtime.commands.caption_view import clock
 from realtime.commands.pull import fetch, model_name
@@ -38,7 +38,7 @@ from realtime.commands.terminal import (
     is_debugging,
     shown_name,
 )
-from realtime.commands.transcription_options import Wishes
+from realtime.commands.transcription_options import TranscriptionOptions
 from realtime.commands.transcripts import FileTranscript
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.session.events import Samples, TimedWord
@@ -205,11 +205,11 @@ class FileFailed(Exception):
 
 
 class FileTranscriber:
-    def __init__(self, engine: EngineApi, wishes: Wishes) -> None:
+    def __init__(self, engine: EngineApi, transcription_options: TranscriptionOptions) -> None:
         if engine.spec.sample_rate != MODEL_RATE:
             raise CommandFailed(f"the model wants {engine.spec.sample_rate} Hz; files are read at {MODEL_RATE} Hz only")
         self._engine = engine
-        self._options = wishes.options_for(engine.spec)
+        self._options = transcription_options.options_for(engine.spec)
         self._count = 0
 
     async def transcribe(self, path: Path) -> FileTranscript:
@@ -339,7 +339,7 @@ RATE = 16_000
 class FileSender:
     """Raises CommandFailed if there is no such server, or it does not let us in."""
 
-    def __init__(self, url: str, model: str, wishes: Wishes) -> None:
+    def __init__(self, url: str, model: str, transcription_options: TranscriptionOptions) -> None:
         try:
             self._server = HttpServer(url, os.environ.get(KEY_VARIABLE))
             answer = self._server.get("/v1/models")
@@ -347,11 +347,11 @@ class FileSender:
             raise CommandFailed(str(error)) from error
         if answer.status in (401, 403):
             raise CommandFailed(f"{self._server.url} {answer.refusal}; set {KEY_VARIABLE}")
-        self.model, taken = _taken(answer, model, wishes)
+        self.model, taken = _taken(answer, model, transcription_options)
         fields = [("model", model), ("response_format", "verbose_json"), ("timestamp_granularities[]", "word")]
         self._fields = [*fields, *(item for item in taken.items() if item[0] in ("language", "prompt"))]
-        self._fields += [("keywords[]", word) for word in wishes.keywords if "keywords" in taken]
-        self._path = TRANSLATIONS if wishes.task else TRANSCRIPTIONS
+        self._fields += [("keywords[]", word) for word in transcription_options.keywords if "keywords" in taken]
+        self._path = TRANSLATIONS if transcription_options.task else TRANSCRIPTIONS
 
     def transcribe(self, path: Path) -> FileTranscript:
         """Raises FileFailed for what concerns this file alone, and CommandFailed if the server is gone."""
@@ -375,7 +375,7 @@ class FileSender:
             raise FileFailed(f"the server {answer.refusal}")
         return self._transcript(path, answer)
 
-    def _transcript(self, path: Path, answer: Answer) -> FileTranscript:
+    def _transcript(self, path: Path, answer: HttpAnswer) -> FileTranscript:
         try:
             body = answer.json()
             words = [
@@ -404,17 +404,17 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int | None]]:
         yield file, os.fstat(file.fileno()).st_size if path.is_file() else None
 
 
-def note_what_is_not_taken(server: HttpServer, wishes: Wishes) -> None:
+def note_what_is_not_taken(server: HttpServer, transcription_options: TranscriptionOptions) -> None:
     """Raises CannotConnect."""
-    _taken(server.get("/v1/models"), server.url, wishes)
+    _taken(server.get("/v1/models"), server.url, transcription_options)
 
 
-def _taken(answer: Answer, asked: str, wishes: Wishes) -> tuple[str, dict[str, str]]:
+def _taken(answer: HttpAnswer, asked: str, transcription_options: TranscriptionOptions) -> tuple[str, dict[str, str]]:
     """The name of the served model, and what it takes of the wishes. Servers that do not say what their models take are
     believed to take all."""
     try:
         served: dict[str, Any] = answer.json()["data"][0]
         name, known = str(served["id"]), served.get("options")
     except (ValueError, KeyError, TypeError, IndexError):
-        return asked, wishes.given()
-    return name, wishes.given() if known is None else wishes.taken_by(name, known)
+        return asked, transcription_options.given()
+    return name, transcription_options.given() if known is None else transcription_options.taken_by(name, known)

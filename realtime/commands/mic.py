@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realtime.commands.transcribe import add_model_options
-from realtime.commands.transcription_options import add_wishes
+from realtime.commands.transcription_options import add_transcription_options
 
 if TYPE_CHECKING:
     from realtime.commands.microphone import Recorder
@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="save the captions there, as they come")
     parser.add_argument("--format", choices=("txt", "json", "srt", "vtt"), help="the format of --output")
     add_model_options(parser)
-    add_wishes(parser)
+    add_transcription_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from realtime.client.http_client import Answer, HttpServer
+from realtime.client.http_client import HttpAnswer, HttpServer
 from realtime.client.wire_client import CannotConnect
 from realtime.commands.terminal import CommandFailed
 
@@ -134,7 +134,7 @@ def look(server: HttpServer) -> Snapshot:
     return Snapshot(status, capacity, lag, final, restarts, refused)
 
 
-def _object(server: HttpServer, path: str, answer: Answer, *statuses: int) -> dict[str, Any]:
+def _object(server: HttpServer, path: str, answer: HttpAnswer, *statuses: int) -> dict[str, Any]:
     try:
         body = answer.json() if answer.status in statuses else None
     except ValueError:

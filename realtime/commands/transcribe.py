@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from audio.errors import AudioError
 from realtime.commands.terminal import FAILED, OK, STANDARD_INPUT, CommandFailed, UsageError, note, out, shown_name
-from realtime.commands.transcription_options import add_wishes
+from realtime.commands.transcription_options import add_transcription_options
 from realtime.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--live", action="store_true", help="at the pace of the recording, with live captions")
     parser.add_argument("--server", metavar="URL", help="send to this server, not to an engine of our own")
     add_model_options(parser)
-    add_wishes(parser)
+    add_transcription_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -113,12 +113,12 @@ async def _transcribe_all(files: list[Path], options: argparse.Namespace, format
     """Returns how many files failed."""
     from realtime.commands import file_transcription
     from realtime.commands.file_transcription import FileFailed, FileTranscriber
-    from realtime.commands.transcription_options import Wishes
+    from realtime.commands.transcription_options import TranscriptionOptions
 
     failed = 0
-    wishes = Wishes.of(options).fit_for(options.model)
+    transcription_options = TranscriptionOptions.of(options).fit_for(options.model)
     async with file_transcription.local_engine(options.model, options.device) as client:
-        transcriber = FileTranscriber(client, wishes)
+        transcriber = FileTranscriber(client, transcription_options)
         for file in files:
             size = _size(file)
             try:
@@ -133,10 +133,10 @@ async def _transcribe_all(files: list[Path], options: argparse.Namespace, format
 def _send_all(files: list[Path], options: argparse.Namespace, formats: list[str]) -> int:
     """The same with a server."""
     from realtime.commands.file_transcription import FileFailed, FileSender
-    from realtime.commands.transcription_options import Wishes
+    from realtime.commands.transcription_options import TranscriptionOptions
 
     failed = 0
-    sender = FileSender(options.server, options.model, Wishes.of(options))
+    sender = FileSender(options.server, options.model, TranscriptionOptions.of(options))
     for file in files:
         size = _size(file)
         try:

@@ -15,7 +15,7 @@ from realtime.errors import ClientFault
 from realtime.session.settings import Settings, listed_words
 
 
-def add_wishes(parser: argparse.ArgumentParser) -> None:
+def add_transcription_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is spoken, for models that take it")
     group.add_argument("--prompt", metavar="TEXT", help="what was said before, or how the text should look")
     group.add_argument(
@@ -25,14 +25,14 @@ def add_wishes(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class TranscriptionOptions:
     language: str | None = None
     prompt: str | None = None
     keywords: tuple[str, ...] = ()
     task: str | None = None
 
     @classmethod
-    def of(cls, options: argparse.Namespace) -> Wishes:
+    def of(cls, options: argparse.Namespace) -> TranscriptionOptions:
         return cls(options.language, options.prompt, tuple(options.keyword), TRANSLATE if options.translate else None)
 
     def given(self) -> dict[str, str]:
@@ -40,7 +40,7 @@ class Wishes:
         all_of_them = {"language": self.language, "prompt": self.prompt, "keywords": ", ".join(self.keywords)}
         return {name: value for name, value in all_of_them.items() if value}
 
-    def fit_for(self, model: str) -> Wishes:
+    def fit_for(self, model: str) -> TranscriptionOptions:
         """Those that the model of this name or path takes, as far as that is known before it is loaded.
 
         A note says which it does not take. Raises CommandFailed for a language or a task that it lacks.

@@ -55,13 +55,13 @@ class Nothing:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DirectAnswer:
     """A message that the dialect answers by itself."""
 
     body: Json
 
 
-Request = Configure | Update | AudioText | GapRequest | InjectRequest | Commit | Clear | End | Answer | Nothing
+Request = Configure | Update | AudioText | GapRequest | InjectRequest | Commit | Clear | End | DirectAnswer | Nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from uuid import uuid4
 
-from realtime.dialects.base import Answer, Json, Nothing, Request, SessionFacts
+from realtime.dialects.base import DirectAnswer, Json, Nothing, Request, SessionFacts
 from realtime.errors import ClientFault, Refusal, decimal_number, whole_number
 from realtime.session.events import (
     Answered,
@@ -533,7 +533,7 @@ class DeepgramDialect:
         return {"type": "ConfigureFailure", **body}
 
     def _answer(self, body: Json) -> Request:
-        return Answer(body) if self._answers_for_all else Nothing()
+        return DirectAnswer(body) if self._answers_for_all else Nothing()
 
     def _metadata(self) -> Json:
         return {

@@ -131,7 +131,7 @@ class Answers:
         if not isinstance(session, dict | None):
             raise Refusal(400, "invalid_value", "'session' must be an object.", param="session")
         settings = self._in_force(merge_ga(Settings(), session or {}))
-        secret = self._context.gatekeeper.issue(caller, settings, seconds)
+        secret = self._context.authenticator.issue(caller, settings, seconds)
         facts = self._sessions.facts()
         shown = ga_session(settings, facts, secret.expires_at)
         return JSONResponse({"value": secret.value, "expires_at": secret.expires_at, "session": shown})
@@ -140,7 +140,7 @@ class Answers:
         """The same for clients of the beta: the settings are the body itself."""
         caller = self._context.caller_of(request)
         settings = self._in_force(merge_beta(Settings(), await _json_body(request)))
-        secret = self._context.gatekeeper.issue(caller, settings, DEFAULT_SECRET_S)
+        secret = self._context.authenticator.issue(caller, settings, DEFAULT_SECRET_S)
         shown = beta_session(settings, self._sessions.facts())
         shown["client_secret"] = {"value": secret.value, "expires_at": secret.expires_at}
         return JSONResponse(shown)

@@ -87,7 +87,7 @@ def offered_key(headers: Mapping[str, str], subprotocols: list[str]) -> str | No
     return None
 
 
-class Gatekeeper:
+class Authenticator:
     """Checks keys and issues client secrets."""
 
     def __init__(self, keys: Iterable[str], signer: Signer, clock: Callable[[], float] = time.time) -> None:
@@ -168,7 +168,7 @@ class Context:
     engine: EngineApi
     config: Config
     metrics: Metrics
-    gatekeeper: Gatekeeper
+    authenticator: Authenticator
     sessions: Sessions
 
     @property
@@ -183,7 +183,7 @@ class Context:
     def caller(self, headers: Headers, subprotocols: list[str], address: str) -> Caller:
         """Who asks for a socket or sends a request; raises Refusal, and counts it."""
         try:
-            return self.gatekeeper.check(offered_key(headers, subprotocols), address)
+            return self.authenticator.check(offered_key(headers, subprotocols), address)
         except Refusal:
             self.metrics.refused.labels("auth").inc()
             raise

@@ -26,12 +26,12 @@ from realtime.errors import ClientFault, CloseCode, Refusal, whole_number
 from realtime.http.context import Context, asks_for_beta, select_subprotocol
 from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.connection import Connection
-from realtime.serving.factory import Entry
+from realtime.serving.factory import OpenSession
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
 from realtime.serving.quota import Caller
 from realtime.serving.socket_extras import EXTENSION, SocketExtras
-from realtime.serving.throttle import Pace, Turnstile
+from realtime.serving.throttle import FairTurns, Pace
 from realtime.serving.websocket import header_text
 from realtime.session.events import Hangup
 from realtime.session.settings import Settings
@@ -53,7 +53,7 @@ SAMPLE_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}
 class _Entrance:
     """How a socket is let in: its session, or one for each of its channels, and what it is told first."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[OpenSession, ...]
     first_frames: list[str]
     subprotocol: str | None
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Gateway:
         self.metrics = context.metrics
         self.sessions = context.sessions
         self._context = context
-        self._turnstile = Turnstile()
+        self._fair_turns = FairTurns()
 
     async def realtime(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI endpoint: sockets are served without Starlette's wrapper, which costs time per message."""
@@ -83,7 +83,7 @@ class Gateway:
         websocket = WebSocket(scope, receive, send)
         entered = False
         # Many who come at once are let in one by one, so that those who are in have their turns between them.
-        await self._turnstile.wait()
+        await self._fair_turns.wait()
         try:
             async with enter(websocket) as entrance:
                 entered = True
@@ -99,7 +99,7 @@ class Gateway:
         line = (receive, send, _extras(scope))
         if self.sessions.standstill is not None:
             line = self.sessions.standstill.guard(*line, lambda: not any(entry.is_let_go for entry in entrance.entries))
-        connection = Connection(live, inbox, *line, self._turnstile)
+        connection = Connection(live, inbox, *line, self._fair_turns)
         limits = self.config.limits
         paces = (self._pace(limits.messages_per_second), self._pace(limits.mistakes_per_second))
         try:
@@ -169,7 +169,9 @@ class Gateway:
         engine = self._context.engine
         return asked.in_force(engine.spec) if engine.ready else asked
 
-    async def _resume(self, token: str, after: str, caller: Caller, extras: SocketExtras) -> tuple[Entry, list[str]]:
+    async def _resume(
+        self, token: str, after: str, caller: Caller, extras: SocketExtras
+    ) -> tuple[OpenSession, list[str]]:
         if extras.waited_s() > STALE_S:
             self.metrics.refused.labels("left").inc()
             raise Refusal(503, "request_too_old", "The request waited too long; try again.", retry_after_s=1)
@@ -192,7 +194,7 @@ class Gateway:
 
     def reloaded(self) -> None:
         """The configuration was read again and has changed."""
-        self._context.gatekeeper.use_keys(key.reveal() for key in self.config.auth.keys)
+        self._context.authenticator.use_keys(key.reveal() for key in self.config.auth.keys)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -225,7 +227,7 @@ def _deepgram(listening: Listening, channel: int, facts: SessionFacts) -> Deepgr
     return DeepgramDialect(facts, listening, channel)
 
 
-def _joined(entries: tuple[Entry, ...]) -> tuple[LiveSession | ChannelGroup, Inbox | ChannelInbox]:
+def _joined(entries: tuple[OpenSession, ...]) -> tuple[LiveSession | ChannelGroup, Inbox | ChannelInbox]:
     """What one connection serves."""
     first = entries[0]
     if len(entries) == 1:

@@ -20,7 +20,7 @@ from engine.errors import EngineDead
 from realtime.config import Config
 from realtime.errors import ClientFault, Refusal
 from realtime.http.answers import Answers
-from realtime.http.context import Context, Gatekeeper
+from realtime.http.context import Authenticator, Context
 from realtime.http.forms import FormReader
 from realtime.http.gateway import LISTEN, Gateway, refused
 from realtime.http.listen import ListenRoute
@@ -28,7 +28,7 @@ from realtime.http.origins import BrowserGuard, BrowserRules, Cors
 from realtime.http.prepare import PrepareRoutes
 from realtime.http.uploads import UploadRoutes
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.factory import Surroundings
+from realtime.serving.factory import GatewayServices
 from realtime.serving.registry import Sessions
 from realtime.serving.websocket import clean_headers
 
@@ -64,12 +64,12 @@ def _serve(file: Path) -> Callable[[Request], Awaitable[Response]]:
 # Every path of the gateway on one port, and how errors become answers.
 
 
-def build_app(engine: EngineApi, config: Config, around: Surroundings | None = None) -> Starlette:
+def build_app(engine: EngineApi, config: Config, around: GatewayServices | None = None) -> Starlette:
     """The whole gateway as an ASGI application over a running engine."""
-    around = around or Surroundings()
-    gatekeeper = Gatekeeper([key.reveal() for key in config.auth.keys], around.signer)
+    around = around or GatewayServices()
+    authenticator = Authenticator([key.reveal() for key in config.auth.keys], around.signer)
     sessions = Sessions(engine, config, time.monotonic, time.time, around)
-    context = Context(engine, config, around.metrics, gatekeeper, sessions)
+    context = Context(engine, config, around.metrics, authenticator, sessions)
     gateway = Gateway(context)
     handlers: dict[Any, Any] = {
         Refusal: _on_refusal,
@@ -79,7 +79,7 @@ def build_app(engine: EngineApi, config: Config, around: Surroundings | None = N
         404: _on_not_found,
         405: _on_wrong_method,
     }
-    rules = BrowserRules(config.server, lambda: gatekeeper.asks_for_keys)
+    rules = BrowserRules(config.server, lambda: authenticator.asks_for_keys)
     guard = Middleware(BrowserGuard, rules, around.metrics)
     app = Starlette(
         routes=[*_sockets(gateway), *_answers(context), *page_routes()],

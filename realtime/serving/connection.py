@@ -20,7 +20,7 @@ from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession, fail
 from realtime.serving.socket_extras import PART, SocketExtras
-from realtime.serving.throttle import SHARE_S, Pace, Turnstile
+from realtime.serving.throttle import SHARE_S, FairTurns, Pace
 from realtime.session.events import Hangup
 
 log = logging.getLogger("tickertape.connection")
@@ -43,7 +43,7 @@ class Connection:
         receive: Receive,
         send: SendMessage,
         extras: SocketExtras,
-        turnstile: Turnstile,
+        fair_turns: FairTurns,
     ) -> None:
         self.live = live
         self.last_message_at = live.clock()
@@ -53,7 +53,7 @@ class Connection:
         self._receive = receive
         self._send = send
         self._extras = extras
-        self._turnstile = turnstile
+        self._fair_turns = fair_turns
         self._reader: asyncio.Task[None] | None = None
         self._writer: asyncio.Task[None] | None = None
         self._hangup: Hangup | None = None
@@ -127,7 +127,7 @@ class Connection:
             # Receiving a message that waits already does not give way to other clients, so the share runs on.
             fresh = not more
             if part is not None or (more and now - began >= SHARE_S):
-                await self._turnstile.wait()
+                await self._fair_turns.wait()
                 fresh = True
 
     def _take_now(self, group: asyncio.TaskGroup, text: str) -> bool:
@@ -160,7 +160,7 @@ class Connection:
                     began = self.live.clock()
                     continue
                 if self.live.clock() - began >= SHARE_S:
-                    await self._turnstile.wait()
+                    await self._fair_turns.wait()
                     began = self.live.clock()
                 frames = await self.live.next_frames()
         except OSError:

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable
 
-from realtime.session.core import Mark
+from realtime.session.core import PendingFlush
 from realtime.session.events import Feed, FeedGap, FinishEngine, FlushEngine, FollowTurns, Reanchor, Reopen, Samples
 
 EngineCommand = Feed | FeedGap | FlushEngine | FinishEngine | Reanchor | Reopen | FollowTurns
@@ -102,19 +102,19 @@ class EngineQueue:
 # The client sends it again. It is fed, with the flushes that stand in it, and not counted a second time.
 
 
-class OwedAudio:
+class ResentAudio:
     """From sample `start` to `end` of the session; `marks` are the flushes that the engine was not asked for."""
 
-    def __init__(self, start: int, end: int, marks: Iterable[Mark]) -> None:
+    def __init__(self, start: int, end: int, marks: Iterable[PendingFlush]) -> None:
         self._next = start
         self._end = end
         self._marks = deque(marks)
 
     @property
-    def is_paid(self) -> bool:
+    def is_complete(self) -> bool:
         return self._next >= self._end and not self._marks
 
-    def pay(self, audio: Samples | int) -> tuple[list[EngineCommand], Samples | int]:
+    def accept(self, audio: Samples | int) -> tuple[list[EngineCommand], Samples | int]:
         """What the engine gets of this audio without counting it, and what is left of the audio."""
         commands: list[EngineCommand] = self._due()
         while self._next < self._end and _length(audio):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.client.handoff import Inheritance
+from engine.client.handoff import AdoptedSession
 from realtime.config import Config
 from realtime.dialects.base import Dialect, SessionFacts
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
@@ -20,10 +20,10 @@ from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.handoff import (
     LIVE_VERSION,
+    HandoffSettings,
+    HandoffStore,
     SavedLive,
-    Will,
-    WillApi,
-    WillSettings,
+    SessionHandoff,
     decode_entry,
     decode_frames,
     decode_live,
@@ -34,14 +34,14 @@ from realtime.serving.handoff import (
 )
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveLimits, LiveSession
-from realtime.serving.quota import Admission, Caller, House
+from realtime.serving.quota import Admission, Caller, SessionQuota
 from realtime.serving.tokens import Signer
 from realtime.session.core import Session, SessionLimits
 from realtime.session.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class GatewayServices:
     """A gateway that is alone needs none of it said.
 
     `heirs`: other gateways may go on with its sessions, and it with theirs; they share the signer's secret. `house`:
@@ -50,8 +50,8 @@ class Surroundings:
 
     metrics: Metrics = field(default_factory=Metrics)
     signer: Signer = field(default_factory=Signer)
-    heirs: WillApi | None = None
-    house: House | None = None
+    claimants: HandoffStore | None = None
+    quota: SessionQuota | None = None
 
 
 # Ids that are unique and cheap to make, and can be gone on with elsewhere.
@@ -85,7 +85,7 @@ RESUMABLE: dict[str, Callable[[SessionFacts], Dialect]] = {
 
 
 @dataclass(slots=True)
-class Entry:
+class OpenSession:
     """One session and, while it has a socket, its connection."""
 
     live: LiveSession
@@ -102,7 +102,7 @@ class Entry:
     received_s: float = 0.0
     heard_s: float = 0.0
     # The last frame that its will has.
-    willed: int = 0
+    handed_off: int = 0
     # Another process has it, or whoever adopts it: nothing of it is told here any more.
     is_let_go: bool = False
 
@@ -117,7 +117,7 @@ class Entry:
         self.received_s, self.heard_s = received_s, heard_s
 
 
-class SessionMaker:
+class SessionFactory:
     """Of one gateway. Where it has heirs, its sessions leave their wills with them."""
 
     def __init__(
@@ -126,7 +126,7 @@ class SessionMaker:
         config: Config,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        around: Surroundings,
+        around: GatewayServices,
     ) -> None:
         self._engine = engine
         self._config = config
@@ -134,7 +134,7 @@ class SessionMaker:
         self._clock = clock
         self._wall_clock = wall_clock
         self._signer = around.signer
-        self._heirs = around.heirs
+        self._claimants = around.claimants
 
     def models(self) -> list[str]:
         """All names that a client may ask for."""
@@ -168,28 +168,28 @@ class SessionMaker:
             gap_seconds=self._config.limits.gap_s,
         )
 
-    def make(self, caller: Caller, settings: Settings, make_dialect: Callable[[SessionFacts], Dialect]) -> Entry:
+    def make(self, caller: Caller, settings: Settings, make_dialect: Callable[[SessionFacts], Dialect]) -> OpenSession:
         facts = self.facts(caller.name)
         dialect = make_dialect(facts)
         may_inject = self._config.server.inject and not caller.is_secret
         start = dialect.start_settings(settings)
         return self._entry(facts, dialect, start, caller.name, may_inject, Ids.anew("item"), 1)
 
-    def go_on(self, session_id: str, caller: str, inherited: Inheritance) -> Entry:
+    def go_on(self, session_id: str, caller: str, adopted: AdoptedSession) -> OpenSession:
         """A session that another process began. Raises UnreadableValue."""
-        saved = decode_live(inherited.base)
+        saved = decode_live(adopted.base)
         if saved.caller != caller or saved.dialect not in RESUMABLE:
             raise UnreadableValue("the value of somebody else's session")
         facts = self.facts(caller, session_id, saved.created)
         dialect = RESUMABLE[saved.dialect](facts)
         vars(dialect).update(saved.dialect_state)
         entry = self._entry(
-            facts, dialect, saved.session.settings, caller, saved.may_inject, Ids(*saved.item_ids), inherited.number
+            facts, dialect, saved.session.settings, caller, saved.may_inject, Ids(*saved.item_ids), adopted.number
         )  # fmt: skip
-        if entry.live.will is not None:
-            entry.live.will.was_adopted(inherited.link)
+        if entry.live.handoff is not None:
+            entry.live.handoff.was_adopted(adopted.link)
         entry.inbox.dialect_fixed = saved.dialect_fixed
-        self._reenact(entry, saved, inherited)
+        self._reenact(entry, saved, adopted)
         return entry
 
     def _entry(
@@ -201,7 +201,7 @@ class SessionMaker:
         may_inject: bool,
         item_ids: Ids,
         number: int,
-    ) -> Entry:
+    ) -> OpenSession:
         limits = self._config.limits
         live_limits = LiveLimits(
             max_audio_in_flight_s=limits.audio_in_flight_s,
@@ -213,13 +213,13 @@ class SessionMaker:
         )
         session = self._core(settings, item_ids)
         live = LiveSession(facts.session_id, session, dialect, self._engine, live_limits, self._metrics, self._clock)
-        entry = Entry(live, Inbox(live, facts, may_inject), caller, facts, item_ids, self._clock())
-        if self._heirs is not None and self._config.session.resume_s:
-            keep = WillSettings(self._config.session.resume_s, self._config.session.resume_bytes)
-            live.will = Will(
+        entry = OpenSession(live, Inbox(live, facts, may_inject), caller, facts, item_ids, self._clock())
+        if self._claimants is not None and self._config.session.resume_s:
+            keep = HandoffSettings(self._config.session.resume_s, self._config.session.resume_bytes)
+            live.handoff = SessionHandoff(
                 live.id,
                 number,
-                self._heirs,
+                self._claimants,
                 keep,
                 lambda: live.runner.engine_stream,
                 lambda last, whole: self._value(entry, last, whole),
@@ -233,13 +233,13 @@ class SessionMaker:
             keep_seconds=config.keep_s,
             max_turn_seconds=config.turn_s,
             # Where the engine is the second holder, audio is safe when it has heard it.
-            ack_margin_samples=None if self._heirs is None else spec.look_back_samples,
+            ack_margin_samples=None if self._claimants is None else spec.look_back_samples,
         )
         return Session(settings, spec.sample_rate, item_ids, limits)
 
     # Sessions as values
 
-    def _value(self, entry: Entry, last: bool, whole: bool) -> tuple[bytes, bytes]:
+    def _value(self, entry: OpenSession, last: bool, whole: bool) -> tuple[bytes, bytes]:
         """The session's value, and the frames that were sent since the last one was made, or all that are kept."""
         live, engine_side = entry.live, entry.live.runner.save(last)
         state = {name: value for name, value in vars(live.dialect).items() if name != "facts"}
@@ -259,27 +259,27 @@ class SessionMaker:
             now=self._clock(),
             **engine_side,
         )
-        frames = live.sent.newest(live.sent.sequence - (0 if whole else entry.willed))
-        entry.willed = live.sent.sequence
+        frames = live.sent.newest(live.sent.sequence - (0 if whole else entry.handed_off))
+        entry.handed_off = live.sent.sequence
         return encode_live(saved), encode_frames(live.sent.sequence - len(frames) + 1, frames)
 
-    def _reenact(self, entry: Entry, saved: SavedLive, inherited: Inheritance) -> None:
+    def _reenact(self, entry: OpenSession, saved: SavedLive, adopted: AdoptedSession) -> None:
         """Handle again what the other process handled after it made the value, by its clock; then go on by ours."""
         live, now = entry.live, saved.now
         live.session.load(saved.session, 0.0)
-        for chunk in inherited.chunks:
+        for chunk in adopted.chunks:
             live.sent.load(*decode_frames(chunk))
         live.sent.sequence = saved.sequence
         for name, fields in saved.outbox:
             live.outbox.put(plain(name, fields))
-        for line in inherited.entries:
+        for line in adopted.entries:
             now, event = decode_entry(line)
             live.write_again() if event is None else live.handle_again(event, now)
         shift = self._clock() - now
         core = self._core(live.session.settings, entry.item_ids)
         core.load(live.session.save(), shift)
         entry.started_at = saved.started_at + shift
-        live.take_over(saved, inherited, core, np.frombuffer(saved.rest, np.float32))
+        live.take_over(saved, adopted, core, np.frombuffer(saved.rest, np.float32))
         entry.received_s, entry.heard_s = core.source_ms / 1000, core.heard_seconds
 
 

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import msgspec
 
 from engine import messages
-from engine.client.handoff import Inheritance, Owned, WillDesk
+from engine.client.handoff import AdoptedSession, HandoffClient, Owned
 from engine.client.link import EngineLink
-from engine.client.stream import EngineStream, Keeper
+from engine.client.stream import EngineStream, HandoffTarget
 from realtime.dialects.base import encode_json
 from realtime.errors import UnreadableValue
 from realtime.session import events
@@ -219,26 +219,26 @@ def decode_frames(chunk: bytes) -> tuple[int, list[str]]:
 ENTRIES_TO_A_BASE = 256
 
 
-class WillApi(Protocol):
+class HandoffStore(Protocol):
     """Where wills are kept. `EngineClient` fulfils it."""
 
-    wills: WillDesk
+    handoffs: HandoffClient
 
-    def keeper_for(self, stream: EngineStream | None) -> Keeper | None: ...
-    async def adopt(self, key: str, is_wanted: Callable[[], bool]) -> Inheritance | None: ...
+    def handoff_target(self, stream: EngineStream | None) -> HandoffTarget | None: ...
+    async def adopt(self, key: str, is_wanted: Callable[[], bool]) -> AdoptedSession | None: ...
     async def renew(self, owned: Owned) -> int: ...
     async def confirm(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class WillSettings:
+class HandoffSettings:
     """How long a session waits for its client, and how much of what it was sent is kept for it."""
 
     keep_s: float
     keep_bytes: int
 
 
-class Will:
+class SessionHandoff:
     """Of one session. `base` makes its value, with the frames that were sent: all that are kept, or those since the
     last value; the `last` value holds the audio that has not left too."""
 
@@ -246,8 +246,8 @@ class Will:
         self,
         key: str,
         number: int,
-        engine: WillApi,
-        settings: WillSettings,
+        engine: HandoffStore,
+        settings: HandoffSettings,
         stream: Callable[[], EngineStream | None],
         base: Callable[[bool, bool], tuple[bytes, bytes]],
     ) -> None:
@@ -323,7 +323,7 @@ class Will:
 
     @property
     def has_place(self) -> bool:
-        return self._engine.keeper_for(self._stream()) is not None
+        return self._engine.handoff_target(self._stream()) is not None
 
     def was_adopted(self, link: EngineLink | None) -> None:
         """This engine keeps what another gateway left with it, under our number."""
@@ -338,7 +338,7 @@ class Will:
         if self._is_closed:
             # It was taken from us meanwhile. What that engine has now has a higher number than ours, and no owner.
             if number and link is not None:
-                link.send(messages.Disown("", self._key, number))
+                link.send(messages.DropHandoff("", self._key, number))
             return False
         if not number:
             return False
@@ -346,14 +346,14 @@ class Will:
         self.number = max(self.number, number // messages.NEXT_OWNER * messages.NEXT_OWNER + moves)
         if link is not None and link is not self._link:
             # It has moved meanwhile, under a number that is lower than what the former engine has now.
-            link.send(messages.Disown("", self._key, number))
+            link.send(messages.DropHandoff("", self._key, number))
             self.begin_anew()
         return True
 
     def review(self) -> None:
         """Called now and then: a session that has moved, or lost its engine, leaves its value with the new one."""
-        keeper = self._engine.keeper_for(self._stream())
-        if keeper is not None and keeper.link is not self._link and self._was_placed:
+        target = self._engine.handoff_target(self._stream())
+        if target is not None and target.link is not self._link and self._was_placed:
             self.begin_anew()
 
     def give_up(self) -> None:
@@ -371,9 +371,9 @@ class Will:
         self._due = None
         self._entries = []
         if self._left_copy or (self._link is not None and self._link.lost is not None):
-            self._engine.wills.note_over(self._key, self.number)
+            self._engine.handoffs.note_over(self._key, self.number)
         if self._link is not None:
-            self._link.send(messages.Disown("", self._key, self.number))
+            self._link.send(messages.DropHandoff("", self._key, self.number))
             self._link = None
 
     def _send_soon(self) -> None:
@@ -382,8 +382,8 @@ class Will:
             return
         if self._due is not None and self._due.lost is None:
             return
-        keeper = self._engine.keeper_for(self._stream())
-        link = None if keeper is None else keeper.link
+        target = self._engine.handoff_target(self._stream())
+        link = None if target is None else target.link
         if link is not self._due:
             self._due = link
             if link is not None:
@@ -403,29 +403,29 @@ class Will:
     def _send(self, last: bool = False) -> None:
         self._due = None
         stream = self._stream()
-        keeper = self._engine.keeper_for(stream)
-        if keeper is None:
+        target = self._engine.handoff_target(stream)
+        if target is None:
             self._lose_engine()
             return
         entries, self._entries = self._entries, []
         if not (self._stale or entries):
             return
-        former, self._link = self._link, keeper.link
-        moves = keeper.link is not former
+        former, self._link = self._link, target.link
+        moves = target.link is not former
         self._left_copy = self._left_copy or (former is not None and former.lost is not None)
         if moves and self._was_placed:
             # Of two engines that have the session, the one with the higher number has it right.
             self.number += 1
         self._was_placed = True
         name = "" if stream is None else stream.id
-        word = messages.Entrust(name, self._key, self.number, keeper.read, entries)
+        word = messages.SaveHandoff(name, self._key, self.number, target.read, entries)
         if self._stale or moves or self._since_base > ENTRIES_TO_A_BASE:
-            self._make_base(word, keeper, last, moves)
+            self._make_base(word, target, last, moves)
         if stream is not None:
-            stream.handover.is_entrusted = True
-        keeper.link.send(word)
+            stream.previous_engine.is_handed_off = True
+        target.link.send(word)
         if moves:
-            self._move(former, keeper.link, stream)
+            self._move(former, target.link, stream)
 
     def _move(self, former: EngineLink | None, link: EngineLink, stream: EngineStream | None) -> None:
         """Have the former engine forget the session, when the new one has it."""
@@ -437,17 +437,17 @@ class Will:
                 return
             self._taken_by = link
             if former is not None:
-                former.send(messages.Disown("", self._key, number))
+                former.send(messages.DropHandoff("", self._key, number))
             if stream is not None:
-                stream.handover.release()
+                stream.previous_engine.release()
 
         moving = asyncio.create_task(move(), name=f"move session {self._key}")
         self._moving.add(moving)
         moving.add_done_callback(self._moving.discard)
 
-    def _make_base(self, word: messages.Entrust, keeper: Keeper, last: bool, moves: bool) -> None:
+    def _make_base(self, word: messages.SaveHandoff, target: HandoffTarget, last: bool, moves: bool) -> None:
         word.base, word.chunk = self._base(last, moves)
         word.entries, word.last = [], last
         word.keep_s, word.keep_bytes = self._settings.keep_s, self._settings.keep_bytes
-        word.positions_before, word.samples_before = keeper.before
+        word.position_offset, word.sample_offset = target.before
         self._stale, self._since_base = False, 0

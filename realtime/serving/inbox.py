@@ -9,9 +9,9 @@ from contextlib import aclosing
 from engine.client.link import ItemRefused
 from engine.client.prepared import parse_items
 from realtime.dialects.base import (
-    Answer,
     AudioText,
     Dialect,
+    DirectAnswer,
     GapRequest,
     InjectRequest,
     Json,
@@ -27,7 +27,7 @@ from realtime.dialects.long_append import AUDIO_MESSAGE, LongAppend
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.vllm import VllmDialect
 from realtime.errors import ClientFault
-from realtime.serving.intake import Intake
+from realtime.serving.intake import AudioIntake
 from realtime.serving.live_session import LiveSession
 from realtime.serving.socket_extras import Part
 from realtime.session.events import Answered, Clear, Commit, Configure, End, Injected, Problem
@@ -47,7 +47,7 @@ class Inbox:
         self.may_inject = may_inject
         self._live = live
         self._facts = facts
-        self._intake = Intake(live.session.settings.format)
+        self._intake = AudioIntake(live.session.settings.format)
         self._control_bytes = live.limits.max_control_bytes
         self.dialect_fixed = False
         # The client has said that no more audio comes; what comes all the same is not heard.
@@ -226,7 +226,7 @@ class Inbox:
     def _control(self, request: Request) -> bool:
         """Returns whether there was a mistake in it, of which the client has been told."""
         match request:
-            case Answer(body):
+            case DirectAnswer(body):
                 self._live.tell(Answered(body))
             case Update():
                 return self._update(request)
@@ -264,7 +264,7 @@ class Inbox:
 
     def _configure(self, request: Configure) -> None:
         if request.settings.format != self._intake.format:
-            old, self._intake = self._intake, Intake(request.settings.format)
+            old, self._intake = self._intake, AudioIntake(request.settings.format)
             self._live.submit(old.flush())
             old.close()
         self._live.submit(request)
@@ -312,5 +312,5 @@ class Inbox:
             self._live.dialect = dialect
             settings = dialect.start_settings(self._live.session.settings)
             if settings.format != self._intake.format:
-                self._intake = Intake(settings.format)
+                self._intake = AudioIntake(settings.format)
             self._live.adopt(settings)

@@ -57,7 +57,7 @@ ENCODINGS = {
 }
 
 
-class Intake:
+class AudioIntake:
     """Reads one stream of audio. Raw samples are decoded at once; a container is unpacked in steps."""
 
     def __init__(self, audio_format: AudioFormat) -> None:
@@ -98,13 +98,13 @@ class Intake:
         rate = self.format.rate
         return Gap((source_samples * MODEL_RATE + rate // 2) // rate, source_samples, source_samples * 1000 / rate)
 
-    def on_new_socket(self) -> Intake:
+    def on_new_socket(self) -> AudioIntake:
         """The intake of a client that comes back on another socket, with the samples from where this one stands.
 
         Raw samples go on as if nothing had happened, but for the bytes of an unfinished one. A container begins anew.
         """
         self.close()
-        return Intake(self.format) if self._raw is None else self
+        return AudioIntake(self.format) if self._raw is None else self
 
     def close(self) -> None:
         if self.container is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from engine import messages
-from engine.client.handoff import Inheritance
+from engine.client.handoff import AdoptedSession
 from engine.client.stream import EngineStream
 from engine.errors import AtCapacity, EngineError, StreamError
 from engine.spec import ModelSpec
@@ -17,8 +17,8 @@ from realtime.dialects.base import Dialect, encode_json
 from realtime.errors import ClientFault, CloseCode, OptionsRefused
 from realtime.metrics.gateway import Metrics
 from realtime.serving.engine_api import EngineApi, StreamApi
-from realtime.serving.engine_queue import EngineCommand, EngineQueue, OwedAudio
-from realtime.serving.handoff import SavedLive, SentLog, Will
+from realtime.serving.engine_queue import EngineCommand, EngineQueue, ResentAudio
+from realtime.serving.handoff import SavedLive, SentLog, SessionHandoff
 from realtime.serving.outbox import Outbox
 from realtime.serving.throttle import SHARE_S
 from realtime.session.boundaries import turn_rule
@@ -161,15 +161,15 @@ class StreamRunner:
             "runs_out": self._runs_out,
         }
 
-    def load(self, saved: SavedLive, inherited: Inheritance) -> int:
+    def load(self, saved: SavedLive, adopted: AdoptedSession) -> int:
         """Go on with the stream of another process. Returns the session's sample from which on audio is to be fed."""
         self.settings, self._opened = saved.engine_settings, saved.streams_opened
-        self.stream, self._runs_out = inherited.stream, saved.runs_out
+        self.stream, self._runs_out = adopted.stream, saved.runs_out
         known = len(self.session.marks)
-        self._known_flushes, self._strange_flushes = known, max(0, inherited.flushes - known)
-        self._base, self._fed = self.session.engine_base, saved.fed
-        if inherited.stream is not None:
-            self._fed = self.session.engine_base + inherited.goes_on_at
+        self._known_flushes, self._strange_flushes = known, max(0, adopted.flushes - known)
+        self._base, self._fed = self.session.engine_start, saved.fed
+        if adopted.stream is not None:
+            self._fed = self.session.engine_start + adopted.goes_on_at
         return self._fed
 
     def lay_down(self) -> None:
@@ -390,9 +390,9 @@ class LiveSession:
         self._stopped: asyncio.Task[None] | None = None
         self.sent = SentLog(session_id, limits.max_log_events, limits.max_log_bytes)
         # What is entrusted to the engine, where other processes may go on with the session.
-        self.will: Will | None = None
+        self.handoff: SessionHandoff | None = None
         # Of a session that another process began: audio that its engine never got, and a new stream decided on.
-        self._owed: OwedAudio | None = None
+        self._resent: ResentAudio | None = None
         self._reanchor: Reanchor | None = None
 
     # The client's side
@@ -423,32 +423,32 @@ class LiveSession:
         """Hand an event to the core and apply what it decides. A closed session takes nothing more."""
         if self.session.closed:
             return
-        if self._owed is not None and isinstance(event, Append | Gap):
-            event = self._repay(event, self._owed)
+        if self._resent is not None and isinstance(event, Append | Gap):
+            event = self._take_resent(event, self._resent)
         now = self.clock()
         effects = self.session.handle(event, now)
         for effect in effects:
             self._apply(effect)
-        if self.will is None:
+        if self.handoff is None:
             return
         if self.resumable:
-            self.will.note(event, now, effects)
+            self.handoff.note(event, now, effects)
         else:
-            self.will.close()
+            self.handoff.close()
 
     def tell(self, event: ServerEvent) -> None:
         """Something that the client is told beside what the core decides."""
         self.outbox.put(event)
-        if self.will is not None and self.resumable:
-            self.will.begin_anew()
+        if self.handoff is not None and self.resumable:
+            self.handoff.begin_anew()
 
     def adopt(self, settings: Settings) -> None:
         """Begin anew with a dialect's settings, without an answer to the client."""
         for effect in self.session.handle(Configure(settings), self.clock()):
             if not isinstance(effect, Send):
                 self._apply(effect)
-        if self.will is not None and self.resumable:
-            self.will.begin_anew()
+        if self.handoff is not None and self.resumable:
+            self.handoff.begin_anew()
 
     async def inject(self, items: Sequence[messages.Item | None]) -> int:
         """Put items prepared elsewhere into the engines' caches; how many were taken."""
@@ -457,8 +457,8 @@ class LiveSession:
     def tick(self) -> None:
         if self.session.appended or self.session.phase is Phase.FINISHING:
             self.submit(Tick())
-        if self.will is not None and self.resumable:
-            self.will.review()
+        if self.handoff is not None and self.resumable:
+            self.handoff.review()
 
     def drain(self, deadline: float) -> None:
         self.submit(Drain(deadline))
@@ -478,10 +478,10 @@ class LiveSession:
         if isinstance(event, Hangup):
             return event
         frames = self._write(event)
-        if self.will is not None and self.resumable:
-            self.will.wrote(self.clock())
+        if self.handoff is not None and self.resumable:
+            self.handoff.wrote(self.clock())
             # Nobody is told what only this process knows.
-            await self.will.left()
+            await self.handoff.left()
         return frames
 
     def _write(self, event: ServerEvent) -> list[str]:
@@ -551,10 +551,10 @@ class LiveSession:
             self._write(event)
         return event is not None
 
-    def take_over(self, saved: SavedLive, inherited: Inheritance, core: Session, rest: Samples) -> None:
+    def take_over(self, saved: SavedLive, adopted: AdoptedSession, core: Session, rest: Samples) -> None:
         """Go on with the stream of another process. What its engine never got is asked of the client again."""
         self.session = self.runner.session = core
-        queue, fed = self.runner.queue, self.runner.load(saved, inherited)
+        queue, fed = self.runner.queue, self.runner.load(saved, adopted)
         if saved.reanchor is not None:
             self._reanchor = Reanchor(saved.reanchor[0], ())
         if self._reanchor is not None:
@@ -566,8 +566,8 @@ class LiveSession:
         else:
             if saved.runs_out:
                 queue.put(Reopen(core.settings))
-            self._owed = OwedAudio(fed, core.appended, core.marks[inherited.flushes :])
-            for command in self._owed.pay(rest)[0]:
+            self._resent = ResentAudio(fed, core.appended, core.marks[adopted.flushes :])
+            for command in self._resent.accept(rest)[0]:
                 queue.put(command)
             core.rewind(min(fed + len(rest), core.appended))
         if core.appended:  # else the stream is yet to be opened, by what the settings are then
@@ -579,13 +579,13 @@ class LiveSession:
         if core.appended:
             self._start()
 
-    def _repay(self, event: Append | Gap, owed: OwedAudio) -> Append | Gap:
+    def _take_resent(self, event: Append | Gap, resent: ResentAudio) -> Append | Gap:
         """Feed what the core has counted before; returns what it has not."""
-        commands, rest = owed.pay(event.samples)
+        commands, rest = resent.accept(event.samples)
         for command in commands:
             self._command(command)
-        if owed.is_paid:
-            self._owed = None
+        if resent.is_complete:
+            self._resent = None
         if isinstance(rest, int):
             return Gap(rest, event.source_samples, event.source_ms)
         return Append(rest, event.source_samples, event.source_ms)

@@ -54,7 +54,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class QuotaDecision:
     """Whether one more session may come: if not, `reason` says why and `retry_s` when to try again. `others` are the
     sessions of the other processes."""
 
@@ -70,44 +70,44 @@ class Admission:
     A session that is made gets a part of its own (`part`).
     """
 
-    __slots__ = ("_caller", "_house", "_sessions")
+    __slots__ = ("_caller", "_quota", "_sessions")
 
-    def __init__(self, house: House, caller: str) -> None:
-        self._house = house
+    def __init__(self, quota: SessionQuota, caller: str) -> None:
+        self._quota = quota
         self._caller = caller
         self._sessions = 0
 
-    async def enter(self, sessions: int) -> Answer:
+    async def enter(self, sessions: int) -> QuotaDecision:
         """Ask for this number of sessions. They are counted if the answer has no `reason`."""
-        answer = await self._house.enter(self._caller, sessions)
+        answer = await self._quota.enter(self._caller, sessions)
         if answer.reason is None:
             self._sessions += sessions
         return answer
 
     def enter_again(self) -> None:
         """A session came from another process."""
-        self._house.enter_again(self._caller)
+        self._quota.enter_again(self._caller)
         self._sessions += 1
 
     def part(self) -> Admission:
         """An admission for one session, taken out of this one."""
         assert self._sessions, "each session is admitted before it is made"
-        part = Admission(self._house, self._caller)
+        part = Admission(self._quota, self._caller)
         self._sessions, part._sessions = self._sessions - 1, 1
         return part
 
     def release(self) -> None:
         sessions, self._sessions = self._sessions, 0
         if sessions:
-            self._house.leave(self._caller, sessions)
+            self._quota.leave(self._caller, sessions)
 
 
-class House(Protocol):
+class SessionQuota(Protocol):
     """`others` are the figures of the other processes, as far as they are known."""
 
     others: Figures
 
-    async def enter(self, caller: str, sessions: int) -> Answer:
+    async def enter(self, caller: str, sessions: int) -> QuotaDecision:
         """Count this number of sessions of the caller, unless a limit forbids it. Nothing is counted if this raises."""
 
     def enter_again(self, caller: str) -> None:
@@ -182,7 +182,7 @@ class Counts:
         return 0
 
 
-class LocalHouse:
+class LocalQuota:
     """Of a server that is one process."""
 
     others = Figures()
@@ -190,9 +190,9 @@ class LocalHouse:
     def __init__(self, limits: LimitsConfig, clock: Callable[[], float]) -> None:
         self.counts = Counts(limits, clock)
 
-    async def enter(self, caller: str, sessions: int) -> Answer:
+    async def enter(self, caller: str, sessions: int) -> QuotaDecision:
         refused = self.counts.enter(0, caller, sessions)
-        return Answer() if refused is None else Answer(*refused)
+        return QuotaDecision() if refused is None else QuotaDecision(*refused)
 
     def enter_again(self, caller: str) -> None:
         self.counts.add(0, caller)

@@ -19,8 +19,8 @@ from realtime.dialects.base import Dialect, SessionFacts
 from realtime.errors import CloseCode, IllegalEvent, Refusal, UnreadableValue
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.factory import Entry, SessionMaker, Surroundings
-from realtime.serving.quota import Admission, Caller, Figures, House, LocalHouse
+from realtime.serving.factory import GatewayServices, OpenSession, SessionFactory
+from realtime.serving.quota import Admission, Caller, Figures, LocalQuota, SessionQuota
 from realtime.serving.standstill import Standstill
 from realtime.session.events import Hangup
 from realtime.session.settings import Settings
@@ -38,7 +38,7 @@ RESTARTING = Hangup(CloseCode.RESTART, "the server is restarting", "drain")
 class _Coming:
     """A session of another process on its way here, and whether those who wait for it have left."""
 
-    task: asyncio.Task[Entry | None]
+    task: asyncio.Task[OpenSession | None]
     waiting: list[Callable[[], bool]]
 
 
@@ -51,29 +51,33 @@ class Sessions:
         config: Config,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        around: Surroundings | None = None,
+        around: GatewayServices | None = None,
     ) -> None:
-        around = around or Surroundings()
+        around = around or GatewayServices()
         self.engine = engine
         self.draining = False
         self._config = config
         self._metrics = around.metrics
         self._clock = clock
         self._signer = around.signer
-        self._maker = SessionMaker(engine, config, clock, wall_clock, around)
-        self._heirs = around.heirs
-        self._entries: dict[str, Entry] = {}
+        self._maker = SessionFactory(engine, config, clock, wall_clock, around)
+        self._claimants = around.claimants
+        self._entries: dict[str, OpenSession] = {}
         # Sessions of other processes that are on their way here, and sessions of ours that are on their way out.
         self._coming: dict[str, _Coming] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        self._house: House = around.house or LocalHouse(config.limits, clock)
+        self._quota: SessionQuota = around.quota or LocalQuota(config.limits, clock)
         # Whether sessions that can be resumed are left to other processes when this one stops.
         self.hands_over = False
         self.standstill: Standstill | None = None
-        if self._heirs is not None:
-            self.standstill = Standstill(clock, self._heirs.confirm)
-            desk = self._heirs.wills
-            desk.on_wanted, desk.on_fenced, desk.sessions = self._wanted, self._fenced, self._owned
+        if self._claimants is not None:
+            self.standstill = Standstill(clock, self._claimants.confirm)
+            handoff_client = self._claimants.handoffs
+            handoff_client.on_wanted, handoff_client.on_fenced, handoff_client.sessions = (
+                self._wanted,
+                self._fenced,
+                self._owned,
+            )
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -101,14 +105,14 @@ class Sessions:
     @asynccontextmanager
     async def open(
         self, caller: Caller, settings: Settings, dialects: Sequence[Callable[[SessionFacts], Dialect]]
-    ) -> AsyncIterator[tuple[Entry, ...]]:
+    ) -> AsyncIterator[tuple[OpenSession, ...]]:
         """New sessions of this caller, one for each dialect; raises a Refusal if they cannot be served well now.
 
         At the end of the block, also after an exception, sessions that have no socket are ended, and the count of
         sessions that were not made is given back.
         """
-        admission = Admission(self._house, caller.name)
-        entries: list[Entry] = []
+        admission = Admission(self._quota, caller.name)
+        entries: list[OpenSession] = []
         try:
             await self._admit(admission, len(dialects))
             for make_dialect in dialects:
@@ -128,7 +132,7 @@ class Sessions:
             raise self._refusal("draining", 503, "server_shutting_down", "The server is restarting.", 5)
         if not self.engine.ready:
             raise self._refusal("not_ready", 503, "engine_not_ready", "The engine is not ready yet.", 5)
-        self._check_capacity(self._house.others, sessions)
+        self._check_capacity(self._quota.others, sessions)
         answer = await admission.enter(sessions)
         limits = self._config.limits
         match answer.reason:
@@ -163,7 +167,7 @@ class Sessions:
 
     def all_figures(self) -> Figures:
         """Of the sessions of the server."""
-        return self.figures() + self._house.others
+        return self.figures() + self._quota.others
 
     def _refusal(self, reason: str, status: int, code: str, message: str, retry_s: int) -> Refusal:
         self._metrics.refused.labels(reason).inc()
@@ -172,7 +176,7 @@ class Sessions:
 
     # Life of a session
 
-    async def find(self, token: str, caller: Caller, has_left: Callable[[], bool] = lambda: False) -> Entry:
+    async def find(self, token: str, caller: Caller, has_left: Callable[[], bool] = lambda: False) -> OpenSession:
         """The session a resume token belongs to, wherever it is. Tokens work for the caller they were given to, and for
         nobody else. A client that has left takes nothing: it may have its session on another connection by now."""
         session_id = self._signer.session_of(token, caller.name)
@@ -186,23 +190,23 @@ class Sessions:
             if has_left():
                 raise self._refusal("left", 503, "client_left", "The connection was closed; try again.", 1)
         if entry is None or not entry.live.resumable:
-            if session_id is not None and self._heirs is not None and self.draining:
+            if session_id is not None and self._claimants is not None and self.draining:
                 # Nobody has said that it is gone: it may be on its way to another.
                 raise self._refusal("draining", 503, "server_shutting_down", "The server is restarting.", 1)
             self._metrics.refused.labels("resume").inc()
-            if session_id is not None and self._heirs is not None:
+            if session_id is not None and self._claimants is not None:
                 raise Refusal(410, "session_gone", "This session is over; start a new one.")
             raise Refusal(404, "resume_token_unknown", "There is no session to resume with this token.")
         return entry
 
-    def attach(self, entries: Sequence[Entry], connection: Connection) -> None:
+    def attach(self, entries: Sequence[OpenSession], connection: Connection) -> None:
         """Give sessions their socket; a socket one still has is closed: the client has come back on another one."""
         for entry in entries:
             if entry.connection is not None:
                 entry.connection.hang_up(TAKEN_OVER)
             entry.connection, entry.left_at = connection, None
 
-    async def detach(self, entries: Sequence[Entry], connection: Connection) -> None:
+    async def detach(self, entries: Sequence[OpenSession], connection: Connection) -> None:
         """The socket is gone. A session that can be resumed waits, unless its client said goodbye; any other ends."""
         over = []
         for entry in entries:
@@ -217,18 +221,18 @@ class Sessions:
                 over.append(entry)
         await self.end(*over)
 
-    async def end(self, *entries: Entry) -> None:
+    async def end(self, *entries: OpenSession) -> None:
         """End sessions. All of them are removed and stopped before the first await, so that a cancellation there leaves
         none of them running."""
         ended = [entry for entry in entries if self._remove(entry)]
         for entry in ended:
-            if entry.live.will is not None:
-                entry.live.will.end()
+            if entry.live.handoff is not None:
+                entry.live.handoff.end()
             entry.live.stop()
         for entry in ended:
             await entry.live.close()
 
-    def _remove(self, entry: Entry) -> bool:
+    def _remove(self, entry: OpenSession) -> bool:
         if self._entries.pop(entry.live.id, None) is None:
             return False
         if entry.admission is not None:
@@ -239,21 +243,21 @@ class Sessions:
 
     # Sessions that move between processes
 
-    async def _owned_or_adopted(self, session_id: str, caller: str, has_left: Callable[[], bool]) -> Entry | None:
+    async def _owned_or_adopted(self, session_id: str, caller: str, has_left: Callable[[], bool]) -> OpenSession | None:
         """A session that is here, if it is still ours; else it is adopted. Raises EngineDead."""
-        if self._heirs is None or self.draining:
+        if self._claimants is None or self.draining:
             return self._entries.get(session_id)
         assert self.standstill is not None
         await self.standstill.over()
         entry = self._entries.get(session_id)
-        if entry is not None and entry.live.resumable and (will := entry.live.will) is not None:
+        if entry is not None and entry.live.resumable and (handoff := entry.live.handoff) is not None:
             # Another gateway may have it by now, and the word of that be on its way; or ask for it at this moment.
-            if not await will.renew():
-                self._fenced(session_id, will.number + 1)
+            if not await handoff.renew():
+                self._fenced(session_id, handoff.number + 1)
         entry = self._entries.get(session_id)
-        return entry if entry is not None else await self._inherit(session_id, caller, has_left)
+        return entry if entry is not None else await self._adopt_saved(session_id, caller, has_left)
 
-    async def _inherit(self, session_id: str, caller: str, has_left: Callable[[], bool]) -> Entry | None:
+    async def _adopt_saved(self, session_id: str, caller: str, has_left: Callable[[], bool]) -> OpenSession | None:
         """A session of another process. Those who ask for the same one at once get the same."""
         coming = self._coming.get(session_id)
         if coming is None:
@@ -265,63 +269,63 @@ class Sessions:
             coming.waiting.append(has_left)
         return await asyncio.shield(coming.task)
 
-    async def _adopt(self, session_id: str, caller: str, waiting: list[Callable[[], bool]]) -> Entry | None:
-        assert self._heirs is not None
-        inherited = await self._heirs.adopt(session_id, lambda: not all(has_left() for has_left in waiting))
-        if inherited is None:
+    async def _adopt(self, session_id: str, caller: str, waiting: list[Callable[[], bool]]) -> OpenSession | None:
+        assert self._claimants is not None
+        adopted = await self._claimants.adopt(session_id, lambda: not all(has_left() for has_left in waiting))
+        if adopted is None:
             return None
         try:
-            entry = self._maker.go_on(session_id, caller, inherited)
+            entry = self._maker.go_on(session_id, caller, adopted)
         except Exception as error:
-            if inherited.stream is not None:
-                await inherited.stream.abort()
+            if adopted.stream is not None:
+                await adopted.stream.abort()
             if not isinstance(error, UnreadableValue | IllegalEvent):
                 raise
             log.error("session %s cannot be gone on with: %s", session_id, error)
             return None
         # Until its client is here, it waits as one does whose client has left.
         entry.left_at = self._clock()
-        entry.admission = Admission(self._house, caller)
+        entry.admission = Admission(self._quota, caller)
         self._entries[session_id] = entry
         entry.admission.enter_again()
         return entry
 
     def _owned(self) -> list[Owned]:
         """What engines know as ours."""
-        wills = [entry.live.will for entry in self._entries.values() if entry.live.resumable]
-        return [owned for will in wills if will is not None and (owned := will.owned) is not None]
+        handoffs = [entry.live.handoff for entry in self._entries.values() if entry.live.resumable]
+        return [owned for handoff in handoffs if handoff is not None and (owned := handoff.owned) is not None]
 
     def _wanted(self, session_id: str, number: int) -> bool:
         """Another process asks for a session: its client is there. Returns whether it asks for an outdated copy. What
         was asked before this process stood still may have come over a connection that is lost, and so would the last
         word be: engines take what they have, or ask again."""
         entry = self._entries.get(session_id)
-        if entry is None or entry.live.will is None or (self.standstill is not None and self.standstill.is_unsure):
+        if entry is None or entry.live.handoff is None or (self.standstill is not None and self.standstill.is_unsure):
             return False
-        if entry.live.will.number > number:
+        if entry.live.handoff.number > number:
             return True
         if _has_place(entry):
             self._give_up(entry, TAKEN_OVER)
         return False
 
-    def _give_up(self, entry: Entry, hangup: Hangup) -> None:
+    def _give_up(self, entry: OpenSession, hangup: Hangup) -> None:
         """Leave a session to whoever adopts it. In one go: nothing may happen to it after its last word."""
-        will = entry.live.will
-        assert will is not None
+        handoff = entry.live.handoff
+        assert handoff is not None
         entry.inbox.settle_all()
-        will.give_up()
+        handoff.give_up()
         self._let_go(entry, hangup)
 
     def _fenced(self, session_id: str, number: int) -> None:
         """A session is another process's by now, if that has a higher number: whatever is still done with it here
         counts for nothing."""
         entry = self._entries.get(session_id)
-        if entry is not None and entry.live.will is not None and entry.live.will.number < number:
+        if entry is not None and entry.live.handoff is not None and entry.live.handoff.number < number:
             log.warning("session %s goes on in another process", session_id)
-            entry.live.will.end()
+            entry.live.handoff.end()
             self._let_go(entry, TAKEN_OVER, is_fenced=True)
 
-    def _let_go(self, entry: Entry, hangup: Hangup, is_fenced: bool = False) -> None:
+    def _let_go(self, entry: OpenSession, hangup: Hangup, is_fenced: bool = False) -> None:
         self._remove(entry)
         entry.is_let_go = True
         entry.live.session.abandon()
@@ -329,10 +333,10 @@ class Sessions:
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
 
-    async def _leave(self, entry: Entry, hangup: Hangup, is_fenced: bool) -> None:
+    async def _leave(self, entry: OpenSession, hangup: Hangup, is_fenced: bool) -> None:
         # The last word is on its way before the client looks for another process.
-        assert entry.live.will is not None
-        await entry.live.will.left()
+        assert entry.live.handoff is not None
+        await entry.live.handoff.left()
         if entry.connection is not None:
             entry.connection.hang_up(hangup)
         await entry.live.let_go(is_fenced)
@@ -362,10 +366,10 @@ class Sessions:
                     await self.end(entry)
             else:
                 self._check_time(entry, now)
-        self._house.tick(self.figures())
+        self._quota.tick(self.figures())
         self._update_gauges()
 
-    async def _tick_live(self, entry: Entry) -> None:
+    async def _tick_live(self, entry: OpenSession) -> None:
         """Let time pass for one session. One that fails at it ends, and the others do not notice."""
         try:
             entry.live.tick()
@@ -375,7 +379,7 @@ class Sessions:
                 entry.connection.hang_up(Hangup(CloseCode.INTERNAL, "internal error", "internal"))
             await self.end(entry)
 
-    def _check_time(self, entry: Entry, now: float) -> None:
+    def _check_time(self, entry: OpenSession, now: float) -> None:
         limits, connection = self._config.limits, entry.connection
         if connection is None:
             return
@@ -423,7 +427,7 @@ class Sessions:
             await self.end(entry)
         await asyncio.gather(*self._leaving, return_exceptions=True)
 
-    async def _hand_over(self, entries: list[Entry], deadline: float) -> None:
+    async def _hand_over(self, entries: list[OpenSession], deadline: float) -> None:
         """Leave sessions to whoever adopts them, one after the other: their clients do not all come back at once. One
         that is just moving from engine to engine is waited for."""
         pause_s = min(self._config.server.drain_spread_s / max(1, len(entries)), FEW_SPREAD_S)
@@ -435,9 +439,9 @@ class Sessions:
             await asyncio.sleep(pause_s)
 
 
-def _can_move(entry: Entry) -> bool:
-    return entry.live.resumable and entry.live.will is not None
+def _can_move(entry: OpenSession) -> bool:
+    return entry.live.resumable and entry.live.handoff is not None
 
 
-def _has_place(entry: Entry) -> bool:
-    return entry.live.will is not None and entry.live.will.has_place
+def _has_place(entry: OpenSession) -> bool:
+    return entry.live.handoff is not None and entry.live.handoff.has_place

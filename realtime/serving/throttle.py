@@ -43,7 +43,7 @@ class Pace:
             await asyncio.sleep(delay)
 
 
-class Turnstile:
+class FairTurns:
     """One for all sockets of a server."""
 
     def __init__(self) -> None:

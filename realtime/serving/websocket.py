@@ -315,7 +315,7 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         self.queue = self._mailbox  # type: ignore[assignment]
         self._unparsed = b""
         self._parsing_later: asyncio.Handle | None = None
-        self._owed_pong = b""
+        self._unsent_pong = b""
         self._taker: Taker | None = None
         # The first message of what was read together may be taken at once. Who sends more waits for its share.
         self._may_be_taken = False
@@ -465,13 +465,13 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         if self.writable.is_set():
             self.transport.write(b"".join(pongs))
         elif pongs:
-            self._owed_pong = pongs[-1]
+            self._unsent_pong = pongs[-1]
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._owed_pong:
-            self.transport.write(self._owed_pong)
-            self._owed_pong = b""
+        if self._unsent_pong:
+            self.transport.write(self._unsent_pong)
+            self._unsent_pong = b""
 
     def _taken_whole(self, data: bytes) -> bool:
         """Whether the data was one message that somebody took, without the parser, which is between two frames."""

@@ -133,7 +133,7 @@ class SessionLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class PendingFlush:
     """A flush that the engine has yet to answer, and the sample at which it stands."""
 
     sample: int
@@ -158,10 +158,10 @@ class SavedSession:
     phase: Phase
     boundaries: SavedBoundaries
     stall: SavedStall
-    marks: list[Mark]
+    marks: list[PendingFlush]
     waiting: list[Waiting]
     held_speech: list[messages.Speech]
-    engine_base: int
+    engine_start: int
     acked_samples: int
     acked_at: float
     drain_deadline: float | None
@@ -195,10 +195,10 @@ class Session:
         )
         self._turns, self._audio = self._boundaries.turns, self._boundaries.audio
         self._stall = StallGuard(sample_rate, self.limits.stall_seconds, self.limits.keep_seconds)
-        self._marks: deque[Mark] = deque()
+        self._marks: deque[PendingFlush] = deque()
         self._waiting: deque[Waiting] = deque()
         self._held_speech: list[messages.Speech] = []
-        self._engine_base = self._engine_failures = 0
+        self._engine_start = self._engine_failures = 0
         self._acked_samples, self._acked_at = 0, 0.0
         self._drain_deadline: float | None = None
 
@@ -228,14 +228,14 @@ class Session:
         return self._audio.covered / self.sample_rate
 
     @property
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[PendingFlush]:
         """Flushes that the engine has yet to answer."""
         return list(self._marks)
 
     @property
-    def engine_base(self) -> int:
+    def engine_start(self) -> int:
         """The session's sample that is the first of the engine stream."""
-        return self._engine_base
+        return self._engine_start
 
     @property
     def speaking(self) -> bool:
@@ -279,7 +279,7 @@ class Session:
             marks=list(self._marks),
             waiting=list(self._waiting),
             held_speech=self._held_speech,
-            engine_base=self._engine_base,
+            engine_start=self._engine_start,
             acked_samples=self._acked_samples,
             acked_at=self._acked_at,
             drain_deadline=self._drain_deadline,
@@ -293,7 +293,7 @@ class Session:
         self._audio = self._boundaries.audio
         self._stall.load(saved.stall, shift)
         self._marks, self._waiting = deque(saved.marks), deque(saved.waiting)
-        self._held_speech, self._engine_base = saved.held_speech, saved.engine_base
+        self._held_speech, self._engine_start = saved.held_speech, saved.engine_start
         self._acked_samples, self._acked_at = saved.acked_samples, saved.acked_at + shift
         self._drain_deadline = None if saved.drain_deadline is None else saved.drain_deadline + shift
         self._engine_failures = saved.engine_failures
@@ -383,13 +383,13 @@ class Session:
 
     def _text(self, event: messages.Text, now: float) -> None:
         if event.delta or event.words:
-            self._stall.heard_text(event, self._engine_base, now)
+            self._stall.heard_text(event, self._engine_start, now)
             self._engine_failures = 0
-            self._boundaries.tell(self._turns.route(event, self._engine_base, now), now)
+            self._boundaries.tell(self._turns.route(event, self._engine_start, now), now)
             self._drain_if_idle()
 
     def _speech(self, event: messages.Speech, now: float) -> None:
-        start, second = event.sample + self._engine_base, self._audio.covered // self.sample_rate
+        start, second = event.sample + self._engine_start, self._audio.covered // self.sample_rate
         for number, probability in enumerate(event.probabilities):
             frame_start = start + number * event.frame_samples
             if self._waiting and frame_start >= self._waiting[0].sample:
@@ -463,7 +463,7 @@ class Session:
 
     def _engine_switched(self, event: EngineSwitched, now: float) -> None:
         self._boundaries.tell(self._turns.settle(), now)
-        self._engine_base = event.base
+        self._engine_start = event.base
 
     def _resolve(self, waiting: Waiting, now: float) -> None:
         """Answer a commit or clear: the engine has said everything about the audio before it."""
@@ -477,7 +477,7 @@ class Session:
     def _flush(self, pause: int | None = None) -> None:
         # A stream that is being finished says everything anyway.
         if self.phase is not Phase.FINISHING:
-            self._marks.append(Mark(self.appended, pause))
+            self._marks.append(PendingFlush(self.appended, pause))
             self._effects.append(FlushEngine(pause))
 
     def _reanchor(self, now: float) -> None:

@@ -20,7 +20,7 @@ from engine.logs import set_log_level
 from realtime.config import Changes, Config, take_over
 from realtime.serving.tokens import signing_secret
 from realtime.serving.totals import Totals
-from realtime.workers.shared_quota import HouseKeeper
+from realtime.workers.shared_quota import QuotaCoordinator
 from realtime.workers.worker_link import (
     Counted,
     Enter,
@@ -122,7 +122,7 @@ class Parent:
         self._wanted = workers
         self._engines = list(engines)
         self._secret = signing_secret(config) or secrets.token_bytes(32)
-        self._house = HouseKeeper(config.limits, asyncio.get_running_loop().time)
+        self._quota = QuotaCoordinator(config.limits, asyncio.get_running_loop().time)
         self._numbers = 0
         self._keepers: set[asyncio.Task[None]] = set()
         self._retiring: set[int] = set()
@@ -182,7 +182,7 @@ class Parent:
         self._numbers += 1
         worker = Worker(self._numbers, process, line)
         self.workers[worker.number] = worker
-        self._house.add(worker.number, worker.line)
+        self._quota.add(worker.number, worker.line)
         worker.line.send(Start(encode_config(self.config), self._secret, self._engines, self.port))
         worker.hearing = asyncio.create_task(self._hear(worker), name=f"worker {worker.number}")
         return worker
@@ -228,7 +228,7 @@ class Parent:
                 if not worker.ready.done():
                     worker.ready.set_result(None)
             elif isinstance(message, Enter | Leave | Own):
-                self._house.hear(worker.number, message)
+                self._quota.hear(worker.number, message)
             elif isinstance(message, Counted | Scrape):
                 self.totals.hear(worker.number, message.report)
                 if isinstance(message, Scrape):
@@ -267,7 +267,7 @@ class Parent:
         self.workers.pop(worker.number, None)
         if worker.hearing is not None:
             await asyncio.wait((worker.hearing,), timeout=LAST_WORDS_S)
-        self._house.remove(worker.number)
+        self._quota.remove(worker.number)
         self.totals.forget(worker.number)
         worker.line.close()
 

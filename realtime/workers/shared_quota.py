@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 from realtime.config import LimitsConfig
-from realtime.serving.quota import Answer, Counts, Figures
+from realtime.serving.quota import Counts, Figures, QuotaDecision
 from realtime.workers.worker_link import Enter, Entered, Leave, Line, Others, Own
 
 # How often a worker tells its figures.
@@ -25,7 +25,7 @@ class _Question:
 
     caller: str
     sessions: int
-    answer: asyncio.Future[Answer]
+    answer: asyncio.Future[QuotaDecision]
     # The task that asked does not wait any more.
     given_up: bool = False
 
@@ -34,7 +34,7 @@ class _Question:
         return self.answer.done() and self.answer.result().reason is None
 
 
-class SharedHouse:
+class SharedQuota:
     """The worker's side."""
 
     def __init__(self, line: Line, clock: Callable[[], float]) -> None:
@@ -46,9 +46,9 @@ class SharedHouse:
         self._number = 0
         self._told_at = 0.0
 
-    async def enter(self, caller: str, sessions: int) -> Answer:
+    async def enter(self, caller: str, sessions: int) -> QuotaDecision:
         if len(self._asked) >= MOST_QUESTIONS:
-            return Answer("capacity", 1)
+            return QuotaDecision("capacity", 1)
         self._number = number = self._number + 1
         question = _Question(caller, sessions, asyncio.get_running_loop().create_future())
         self._asked[number] = question
@@ -59,7 +59,7 @@ class SharedHouse:
                 return await asyncio.shield(question.answer)
         except TimeoutError:
             self._give_up(question)
-            return Answer("capacity", 1)
+            return QuotaDecision("capacity", 1)
         except BaseException:
             self._give_up(question)
             raise
@@ -90,7 +90,7 @@ class SharedHouse:
                 self._give_up(question)
 
 
-class HouseKeeper:
+class QuotaCoordinator:
     """The parent's side; workers are known by numbers of their own."""
 
     def __init__(self, limits: LimitsConfig, clock: Callable[[], float]) -> None:
@@ -124,15 +124,15 @@ class HouseKeeper:
                 for other, line in self._lines.items():
                     line.send(Others(self._others(other)))
 
-    def _enter(self, worker: int, asked: Enter) -> Answer:
+    def _enter(self, worker: int, asked: Enter) -> QuotaDecision:
         refused = self.counts.enter(worker, asked.caller, asked.sessions)
         others = self._others(worker)
         if refused is not None:
-            return Answer(*refused, others)
+            return QuotaDecision(*refused, others)
         # Until the worker says more, these are sessions that will speak.
         count = asked.sessions
         self._figures[worker] += Figures(sessions=count, streamless=count, waiting=count)
-        return Answer(others=others)
+        return QuotaDecision(others=others)
 
     def _others(self, worker: int) -> Figures:
         return reduce(Figures.__add__, (figures for key, figures in self._figures.items() if key != worker), Figures())

@@ -18,7 +18,7 @@ from engine.logs import WITH_PROCESS, set_log_level, set_up_logging
 from realtime.app import Server, gateway_of_several, share_of
 from realtime.config import Config, ConfigError
 from realtime.workers.shared_metrics import SharedMetrics
-from realtime.workers.shared_quota import SharedHouse
+from realtime.workers.shared_quota import SharedQuota
 from realtime.workers.worker_link import Entered, Line, Others, Ready, Reload, Retire, Scraped, Start, decode_config
 
 log = logging.getLogger("tickertape.worker")
@@ -37,9 +37,9 @@ async def work(end: socket.socket) -> None:
     assert isinstance(start, Start), "a parent says first what to do"
     config = decode_config(start.config)
     set_log_level(config.server.log_level)
-    house = SharedHouse(line, asyncio.get_running_loop().time)
+    quota = SharedQuota(line, asyncio.get_running_loop().time)
     listener = port_socket(config.server.host, start.port)
-    async with gateway_of_several(config, start.engines, start.secret, house, listener) as server:
+    async with gateway_of_several(config, start.engines, start.secret, quota, listener) as server:
         gateway = server.server.gateway
         shared = SharedMetrics(line, gateway.metrics.families)
         gateway.metrics.of_all = shared.of_all
@@ -50,7 +50,7 @@ async def work(end: socket.socket) -> None:
                     gateway.sessions.hands_over = True
                     server.server.should_exit = True
                 elif isinstance(message, Entered | Others):
-                    house.hear(message)
+                    quota.hear(message)
                 elif isinstance(message, Scraped):
                     shared.hear(message)
                 elif isinstance(message, Reload):

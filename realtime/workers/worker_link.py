@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from realtime.config import Config, Secret
-from realtime.serving.quota import Answer, Figures
+from realtime.serving.quota import Figures, QuotaDecision
 
 # The longest message is the first: the configuration.
 LONGEST_LINE = 1024 * 1024
@@ -44,7 +44,7 @@ class Enter(msgspec.Struct, tag="enter"):
 
 class Entered(msgspec.Struct, tag="entered"):
     number: int
-    answer: Answer
+    answer: QuotaDecision
 
 
 class Leave(msgspec.Struct, tag="leave"):

@@ -71,11 +71,11 @@ class MadGateway:
 
     def _dismissed(self, milliseconds: int) -> bool:
         """Take what the engine has to say; whether it does not want to hear from us any more."""
-        dismissed = False
+        delisted = False
         while self._socket.poll(milliseconds):
-            dismissed |= b"unwelcome" in self._socket.recv_multipart()[0]
+            delisted |= b"unwelcome" in self._socket.recv_multipart()[0]
             milliseconds = 0
-        return dismissed
+        return delisted
 
     def _send_whole(self, header: Any) -> None:
         try:

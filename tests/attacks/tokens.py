@@ -11,7 +11,7 @@ import numpy as np
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from engine.boundary.items import hash_payload
-from realtime.http.context import Gatekeeper
+from realtime.http.context import Authenticator
 from realtime.serving.tokens import Signer
 from realtime.session.settings import Settings
 from tests.attacks.real_server import BAD_KEY, GOOD_KEY, OTHER_KEY, SIGNING_SECRET
@@ -55,7 +55,7 @@ async def forged_secrets(target: Target) -> None:
 async def secrets_of_a_key_that_is_gone(target: Target) -> None:
     """Secrets that this server would have signed for a key that it does not have any more, or for no key at all."""
     signer = Signer(SIGNING_SECRET.encode())
-    before, without = Gatekeeper(("a-key-that-is-gone", BAD_KEY), signer), Gatekeeper((), signer)
+    before, without = Authenticator(("a-key-that-is-gone", BAD_KEY), signer), Authenticator((), signer)
     good = before.issue(before.check(BAD_KEY, ""), Settings(), 60).value
     async with target.client(key=good) as client:
         await client.still_works()

@@ -18,5 +18,5 @@ def test_every_item_is_computed_or_cut(silent_every: int, silent: int) -> None:
     assert len(streams) == 6
     assert sum(stream.computed < 60 for stream in streams.values()) == silent
     # All that was entrusted is kept, and what was read is forgotten.
-    assert len(bench.host._wills) == 6
-    assert all(len(hosted.outputs) <= 6 for hosted in bench.host._roster.streams.values())
+    assert len(bench.host._handoffs) == 6
+    assert all(len(hosted.outputs) <= 6 for hosted in bench.host._hosted.streams.values())

@@ -11,23 +11,23 @@ from benchmarks.random_weights import ScriptedSpeaker, voxtral_loop
 from benchmarks.sounds import speech
 from engine.boundary.items import make_cutter, prepare
 from engine.messages import Feed, Open, Text
-from engine.runner.windowed.decoder import Answer, GreedyDecoder, Row, Speaker
+from engine.runner.windowed.decoder import DecodedToken, DecoderBatch, GreedyDecoder, Row
 from engine.runner.windowed.stability import Progress
 
 END, SPACING = 50, 10.0
 
 
-class Quiet(Speaker):
+class Quiet(DecoderBatch):
     """Computes nothing."""
 
     def __init__(self) -> None:
         self.said = 0
 
-    def read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> list[Answer]:
+    def read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> list[DecodedToken]:
         self.logits = torch.zeros(len(kept), 1)
         return []
 
-    def say(self, last: list[tuple[int, int]]) -> list[Answer]:
+    def say(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
         self.said += 1
         self.logits = torch.zeros(len(last), 1)
         return []

@@ -85,11 +85,11 @@ async def serving(
 ) -> AsyncIterator[Served]:
     """`wrapper`: what the command is started by. `ready`: wait until it serves."""
     log = folder / "log"
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TICKERTAPE_")}
+    adopted = {name: value for name, value in os.environ.items() if not name.startswith("TICKERTAPE_")}
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             *wrapper, sys.executable, "-m", "realtime.cli", "serve", *arguments,
-            stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, env=inherited | (environment or {}),
+            stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, env=adopted | (environment or {}),
         )  # fmt: skip
     served = Served(process, log)
     try:

@@ -11,7 +11,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from realtime.serving.factory import SessionMaker
+from realtime.serving.factory import SessionFactory
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import greeted_client
 from tests.e2e.test_openai_client import wav
@@ -105,9 +105,9 @@ async def test_a_session_that_cannot_be_made_takes_no_place(
 ) -> None:
     """Of several channels, the last one fails: those before it go as well."""
     made = 0
-    make = SessionMaker.make
+    make = SessionFactory.make
 
-    def fail_at_last(self: SessionMaker, *arguments: Any) -> Any:
+    def fail_at_last(self: SessionFactory, *arguments: Any) -> Any:
         nonlocal made
         made += 1
         if made % (8 if query else 1) == 0:
@@ -117,7 +117,7 @@ async def test_a_session_that_cannot_be_made_takes_no_place(
     async with serve(FakeEngine(slots=8), limits={"max_sessions": 8, "sessions_per_key": 8}) as running:
         url = listen(running, query) if query else running.ws
         with monkeypatch.context() as broken:
-            broken.setattr(SessionMaker, "make", fail_at_last)
+            broken.setattr(SessionFactory, "make", fail_at_last)
             for _ in range(9):
                 with pytest.raises(InvalidStatus) as error:
                     async with connect(url):

@@ -22,7 +22,7 @@ import pytest
 from realtime.client import lasting_session, wire_client
 from tests.engine import fakes
 from tests.engine.client.test_pool_table import put
-from tests.realtime.workers.clients import Speaker
+from tests.realtime.workers.clients import SpeakingClient
 from tests.realtime.workers.engines import talk
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(600)]
@@ -145,25 +145,25 @@ class Fleet:
 
     # Processes that are stopped for so long and go on. The speaker says nothing new meanwhile.
 
-    async def stop_engine(self, speaker: Speaker, seconds: float) -> None:
+    async def stop_engine(self, speaker: SpeakingClient, seconds: float) -> None:
         """The one with the stream. Whoever has waited for so long goes on at the other one."""
         await self._stop(self.engines[await self.home()], seconds)
 
-    async def stop_other_engine(self, speaker: Speaker, seconds: float) -> None:
+    async def stop_other_engine(self, speaker: SpeakingClient, seconds: float) -> None:
         await self._stop(self.engines[1 - await self.home()], seconds)
 
-    async def stop_gateway_patiently(self, speaker: Speaker, seconds: float) -> None:
+    async def stop_gateway_patiently(self, speaker: SpeakingClient, seconds: float) -> None:
         """The client waits for its gateway."""
         await self._stop(self.gateways[self.at], seconds)
 
-    async def stop_gateway(self, speaker: Speaker, seconds: float) -> None:
+    async def stop_gateway(self, speaker: SpeakingClient, seconds: float) -> None:
         """The client leaves for the other gateway."""
         stopped = asyncio.create_task(self._stop(self.gateways[self.at], seconds))
         self.at = 1 - self.at
         speaker.leave()
         await self._back(speaker, stopped)
 
-    async def stop_gateway_with_a_request(self, speaker: Speaker, seconds: float) -> None:
+    async def stop_gateway_with_a_request(self, speaker: SpeakingClient, seconds: float) -> None:
         """The client first tries to come back to the gateway that is stopped, where its request waits."""
         stopped = asyncio.create_task(self._stop(self.gateways[self.at], seconds))
         tries = len(speaker.lines)
@@ -179,7 +179,7 @@ class Fleet:
         finally:
             part.go_on()
 
-    async def _back(self, speaker: Speaker, stopped: asyncio.Task[None]) -> None:
+    async def _back(self, speaker: SpeakingClient, stopped: asyncio.Task[None]) -> None:
         """Until the client is at this gateway, the other one has gone on, and that has nothing of the client left."""
         await fakes.until(lambda: speaker.lines[-1] == "")
         await stopped
@@ -218,13 +218,13 @@ async def test_no_word_changes_whichever_part_goes(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(lasting_session, "FIRST_WAIT_S", 0.05)
     audio = talk(6, 1)
     async with running_fleet(tmp_path) as fleet:
-        calm = Speaker(lambda: fleet.url, audio)
+        calm = SpeakingClient(lambda: fleet.url, audio)
         await calm.speak()
         calm.check()
         assert calm.text
         for what in ("drain_engine", "kill_engine", "drain_gateway", "kill_gateway"):
             await fleet.whole()
-            speaker = Speaker(lambda: fleet.url, audio)
+            speaker = SpeakingClient(lambda: fleet.url, audio)
             speaker.hold_at(3.0)
             task = asyncio.create_task(speaker.speak())
             async with asyncio.timeout(120):
@@ -255,12 +255,12 @@ async def test_no_word_changes_whichever_part_is_stopped_and_goes_on(
     monkeypatch.setattr(wire_client, "OPEN_TIMEOUT_S", 2.0)
     audio = talk(8, 1)
     async with running_fleet(tmp_path) as fleet:
-        calm = Speaker(lambda: fleet.url, audio)
+        calm = SpeakingClient(lambda: fleet.url, audio)
         await calm.speak()
         calm.check()
         for what in STOPS:
             await fleet.whole()
-            speaker = Speaker(lambda: fleet.url, audio)
+            speaker = SpeakingClient(lambda: fleet.url, audio)
             speaker.hold_at(3.0)
             task = asyncio.create_task(speaker.speak())
             async with asyncio.timeout(180):

@@ -90,7 +90,7 @@ async def test_pongs_do_not_pile_up_for_a_client_that_does_not_read(serve: Serve
             await writer.drain()
         writer.write(frame(PING, b"newest"))
         async with asyncio.timeout(15):
-            while not socket._owed_pong.endswith(b"newest"):  # noqa: ASYNC110
+            while not socket._unsent_pong.endswith(b"newest"):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert socket.transport.get_write_buffer_size() < 80_000
         # When it reads again, the newest ping has its answer.

@@ -16,7 +16,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from realtime.serving import websocket
-from realtime.serving.intake import Intake
+from realtime.serving.intake import AudioIntake
 from realtime.serving.websocket import MAX_WAITING_BYTES, PART_BYTES, RealtimeWebSocket
 from tests.e2e.conftest import Running, Serve
 from tests.e2e.raw_client import greeted_client
@@ -51,13 +51,13 @@ async def heard(running: Running, samples: int, stream: int = 0) -> np.ndarray:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many bytes of audio are decoded in one go."""
     sizes: list[int] = []
-    decode = Intake.decode
+    decode = AudioIntake.decode
 
-    def counting(intake: Intake, data: Any) -> Any:
+    def counting(intake: AudioIntake, data: Any) -> Any:
         sizes.append(len(data))
         return decode(intake, data)
 
-    monkeypatch.setattr(Intake, "decode", counting)
+    monkeypatch.setattr(AudioIntake, "decode", counting)
     return sizes
 
 

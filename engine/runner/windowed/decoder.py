@@ -27,7 +27,7 @@ from engine.runner.windowed.stability import Policy, Progress
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DecodedToken:
     """What the model says in one place, how sure it is, and the frame that it attends to."""
 
     token: int
@@ -74,7 +74,7 @@ class Row:
                 state = self.keywords.after(state, token)
             yield state
 
-    def favour(self, answer: Answer, state: int, logits: Tensor) -> Answer:
+    def favour(self, answer: DecodedToken, state: int, logits: Tensor) -> DecodedToken:
         """What to say instead, if a keyword may begin or go on there. How sure the model is of it is what the model
         itself says: a keyword is no evidence."""
         if self.keywords is None:
@@ -84,7 +84,7 @@ class Row:
         lead = float(values[answer.token] - values[token])
         return replace(answer, token=token, log_probability=answer.log_probability - lead)
 
-    def take(self, answer: Answer, end_token: int) -> None:
+    def take(self, answer: DecodedToken, end_token: int) -> None:
         if answer.token == end_token:
             self.ended = self.done = True
             return
@@ -99,7 +99,7 @@ class Row:
             self.done = True
 
 
-class Speaker:
+class DecoderBatch:
     """One batch under way: `encoded` is what it hears, `audio` ([rows]) how many of these frames hold audio, `state`
     what it has said. Tokens that are barred are never said. `decode` stands for the model's own."""
 
@@ -121,12 +121,12 @@ class Speaker:
         # Behind the last answers: of the places that were asked for, or of every row.
         self.logits: Tensor
 
-    def read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> list[Answer]:
+    def read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> list[DecodedToken]:
         """Text that is known, as one pass; answers for some of its places, as (row, column), and logits for those of
         them that have these numbers."""
         return answers_of(self._read(known, places, kept))
 
-    def say(self, last: list[tuple[int, int]]) -> list[Answer]:
+    def say(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
         """One more token of every row, each behind its last token at that one's position."""
         given = upload(np.array(last, np.int64), self._barred.device)
         return answers_of(self.next(given, max(position for _, position in last) + 1))
@@ -160,9 +160,11 @@ class Speaker:
         return torch.stack((tokens.float(), values - logits.logsumexp(dim=-1), peaks.float()))
 
 
-def answers_of(chosen: Tensor) -> list[Answer]:
+def answers_of(chosen: Tensor) -> list[DecodedToken]:
     tokens, chances, peaks = chosen.tolist()
-    return [Answer(int(token), chance, int(peak)) for token, chance, peak in zip(tokens, chances, peaks, strict=True)]
+    return [
+        DecodedToken(int(token), chance, int(peak)) for token, chance, peak in zip(tokens, chances, peaks, strict=True)
+    ]
 
 
 class GreedyDecoder:
@@ -179,27 +181,29 @@ class GreedyDecoder:
         """One pass of the model at a time; the caller may do something else between them."""
         audio = upload(np.array([row.frames for row in rows], np.int64), self._barred.device)
 
-        def speaker(text: int) -> Speaker:
+        def decoder_batch(text: int) -> DecoderBatch:
             state = self._model.new_state(len(rows), text)
-            return Speaker(self._model, self._barred, encoded, audio, state, self._decode)
+            return DecoderBatch(self._model, self._barred, encoded, audio, state, self._decode)
 
-        return self._passes(rows, speaker)
+        return self._passes(rows, decoder_batch)
 
-    def _passes(self, rows: list[Row], speaker_for: Callable[[int], Speaker]) -> Iterator[None]:
+    def _passes(self, rows: list[Row], decoder_batch_for: Callable[[int], DecoderBatch]) -> Iterator[None]:
         """`speaker_for` gets the longest text that the rows can come to, in tokens."""
         prefixes = [[*(row.opening or self._model.start_tokens), *row.committed] for row in rows]
         texts = [len(prefix) + max(row.most, len(row.draft)) + 1 for prefix, row in zip(prefixes, rows, strict=True)]
-        speaker = speaker_for(max(texts))
-        last = self._check_drafts(speaker, rows, prefixes)
+        decoder_batch = decoder_batch_for(max(texts))
+        last = self._check_drafts(decoder_batch, rows, prefixes)
         while not all(row.done for row in rows):
             yield
-            for index, (row, answer) in enumerate(zip(rows, speaker.say(last), strict=True)):
+            for index, (row, answer) in enumerate(zip(rows, decoder_batch.say(last), strict=True)):
                 if not row.done:
-                    answer = row.favour(answer, row.state, speaker.logits[index])
+                    answer = row.favour(answer, row.state, decoder_batch.logits[index])
                     row.take(answer, self._model.end_token)
                     last[index] = (answer.token, last[index][1] + 1)
 
-    def _check_drafts(self, speaker: Speaker, rows: list[Row], prefixes: list[list[int]]) -> list[tuple[int, int]]:
+    def _check_drafts(
+        self, decoder_batch: DecoderBatch, rows: list[Row], prefixes: list[list[int]]
+    ) -> list[tuple[int, int]]:
         """Run everything known; returns the token each row goes on from, and its position."""
         known = [prefix + row.draft for prefix, row in zip(prefixes, rows, strict=True)]
         # Only outputs from the last committed token on say something new.
@@ -207,9 +211,9 @@ class GreedyDecoder:
             (index, at) for index, prefix in enumerate(prefixes) for at in range(len(prefix) - 1, len(known[index]))
         ]
         biased = [number for number, (index, _) in enumerate(places) if rows[index].keywords is not None]
-        answers = speaker.read(known, places, biased)
+        answers = decoder_batch.read(known, places, biased)
         states = [state for row in rows for state in row.states()]
-        for number, logits in zip(biased, speaker.logits, strict=True):
+        for number, logits in zip(biased, decoder_batch.logits, strict=True):
             answers[number] = rows[places[number][0]].favour(answers[number], states[number], logits)
         last: list[tuple[int, int]] = [(0, 0)] * len(rows)
         for (index, at), answer in zip(places, answers, strict=True):
@@ -235,12 +239,12 @@ class GreedyDecoder:
 TELLING_POSITIONS = 50
 SURE_LANGUAGE = 0.5
 # Where the model says with this probability that nobody speaks, doubtful words are not believed. OpenAI's own bound.
-NOBODY_SPEAKS = 0.6
+NO_SPEECH_PROBABILITY = 0.6
 # Where it has heard an utterance to its end and says so with less than this, somebody speaks, and words are believed
 # down to a lower mean log-probability. Measured with whisper-tiny: of 300 prompts in five languages three are not below
 # it; of 28 noises in two lengths only one piece of music is, whose notes have -2.0. Of these prompts 21 were below the
 # bound for all others, and three are below this one, taken for other words of their own language or another.
-SOMEBODY_SPEAKS = 0.3
+SPEECH_PROBABILITY = 0.3
 SPOKEN_DOUBT = -1.5
 
 
@@ -265,7 +269,7 @@ def judge(model: SpeechModel, encoded: Encoded) -> list[Judgement]:
 
 
 @dataclass(slots=True)
-class Mind:
+class LanguageState:
     """What a stream was told, and what its model has found out."""
 
     task: str
@@ -280,7 +284,7 @@ class Mind:
     no_speech: float | None = None
 
     @classmethod
-    def of(cls, options: Options, given: Mapping[str, str], prompt: list[int]) -> Mind:
+    def of(cls, options: Options, given: Mapping[str, str], prompt: list[int]) -> LanguageState:
         languages = given["languages"].split(",") if "languages" in given else options.languages
         told = given.get("language", "")
         settled = bool(told) or not options.detects_language
@@ -303,11 +307,11 @@ class Mind:
         """Mean log-probability below which an utterance is taken for noise. How unsure a translation is says little
         about what was heard. `to_end`: it was heard to its end."""
         nobody = math.nan if self.no_speech is None else self.no_speech
-        if nobody > NOBODY_SPEAKS:
+        if nobody > NO_SPEECH_PROBABILITY:
             return policy.sure
         if self.task:
             return -math.inf
-        return min(policy.doubt, SPOKEN_DOUBT) if to_end and nobody < SOMEBODY_SPEAKS else policy.doubt
+        return min(policy.doubt, SPOKEN_DOUBT) if to_end and nobody < SPEECH_PROBABILITY else policy.doubt
 
     def save(self) -> Saved:
         return {"language": self.language, "settled": self.settled, "no_speech": self.no_speech}
@@ -430,11 +434,13 @@ class Stage:
 
     def _step(self, shape: Shape) -> None:
         """Reads and writes fixed places only."""
-        speaker = Speaker(self._model, self.barred, self.encoded(shape), self.audio[: shape.rows], self.state(shape))
-        self.chosen[:, : shape.rows] = speaker.next(self.given[: shape.rows], shape.tokens)
+        decoder_batch = DecoderBatch(
+            self._model, self.barred, self.encoded(shape), self.audio[: shape.rows], self.state(shape)
+        )
+        self.chosen[:, : shape.rows] = decoder_batch.next(self.given[: shape.rows], shape.tokens)
         if self.logits is None:
-            self.logits = speaker.logits.new_zeros(self.shapes.rows[-1], speaker.logits.shape[1])
-        self.logits[: shape.rows] = speaker.logits
+            self.logits = decoder_batch.logits.new_zeros(self.shapes.rows[-1], decoder_batch.logits.shape[1])
+        self.logits[: shape.rows] = decoder_batch.logits
 
     def _sizes(self) -> tuple[int, int, int]:
         decoder = self._model.decoder_shape
@@ -447,7 +453,7 @@ class Stage:
         return whole[:, :count].view(layers, *sizes)
 
 
-class StagedSpeaker(Speaker):
+class RecordedDecoderBatch(DecoderBatch):
     """A batch on a stage: known text runs as it comes, and what is said token by token runs as a recording."""
 
     def __init__(self, model: SpeechModel, stage: Stage, heard: Sequence[Encoded], audio: list[int], text: int) -> None:
@@ -462,7 +468,7 @@ class StagedSpeaker(Speaker):
         stage.audio[:rows].copy_(upload(np.array(audio, np.int64), stage.barred.device))
         super().__init__(model, stage.barred, whole, stage.audio[: shape.rows], state)
 
-    def say(self, last: list[tuple[int, int]]) -> list[Answer]:
+    def say(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
         stage, rows = self._stage, len(last)
         stage.given[:rows].copy_(upload(np.array(last, np.int64), stage.barred.device))
         stage.run(self._shape)
@@ -478,20 +484,20 @@ class StagedSpeaker(Speaker):
             part = slice(first, min(first + count, len(known)))
             numbers = [number for number, (row, _) in enumerate(places) if part.start <= row < part.stop]
             own = [(places[number][0] - first, places[number][1]) for number in numbers]
-            speaker = self._rows(part)
+            decoder_batch = self._rows(part)
             own_kept = [place for place, number in enumerate(numbers) if number in wanted]
-            chosen.append(speaker._read(known[part], own, own_kept))
-            logits.append(speaker.logits)
+            chosen.append(decoder_batch._read(known[part], own, own_kept))
+            logits.append(decoder_batch.logits)
         self.logits = torch.cat(logits)
         return torch.cat(chosen, dim=1)
 
-    def _rows(self, part: slice) -> Speaker:
+    def _rows(self, part: slice) -> DecoderBatch:
         whole, state = self._encoded, self._state
         assert whole.real is not None
         lengths = whole.lengths[part]
         encoded = Encoded(whole.keys[:, part], whole.values[:, part], lengths, real=whole.real[part])
         state = DecoderState(state.keys[:, part], state.values[:, part])
-        return Speaker(self._model, self._barred, encoded, self._audio[part], state)
+        return DecoderBatch(self._model, self._barred, encoded, self._audio[part], state)
 
 
 def _copy(heard: Sequence[Encoded], whole: Encoded) -> None:

@@ -21,11 +21,11 @@ from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import EncoderState, StreamingEncoder
 from engine.models.seq2seq import Encoded, SpeechModel, at_once
 from engine.runner.windowed.memory import SAMPLES_PER_POSITION, AudioSlab, audio_of
-from engine.runner.windowed.stability import POSITIONS_PER_SECOND, Heard, Policy, starts_word
+from engine.runner.windowed.stability import POSITIONS_PER_SECOND, HypothesisToken, Policy, starts_word
 
 
 @dataclass(slots=True)
-class Sound:
+class EncodedAudio:
     """What one pass listens to."""
 
     encoded: Encoded
@@ -46,12 +46,12 @@ class Sound:
         return self.encoded.audio[self.row]
 
 
-class Ear(Protocol):
+class StreamEncoder(Protocol):
     """`audio` is always [1, samples] of the task's whole window."""
 
-    def hear(self, task: DecodeTask, audio: Tensor) -> Sound: ...
+    def hear(self, task: DecodeTask, audio: Tensor) -> EncodedAudio: ...
 
-    def end(self, task: DecodeTask, audio: Tensor, said: list[Heard]) -> None:
+    def end(self, task: DecodeTask, audio: Tensor, said: list[HypothesisToken]) -> None:
         """The utterance ends with this task's window; `said` is all that was said in it. The next one's first pass
         comes a stride of the model behind its beginning."""
 
@@ -97,7 +97,7 @@ class Tails:
         self._device = device
         self._tails: dict[int, Tail] = {}
 
-    def keep(self, task: DecodeTask, audio: Tensor, said: list[Heard]) -> None:
+    def keep(self, task: DecodeTask, audio: Tensor, said: list[HypothesisToken]) -> None:
         """Keep the last words of an utterance that ends, and the audio from a little before them on."""
         self._tails.pop(task.slot, None)
         first = len(said)
@@ -133,7 +133,7 @@ class Tails:
             self._tails[slot] = Tail(audio_of(items, start, end).to(self._device), list(tokens), end)
 
 
-class WindowEar:
+class WindowEncoder:
     """Encodes the whole window again in every pass, and before a young window the end of the utterance before."""
 
     def __init__(
@@ -149,10 +149,10 @@ class WindowEar:
         self._to_end = to_end or model
         self._tails = Tails(pieces, policy, device)
 
-    def hear(self, task: DecodeTask, audio: Tensor) -> Sound:
+    def hear(self, task: DecodeTask, audio: Tensor) -> EncodedAudio:
         return at_once(self.hear_slowly(task, audio))
 
-    def hear_slowly(self, task: DecodeTask, audio: Tensor) -> Generator[None, None, Sound]:
+    def hear_slowly(self, task: DecodeTask, audio: Tensor) -> Generator[None, None, EncodedAudio]:
         """The same in pieces; the caller may do something else between them."""
         tail = self._tails.near(task.slot, task.base, task.end)
         if tail is not None:
@@ -163,10 +163,10 @@ class WindowEar:
             audio = pad(audio, (0, missing))
         encoded = yield from model.encode_slowly(audio, [audio.shape[1]])
         if tail is None:
-            return Sound(encoded, task.base, task.end)
-        return Sound(encoded, tail.start, task.end, tail.tokens)
+            return EncodedAudio(encoded, task.base, task.end)
+        return EncodedAudio(encoded, tail.start, task.end, tail.tokens)
 
-    def hear_together(self, tasks: Sequence[DecodeTask], slab: AudioSlab) -> list[Sound]:
+    def hear_together(self, tasks: Sequence[DecodeTask], slab: AudioSlab) -> list[EncodedAudio]:
         """The same for several windows, as one batch."""
         tails = [self._tails.near(task.slot, task.base, task.end) for task in tasks]
         starts = [task.base if tail is None else tail.start for task, tail in zip(tasks, tails, strict=True)]
@@ -179,11 +179,11 @@ class WindowEar:
         lengths = [max(len(window) * SAMPLES_PER_POSITION, self._model.min_samples) for window in rows]
         encoded = self._model.encode(pad(audio, (0, max(lengths) - audio.shape[1])), lengths)
         return [
-            Sound(encoded, start, task.end, () if tail is None else tail.tokens, row=row)
+            EncodedAudio(encoded, start, task.end, () if tail is None else tail.tokens, row=row)
             for row, (task, tail, start) in enumerate(zip(tasks, tails, starts, strict=True))
         ]
 
-    def end(self, task: DecodeTask, audio: Tensor, said: list[Heard]) -> None:
+    def end(self, task: DecodeTask, audio: Tensor, said: list[HypothesisToken]) -> None:
         self._tails.keep(task, audio, said)
 
     def forget(self, slot: int) -> None:
@@ -225,7 +225,7 @@ class _Utterance:
     first: int = 0
 
 
-class BlockEar:
+class BlockEncoder:
     def __init__(self, model: Moonshine, encoder: StreamingEncoder) -> None:
         self._model = model
         self._encoder = encoder
@@ -236,7 +236,7 @@ class BlockEar:
         """Positions from the beginning of an utterance to its first block."""
         return self._next_block_at(self._start(0))
 
-    def hear(self, task: DecodeTask, audio: Tensor) -> Sound:
+    def hear(self, task: DecodeTask, audio: Tensor) -> EncodedAudio:
         utterance = self._utterances.get(task.slot)
         if utterance is None or utterance.heard < task.base or self._is_long(utterance, task):
             utterance = self._utterances[task.slot] = self._start(task.base)
@@ -249,14 +249,14 @@ class BlockEar:
         encoded = _join(utterance.encoded, self._cross(ahead))
         scale = self._model.samples_per_frame / SAMPLES_PER_POSITION
         origin = utterance.anchor + utterance.first * scale
-        return Sound(
+        return EncodedAudio(
             encoded,
             origin,
             min(float(task.end), origin + encoded.lengths[0] * scale),
             stride=self._next_block_at(utterance) - task.end,
         )
 
-    def end(self, task: DecodeTask, audio: Tensor, said: list[Heard]) -> None:
+    def end(self, task: DecodeTask, audio: Tensor, said: list[HypothesisToken]) -> None:
         self._utterances.pop(task.slot, None)
 
     def forget(self, slot: int) -> None:

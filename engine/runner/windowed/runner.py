@@ -15,12 +15,12 @@ from engine.models.seq2seq import SpeechModel
 from engine.options import MAX_KEYWORDS, Options
 from engine.runner.base import SynchronousRunner, never
 from engine.runner.bias import KeywordTrees, LateTree, joined_pairs, single_bytes
-from engine.runner.windowed.decoder import Mind, Row
-from engine.runner.windowed.encoders import Ear, Sound
+from engine.runner.windowed.decoder import LanguageState, Row
+from engine.runner.windowed.encoders import EncodedAudio, StreamEncoder
 from engine.runner.windowed.memory import SAMPLES_PER_POSITION
 from engine.runner.windowed.stability import (
     FAR_BACK,
-    Heard,
+    HypothesisToken,
     Policy,
     Progress,
     Seams,
@@ -92,9 +92,9 @@ class _Slot:
     """What a stream's window holds: text that was committed from it, and what the last pass said after that."""
 
     live: bool
-    mind: Mind
-    committed: list[Heard] = field(default_factory=list)
-    hypothesis: list[Heard] = field(default_factory=list)
+    language_state: LanguageState
+    committed: list[HypothesisToken] = field(default_factory=list)
+    hypothesis: list[HypothesisToken] = field(default_factory=list)
     # Something of this utterance has been committed: somebody speaks.
     spoken: bool = False
     # The last pass heard the end of the utterance before with this one.
@@ -160,7 +160,7 @@ class WindowedRunner(SynchronousRunner):
         self._keywords = KeywordTrees(vocabulary)
         self._prompts = Prompts(vocabulary.pieces)
         self._slots: dict[int, _Slot] = {}
-        self._backlog: _Reading | None = None
+        self._uploads: _Reading | None = None
 
     def check_open(self, message: Open) -> None:
         if message.delay_positions is not None:
@@ -171,14 +171,14 @@ class WindowedRunner(SynchronousRunner):
     @torch.inference_mode()
     def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
         self._prepare(plan)
-        live, backlog = plan.decode[: plan.live], plan.decode[plan.live :]
+        live, uploads = plan.decode[: plan.live], plan.decode[plan.live :]
         results = self._windows.share_out(live, self._read_whole) if live else {}
-        if backlog:
-            if self._backlog is None:
-                self._backlog = self._read(backlog, live=False)
-            if self._backlog.go_on(time_is_up):
-                results |= self._backlog.results
-                self._backlog = None
+        if uploads:
+            if self._uploads is None:
+                self._uploads = self._read(uploads, live=False)
+            if self._uploads.go_on(time_is_up):
+                results |= self._uploads.results
+                self._uploads = None
         return [results.get(task.slot) or DecodeResult(unfinished=True) for task in plan.decode]
 
     @torch.inference_mode()
@@ -192,18 +192,20 @@ class WindowedRunner(SynchronousRunner):
         for slot in plan.closed:
             self._slots.pop(slot, None)
             for live in (True, False):
-                self._windows.ear(live).forget(slot)
-            if self._backlog is not None:
-                self._backlog.drop(slot)
-                if not self._backlog.open_slots:
-                    self._backlog = None
+                self._windows.stream_encoder(live).forget(slot)
+            if self._uploads is not None:
+                self._uploads.drop(slot)
+                if not self._uploads.open_slots:
+                    self._uploads = None
         for opened in plan.opened:
             prompt = self._prompts.tokens(opened.options.get("prompt", ""))
-            mind = Mind.of(self.spec.options, opened.options, prompt)
-            self._slots[opened.slot] = _Slot(opened.live, mind) if opened.saved is None else _resumed(opened, mind)
+            language_state = LanguageState.of(self.spec.options, opened.options, prompt)
+            self._slots[opened.slot] = (
+                _Slot(opened.live, language_state) if opened.saved is None else _resumed(opened, language_state)
+            )
             self._slots[opened.slot].keywords = self._keywords.later(opened.options)
             if opened.saved is not None:
-                self._ear_of(opened.slot).resume(opened.slot, opened.saved["ear"], opened.saved_items)
+                self._encoder_of(opened.slot).resume(opened.slot, opened.saved["ear"], opened.saved_items)
         self._windows.write(plan.encode)
 
     def _read(self, tasks: Sequence[DecodeTask], live: bool) -> _Reading:
@@ -218,7 +220,7 @@ class WindowedRunner(SynchronousRunner):
         for task in unread:
             if self._windows.is_broken(task):
                 reading.refuse(task.slot, "its audio holds values that are not numbers")
-        sounds: dict[int, Sound] = {}
+        sounds: dict[int, EncodedAudio] = {}
         for live in (True, False):
             due = [task for task in unread if task.slot in reading.open_slots and self._slots[task.slot].live == live]
             if due:
@@ -245,24 +247,24 @@ class WindowedRunner(SynchronousRunner):
 
     def _waits(self, task: DecodeTask) -> bool:
         """Whether a window is better read when it is longer."""
-        return not (task.final or task.pause) and self._slots[task.slot].mind.waits(task.end - task.base)
+        return not (task.final or task.pause) and self._slots[task.slot].language_state.waits(task.end - task.base)
 
-    def _judge(self, tasks: list[DecodeTask], sounds: dict[int, Sound]) -> None:
+    def _judge(self, tasks: list[DecodeTask], sounds: dict[int, EncodedAudio]) -> None:
         """Of windows in which nothing has been said yet, find out whether somebody speaks, and in which language."""
         new = [task for task in tasks if not self._slots[task.slot].spoken and sounds[task.slot].frames]
         if self._model.judging is None or not new:
             return
         for task, judgement in zip(new, self._windows.judge([sounds[task.slot] for task in new]), strict=True):
-            self._slots[task.slot].mind.hear(judgement, self.spec.options, task.end - task.base)
+            self._slots[task.slot].language_state.hear(judgement, self.spec.options, task.end - task.base)
 
     def judgement(self, slot: int) -> tuple[str, float | None]:
-        mind = self._slots[slot].mind
-        return mind.language, mind.no_speech
+        language_state = self._slots[slot].language_state
+        return language_state.language, language_state.no_speech
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
         """The slot's state as plain data, and the first position whose audio that state needs."""
-        held = self._slots.get(slot) or _Slot(True, Mind.of(self.spec.options, {}, []))
-        ear, audio_from = self._ear_of(slot).save(slot, base, end)
+        held = self._slots.get(slot) or _Slot(True, LanguageState.of(self.spec.options, {}, []))
+        stream_encoder, audio_from = self._encoder_of(slot).save(slot, base, end)
         saved: Saved = {
             "committed": [(heard.token, heard.peak, heard.log_probability) for heard in held.committed],
             "hypothesis": [(heard.token, heard.peak, heard.log_probability) for heard in held.hypothesis],
@@ -270,8 +272,8 @@ class WindowedRunner(SynchronousRunner):
             "heard_on": held.heard_on,
             "marks": [astuple(timed) for timed in held.marks],
             "understood": held.understood,
-            "mind": held.mind.save(),
-            "ear": ear,
+            "mind": held.language_state.save(),
+            "ear": stream_encoder,
         }
         return saved, audio_from
 
@@ -282,16 +284,16 @@ class WindowedRunner(SynchronousRunner):
         self._slots.clear()
         self._windows.close()
 
-    def _ear_of(self, slot: int) -> Ear:
+    def _encoder_of(self, slot: int) -> StreamEncoder:
         held = self._slots.get(slot)
-        return self._windows.ear(held is None or held.live)
+        return self._windows.stream_encoder(held is None or held.live)
 
-    def _row(self, task: DecodeTask, sound: Sound) -> Row:
+    def _row(self, task: DecodeTask, sound: EncodedAudio) -> Row:
         slot, model, policy = self._slots[task.slot], self._model, self._policy
         seconds = sound.frames * model.samples_per_frame / SAMPLE_RATE
         said_marks = [] if task.pending else slot.marks
         committed = self._seams.prefix(sound.said, said_marks, [heard.token for heard in slot.committed])
-        opening = model.opening(slot.mind.language, slot.mind.task, slot.mind.prompt)
+        opening = model.opening(slot.language_state.language, slot.language_state.task, slot.language_state.prompt)
         room = model.max_tokens - len(opening) - len(committed) - 1
         most = max(1, min(room, round(seconds * policy.tokens_per_second) + 4 - len(committed)))
         frames_per_position = SAMPLES_PER_POSITION / model.samples_per_frame
@@ -311,14 +313,14 @@ class WindowedRunner(SynchronousRunner):
             opening=opening,
         )
 
-    def _result(self, task: DecodeTask, sound: Sound, row: Row) -> DecodeResult:
+    def _result(self, task: DecodeTask, sound: EncodedAudio, row: Row) -> DecodeResult:
         slot = self._slots[task.slot]
         floor = slot.committed[-1].peak if slot.committed else float(task.base)
         scale = self._model.samples_per_frame / SAMPLES_PER_POSITION
         places = [sound.origin + peak * scale for peak in row.peaks]
         whole = task.final and not slot.live
         steps = steady(places, floor) if whole else rising(places, floor)
-        new = [Heard(*each) for each in zip(row.tokens, steps, row.log_probabilities, strict=True)]
+        new = [HypothesisToken(*each) for each in zip(row.tokens, steps, row.log_probabilities, strict=True)]
         if task.cut_off:
             new = new[: heard_before_the_end(row.tokens, places, (floor, sound.edge), self.vocabulary.pieces)]
         said = [heard.token for heard in slot.committed]
@@ -332,7 +334,9 @@ class WindowedRunner(SynchronousRunner):
         text = b"".join(self.vocabulary.pieces[token] for token in row.tokens)
         # Behind open marks the first token is in doubt about them as well.
         chances = row.log_probabilities[1 if task.pending and sound.said else 0 :] or row.log_probabilities
-        if not slot.spoken and is_noise(text, chances, slot.mind.doubt(self._policy, task.final or task.pause)):
+        if not slot.spoken and is_noise(
+            text, chances, slot.language_state.doubt(self._policy, task.final or task.pause)
+        ):
             new = []
         slot.heard_on = bool(sound.said)
         if task.final:
@@ -367,15 +371,15 @@ class WindowedRunner(SynchronousRunner):
         timed, said = self._joined(task, rest[:count], floor, rest[count].peak if marks else float(task.end))
         said = slot.committed + said
         words = before_marks(said, len(said), self.vocabulary.pieces)
-        self._ear_of(task.slot).end(task, self._windows.audio(task), said[:words])
+        self._encoder_of(task.slot).end(task, self._windows.audio(task), said[:words])
         if said or marks:
             slot.marks = marks or self._timed(said[words:], floor, float(task.end))
         slot.restart()
         return DecodeResult(timed=timed, pending=marks, keep_from=task.end, stride=self.spec.stride_positions)
 
     def _joined(
-        self, task: DecodeTask, new: list[Heard], before: float, after: float
-    ) -> tuple[list[TimedToken], list[Heard]]:
+        self, task: DecodeTask, new: list[HypothesisToken], before: float, after: float
+    ) -> tuple[list[TimedToken], list[HypothesisToken]]:
         """Tokens to commit, with their times, and as they are to be remembered. Behind the first words of an utterance
         it is settled what stands between it and the last one."""
         slot = self._slots[task.slot]
@@ -387,7 +391,7 @@ class WindowedRunner(SynchronousRunner):
         slot.marks, new = self._seams.join(slot.marks, new, task.pending, slot.heard_on)
         return [*(slot.marks if task.pending else ()), *self._timed(new, before, after)], new
 
-    def _timed(self, tokens: list[Heard], before: float, after: float) -> list[TimedToken]:
+    def _timed(self, tokens: list[HypothesisToken], before: float, after: float) -> list[TimedToken]:
         return [
             TimedToken(heard.token, start, end, heard.log_probability)
             for heard, (start, end) in zip(tokens, spans(tokens, before, after), strict=True)
@@ -413,13 +417,15 @@ class WindowedRunner(SynchronousRunner):
         return task.end - length // 2
 
 
-def _resumed(opened: OpenTask, mind: Mind) -> _Slot:
+def _resumed(opened: OpenTask, language_state: LanguageState) -> _Slot:
     """The slot that `save` saw."""
     saved = opened.saved
     assert saved is not None
-    committed = [Heard(*heard) for heard in saved["committed"]]
-    hypothesis = [Heard(*heard) for heard in saved["hypothesis"]]
+    committed = [HypothesisToken(*heard) for heard in saved["committed"]]
+    hypothesis = [HypothesisToken(*heard) for heard in saved["hypothesis"]]
     understood = None if saved["understood"] is None else tuple(saved["understood"])
     marks = [TimedToken(*timed) for timed in saved["marks"]]
-    mind.resume(saved["mind"])
-    return _Slot(opened.live, mind, committed, hypothesis, saved["spoken"], saved["heard_on"], marks, understood)
+    language_state.resume(saved["mind"])
+    return _Slot(
+        opened.live, language_state, committed, hypothesis, saved["spoken"], saved["heard_on"], marks, understood
+    )

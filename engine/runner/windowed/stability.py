@@ -24,7 +24,7 @@ _SENTENCE_MARKS = (b".", b"?", b"!")
 SURE_END = -0.12
 
 
-def before_marks(new: list[Heard], count: int, pieces: list[bytes]) -> int:
+def before_marks(new: list[HypothesisToken], count: int, pieces: list[bytes]) -> int:
     """How many of the first `count` tokens there are without the marks at their end: a mark goes out with the word
     behind it, for which nobody has to wait."""
     while count and is_mark(pieces[new[count - 1].token]):
@@ -32,7 +32,7 @@ def before_marks(new: list[Heard], count: int, pieces: list[bytes]) -> int:
     return count
 
 
-def surely_ends(new: list[Heard], pieces: list[bytes], policy: Policy) -> bool:
+def surely_ends(new: list[HypothesisToken], pieces: list[bytes], policy: Policy) -> bool:
     """Whether words that were heard up to a pause are a sentence that has ended, beyond doubt."""
     if not new or not pieces[new[-1].token].endswith(_SENTENCE_MARKS):
         return False
@@ -63,8 +63,8 @@ class Seams:
         return own
 
     def join(
-        self, marks: list[TimedToken], new: list[Heard], pending: bool, heard_on: bool
-    ) -> tuple[list[TimedToken], list[Heard]]:
+        self, marks: list[TimedToken], new: list[HypothesisToken], pending: bool, heard_on: bool
+    ) -> tuple[list[TimedToken], list[HypothesisToken]]:
         """The first words of an utterance settle which of the last one's marks stand, and how they are written.
 
         `pending`: the marks have not been said yet. `heard_on`: the model went on from the words before them, without
@@ -75,15 +75,15 @@ class Seams:
             return [], new
         return marks, self.begun(marks[-1].token, new) if marks else new
 
-    def begun(self, last: int, new: list[Heard]) -> list[Heard]:
+    def begun(self, last: int, new: list[HypothesisToken]) -> list[HypothesisToken]:
         """The words behind the token `last`: with a capital if that is a full stop, as far as there is a token for it.
         Behind a question somebody may go on, as here: "Why? he asked"."""
         if not self._pieces[last].endswith(b"."):
             return new
         token = self._capitals.get(new[0].token, new[0].token)
-        return [Heard(token, new[0].peak, new[0].log_probability), *new[1:]]
+        return [HypothesisToken(token, new[0].peak, new[0].log_probability), *new[1:]]
 
-    def _begins_sentence(self, first: Heard) -> bool:
+    def _begins_sentence(self, first: HypothesisToken) -> bool:
         """Whether a word is written as at the beginning of a sentence. "I" and names always are: of these the
         vocabulary has no other form."""
         return first.token in self._capitals.values() and self._pieces[first.token] != b" I"
@@ -169,7 +169,7 @@ BLOCK_POLICY = Policy(
 
 
 @dataclass(slots=True)
-class Heard:
+class HypothesisToken:
     """A token of the current window, and the position where attention to it peaks."""
 
     token: int
@@ -185,7 +185,7 @@ def is_mark(piece: bytes) -> bool:
     return bool(piece) and all(byte in _MARKS for byte in piece)
 
 
-def without_second_mark(said: list[int], new: list[Heard], pieces: list[bytes]) -> list[Heard]:
+def without_second_mark(said: list[int], new: list[HypothesisToken], pieces: list[bytes]) -> list[HypothesisToken]:
     """`new` without leading marks that cannot stand there: a second mark after a committed one (the model changed its
     mind too late), or a mark at the start of an utterance (it belongs to words that are said already)."""
     if not said or is_mark(pieces[said[-1]]):
@@ -283,8 +283,8 @@ def rereads_from(peaks: list[float], floor: float) -> int | None:
 
 
 def without_repeat(
-    said: list[int], new: list[Heard], places: list[float], window: tuple[float, float], pieces: list[bytes]
-) -> list[Heard]:
+    said: list[int], new: list[HypothesisToken], places: list[float], window: tuple[float, float], pieces: list[bytes]
+) -> list[HypothesisToken]:
     """`new` up to where it says again what was said before. `window` is where what was said ends and where the edge
     begins. Words at the edge right before the repetition belong to it if they stand before the same words in the text
     so far: there was no more to hear when they were said, so the text began again."""
@@ -301,7 +301,7 @@ def without_repeat(
 
 
 def committable(
-    new: list[Heard],
+    new: list[HypothesisToken],
     ended: bool,
     previous: list[int],
     window: tuple[float, float],
@@ -337,7 +337,7 @@ def _margin(log_probability: float, agreed: bool, young: float, policy: Policy) 
     return young + (policy.lone_margin if agreed or sure else policy.doubtful_margin)
 
 
-def _complete(count: int, new: list[Heard], ended: bool, pieces: list[bytes], policy: Policy) -> bool:
+def _complete(count: int, new: list[HypothesisToken], ended: bool, pieces: list[bytes], policy: Policy) -> bool:
     """Whether a word ends behind the first `count` tokens: the next one starts a word, or is a mark. If that is a mere
     guess, as at the live edge, the word may go on: "discourage" was "discouragement"."""
     if count == len(new):
@@ -346,7 +346,7 @@ def _complete(count: int, new: list[Heard], ended: bool, pieces: list[bytes], po
     return (starts_word(following) or is_mark(following)) and new[count].log_probability >= policy.word_end
 
 
-def spans(tokens: list[Heard], before: float, after: float) -> list[tuple[float, float]]:
+def spans(tokens: list[HypothesisToken], before: float, after: float) -> list[tuple[float, float]]:
     """Where each token is heard: around its peak, up to halfway to its neighbours, never far from it."""
     peaks = [before, *(heard.peak for heard in tokens), after]
     borders = [(left + right) / 2 for left, right in pairwise(peaks)]
@@ -377,7 +377,7 @@ def is_noise(text: bytes, log_probabilities: list[float], doubt: float) -> bool:
 
 
 def best_cut(
-    committed: list[Heard], upcoming: float, edge: float, pieces: list[bytes], policy: Policy
+    committed: list[HypothesisToken], upcoming: float, edge: float, pieces: list[bytes], policy: Policy
 ) -> tuple[int, float] | None:
     """Where to cut a window that has grown too long: how many committed tokens stay behind, and the position.
 

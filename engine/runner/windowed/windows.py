@@ -22,8 +22,8 @@ from engine.core.plan import DecodeResult, DecodeTask, EncodeTask
 from engine.models.compiled import Decode
 from engine.models.seq2seq import Encoded, SpeechModel, make_plans, reader
 from engine.runner.device import NotEnoughMemory, gib
-from engine.runner.windowed.decoder import GreedyDecoder, Judgement, Row, Shapes, Stage, StagedSpeaker, judge
-from engine.runner.windowed.encoders import Ear, Sound, WindowEar
+from engine.runner.windowed.decoder import GreedyDecoder, Judgement, RecordedDecoderBatch, Row, Shapes, Stage, judge
+from engine.runner.windowed.encoders import EncodedAudio, StreamEncoder, WindowEncoder
 from engine.runner.windowed.memory import SAMPLES_PER_POSITION, AudioSlab, WindowMemory
 from engine.runner.windowed.stability import Policy
 
@@ -44,18 +44,18 @@ class Windows(Protocol):
     def is_broken(self, task: DecodeTask) -> bool:
         """Whether its audio holds values that are not numbers."""
 
-    def ear(self, live: bool) -> Ear:
+    def stream_encoder(self, live: bool) -> StreamEncoder:
         """The one that remembers what live streams, or files, have heard."""
 
     def hear(
         self, tasks: Sequence[DecodeTask], live: bool, wanted: Set[int]
-    ) -> Generator[None, None, dict[int, Sound]]:
+    ) -> Generator[None, None, dict[int, EncodedAudio]]:
         """Sounds by slot, a piece of work at a time; slots that are not wanted any more by then are left out."""
 
-    def passes(self, rows: Sequence[Row], sounds: Sequence[Sound], live: bool) -> Iterator[None]:
+    def passes(self, rows: Sequence[Row], sounds: Sequence[EncodedAudio], live: bool) -> Iterator[None]:
         """Fill in what the rows say of these sounds, a pass at a time. Live ones are read without a break."""
 
-    def judge(self, sounds: Sequence[Sound]) -> list[Judgement]:
+    def judge(self, sounds: Sequence[EncodedAudio]) -> list[Judgement]:
         """What the model thinks of these sounds before it reads them."""
 
     def share_out(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
@@ -73,8 +73,8 @@ class HostWindows:
     def __init__(
         self,
         model: SpeechModel,
-        ear: Ear,
-        file_ear: WindowEar,
+        stream_encoder: StreamEncoder,
+        file_encoder: WindowEncoder,
         cache_embeds: int,
         threads: int = 1,
         decode: Decode | None = None,
@@ -82,33 +82,33 @@ class HostWindows:
         self.device = torch.device("cpu")
         self._model = model
         self._slab = AudioSlab(cache_embeds)
-        self._ear, self._file_ear = ear, file_ear
+        self._encoder, self._file_encoder = stream_encoder, file_encoder
         self._decoder = GreedyDecoder(model, decode=decode)
         self._threads = threads
         self._helpers = ThreadPoolExecutor(threads - 1, "read", _be_next_reader, (count(1),)) if threads > 1 else None
         self.write, self.audio, self.is_broken = self._slab.write, self._slab.audio, self._slab.is_broken
 
-    def ear(self, live: bool) -> Ear:
-        return self._ear if live else self._file_ear
+    def stream_encoder(self, live: bool) -> StreamEncoder:
+        return self._encoder if live else self._file_encoder
 
     def hear(
         self, tasks: Sequence[DecodeTask], live: bool, wanted: Set[int]
-    ) -> Generator[None, None, dict[int, Sound]]:
-        sounds: dict[int, Sound] = {}
+    ) -> Generator[None, None, dict[int, EncodedAudio]]:
+        sounds: dict[int, EncodedAudio] = {}
         for task in tasks:
             if task.slot not in wanted:
                 continue
             if live:
-                sounds[task.slot] = self._ear.hear(task, self.audio(task))
+                sounds[task.slot] = self._encoder.hear(task, self.audio(task))
             else:
-                sounds[task.slot] = yield from self._file_ear.hear_slowly(task, self.audio(task))
+                sounds[task.slot] = yield from self._file_encoder.hear_slowly(task, self.audio(task))
             yield
         return sounds
 
-    def passes(self, rows: Sequence[Row], sounds: Sequence[Sound], live: bool) -> Iterator[None]:
+    def passes(self, rows: Sequence[Row], sounds: Sequence[EncodedAudio], live: bool) -> Iterator[None]:
         return self._decoder.passes(list(rows), Encoded.stack([sound.encoded for sound in sounds]))
 
-    def judge(self, sounds: Sequence[Sound]) -> list[Judgement]:
+    def judge(self, sounds: Sequence[EncodedAudio]) -> list[Judgement]:
         return judge(self._model, Encoded.stack([sound.encoded for sound in sounds]))
 
     def share_out(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
@@ -189,34 +189,34 @@ class DeviceWindows:
         self._memory = memory
         self._longest = longest
         self._slab = AudioSlab(cache_embeds, device)
-        self._ear = WindowEar(model, pieces, policy, device)
-        self._file_ear = WindowEar(model, pieces, policy, device)
+        self._encoder = WindowEncoder(model, pieces, policy, device)
+        self._file_encoder = WindowEncoder(model, pieces, policy, device)
         self._decoder = _StagedDecoder(model, memory, model.frames_of(longest), device, dtype)
         self.write, self.audio, self.is_broken = self._slab.write, self._slab.audio, self._slab.is_broken
 
-    def ear(self, live: bool) -> Ear:
-        return self._ear if live else self._file_ear
+    def stream_encoder(self, live: bool) -> StreamEncoder:
+        return self._encoder if live else self._file_encoder
 
     def hear(
         self, tasks: Sequence[DecodeTask], live: bool, wanted: Set[int]
-    ) -> Generator[None, None, dict[int, Sound]]:
-        sounds: dict[int, Sound] = {}
-        ear = self._ear if live else self._file_ear
+    ) -> Generator[None, None, dict[int, EncodedAudio]]:
+        sounds: dict[int, EncodedAudio] = {}
+        stream_encoder = self._encoder if live else self._file_encoder
         for batch in self._batches(tasks):
             present = [task for task in batch if task.slot in wanted]
             if present:
-                heard = ear.hear_together(present, self._slab)
+                heard = stream_encoder.hear_together(present, self._slab)
                 sounds |= {task.slot: sound for task, sound in zip(present, heard, strict=True)}
                 yield
         return sounds
 
-    def passes(self, rows: Sequence[Row], sounds: Sequence[Sound], live: bool) -> Iterator[None]:
+    def passes(self, rows: Sequence[Row], sounds: Sequence[EncodedAudio], live: bool) -> Iterator[None]:
         heard = _heard(sounds)
         if live:
             return self._decoder.staged_passes(list(rows), heard)
         return self._decoder.passes(list(rows), Encoded.stack(heard))
 
-    def judge(self, sounds: Sequence[Sound]) -> list[Judgement]:
+    def judge(self, sounds: Sequence[EncodedAudio]) -> list[Judgement]:
         return judge(self._model, Encoded.stack(_heard(sounds)))
 
     def share_out(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
@@ -287,10 +287,10 @@ class _StagedDecoder(GreedyDecoder):
         """As `passes`, of windows that were encoded in several batches."""
         audio, stage = [row.frames for row in rows], self._stage
         assert stage is not None
-        return self._passes(rows, lambda text: StagedSpeaker(self._model, stage, heard, audio, text))
+        return self._passes(rows, lambda text: RecordedDecoderBatch(self._model, stage, heard, audio, text))
 
 
-def _heard(sounds: Sequence[Sound]) -> list[Encoded]:
+def _heard(sounds: Sequence[EncodedAudio]) -> list[Encoded]:
     """The batches that these sounds are rows of, without rows that have gone."""
     rows: dict[int, list[int]] = {}
     batches: dict[int, Encoded] = {}

@@ -28,7 +28,7 @@ COMMANDS: list[messages.Command] = [
         False,
         3,
         {"language": "en"},
-        [1, messages.CUT, 2],
+        [1, messages.SKIPPED, 2],
         StreamState("s", 1, 2, 3, {"a": {"b": [1, b"c"]}}),
         [],
         7,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.boundary.crash_record import RECORD_BYTES, Flight, FlightRecord
+from engine.boundary.crash_record import RECORD_BYTES, CrashRecord, StreamInStep
 
-FLIGHTS = [Flight("g/1/a", 3, 7), Flight("h/12/ä/b", 0, 1)]
+FLIGHTS = [StreamInStep("g/1/a", 3, 7), StreamInStep("h/12/ä/b", 0, 1)]
 
 
 def test_another_process_reads_what_was_written_and_nothing_after_a_wipe(tmp_path: Path) -> None:
-    writer, reader = FlightRecord.at(tmp_path / "record"), FlightRecord.at(tmp_path / "record")
+    writer, reader = CrashRecord.at(tmp_path / "record"), CrashRecord.at(tmp_path / "record")
     assert reader.read() == []
     writer.write(FLIGHTS)
     assert reader.read() == FLIGHTS
@@ -23,8 +23,8 @@ def test_another_process_reads_what_was_written_and_nothing_after_a_wipe(tmp_pat
 
 
 def test_more_than_fits_is_unknown_not_wrong(tmp_path: Path) -> None:
-    record = FlightRecord.at(tmp_path / "record")
-    record.write([Flight("x" * 1000, 0, 1)] * (RECORD_BYTES // 1000))
+    record = CrashRecord.at(tmp_path / "record")
+    record.write([StreamInStep("x" * 1000, 0, 1)] * (RECORD_BYTES // 1000))
     assert record.read() is None
     record.write(FLIGHTS)
     assert record.read() == FLIGHTS
@@ -33,7 +33,7 @@ def test_more_than_fits_is_unknown_not_wrong(tmp_path: Path) -> None:
 
 def test_a_torn_record_is_unknown(tmp_path: Path) -> None:
     path = tmp_path / "record"
-    record = FlightRecord.at(path)
+    record = CrashRecord.at(path)
     record.write(FLIGHTS)
     with path.open("r+b") as file:
         file.seek(4)
@@ -43,7 +43,7 @@ def test_a_torn_record_is_unknown(tmp_path: Path) -> None:
 
 
 def test_a_record_in_memory_holds_whatever_it_is_given() -> None:
-    record = FlightRecord()
+    record = CrashRecord()
     assert record.read() == []
     record.write(FLIGHTS * 20_000)
     assert record.read() == FLIGHTS * 20_000

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.boundary import codec
-from engine.boundary.crash_record import Flight
+from engine.boundary.crash_record import StreamInStep
 from engine.boundary.input_cache import SenderCache
 from engine.client.link import LinkEvents
 from engine.errors import AtCapacity, EngineDead
@@ -34,7 +34,7 @@ class LoopEngine:
         self.loop: EngineLoop | None = fakes.build()
         self.lives = 0
         self.full = False
-        self.flights: list[Flight] = []
+        self.flights: list[StreamInStep] = []
         self.status = codec.Status(slots_total=100)
         self.link: LoopLink | None = None
         self.known[self.address] = self
@@ -80,7 +80,7 @@ class LoopEngine:
         await asyncio.sleep(0)
         return self.loop is None
 
-    def in_flight(self) -> list[Flight] | None:
+    def in_flight(self) -> list[StreamInStep] | None:
         return self.flights
 
     async def stop(self, at_once: bool = False) -> None:

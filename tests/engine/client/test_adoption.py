@@ -11,7 +11,7 @@ from engine import messages
 from engine.client import handoff
 from engine.client.client import EngineClient
 from engine.client.engine_handles import EngineThread, RemoteEngine
-from engine.client.handoff import Inheritance
+from engine.client.handoff import AdoptedSession
 from engine.client.stream import EngineStream
 from engine.errors import EngineDead
 from tests.engine import fakes
@@ -21,11 +21,11 @@ PIECE = 137
 
 
 def entrust(client: EngineClient, stream: EngineStream, consumed: int, *, last: bool = False) -> None:
-    keeper = client.keeper_for(stream)
-    assert keeper is not None
-    positions, samples = keeper.before
-    keeper.link.send(
-        messages.Entrust(
+    target = client.handoff_target(stream)
+    assert target is not None
+    positions, samples = target.before
+    target.link.send(
+        messages.SaveHandoff(
             stream.id,
             "key",
             1,
@@ -33,8 +33,8 @@ def entrust(client: EngineClient, stream: EngineStream, consumed: int, *, last: 
             [],
             base=b"value",
             keep_s=60,
-            positions_before=positions,
-            samples_before=samples,
+            position_offset=positions,
+            sample_offset=samples,
             last=last,
         )  # fmt: skip
     )
@@ -50,20 +50,22 @@ async def feed(stream: EngineStream, start: int, end: int, flush_at: tuple[int, 
         await stream.feed(AUDIO[first : min(end, first + PIECE - (first - start) % PIECE)])
 
 
-async def adopted(client: EngineClient) -> Inheritance:
+async def adopted(client: EngineClient) -> AdoptedSession:
     """What was entrusted comes by another connection, and may come a moment later."""
     while True:
-        inheritance = await client.adopt("key")
-        if inheritance is not None:
-            return inheritance
+        adopted_session = await client.adopt("key")
+        if adopted_session is not None:
+            return adopted_session
 
 
-async def finish(inheritance: Inheritance, said: list[messages.Output], flush_at: tuple[int, ...]) -> fakes.Transcript:
-    stream = inheritance.stream
+async def finish(
+    adopted_session: AdoptedSession, said: list[messages.Output], flush_at: tuple[int, ...]
+) -> fakes.Transcript:
+    stream = adopted_session.stream
     assert stream is not None
     whole = fakes.Transcript(said)
     reader = asyncio.create_task(whole.collect(stream))
-    await feed(stream, inheritance.goes_on_at, len(AUDIO), flush_at)
+    await feed(stream, adopted_session.goes_on_at, len(AUDIO), flush_at)
     await stream.finish()
     await reader
     return whole
@@ -101,13 +103,13 @@ async def test_words_do_not_change_when_a_stream_moves(windowed: bool, cut: int,
         known = reader.said[: max(0, len(reader.said) - unread)]
         # The entries account for what was read but for the last few outputs.
         entrust(first, stream, known[-1][0] if known else 0, last=True)
-        inheritance = await adopted(second)
+        adopted_session = await adopted(second)
         reader.task.cancel()
         stream.lay_down()
-        assert inheritance.base == b"value" and inheritance.number == 1 + messages.NEXT_OWNER
-        assert inheritance.goes_on_at <= cut
+        assert adopted_session.base == b"value" and adopted_session.number == 1 + messages.NEXT_OWNER
+        assert adopted_session.goes_on_at <= cut
         later = tuple(flush for flush in flushes if flush >= cut)
-        whole = await finish(inheritance, [output for _, output in known], later)
+        whole = await finish(adopted_session, [output for _, output in known], later)
         assert (whole.text, whole.words, whole.speech) == (calm.text, calm.words, calm.speech)
         assert whole.tags == calm.tags == [1, 2]
         assert isinstance(whole.last, messages.Closed)
@@ -124,19 +126,19 @@ async def test_the_former_owner_hears_that_it_is_wanted_and_then_that_it_is_fenc
     async with fakes.running(engine) as first, fakes.running(RemoteEngine(engine.address)) as second:
         stream = await first.open("moving")
         heard: list[str] = []
-        first.wills.on_wanted = lambda key, number: bool(heard.append(f"wanted {key} {number}"))
-        first.wills.on_fenced = lambda key, number: heard.append(f"fenced {key} {number}")
+        first.handoffs.on_wanted = lambda key, number: bool(heard.append(f"wanted {key} {number}"))
+        first.handoffs.on_fenced = lambda key, number: heard.append(f"fenced {key} {number}")
         entrust(first, stream, 0)
         # It does not answer.
-        inheritance = await adopted(second)
-        assert inheritance.stream is not None
+        adopted_session = await adopted(second)
+        assert adopted_session.stream is not None
         await fakes.until(lambda: heard == ["wanted key 1", f"fenced key {1 + messages.NEXT_OWNER}"])
         await stream.feed(AUDIO)
         await stream.finish()
-        await inheritance.stream.feed(AUDIO[:1600])
-        await inheritance.stream.finish()
+        await adopted_session.stream.feed(AUDIO[:1600])
+        await adopted_session.stream.finish()
         said = fakes.Transcript()
-        await said.collect(inheritance.stream)
+        await said.collect(adopted_session.stream)
         assert said.last == messages.Closed("moving", 1600), "what the former owner sent was not heard"
 
 
@@ -149,21 +151,21 @@ async def test_an_adopted_stream_outlives_its_engine_once_enough_was_heard(windo
         reader = asyncio.create_task(fakes.Transcript().collect(stream))
         await feed(stream, 0, 5000)
         entrust(first, stream, stream.read, last=True)
-        inheritance = await adopted(second)
-        assert inheritance.stream is not None
+        adopted_session = await adopted(second)
+        assert adopted_session.stream is not None
         stream.lay_down()
         reader.cancel()
         said = fakes.Transcript()
-        reader = asyncio.create_task(said.collect(inheritance.stream))
+        reader = asyncio.create_task(said.collect(adopted_session.stream))
         if windowed:
             fakes.kill(engine.pid)
             await reader
             assert isinstance(said.last, messages.Failed) and "another gateway" in said.last.message
             return
-        await feed(inheritance.stream, inheritance.goes_on_at, 15_000)
+        await feed(adopted_session.stream, adopted_session.goes_on_at, 15_000)
         fakes.kill(engine.pid)
-        await feed(inheritance.stream, 15_000, len(AUDIO))
-        await inheritance.stream.finish()
+        await feed(adopted_session.stream, 15_000, len(AUDIO))
+        await adopted_session.stream.finish()
         await reader
         assert said.last == messages.Closed("moving", len(AUDIO))
 
@@ -174,15 +176,15 @@ async def test_of_two_engines_that_have_a_session_the_one_with_the_higher_number
 ) -> None:
     one, two = EngineThread(fakes.build, warm=False), EngineThread(fakes.build, warm=False)
     addresses = [RemoteEngine(engine.address) for engine in (one, two)]
-    async with fakes.running(one, two) as owner, fakes.running(*addresses) as heir, asyncio.timeout(30):
-        await fakes.until(lambda: len(heir.capacity().engines) == 2)
-        for seat, number in zip(owner._running.seats.all, numbers, strict=True):
-            assert seat.link is not None
+    async with fakes.running(one, two) as owner, fakes.running(*addresses) as claimant, asyncio.timeout(30):
+        await fakes.until(lambda: len(claimant.capacity().engines) == 2)
+        for pooled, number in zip(owner._running.pool.all, numbers, strict=True):
+            assert pooled.link is not None
             value = f"value {number}".encode()
-            seat.link.send(messages.Entrust("", "key", number, 0, [], base=value, keep_s=60, last=True))
-            await seat.link.taken()
-        inheritance = await heir.adopt("key")
-        assert inheritance is not None and (inheritance.base, inheritance.number) == (
+            pooled.link.send(messages.SaveHandoff("", "key", number, 0, [], base=value, keep_s=60, last=True))
+            await pooled.link.taken()
+        adopted_session = await claimant.adopt("key")
+        assert adopted_session is not None and (adopted_session.base, adopted_session.number) == (
             b"value 2",
             2 + messages.NEXT_OWNER,
         )
@@ -197,10 +199,10 @@ async def test_an_owner_goes_on_with_a_session_if_no_engine_has_a_higher_number(
     one, two = EngineThread(fakes.build, warm=False), EngineThread(fakes.build, warm=False)
     async with fakes.running(one, two) as owner, asyncio.timeout(30):
         await fakes.until(lambda: len(owner.capacity().engines) == 2)
-        links = [seat.link for seat in owner._running.seats.all]
+        links = [pooled.link for pooled in owner._running.pool.all]
         for link, number in zip(links, (2, elsewhere), strict=True):
             assert link is not None
-            link.send(messages.Entrust("", "key", number, 0, [], base=b"value", keep_s=60))
+            link.send(messages.SaveHandoff("", "key", number, 0, [], base=b"value", keep_s=60))
             await link.taken()
         assert await owner.renew(handoff.Owned("key", 2, links[0])) == (2 + messages.NEXT_OWNER if ours else 0)
 
@@ -209,19 +211,19 @@ async def test_an_owner_goes_on_with_a_session_if_no_engine_has_a_higher_number(
 async def test_an_engine_from_which_a_session_has_moved_does_not_keep_it_from_its_heir(moved_to: int) -> None:
     one, two = EngineThread(fakes.build, warm=False), EngineThread(fakes.build, warm=False)
     addresses = [RemoteEngine(engine.address) for engine in (one, two)]
-    async with fakes.running(one, two) as owner, fakes.running(*addresses) as heir, asyncio.timeout(30):
-        await fakes.until(lambda: len(heir.capacity().engines) == 2)
-        links = [seat.link for seat in owner._running.seats.all]
+    async with fakes.running(one, two) as owner, fakes.running(*addresses) as claimant, asyncio.timeout(30):
+        await fakes.until(lambda: len(claimant.capacity().engines) == 2)
+        links = [pooled.link for pooled in owner._running.pool.all]
         to, former = links[moved_to], links[1 - moved_to]
         assert to is not None and former is not None
-        former.send(messages.Entrust("", "key", 1, 0, [], base=b"value 1", keep_s=60))
+        former.send(messages.SaveHandoff("", "key", 1, 0, [], base=b"value 1", keep_s=60))
         await former.taken()
-        to.send(messages.Entrust("", "key", 2, 0, [], base=b"value 2", keep_s=60, last=True))
+        to.send(messages.SaveHandoff("", "key", 2, 0, [], base=b"value 2", keep_s=60, last=True))
         await to.taken()
-        former.send(messages.Disown("", "key", 2))
+        former.send(messages.DropHandoff("", "key", 2))
         await former.taken()
-        inheritance = await heir.adopt("key")
-        assert inheritance is not None and inheritance.base == b"value 2"
+        adopted_session = await claimant.adopt("key")
+        assert adopted_session is not None and adopted_session.base == b"value 2"
 
 
 async def test_an_engine_that_was_lost_a_moment_ago_may_still_have_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,13 +239,13 @@ async def test_an_engine_that_was_lost_a_moment_ago_may_still_have_the_session(m
 async def test_what_a_gateway_knows_of_sessions_that_are_over_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff, "MOST_OVER", 3)
     async with fakes.running(EngineThread(fakes.build, warm=False)) as client:
-        desk = client.wills
+        desk = client.handoffs
         for number in range(5):
             desk.note_over(f"s{number}", 1)
         assert list(desk._over) == ["s2", "s3", "s4"]
-        (seat,) = client._running.seats.all
-        desk.claim(seat)
+        (pooled,) = client._running.pool.all
+        desk.claim(pooled)
         assert len(desk._over) == 3
         monkeypatch.setattr(handoff, "OVER_SECONDS", -1.0)
-        desk.claim(seat)
+        desk.claim(pooled)
         assert not desk._over

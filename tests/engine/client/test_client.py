@@ -346,7 +346,7 @@ async def test_a_gateway_that_loses_its_cache_sends_again_and_repairs_nothing() 
     audio = np.tile(fakes.speech(1, 1), 4)
     wanted = await expected(audio)
     async with fakes.running(EngineThread(fakes.build)) as client:
-        (link,) = client._running.seats.links()
+        (link,) = client._running.pool.links()
 
         async def forget(piece: int) -> None:
             await asyncio.sleep(0.005)
@@ -537,7 +537,7 @@ async def test_injected_items_leave_behind_live_audio_and_within_the_credits() -
     """A slow engine and as much to inject as it takes seconds to take in: a live stream does not notice."""
     slow = EngineThread(partial(fakes.build, step_seconds=0.002), warm=False)
     async with fakes.running(slow, cache_bytes=1 << 30) as client:
-        (link,) = client._running.seats.links()
+        (link,) = client._running.pool.links()
         payloads = np.random.default_rng(1).standard_normal((30_000, ITEM_BYTES // 4), dtype=np.float32)
         items = [Item(index, 1, 0, hash_payload(payload), payload) for index, payload in enumerate(payloads)]
         stream = await client.open("live")
@@ -559,7 +559,7 @@ async def test_injected_items_leave_behind_live_audio_and_within_the_credits() -
 
 async def test_injecting_ends_with_the_link() -> None:
     async with fakes.running(EngineThread(fakes.build)) as client:
-        (link,) = client._running.seats.links()
+        (link,) = client._running.pool.links()
         items = client.render(fakes.speech(1, 1)).items
         link._numbering._window_bytes = 0
         injecting = asyncio.create_task(client.inject(items))
@@ -581,7 +581,7 @@ async def test_streams_spread_over_engines_with_room_and_stay_there() -> None:
     engines = [EngineThread(partial(fakes.build, max_streams=10)) for _ in range(2)]
     async with fakes.running(*engines, max_load=0.0) as client:
         streams = [await client.open(f"s{i}") for i in range(18)]
-        carried = [len(seat.streams) for seat in client._running.seats.all]
+        carried = [len(pooled.streams) for pooled in client._running.pool.all]
         assert sum(carried) == 18 and min(carried) >= 8, "none is asked for more than it has room for"
         for stream in streams:
             await stream.abort()
@@ -624,7 +624,7 @@ async def test_a_gateway_that_leaves_or_falls_silent_gives_its_places_back(
             await silent.start()
             await silent.wait_until_ready()
             await silent.open("a")
-            (link,) = silent._running.seats.links()
+            (link,) = silent._running.pool.links()
             link._stop_timers()
             await fakes.until(lambda: watcher.capacity().used == 1)
             await fakes.until(lambda: watcher.capacity().used == 0)

@@ -5,23 +5,23 @@ from __future__ import annotations
 from engine.client.crash_suspects import (
     FEW_SUSPECTS,
     STRIKES_IF_CRASHED,
-    STRIKES_IF_STRANGERS_UNSEEN,
+    STRIKES_IF_OTHERS_UNSEEN,
     STRIKES_IF_UNKNOWN,
     STRIKES_IF_UNSEEN,
-    Death,
-    Suspicion,
-    convict,
+    CrashSuspicion,
+    EngineDeath,
+    find_culprit,
 )
 
 SPOT = range(20, 24)
-CRASH = Death(0.0, crashed=True, step_known=True)
-SIGNAL = Death(0.0, crashed=False, step_known=True)
-UNSEEN = Death(0.0, crashed=False, step_known=False)
-CRASH_AMONG_STRANGERS = Death(0.0, crashed=True, step_known=True, strangers=True)
+CRASH = EngineDeath(0.0, crashed=True, step_known=True)
+SIGNAL = EngineDeath(0.0, crashed=False, step_known=True)
+UNSEEN = EngineDeath(0.0, crashed=False, step_known=False)
+CRASH_AMONG_STRANGERS = EngineDeath(0.0, crashed=True, step_known=True, other_gateways=True)
 
 
 def test_only_deaths_at_the_same_spot_count_and_passing_it_clears() -> None:
-    suspicion = Suspicion()
+    suspicion = CrashSuspicion()
     for start, end, strikes in (
         (20, 24, 1),
         (4, 20, 1),  # on the way there
@@ -40,63 +40,63 @@ def test_only_deaths_at_the_same_spot_count_and_passing_it_clears() -> None:
 
 
 def test_a_stream_alone_at_the_spot_of_two_crashes_is_guilty() -> None:
-    suspicion = Suspicion()
+    suspicion = CrashSuspicion()
     for _ in range(STRIKES_IF_CRASHED - 1):
-        assert convict({suspicion: SPOT}, CRASH) is None
+        assert find_culprit({suspicion: SPOT}, CRASH) is None
         assert suspicion.alone and not suspicion.must_wait
-    assert convict({suspicion: SPOT}, CRASH) is suspicion
+    assert find_culprit({suspicion: SPOT}, CRASH) is suspicion
 
 
 def test_a_signal_from_outside_counts_for_less_than_a_crash() -> None:
-    suspicion = Suspicion()
+    suspicion = CrashSuspicion()
     for _ in range(STRIKES_IF_UNKNOWN - 1):
-        assert convict({suspicion: SPOT}, SIGNAL) is None
-    assert convict({suspicion: SPOT}, SIGNAL) is suspicion
+        assert find_culprit({suspicion: SPOT}, SIGNAL) is None
+    assert find_culprit({suspicion: SPOT}, SIGNAL) is suspicion
 
 
 def test_two_suspects_are_both_spared_and_kept_apart() -> None:
-    one, other = Suspicion(), Suspicion()
+    one, other = CrashSuspicion(), CrashSuspicion()
     for _ in range(3):
-        assert convict({one: SPOT, other: SPOT}, CRASH) is None
+        assert find_culprit({one: SPOT, other: SPOT}, CRASH) is None
     assert one.alone and other.alone
 
 
 def test_many_suspects_of_a_first_death_are_not_held_up() -> None:
-    crowd = {Suspicion(): SPOT for _ in range(FEW_SUSPECTS + 1)}
-    convict(crowd, CRASH)
+    crowd = {CrashSuspicion(): SPOT for _ in range(FEW_SUSPECTS + 1)}
+    find_culprit(crowd, CRASH)
     assert not any(suspicion.alone for suspicion in crowd)
 
 
 def test_suspects_of_an_unseen_step_wait_for_each_other_after_a_second_death() -> None:
-    suspicion = Suspicion()
-    convict({suspicion: SPOT}, UNSEEN)
+    suspicion = CrashSuspicion()
+    find_culprit({suspicion: SPOT}, UNSEEN)
     assert not suspicion.must_wait
-    convict({suspicion: SPOT}, UNSEEN)
+    find_culprit({suspicion: SPOT}, UNSEEN)
     assert suspicion.must_wait
 
 
 def test_a_step_shared_with_a_stranger_convicts_nobody_and_the_next_one_alone_does() -> None:
-    ours = Suspicion()
+    ours = CrashSuspicion()
     for _ in range(STRIKES_IF_CRASHED):
-        assert convict({ours: SPOT}, CRASH_AMONG_STRANGERS) is None
+        assert find_culprit({ours: SPOT}, CRASH_AMONG_STRANGERS) is None
     assert ours.alone, "the engine keeps it apart from now on"
-    assert convict({ours: SPOT}, CRASH) is ours
+    assert find_culprit({ours: SPOT}, CRASH) is ours
 
 
 def test_a_stranger_that_is_always_there_protects_nobody_for_ever() -> None:
-    ours = Suspicion()
-    deaths = [convict({ours: SPOT}, CRASH_AMONG_STRANGERS) for _ in range(STRIKES_IF_UNSEEN)]
+    ours = CrashSuspicion()
+    deaths = [find_culprit({ours: SPOT}, CRASH_AMONG_STRANGERS) for _ in range(STRIKES_IF_UNSEEN)]
     assert deaths == [None] * (STRIKES_IF_UNSEEN - 1) + [ours]
 
 
 def test_a_crash_in_an_unseen_step_is_not_blamed_on_the_only_stream_that_is_ours() -> None:
-    ours = Suspicion()
-    unseen = Death(0.0, crashed=True, step_known=False)
-    assert all(convict({ours: SPOT}, unseen) is None for _ in range(STRIKES_IF_UNSEEN - 1))
-    ours, waits = Suspicion(), []
-    for number in range(1, STRIKES_IF_STRANGERS_UNSEEN):
-        death = Death(100.0 * number, crashed=True, step_known=False, strangers=True)
-        assert convict({ours: SPOT}, death) is None
+    ours = CrashSuspicion()
+    unseen = EngineDeath(0.0, crashed=True, step_known=False)
+    assert all(find_culprit({ours: SPOT}, unseen) is None for _ in range(STRIKES_IF_UNSEEN - 1))
+    ours, waits = CrashSuspicion(), []
+    for number in range(1, STRIKES_IF_OTHERS_UNSEEN):
+        death = EngineDeath(100.0 * number, crashed=True, step_known=False, other_gateways=True)
+        assert find_culprit({ours: SPOT}, death) is None
         waits.append(ours.not_before - death.at)
     assert waits[0] < 0 and all(0 <= wait <= number for number, wait in enumerate(waits[1:], 2)), (
         "a first death is none"

@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engine.boundary import codec
-from engine.boundary.crash_record import Flight
+from engine.boundary.crash_record import StreamInStep
 from engine.boundary.items import make_cutter, prepare
 from engine.client import migration, recovery, supervisor
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.crash_suspects import STRIKES_IF_CRASHED
-from engine.client.pool import Seats
+from engine.client.pool import EnginePool
 from engine.client.recovery import Recovery
 from engine.client.replay import StreamLimits
 from engine.client.stream import EngineStream
@@ -53,13 +53,13 @@ def place_of(running: supervisor.Supervisor, stream: EngineStream) -> str:
     waits = running._recovery
     kinds = {"held": waits._held, "waiting": waits._waiting, "being reopened": waits._reopening}
     places = [name for name, streams in kinds.items() if stream in streams]
-    seats = [seat for seat in running.seats.all if seat.streams.get(stream.id) is stream]
+    pool = [pooled for pooled in running.pool.all if pooled.streams.get(stream.id) is stream]
     if not stream.is_open:
-        assert not places and not seats, f"stream {stream.id} has ended and is {places}, on {len(seats)} engines"
+        assert not places and not pool, f"stream {stream.id} has ended and is {places}, on {len(pool)} engines"
         return "ended"
     if places != ["being reopened"]:
-        places += ["on an engine"] * len(seats)
-    assert len(places) == 1 and len(seats) <= 1, f"stream {stream.id} is {places}, on {len(seats)} engines"
+        places += ["on an engine"] * len(pool)
+    assert len(places) == 1 and len(pool) <= 1, f"stream {stream.id} is {places}, on {len(pool)} engines"
     return places[0]
 
 
@@ -132,9 +132,11 @@ class Play:
             engine.run(1000)
 
     def check_places(self) -> None:
-        seats = self.client._running.seats
-        assert len(seats.links()) <= ENGINES - seats.spares
-        assert not any(seat.streams for seat in seats.all if not seat.serves), "a stream on an engine that is spare"
+        pool = self.client._running.pool
+        assert len(pool.links()) <= ENGINES - pool.spares
+        assert not any(pooled.streams for pooled in pool.all if not pooled.serves), (
+            "a stream on an engine that is spare"
+        )
         for stream in self.streams:
             place_of(self.client._running, stream)
 
@@ -258,7 +260,7 @@ async def test_an_engine_that_never_died_is_counted_once() -> None:
 
     async def new_link() -> None:
         old = engine.link
-        await fakes.until(lambda: engine.link not in (None, old) and len(play.client._running.seats.links()) == ENGINES)
+        await fakes.until(lambda: engine.link not in (None, old) and len(play.client._running.pool.links()) == ENGINES)
 
     assert engine.link is not None
     engine.status = engine.link.status = codec.Status(slots_total=100, steps=5, encoder_hits=3)
@@ -281,11 +283,11 @@ async def test_a_step_shared_with_another_gateways_stream_convicts_nobody(shared
     await play.start()
     stream, client = play.streams[0], play.client._running
     await stream.feed(fakes.speech(PIECE_SECONDS, 1))
-    ours, strangers = Flight(f"{client._gateway}/1/s0", 3, 5), Flight("another/1/s0", 3, 5)
+    ours, other_gateways = StreamInStep(f"{client._gateway}/1/s0", 3, 5), StreamInStep("another/1/s0", 3, 5)
     for engine in play.engines:
-        engine.flights = [ours, strangers] if shared else [ours]
+        engine.flights = [ours, other_gateways] if shared else [ours]
     for _ in range(STRIKES_IF_CRASHED):
-        (home,) = [seat.engine for seat in client.seats.all if "s0" in seat.streams]
+        (home,) = [pooled.engine for pooled in client.pool.all if "s0" in pooled.streams]
         assert isinstance(home, LoopEngine)
         home.kill()
         await play.turns(20)
@@ -296,13 +298,13 @@ async def test_a_step_shared_with_another_gateways_stream_convicts_nobody(shared
             engine.run(1)
         await play.turns(20)
     assert place_of(client, stream) == ("on an engine" if shared else "ended")
-    assert play.client.metrics().poisonous_streams == (not shared)
+    assert play.client.metrics().crashing_streams == (not shared)
     await play.client.close()
 
 
 async def test_the_end_is_not_missed_when_something_else_happens_at_the_same_time() -> None:
     """A wake-up in the very turn in which the recovery is told to stop must not swallow the stop."""
-    waits = Recovery(Seats([], 0.0), 600, lambda: 0.0)
+    waits = Recovery(EnginePool([], 0.0), 600, lambda: 0.0)
     stream = EngineStream(Open("s"), fakes.FRAMES, StreamLimits(10, 10), lambda stream: None)
     stream.take(Opened("s"))
     stream.detach("lost", 0.0)

@@ -11,7 +11,7 @@ import pytest
 
 from audio.speech_edges import EdgeDetector, EdgeSettings, Fall
 from engine.messages import Closed, Flushed, Speech, Text, TurnRule, Word
-from tests.engine.client.test_rebuilding import PACKET, Build, Death, Fate, Session, build_tiny, utterances
+from tests.engine.client.test_rebuilding import PACKET, Build, EngineDeath, Fate, Session, build_tiny, utterances
 
 __all__ = ["build_tiny"]
 
@@ -42,7 +42,7 @@ class Gateway:
             await self.session.stream.flush(self._due.popleft()[1])
 
 
-async def play(build: Build, audio: np.ndarray, delay: Callable[[], int], deaths: list[Death]) -> Gateway:
+async def play(build: Build, audio: np.ndarray, delay: Callable[[], int], deaths: list[EngineDeath]) -> Gateway:
     gateway = Gateway(build, delay)
     session = gateway.session
     await session.start()
@@ -77,7 +77,7 @@ async def test_turns_whose_end_is_heard_of_late_have_the_same_words(build_tiny: 
     assert late.session.transcript.text == calm.session.transcript.text
     assert late.session.transcript.words == calm.session.transcript.words
     deaths = [
-        Death(int(packet), int(chance.integers(3)), int(chance.integers(40)))
+        EngineDeath(int(packet), int(chance.integers(3)), int(chance.integers(40)))
         for packet in chance.integers(packets, size=5)
     ]
     lost = await play(build_tiny, audio, lambda: 0, deaths)

@@ -23,7 +23,7 @@ from engine.boundary.commands import (
     decode_commands,
 )
 from engine.client import link as link_module
-from engine.client.link import BATCH_BYTES, REPLAY_WINDOW_BYTES, EngineLink, LinkEvents, Outbox
+from engine.client.link import BATCH_BYTES, REPLAY_WINDOW_BYTES, EngineLink, LinkEvents, SendQueue
 from engine.client.replay import AskedFlush, Replay
 from engine.client.stream import REPLAY_ITEMS, Delivery
 from engine.errors import EngineDead
@@ -191,7 +191,7 @@ async def test_a_replay_with_a_saved_state_asks_in_its_turn_and_an_abort_stops_i
 
 
 def test_live_commands_never_starve_replays() -> None:
-    outbox = Outbox()
+    outbox = SendQueue()
     commands: list[Any] = [(messages.Flush("replayed", tag), []) for tag in range(3)]
 
     class Source:
@@ -206,7 +206,7 @@ def test_live_commands_never_starve_replays() -> None:
 
 
 def test_a_source_that_is_paced_twice_is_asked_once_in_a_round() -> None:
-    outbox = Outbox()
+    outbox = SendQueue()
 
     class Source:
         pieces = [(Abort("a"), []), (Abort("b"), [])]

@@ -8,7 +8,7 @@ from typing import cast
 from engine.boundary.codec import Status
 from engine.client.engine_handles import RemoteEngine
 from engine.client.link import EngineLink
-from engine.client.pool import RETRY_LATER_S, RETRY_SOON_S, STREAMS_TO_BEGIN_WITH, Seats, capacity_of
+from engine.client.pool import RETRY_LATER_S, RETRY_SOON_S, STREAMS_TO_BEGIN_WITH, EnginePool, capacity_of
 from engine.client.stream import EngineStream
 
 
@@ -55,21 +55,21 @@ def test_room_on_one_engine_is_not_used_up_by_another_that_has_too_many() -> Non
 
 
 async def test_new_streams_go_where_there_is_room_and_not_where_streams_wait() -> None:
-    seats = Seats([RemoteEngine(f"tcp://127.0.0.1:{port}") for port in (1, 2, 3, 4)], max_load=0.85)
-    behind, full, busy, free = seats.all
-    for seat, state, streams in (
+    pool = EnginePool([RemoteEngine(f"tcp://127.0.0.1:{port}") for port in (1, 2, 3, 4)], max_load=0.85)
+    behind, full, busy, free = pool.all
+    for pooled, state, streams in (
         (behind, status(per_stream=0.1), 0),
         (full, status(counted=8, per_stream=0.1), 0),
         (busy, status(counted=5, per_stream=0.1), 6),
         (free, status(counted=1, per_stream=0.1), 2),
     ):
         # Within the usual, waiting says nothing: a stream waits for the rest of its stride.
-        state.lag_ms = 5000.0 if seat is behind else 400.0 if seat is free else 0.0
-        seats.arrived(seat, cast(EngineLink, SimpleNamespace(status=state)))
-        seat.streams = dict.fromkeys(map(str, range(streams)), cast(EngineStream, None))
-    orders = [seats.in_order() for _ in range(400)]
+        state.lag_ms = 5000.0 if pooled is behind else 400.0 if pooled is free else 0.0
+        pool.arrived(pooled, cast(EngineLink, SimpleNamespace(status=state)))
+        pooled.streams = dict.fromkeys(map(str, range(streams)), cast(EngineStream, None))
+    orders = [pool.in_order() for _ in range(400)]
     assert all(order[2:] == [full, behind] for order in orders)
     # Seven streams have room on one of them and three on the other: by chance 280 and 120 times, give or take 30.
     assert 200 < sum(order[0] is free for order in orders) < 360
     free.emptied = True
-    assert seats.in_order() == [busy, full, behind], "one that drains is not asked"
+    assert pool.in_order() == [busy, full, behind], "one that drains is not asked"

@@ -32,7 +32,7 @@ from engine.models.moonshine_streaming import RunningNorm, StreamingEncoder, Str
 from engine.options import Keyword, keywords_text
 from engine.runner.bias import KeywordTree
 from engine.runner.load import load_detector
-from engine.runner.windowed.encoders import BlockEar, Ear, WindowEar
+from engine.runner.windowed.encoders import BlockEncoder, StreamEncoder, WindowEncoder
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
 from engine.runner.windowed.windows import HostWindows
@@ -78,7 +78,7 @@ class LocalLink:
 
 
 @dataclass(frozen=True)
-class Death:
+class EngineDeath:
     """Before this packet is heard the loop dies: after so many steps whose outputs are lost, for so many packets."""
 
     packet: int
@@ -130,7 +130,7 @@ class Session:
 class Fate:
     """Has the engine of a session die in its packets, and another one begin some packets later."""
 
-    def __init__(self, session: Session, deaths: list[Death]) -> None:
+    def __init__(self, session: Session, deaths: list[EngineDeath]) -> None:
         self._session = session
         self._waiting, self._back_at = sorted(deaths, key=lambda death: -death.packet), -1
 
@@ -148,7 +148,7 @@ async def play(
     build: Callable[[], EngineLoop],
     audio: NDArray[np.float32],
     flushes: set[int],
-    deaths: list[Death],
+    deaths: list[EngineDeath],
     options: dict[str, str] | None = None,
 ) -> Session:
     session = Session(build, options)
@@ -197,22 +197,22 @@ def tiny_model() -> Moonshine:
 BLOCKS = StreamingSpec(blocks=(6,), look_ahead=3, left=40, norm=RunningNorm(0.0, -5.84, 75.0))
 
 
-def window_ear(pieces: list[bytes], policy: Policy) -> Ear:
-    return WindowEar(tiny_model(), pieces, policy)
+def window_ear(pieces: list[bytes], policy: Policy) -> StreamEncoder:
+    return WindowEncoder(tiny_model(), pieces, policy)
 
 
-def block_ear(pieces: list[bytes], policy: Policy) -> Ear:
+def block_ear(pieces: list[bytes], policy: Policy) -> StreamEncoder:
     """Encodes each frame once."""
-    return BlockEar(tiny_model(), StreamingEncoder(tiny_model().encoder, BLOCKS, 6))
+    return BlockEncoder(tiny_model(), StreamingEncoder(tiny_model().encoder, BLOCKS, 6))
 
 
-def build_with(ear: Callable[[list[bytes], Policy], Ear]) -> EngineLoop:
+def build_with(ear: Callable[[list[bytes], Policy], StreamEncoder]) -> EngineLoop:
     kinds = [b"\xc3", b" w%d", b".", b" w%d", b"\xc3\xa4", b","]
     pieces = [b"", b"", b""] + [kinds[token % 6].replace(b"%d", b"%d" % token) for token in range(3, 60)]
     spec = windowed_spec("tiny", 40, 5)
     policy = Policy(agreed_margin=2.0, lone_margin=4.0, cut_beyond=30.0, doubt=-100.0)
-    file_ear = WindowEar(tiny_model(), pieces, policy)
-    windows = HostWindows(tiny_model(), ear(pieces, policy), file_ear, 400)
+    file_encoder = WindowEncoder(tiny_model(), pieces, policy)
+    windows = HostWindows(tiny_model(), ear(pieces, policy), file_encoder, 400)
     runner = WindowedRunner(tiny_model(), Vocabulary(pieces), spec, policy, windows)
     limits = Limits(max_streams=2, cache_embeds=400)
     detector = fakes.FakeDetector(frame=512)
@@ -260,7 +260,7 @@ async def test_the_words_are_the_same_wherever_the_engine_dies(
     assert len(calm.transcript.text) > 10
     assert any(changed) == bool(options)
     deaths = [
-        Death(packet, chance.randrange(4), chance.choice([0, 1, 7, 40]))
+        EngineDeath(packet, chance.randrange(4), chance.choice([0, 1, 7, 40]))
         for packet in chance.sample(range(packets), packets // 8)
     ]
     same((await play(build_tiny, audio, flushes, deaths, options)).transcript, calm.transcript)
@@ -269,7 +269,7 @@ async def test_the_words_are_the_same_wherever_the_engine_dies(
 async def test_an_engine_that_dies_at_every_packet_gets_through(build_tiny: Build) -> None:
     audio = utterances(7, 2)
     calm = await play(build_tiny, audio, set(), [])
-    deaths = [Death(packet, packet % 3, 0) for packet in range(len(audio) // PACKET)]
+    deaths = [EngineDeath(packet, packet % 3, 0) for packet in range(len(audio) // PACKET)]
     same((await play(build_tiny, audio, set(), deaths)).transcript, calm.transcript)
 
 
@@ -314,9 +314,9 @@ def build_real() -> EngineLoop:
     model, pieces = real_parts()
     spec = windowed_spec(REAL_MODEL, 192, 10)
     limits = Limits(max_streams=2, cache_embeds=1024)
-    ear = WindowEar(model, pieces, Policy())
-    file_ear = WindowEar(model, pieces, Policy())
-    windows = HostWindows(model, ear, file_ear, limits.cache_embeds)
+    ear = WindowEncoder(model, pieces, Policy())
+    file_encoder = WindowEncoder(model, pieces, Policy())
+    windows = HostWindows(model, ear, file_encoder, limits.cache_embeds)
     runner = WindowedRunner(model, Vocabulary(pieces), spec, Policy(), windows)
     return EngineLoop(Scheduler(spec, limits, runner.vocabulary), runner, load_detector(runner, 2), GateSettings())
 
@@ -330,7 +330,8 @@ async def test_real_speech_is_the_same_after_twenty_deaths() -> None:
     calm = await play(build_real, audio, {170}, [])
     assert len(calm.transcript.words) > 30
     deaths = [
-        Death(packet, chance.randrange(3), chance.choice([0, 2, 12])) for packet in chance.sample(range(packets), 20)
+        EngineDeath(packet, chance.randrange(3), chance.choice([0, 2, 12]))
+        for packet in chance.sample(range(packets), 20)
     ]
     same((await play(build_real, audio, {170}, deaths)).transcript, calm.transcript)
 
@@ -375,7 +376,7 @@ async def test_silence_that_was_cut_out_is_cut_again_by_another_engine(seed: int
     packets = len(audio) // 1280
     flushes = set(chance.sample(range(packets), 2))
     calm = (await play(silence_cut.build, audio, flushes, [])).transcript
-    deaths = [Death(packet, chance.randrange(4), chance.choice([0, 1, 3])) for packet in range(1, packets, 3)]
+    deaths = [EngineDeath(packet, chance.randrange(4), chance.choice([0, 1, 3])) for packet in range(1, packets, 3)]
     found = (await play(silence_cut.build, audio, flushes, deaths)).transcript
     assert (found.text, found.words, found.tags, found.last) == (calm.text, calm.words, calm.tags, calm.last)
     assert len(calm.words) > 5

@@ -58,7 +58,7 @@ async def killed(windowed: bool, audio: list[np.ndarray], kills: int, seconds: f
         )
         metrics = client.metrics()
     assert metrics.restarts == kills
-    assert metrics.streams_given_up == metrics.poisonous_streams == 0
+    assert metrics.streams_given_up == metrics.crashing_streams == 0
     assert metrics.streams_recovered >= len(audio)
     assert descriptors[-1] <= descriptors[0] + 2, "each death leaves something open"
     for transcript, wanted in zip(transcripts, expected, strict=True):
@@ -104,10 +104,10 @@ async def test_streams_of_a_dead_engine_move_to_the_others() -> None:
             asyncio.create_task(fakes.transcribe(client, f"s{i}", samples, between=brief))
             for i, samples in enumerate(audio)
         ]
-        seats = client._running.seats.all
-        await fakes.until(lambda: sum(len(seat.streams) for seat in seats) == len(audio))
+        pool = client._running.pool.all
+        await fakes.until(lambda: sum(len(pooled.streams) for pooled in pool) == len(audio))
         # Where streams go is drawn: one of the engines has some.
-        lost = max(range(2), key=lambda number: len(seats[number].streams))
+        lost = max(range(2), key=lambda number: len(pool[number].streams))
         fakes.kill(engines[lost].pid)
         transcripts = await asyncio.gather(*streams)
         await fakes.until(lambda: client.metrics().restarts == 1)
@@ -135,7 +135,7 @@ async def test_a_poisonous_session_is_ended_alone(die_with: signal.Signals) -> N
     assert isinstance(poison.last, Failed)
     assert "engine died each time" in poison.last.message
     assert [transcript.words for transcript in transcripts] == [wanted.words for wanted in expected]
-    assert metrics.poisonous_streams == 1
+    assert metrics.crashing_streams == 1
     # A signal from outside could be anybody's; it takes one more to be sure.
     assert metrics.restarts == (2 if die_with == signal.SIGSEGV else 3)
 
@@ -166,7 +166,7 @@ async def test_streams_that_come_and_go_with_a_poisonous_one_are_not_blamed(coun
         metrics = client.metrics()
     assert isinstance(poison.last, Failed)
     assert [transcript.words for transcript in transcripts] == [wanted.words for wanted in expected]
-    assert (metrics.poisonous_streams, metrics.restarts) == (1, 2)
+    assert (metrics.crashing_streams, metrics.restarts) == (1, 2)
 
 
 async def test_an_engine_killed_between_steps_makes_nobody_suspect() -> None:
@@ -207,7 +207,7 @@ async def test_a_poisonous_session_is_found_even_if_the_last_step_is_unknown() -
         metrics = client.metrics()
     assert isinstance(poison.last, Failed)
     assert [transcript.words for transcript in transcripts] == [wanted.words for wanted in expected]
-    assert metrics.poisonous_streams == 1
+    assert metrics.crashing_streams == 1
     assert metrics.restarts <= 6
 
 
@@ -226,7 +226,7 @@ async def test_the_only_stream_of_a_gateway_outlives_the_poison_of_another(
         transcript, poison = await asyncio.gather(
             fakes.transcribe(innocent, "only", audio), fakes.transcribe(guilty, "poison", poisoned)
         )
-        assert innocent.metrics().poisonous_streams == 0
+        assert innocent.metrics().crashing_streams == 0
     assert isinstance(poison.last, Failed)
     assert transcript.words == expected.words
     assert isinstance(transcript.last, Closed)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.client.replay import AskedFlush, KeptAudio, TokenMemory, WindowMemory, memory_for, positions_to_keep
+from engine.client.replay import AskedFlush, KeptAudio, SavedWindow, TokenMemory, memory_for, positions_to_keep
 from engine.messages import Item, StreamState, Text, Word
 from engine.spec import KvGroup
 from tests.engine import fakes
@@ -37,7 +37,7 @@ def test_no_more_is_kept_than_the_model_looks_back_on() -> None:
 
 def test_each_kind_of_model_has_its_memory() -> None:
     assert isinstance(memory_for(fakes.FRAMES, 10), TokenMemory)
-    assert isinstance(memory_for(fakes.WINDOWED, 10), WindowMemory)
+    assert isinstance(memory_for(fakes.WINDOWED, 10), SavedWindow)
 
 
 def test_kept_audio_is_replayed_on_a_clock_that_starts_at_the_beginning() -> None:
@@ -134,7 +134,7 @@ def windowed_items(start: int, count: int) -> list[Item]:
 
 
 def test_without_a_state_everything_is_heard_again() -> None:
-    memory, kept = WindowMemory(), KeptAudio(fakes.WINDOWED)
+    memory, kept = SavedWindow(), KeptAudio(fakes.WINDOWED)
     kept.add(windowed_items(0, 3))
     kept.mark_flush(1, {1})
     kept.add(windowed_items(3, 2))
@@ -146,7 +146,7 @@ def test_without_a_state_everything_is_heard_again() -> None:
 
 
 def test_a_state_says_what_was_heard_and_what_is_still_needed() -> None:
-    memory, kept = WindowMemory(), KeptAudio(fakes.WINDOWED)
+    memory, kept = SavedWindow(), KeptAudio(fakes.WINDOWED)
     kept.add(windowed_items(0, 6))
     kept.mark_flush(1, {1})
     kept.add(windowed_items(6, 2))
@@ -163,7 +163,7 @@ def test_a_state_says_what_was_heard_and_what_is_still_needed() -> None:
 
 
 def test_answered_flushes_leave_with_their_audio() -> None:
-    memory, kept = WindowMemory(), KeptAudio(fakes.WINDOWED)
+    memory, kept = SavedWindow(), KeptAudio(fakes.WINDOWED)
     for tag in range(1, 100):
         kept.add(windowed_items(tag - 1, 1))
         kept.mark_flush(tag, {tag})

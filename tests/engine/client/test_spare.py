@@ -29,13 +29,13 @@ class Pair:
         self.engines = engines
 
     @property
-    def seats(self) -> list[supervisor.Seat]:
-        return self.client._running.seats.all
+    def pool(self) -> list[supervisor.PooledEngine]:
+        return self.client._running.pool.all
 
     @property
     def serving(self) -> EngineProcess:
-        (seat,) = [seat for seat in self.seats if seat.serves]
-        return self.engines[self.seats.index(seat)]
+        (pooled,) = [pooled for pooled in self.pool if pooled.serves]
+        return self.engines[self.pool.index(pooled)]
 
     @property
     def spare(self) -> EngineProcess:
@@ -63,7 +63,7 @@ async def test_the_spare_has_no_streams_and_counts_for_nothing() -> None:
         capacity = both.client.capacity()
         assert (capacity.total, capacity.engines_wanted, capacity.spares_wanted) == (3, 1, 1)
         streams = [await both.client.open(f"s{number}") for number in range(3)]
-        assert [len(seat.streams) for seat in both.seats if not seat.serves] == [0]
+        assert [len(pooled.streams) for pooled in both.pool if not pooled.serves] == [0]
         with pytest.raises(AtCapacity):
             await both.client.open("one too many")
         for stream in streams:
@@ -158,7 +158,7 @@ async def test_a_stream_that_kills_engines_is_ended_and_the_others_go_on() -> No
         good = asyncio.create_task(fakes.transcribe(both.client, "good", fakes.speech(4, 2)))
         await fakes.transcribe(both.client, "bad", poison)
         assert isinstance((await good).last, Closed)
-        assert both.client.metrics().poisonous_streams == 1
+        assert both.client.metrics().crashing_streams == 1
 
 
 def only_once(marker: Path) -> EngineLoop:

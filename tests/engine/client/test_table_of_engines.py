@@ -43,8 +43,8 @@ class Fleet:
             await fakes.until(lambda: sorted(share.name for share in self.client.capacity().engines) == sorted(names))
 
     def streams(self, name: str) -> int:
-        (seat,) = [seat for seat in self.client._running.seats.all if seat.name == name]
-        return len(seat.streams)
+        (pooled,) = [pooled for pooled in self.client._running.pool.all if pooled.name == name]
+        return len(pooled.streams)
 
 
 @asynccontextmanager

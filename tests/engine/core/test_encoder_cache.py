@@ -5,10 +5,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.core.encoder_cache import EncoderCache, Entry, Held
+from engine.core.encoder_cache import CachedRows, EncoderCache, Held
 
 
-def put(cache: EncoderCache, held: Held, index: int, key: bytes, embeds: int = 1) -> Entry:
+def put(cache: EncoderCache, held: Held, index: int, key: bytes, embeds: int = 1) -> CachedRows:
     assert cache.lookup(held, index, key) is None
     entry = cache.reserve(held, index, key, embeds)
     assert entry is not None

@@ -164,7 +164,7 @@ class TestBadInput:
         engine = scheduler(spec)
         engine.admit(Open("a", live=False))
         start = spec.prefix_positions
-        engine.feed("a", [frame(p, spec=spec) for p in range(start, start + spec.backlog_positions)], 0)
+        engine.feed("a", [frame(p, spec=spec) for p in range(start, start + spec.upload_positions)], 0)
         outputs = engine.commit(engine.plan(), [result])
         assert isinstance(outputs[0], Failed) and complaint in outputs[0].message
         engine.check_integrity()
@@ -376,7 +376,7 @@ class TestOrder:
         computed = dict.fromkeys("pqrst", 0)
         for position in range(2, 17):
             engine.feed("live", [frame(position, key=b"l%d" % position)], position)
-            plan = engine.plan(backlog_positions=2)
+            plan = engine.plan(upload_positions=2)
             assert [task.stream for task in plan.decode[: plan.live]] == ["live"]
             backlog = plan.decode[plan.live :]
             assert sum(task.end - task.base for task in backlog) == 2
@@ -392,15 +392,15 @@ class TestOrder:
         for name, live in (("live", True), ("file", False)):
             engine.admit(Open(name, live=live))
             engine.feed(name, [frame(2, key=name.encode())], 0)
-        assert engine.live_waits and engine.backlog_waits
+        assert engine.live_waits and engine.uploads_wait
         plan = engine.plan(live=False)
         assert [task.stream for task in plan.decode] == ["file"] and plan.live == 0 and len(plan.opened) == 2
         engine.commit(plan, answer(plan))
         engine.feed("file", [frame(3, key=b"more")], 0)
-        plan = engine.plan(backlog_positions=0)
+        plan = engine.plan(upload_positions=0)
         assert [task.stream for task in plan.decode] == ["live"] and plan.live == 1
         engine.commit(plan, answer(plan))
-        assert engine.backlog_waits and not engine.live_waits
+        assert engine.uploads_wait and not engine.live_waits
 
     def test_parked_streams_are_in_no_queue(self) -> None:
         engine = scheduler(streams=4)
@@ -408,7 +408,7 @@ class TestOrder:
             engine.admit(Open(name))
         step(engine)
         assert not engine.has_work()
-        assert engine._live == [] and not engine._backlog
+        assert engine._live == [] and not engine._uploads
 
     def test_a_small_encoder_budget_spreads_the_work(self) -> None:
         engine = scheduler(step_embeds=1)
@@ -456,7 +456,7 @@ class TestUnfinished:
         engine.flush("p", 1, 3)
         second = self.lay_aside(engine)
         assert second.decode == first.decode and not second.encode, "neither new audio nor a new stream is in it"
-        assert engine.has_work() and engine.plan(backlog_positions=0).decode == []
+        assert engine.has_work() and engine.plan(upload_positions=0).decode == []
         plan = engine.plan()
         engine.commit(plan, [DecodeResult(keep_from=12), DecodeResult(keep_from=12)])
         engine.check_integrity()

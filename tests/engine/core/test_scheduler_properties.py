@@ -132,7 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.run_step(slide, failing)
 
     def run_step(self, slide: int, failing: int = 99) -> None:
-        had_work = bool(self.engine._live or self.engine._backlog)
+        had_work = bool(self.engine._live or self.engine._uploads)
         plan = self.engine.plan()
         assert bool(plan.decode or plan.encode) == had_work, "a step with work to do does some of it"
         results = [execute(self.spec, task, slide) for task in plan.decode]
@@ -317,7 +317,7 @@ def uploaded(spec: ModelSpec, budgets: list[int | None], laid_aside: list[int], 
                 engine.feed(name, items, steps)
                 if until == length:
                     engine.finish(name)
-        plan = engine.plan(backlog_positions=budgets[steps % len(budgets)])
+        plan = engine.plan(upload_positions=budgets[steps % len(budgets)])
         results = []
         for task in plan.decode:
             patience[task.stream] += 1

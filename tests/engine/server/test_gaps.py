@@ -16,7 +16,7 @@ from engine.boundary.items import make_cutter, prepare
 from engine.client.replay import KeptAudio, memory_for
 from engine.messages import Closed, Feed, Finish, Flush, Item, Open, Output, Text
 from engine.server.loop import EngineLoop
-from engine.server.speech import Unheard
+from engine.server.speech import PendingAudio
 from tests.engine.fakes import POSITION, RATE, build, speech
 
 DAYS = 6 * 24 * 3600
@@ -79,7 +79,7 @@ def cost_of_a_gap(seconds: int, windowed: bool) -> tuple[int, int, int, int]:
     """Items, bytes on the way to the engine, and objects and bytes held once a gap is in the engine's hands."""
     loop = build(windowed=windowed, detects=True)
     spec = loop.scheduler.spec
-    cutter, kept, unheard = make_cutter(spec), KeptAudio(spec), Unheard(spec)
+    cutter, kept, pending_audio = make_cutter(spec), KeptAudio(spec), PendingAudio(spec)
     loop.submit([Open("a")], 0)
     loop.step()
     gc.collect()
@@ -89,7 +89,7 @@ def cost_of_a_gap(seconds: int, windowed: bool) -> tuple[int, int, int, int]:
     described = [WireItem(item.offset, item.length, item.sample, None, item.mask, item.samples) for item in items]
     frame = bytes(encode_command(Feed("a", []), described))
     kept.add(items)
-    unheard.add(items)
+    pending_audio.add(items)
     loop.submit([Feed("a", items)], 0)
     for _ in range(20):
         loop.step()

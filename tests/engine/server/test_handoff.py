@@ -22,7 +22,7 @@ SECOND, THIRD = 1 + NEXT_OWNER, 1 + 2 * NEXT_OWNER
 
 def entrust(host: Host, name: bytes, consumed: int, number: int = 1, **changes: Any) -> None:
     fields = {"entries": [], "base": b"base", "keep_s": KEEP_S, "keep_bytes": 100} | changes
-    host.send(name, command(messages.Entrust("good", "s", number, consumed, **fields)))
+    host.send(name, command(messages.SaveHandoff("good", "s", number, consumed, **fields)))
 
 
 def adopt(host: Host, name: bytes, number: int | None = None) -> None:
@@ -59,8 +59,8 @@ def come_back(host: Host, name: bytes, *claims: tuple[str, int, bool]) -> None:
     claim(host, name, *claims)
 
 
-def inherited(host: Host, name: bytes) -> list[messages.Inherited]:
-    return [output for output in host.said(name) if isinstance(output, messages.Inherited)]
+def adopted(host: Host, name: bytes) -> list[messages.SessionGiven]:
+    return [output for output in host.said(name) if isinstance(output, messages.SessionGiven)]
 
 
 def heard(host: Host, name: bytes) -> list[messages.Output]:
@@ -68,7 +68,7 @@ def heard(host: Host, name: bytes) -> list[messages.Output]:
     return [
         output
         for output in host.said(name)
-        if getattr(output, "stream", None) == "good" and output.__class__ is not messages.Inherited
+        if getattr(output, "stream", None) == "good" and output.__class__ is not messages.SessionGiven
     ]
 
 
@@ -98,7 +98,7 @@ def test_a_stream_moves_to_another_gateway_without_a_change_in_its_words(host: H
     known = known[: len(known) - unread]
     entrust(host, b"a", len(known), last=True)
     adopt(host, b"b")
-    (value,) = inherited(host, b"b")
+    (value,) = adopted(host, b"b")
     assert (value.number, value.base, value.stream, value.consumed) == (SECOND, b"base", "good", len(known))
     assert value.end == host.loop.scheduler.spec.prefix_positions + 10
     assert value.sample == 10 * host.loop.scheduler.spec.samples_per_position
@@ -111,10 +111,10 @@ def test_the_owner_is_asked_first_and_its_last_word_counts(host: Host, calm: str
     entrust(host, b"a", 0)
     adopt(host, b"b")
     assert messages.Wanted("s", 1) in host.said(b"a")
-    assert not inherited(host, b"b"), "the owner has not answered yet"
+    assert not adopted(host, b"b"), "the owner has not answered yet"
     known = heard(host, b"a")
     entrust(host, b"a", len(known), base=b"last", last=True)
-    assert inherited(host, b"b")[0].base == b"last"
+    assert adopted(host, b"b")[0].base == b"last"
     assert messages.Fenced("s", SECOND) in host.said(b"a")
 
 
@@ -123,19 +123,19 @@ def test_an_owner_that_does_not_answer_is_fenced_and_changes_nothing_any_more(ho
     entrust(host, b"a", len(known))
     adopt(host, b"b")
     listen(host, RELEASE_SECONDS + 1)
-    assert inherited(host, b"b")[0].base == b"base"
+    assert adopted(host, b"b")[0].base == b"base"
     assert messages.Fenced("s", SECOND) in host.said(b"a")
     # It wakes up and goes on as if it still had the session.
     say_all(host, b"a", "good", range(10, 13))
     host.send(b"a", command(messages.Flush("good", 7)), command(messages.Abort("good")))
     entrust(host, b"a", len(known), base=b"stale")
-    host.send(b"a", command(messages.Disown("good", "s", 1)))
+    host.send(b"a", command(messages.DropHandoff("good", "s", 1)))
     finish_at(host, b"b", 10)
     assert text(known) + text(heard(host, b"b")) == calm
     entrust(host, b"b", 0, number=SECOND, base=b"fresh", last=True)
     host.greet(b"c")
     adopt(host, b"c")
-    assert (inherited(host, b"c")[0].base, inherited(host, b"c")[0].number) == (b"fresh", THIRD)
+    assert (adopted(host, b"c")[0].base, adopted(host, b"c")[0].number) == (b"fresh", THIRD)
 
 
 def test_an_owner_that_is_gone_is_noticed_at_once(host: Host, calm: str) -> None:
@@ -143,7 +143,7 @@ def test_an_owner_that_is_gone_is_noticed_at_once(host: Host, calm: str) -> None
     entrust(host, b"a", len(known))
     host.line.gone.add(b"a")
     adopt(host, b"b", 1)
-    assert inherited(host, b"b")
+    assert adopted(host, b"b")
     finish_at(host, b"b", 10)
     assert text(known) + text(heard(host, b"b")) == calm
 
@@ -153,18 +153,18 @@ def test_the_last_words_of_an_owner_that_is_gone_count(leaves: str, monkeypatch:
     host = Host()
     for name in (b"b", b"a"):
         host.greet(name)
-    host.send(b"a", command(messages.Entrust("", "s", 1, 0, [], base=b"base", keep_s=KEEP_S)))
+    host.send(b"a", command(messages.SaveHandoff("", "s", 1, 0, [], base=b"base", keep_s=KEEP_S)))
     with monkeypatch.context() as patch:
         patch.setattr(host, "tick", lambda: None)
         if leaves == "killed":
             adopt(host, b"b", 1)
-        host.send(b"a", command(messages.Entrust("", "s", 1, 0, [b"last"])))
+        host.send(b"a", command(messages.SaveHandoff("", "s", 1, 0, [b"last"])))
         if leaves == "says goodbye":
             host.line.arriving.append((b"a", codec.encode(codec.Bye())))
             adopt(host, b"b", 1)
     host.line.gone.add(b"a")
     host.tick()
-    assert inherited(host, b"b")[0].entries == [b"last"]
+    assert adopted(host, b"b")[0].entries == [b"last"]
 
 
 def test_a_stream_waits_for_its_next_gateway_and_is_forgotten_in_time(host: Host) -> None:
@@ -177,11 +177,11 @@ def test_a_stream_waits_for_its_next_gateway_and_is_forgotten_in_time(host: Host
     host.tick()
     host.now += 1
     host.tick()
-    assert not host.loop.scheduler.streams and not len(host.host._wills)
+    assert not host.loop.scheduler.streams and not len(host.host._handoffs)
     host.greet(b"d")
     adopt(host, b"d")
     assert held(host, b"d") == [messages.Held("s", 1)], "nobody has it"
-    assert inherited(host, b"d") == [messages.Inherited("s")]
+    assert adopted(host, b"d") == [messages.SessionGiven("s")]
 
 
 def test_a_stream_without_a_will_ends_with_its_gateway(host: Host) -> None:
@@ -195,7 +195,7 @@ def test_a_stream_without_a_will_ends_with_its_gateway(host: Host) -> None:
 def test_a_gateway_that_comes_back_begins_anew(host: Host, claim: tuple[str, int, bool]) -> None:
     entrust(host, b"a", 0)
     come_back(host, b"a", claim)
-    assert not host.loop.scheduler.streams and not len(host.host._wills)
+    assert not host.loop.scheduler.streams and not len(host.host._handoffs)
     assert not fenced(host, b"a")
 
 
@@ -204,7 +204,7 @@ def test_what_a_gateway_gave_up_without_being_heard_waits_for_another(host: Host
     entrust(host, b"a", 0)
     come_back(host, b"a")
     adopt(host, b"b")
-    assert inherited(host, b"b")[0].number == SECOND
+    assert adopted(host, b"b")[0].number == SECOND
 
 
 def test_what_a_gateway_left_is_there_until_it_says_that_it_goes_on_with_it(host: Host) -> None:
@@ -215,10 +215,10 @@ def test_what_a_gateway_left_is_there_until_it_says_that_it_goes_on_with_it(host
     host.line.gone.clear()
     host.greet(b"a")
     adopt(host, b"b")
-    assert inherited(host, b"b")[0].number == SECOND
+    assert adopted(host, b"b")[0].number == SECOND
     claim(host, b"a", ("s", 1, False))
     assert fenced(host, b"a") == [messages.Fenced("s", SECOND)]
-    assert len(host.host._wills) == 1
+    assert len(host.host._handoffs) == 1
 
 
 def test_a_session_whose_gateway_has_come_back_is_not_over(host: Host) -> None:
@@ -227,11 +227,11 @@ def test_a_session_whose_gateway_has_come_back_is_not_over(host: Host) -> None:
     come_back(host, b"a", ("s", 1, False))
     host.send(b"b", command(messages.Ask("", "s", 3)))
     assert held(host, b"b") == [messages.Held("s", 3, 1, whole=False)]
-    host.send(b"a", command(messages.Entrust("", "s", 2, 0, [], base=b"again", keep_s=KEEP_S)))
+    host.send(b"a", command(messages.SaveHandoff("", "s", 2, 0, [], base=b"again", keep_s=KEEP_S)))
     adopt(host, b"b")
     assert messages.Wanted("s", 2) in host.said(b"a")
     listen(host, RELEASE_SECONDS + 1)
-    assert (inherited(host, b"b")[-1].base, inherited(host, b"b")[-1].number) == (b"again", SECOND + 1)
+    assert (adopted(host, b"b")[-1].base, adopted(host, b"b")[-1].number) == (b"again", SECOND + 1)
 
 
 def test_what_a_gateway_claimed_and_never_left_is_forgotten_in_time_and_with_it(host: Host) -> None:
@@ -259,7 +259,7 @@ def test_an_engine_that_stood_still_gives_nothing_away_that_its_owner_may_have_t
         host.line.gone.add(b"a")
     adopt(host, b"b", 1)
     listen(host, RELEASE_SECONDS + 1)
-    assert inherited(host, b"b") == [messages.Inherited("s")], "not now, and not for good"
+    assert adopted(host, b"b") == [messages.SessionGiven("s")], "not now, and not for good"
     host.send(b"b", command(messages.Ask("", "s", 3)))
     assert held(host, b"b")[-1] == messages.Held("s", 3, 1, whole=leaves == "silent")
     assert not fenced(host, b"a")
@@ -275,7 +275,7 @@ def test_what_nobody_comes_back_for_after_a_standstill_of_the_engine_is_given_aw
     host.line.gone.add(b"a")
     listen(host, CLAIM_SECONDS + 1)
     adopt(host, b"b")
-    assert inherited(host, b"b")[0].number == SECOND
+    assert adopted(host, b"b")[0].number == SECOND
 
 
 def test_what_an_owner_gives_up_after_a_standstill_of_the_engine_is_given_away(host: Host) -> None:
@@ -284,7 +284,7 @@ def test_what_an_owner_gives_up_after_a_standstill_of_the_engine_is_given_away(h
     entrust(host, b"a", 0)
     adopt(host, b"b")
     entrust(host, b"a", 0, base=b"last", last=True)
-    assert inherited(host, b"b")[0].base == b"last"
+    assert adopted(host, b"b")[0].base == b"last"
 
 
 # A former owner moves the session from engine to engine as often as it likes.
@@ -297,18 +297,18 @@ def test_a_former_owner_never_gets_past_the_next_one(host: Host, moves: int) -> 
     host.line.gone.clear()
     host.greet(b"a")
     for number in range(1, 2 + moves):
-        host.send(b"a", command(messages.Entrust("", "s", number, 0, [], base=b"stale", keep_s=KEEP_S)))
-    host.send(b"a", command(messages.Disown("", "s", 1 + moves)))
+        host.send(b"a", command(messages.SaveHandoff("", "s", number, 0, [], base=b"stale", keep_s=KEEP_S)))
+    host.send(b"a", command(messages.DropHandoff("", "s", 1 + moves)))
     assert len(fenced(host, b"a")) == 1 + moves and not fenced(host, b"b")
     host.greet(b"c")
     adopt(host, b"c")
     entrust(host, b"b", 0, number=SECOND, base=b"fresh", last=True)
-    assert (inherited(host, b"c")[-1].base, inherited(host, b"c")[-1].number) == (b"fresh", THIRD)
+    assert (adopted(host, b"c")[-1].base, adopted(host, b"c")[-1].number) == (b"fresh", THIRD)
 
 
 def test_an_owner_that_comes_from_another_engine_fences_the_one_that_was_here(host: Host) -> None:
     entrust(host, b"a", 0)
-    host.send(b"b", command(messages.Entrust("", "s", SECOND + 1, 0, [], base=b"moved", keep_s=KEEP_S)))
+    host.send(b"b", command(messages.SaveHandoff("", "s", SECOND + 1, 0, [], base=b"moved", keep_s=KEEP_S)))
     assert fenced(host, b"a") == [messages.Fenced("s", SECOND + 1)]
 
 
@@ -317,9 +317,9 @@ def test_a_request_from_before_somebody_else_had_the_session_takes_nothing(host:
     entrust(host, b"a", 0, last=True)
     host.greet(b"c")
     adopt(host, b"c")
-    assert inherited(host, b"c")[0].number == SECOND
+    assert adopted(host, b"c")[0].number == SECOND
     adopt(host, b"b", 1)
-    assert inherited(host, b"b") == [messages.Inherited("s")]
+    assert adopted(host, b"b") == [messages.SessionGiven("s")]
     assert not [output for output in host.said(b"c") if isinstance(output, messages.Wanted)]
     listen(host, RELEASE_SECONDS + 1)
     assert not fenced(host, b"c")
@@ -329,18 +329,18 @@ def test_an_engine_that_stood_still_hears_the_owner_out_before_it_takes_a_sessio
     """The owner had answered within its time; the answer waited for the engine."""
     entrust(host, b"a", 0)
     adopt(host, b"b")
-    host.post(b"a", command(messages.Entrust("good", "s", 1, 0, [], base=b"last", keep_s=KEEP_S, last=True)))
+    host.post(b"a", command(messages.SaveHandoff("good", "s", 1, 0, [], base=b"last", keep_s=KEEP_S, last=True)))
     host.now += 2 * RELEASE_SECONDS
     host.tick()
-    assert inherited(host, b"b")[0].base == b"last"
+    assert adopted(host, b"b")[0].base == b"last"
     # And one whose answer is not there yet gets the time that it would have had.
     host.greet(b"c")
     adopt(host, b"c")
     host.now += 2 * RELEASE_SECONDS
     host.tick()
-    assert not inherited(host, b"c")
+    assert not adopted(host, b"c")
     listen(host, RELEASE_SECONDS + 1)
-    assert inherited(host, b"c")
+    assert adopted(host, b"c")
 
 
 def test_of_two_who_ask_the_last_has_the_session(host: Host) -> None:
@@ -349,7 +349,7 @@ def test_of_two_who_ask_the_last_has_the_session(host: Host) -> None:
     adopt(host, b"b")
     adopt(host, b"c")
     entrust(host, b"a", 0, last=True)
-    assert inherited(host, b"b") == [messages.Inherited("s")] and inherited(host, b"c")[0].number == SECOND
+    assert adopted(host, b"b") == [messages.SessionGiven("s")] and adopted(host, b"c")[0].number == SECOND
 
 
 def test_what_is_kept_is_bounded(host: Host) -> None:
@@ -357,27 +357,27 @@ def test_what_is_kept_is_bounded(host: Host) -> None:
         entrust(host, b"a", 0, chunk=bytes([chunk]) * 30)
     entrust(host, b"a", 0, last=True)
     adopt(host, b"b")
-    assert inherited(host, b"b")[0].chunks == [bytes([chunk]) * 30 for chunk in (47, 48, 49)]
+    assert adopted(host, b"b")[0].chunks == [bytes([chunk]) * 30 for chunk in (47, 48, 49)]
     entrust(host, b"b", 0, number=SECOND, entries=[b"x"] * (MOST_ENTRIES + 1))
-    assert not len(host.host._wills), "a will that outgrows its bounds is not kept"
+    assert not len(host.host._handoffs), "a will that outgrows its bounds is not kept"
 
 
 def test_a_session_without_a_stream_is_a_value_too() -> None:
     host = Host()
     host.greet(b"a")
     host.greet(b"b")
-    host.send(b"a", command(messages.Entrust("", "s", 1, 0, [b"1"], base=b"base", keep_s=KEEP_S)))
-    host.send(b"a", command(messages.Entrust("", "s", 1, 0, [b"2"])))
+    host.send(b"a", command(messages.SaveHandoff("", "s", 1, 0, [b"1"], base=b"base", keep_s=KEEP_S)))
+    host.send(b"a", command(messages.SaveHandoff("", "s", 1, 0, [b"2"])))
     host.line.gone.add(b"a")
     adopt(host, b"b")
-    (value,) = inherited(host, b"b")
+    (value,) = adopted(host, b"b")
     assert (value.stream, value.base, value.entries) == ("", b"base", [b"1", b"2"])
 
 
 def test_a_session_that_is_over_is_forgotten(host: Host) -> None:
     entrust(host, b"a", 0)
-    host.send(b"a", command(messages.Disown("good", "s", 1)), command(messages.Abort("good")))
-    assert not len(host.host._wills) and not host.loop.scheduler.streams
+    host.send(b"a", command(messages.DropHandoff("good", "s", 1)), command(messages.Abort("good")))
+    assert not len(host.host._handoffs) and not host.loop.scheduler.streams
 
 
 def test_flushes_and_tokens_are_counted_as_the_entries_account_for_them(host: Host) -> None:
@@ -387,7 +387,7 @@ def test_flushes_and_tokens_are_counted_as_the_entries_account_for_them(host: Ho
     tokens = sum(len(output.tokens) for output in known[:position] if isinstance(output, messages.Text))
     entrust(host, b"a", position, last=True)
     adopt(host, b"b")
-    (value,) = inherited(host, b"b")
+    (value,) = adopted(host, b"b")
     assert (value.flushes, value.answered) == (1, 0)
     assert value.token == host.loop.scheduler.spec.prefix_positions + tokens
     assert value.segment == value.sample, "a flush ends a segment"
@@ -396,7 +396,7 @@ def test_flushes_and_tokens_are_counted_as_the_entries_account_for_them(host: Ho
 def test_a_session_that_has_moved_to_another_engine_is_not_gone(host: Host) -> None:
     """A gateway that looks for it may have asked the other engine before it came there."""
     entrust(host, b"a", 0)
-    host.send(b"a", command(messages.Disown("", "s", 2)))
+    host.send(b"a", command(messages.DropHandoff("", "s", 2)))
     host.send(b"b", command(messages.Ask("", "s", 5)))
     assert held(host, b"b") == [messages.Held("s", 5, 2, whole=False)]
     # Also if the gateway that moved it is lost then.
@@ -413,9 +413,9 @@ def test_a_session_that_is_over_is_gone_at_once(host: Host, number: int) -> None
     """Also one that came back to an engine from which it had moved."""
     if number == 2:
         entrust(host, b"a", 0)
-        host.send(b"a", command(messages.Disown("", "s", 2)))
+        host.send(b"a", command(messages.DropHandoff("", "s", 2)))
     entrust(host, b"a", 0, number=number + 1)
-    host.send(b"a", command(messages.Disown("", "s", number + 1)))
+    host.send(b"a", command(messages.DropHandoff("", "s", number + 1)))
     host.send(b"b", command(messages.Ask("", "s", 5)))
     assert held(host, b"b") == [messages.Held("s", 5)]
 
@@ -423,31 +423,31 @@ def test_a_session_that_is_over_is_gone_at_once(host: Host, number: int) -> None
 def test_a_former_owner_does_not_go_on_with_a_session_that_is_over(host: Host) -> None:
     entrust(host, b"a", 0, last=True)
     adopt(host, b"b")
-    host.send(b"b", command(messages.Disown("", "s", SECOND)))
+    host.send(b"b", command(messages.DropHandoff("", "s", SECOND)))
     claim(host, b"a", ("s", 1, False))
     assert fenced(host, b"a") == [messages.Fenced("s", SECOND)]
     entrust(host, b"a", 0)
-    assert fenced(host, b"a")[1:] == [messages.Fenced("s", SECOND)] and not len(host.host._wills)
+    assert fenced(host, b"a")[1:] == [messages.Fenced("s", SECOND)] and not len(host.host._handoffs)
     # Whoever has a higher number has not heard of this one, and goes on.
     entrust(host, b"a", 0, number=THIRD)
-    assert len(host.host._wills) == 1
-    host.send(b"a", command(messages.Disown("", "s", THIRD)))
+    assert len(host.host._handoffs) == 1
+    host.send(b"a", command(messages.DropHandoff("", "s", THIRD)))
     host.now += OVER_SECONDS
     listen(host, 1.0)
-    assert not host.host._wills._over
+    assert not host.host._handoffs._over
 
 
 def test_what_is_known_of_sessions_that_are_over_is_bounded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff, "MOST_OVER", 3)
     for number in range(5):
         key = f"s{number}"
-        host.send(b"a", command(messages.Entrust("", key, SECOND, 0, [], base=b"base", keep_s=KEEP_S)))
-        host.send(b"a", command(messages.Disown("", key, SECOND)))
-    assert list(host.host._wills._over) == ["s2", "s3", "s4"]
+        host.send(b"a", command(messages.SaveHandoff("", key, SECOND, 0, [], base=b"base", keep_s=KEEP_S)))
+        host.send(b"a", command(messages.DropHandoff("", key, SECOND)))
+    assert list(host.host._handoffs._over) == ["s2", "s3", "s4"]
     # One owner has nobody to fence.
-    host.send(b"a", command(messages.Entrust("", "alone", 1, 0, [], base=b"base", keep_s=KEEP_S)))
-    host.send(b"a", command(messages.Disown("", "alone", 1)))
-    assert "alone" not in host.host._wills._over
+    host.send(b"a", command(messages.SaveHandoff("", "alone", 1, 0, [], base=b"base", keep_s=KEEP_S)))
+    host.send(b"a", command(messages.DropHandoff("", "alone", 1)))
+    assert "alone" not in host.host._handoffs._over
 
 
 def renew(host: Host, name: bytes, number: int, key: str = "s") -> int:
@@ -460,16 +460,16 @@ def test_whoever_asked_before_the_owner_went_on_gets_nothing(host: Host) -> None
     entrust(host, b"a", 0)
     adopt(host, b"b")
     assert renew(host, b"a", 1) == SECOND
-    assert inherited(host, b"b") == [messages.Inherited("s")]
+    assert adopted(host, b"b") == [messages.SessionGiven("s")]
     listen(host, 2 * RELEASE_SECONDS)
     adopt(host, b"b", number=1)
-    assert inherited(host, b"b")[1:] == [messages.Inherited("s")]
+    assert adopted(host, b"b")[1:] == [messages.SessionGiven("s")]
     # The owner may speak on under the number that it had: it may not have heard of the new one yet.
     entrust(host, b"a", 0, base=None, entries=[b"x"])
     assert not fenced(host, b"a")
     adopt(host, b"b")
     listen(host, 2 * RELEASE_SECONDS)
-    assert inherited(host, b"b")[-1].number == THIRD
+    assert adopted(host, b"b")[-1].number == THIRD
 
 
 def test_only_the_owner_of_a_session_goes_on_with_it(host: Host) -> None:

@@ -18,7 +18,7 @@ from engine.boundary.codec import Batch, WireData
 from engine.boundary.commands import WireItem, encode_command
 from engine.boundary.items import hash_payload
 from engine.messages import Item
-from engine.server.host import MOST_UNREADABLE, Drain, EngineHost
+from engine.server.host import MOST_UNREADABLE, DrainRequest, EngineHost
 from engine.server.loop import EngineLoop
 from engine.server.main import run_engine
 from tests.engine import fakes
@@ -70,14 +70,14 @@ class Host:
 
     def check_roster(self) -> None:
         """Host and loop know the same streams."""
-        roster = self.host._roster
-        assert set(roster.streams) == set(self.loop.scheduler.streams)
+        hosted_streams = self.host._hosted
+        assert set(hosted_streams.streams) == set(self.loop.scheduler.streams)
         for peer in self.host._peers.values():
-            assert all(roster.streams[name].name == stream for stream, name in peer.streams.items())
-            assert set(peer.streams.values()) <= set(roster.streams)
+            assert all(hosted_streams.streams[name].name == stream for stream, name in peer.streams.items())
+            assert set(peer.streams.values()) <= set(hosted_streams.streams)
         names = [name for peer in self.host._peers.values() for name in peer.streams.values()]
-        names += [name for name, hosted in roster.streams.items() if hosted.peer is None]
-        assert sorted(names) == sorted(roster.streams), "a stream that takes no commands was left behind"
+        names += [name for name, hosted in hosted_streams.streams.items() if hosted.peer is None]
+        assert sorted(names) == sorted(hosted_streams.streams), "a stream that takes no commands was left behind"
 
     def send(self, name: bytes, *commands: msgspec.Raw, audio: tuple[np.ndarray, ...] = ()) -> None:
         self.post(name, *commands, audio=audio)
@@ -323,7 +323,7 @@ def test_any_order_of_commands_leaves_host_and_loop_with_the_same_streams(
             assert host.believed(name) == set(host.host._peers[name].streams)
     host.host._drop(host.host._peers[b"g"])
     host.tick()
-    assert {hosted.peer.name for hosted in host.host._roster.streams.values()} <= {b"h"}
+    assert {hosted.peer.name for hosted in host.host._hosted.streams.values()} <= {b"h"}
 
 
 def _random_command(kind: str, stream: str) -> msgspec.Raw:
@@ -373,7 +373,7 @@ def test_an_item_is_made_of_what_came() -> None:
 
 
 def test_an_engine_that_drains_takes_nothing_new_says_so_and_ends_when_it_is_empty() -> None:
-    host, drain = Host(), Drain(lambda: True, 60.0)
+    host, drain = Host(), DrainRequest(lambda: True, 60.0)
     host.greet(b"g")
     host.send(b"g", command(messages.Open("a")))
     assert not host.host._is_drained(drain.seconds)

@@ -11,9 +11,23 @@ from numpy.typing import NDArray
 
 from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
-from engine.messages import CUT, Abort, Closed, Command, Failed, Feed, Finish, Flush, Flushed, Item, Open, Output, Text
+from engine.messages import (
+    SKIPPED,
+    Abort,
+    Closed,
+    Command,
+    Failed,
+    Feed,
+    Finish,
+    Flush,
+    Flushed,
+    Item,
+    Open,
+    Output,
+    Text,
+)
 from engine.server.loop import EngineLoop
-from engine.server.skipped_silence import cut_settings
+from engine.server.skipped_silence import skip_settings
 from engine.server.speech import GateSettings
 from tests.engine import fakes
 from tests.engine.server.test_blame import items_of
@@ -108,7 +122,7 @@ def test_it_is_as_if_the_silence_had_never_been_sent(seed: int, overlaps: bool) 
     assert [item.offset for item in run.given] == [SPEC.prefix_positions, *ends[:-1]], "positions are contiguous"
     other = without_the_cuts(run)
     assert (run.said.text, run.said.words, run.said.last) == (other.said.text, other.said.words, other.said.last)
-    assert run.said.text and [token for token in run.tokens if token != CUT] == other.tokens
+    assert run.said.text and [token for token in run.tokens if token != SKIPPED] == other.tokens
     # A token or a cut for every position that was sent.
     assert len(run.tokens) == sum(item.length for item in whole)
     assert isinstance(run.outputs[-1], Closed) and run.outputs[-1].sample == len(audio)
@@ -200,7 +214,7 @@ def test_a_long_silence_keeps_nothing_and_a_declared_one_costs_nothing() -> None
     assert run.loop.reached("a") > position + hour - 5, "the gateway may send on"
     run.submit(Feed("a", [Item(position + hour, 1, (12 + hour) * fakes.POSITION)])).drain()
     assert len(run.tokens) > hour - 10, "what is cut is told soon"
-    assert len(stream._shifts) <= 2
+    assert len(stream._skips) <= 2
 
 
 def test_mistakes_end_as_before() -> None:
@@ -229,12 +243,12 @@ def test_a_suspects_spot_and_what_is_announced_are_on_the_gateways_count() -> No
     spot, end = items[-10].offset, items[-1].offset + items[-1].length
     loop.submit([Open("a", forced_tokens=tokens, suspect=(spot, spot + 1)), Feed("a", items)], 0)
     (suspect,) = loop.scheduler.suspects.values()
-    assert suspect.start == spot - tokens.count(CUT)
+    assert suspect.start == spot - tokens.count(SKIPPED)
     while loop.has_work():
         loop.step()
     assert max(target[2] for target in told) == end
 
 
 def test_the_settings_of_a_real_engine() -> None:
-    real = cut_settings(3.0)
+    real = skip_settings(3.0)
     assert real.hang_over_samples == 48_000 and real.evidence == real.conversation_evidence

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.server.speech import Begin, Cut, Decision, End, GateSettings, Pause, Resume, Skip, SpeechGate
+from engine.server.speech import Begin, Decision, End, GateSettings, Pause, Resume, Skip, SpeechGate, SplitUtterance
 
 FRAME = 512
 # A frame lasts 0.032 s. One of SPEECH adds 6 log-odds, one of DOUBT 1.2, one of QUIET takes 1, one of NEUTRAL nothing.
@@ -26,12 +26,12 @@ SETTINGS = GateSettings(
 )
 
 
-def decide(*stretches: tuple[float, int], settings: GateSettings = SETTINGS) -> list[Decision]:
+def decide(*spans: tuple[float, int], settings: GateSettings = SETTINGS) -> list[Decision]:
     """Decisions over stretches of (probability, frames), pushed frame by frame."""
     gate = SpeechGate(settings)
     return [
         decision
-        for probability, frames in stretches
+        for probability, frames in spans
         for _ in range(frames)
         for decision in gate.judge([probability], FRAME)
     ]
@@ -225,10 +225,13 @@ FILE = replace(SETTINGS, longest_samples=LONGEST)
 
 
 def test_an_utterance_that_grows_too_long_is_cut_where_it_was_calmest() -> None:
-    stretches = [(SPEECH, 20), (QUIET, 9), (SPEECH, 11), (0.6, 8), (SPEECH, 30)]
+    spans = [(SPEECH, 20), (QUIET, 9), (SPEECH, 11), (0.6, 8), (SPEECH, 30)]
     cut = 44 * FRAME  # the calm place in the second half, not the calmer one in the first
-    assert [d for d in decide(*stretches, settings=FILE) if isinstance(d, (Begin, Cut, End))] == [Begin(0), Cut(cut)]
-    assert not any(isinstance(decision, Cut) for decision in decide(*stretches, (SPEECH, 500)))
+    assert [d for d in decide(*spans, settings=FILE) if isinstance(d, (Begin, SplitUtterance, End))] == [
+        Begin(0),
+        SplitUtterance(cut),
+    ]
+    assert not any(isinstance(decision, SplitUtterance) for decision in decide(*spans, (SPEECH, 500)))
 
 
 def test_what_follows_a_cut_is_the_same_utterance() -> None:
@@ -239,7 +242,7 @@ def test_what_follows_a_cut_is_the_same_utterance() -> None:
 def test_an_utterance_that_ends_in_the_calm_where_it_was_cut_ends_there() -> None:
     gate = SpeechGate(replace(FILE, hang_over_samples=20 * FRAME))
     decisions = gate.judge([SPEECH] * 45 + [QUIET] * 30, FRAME)
-    cut = next(decision.sample for decision in decisions if isinstance(decision, Cut))
+    cut = next(decision.sample for decision in decisions if isinstance(decision, SplitUtterance))
     assert cut > 48 * FRAME
     assert decisions[-2:] == [End(cut, speech_end=45 * FRAME), Skip(70 * FRAME)]
 
@@ -253,11 +256,11 @@ def test_no_piece_of_a_file_is_longer_than_its_bound_however_it_comes(frames: li
         grouped += gate.judge(frames[start : start + at], FRAME)
         gate, saved = SpeechGate(FILE), gate.save()
         gate.resume(saved)
-    kinds = (Begin, Cut, End)
+    kinds = (Begin, SplitUtterance, End)
     assert [d for d in grouped if isinstance(d, kinds)] == [d for d in one_by_one if isinstance(d, kinds)]
     start = None
     for decision in one_by_one:
-        if isinstance(decision, (Cut, End)):
+        if isinstance(decision, (SplitUtterance, End)):
             assert start is not None and start <= decision.sample <= start + LONGEST
         if isinstance(decision, kinds):
             start = decision.sample

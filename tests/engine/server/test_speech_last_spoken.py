@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages import Speech
-from engine.server.speech import LastSpoken
+from engine.server.speech import LastSpeech
 
 FRAME = 10
 
 
 def told_of(probabilities: list[float], pieces: list[int], ends: list[int], early: int) -> dict[int, int]:
     """What is told of the audio before each of the ends, asked for so many frames early if not at the last moment."""
-    spoken, told, heard, waiting = LastSpoken(), dict[int, int](), 0, sorted(ends)
+    spoken, told, heard, waiting = LastSpeech(), dict[int, int](), 0, sorted(ends)
     for size in [*pieces, len(probabilities)]:
         part = probabilities[heard : heard + size]
         while waiting and (waiting[0] // FRAME <= heard + early or waiting[0] < (heard + len(part)) * FRAME):
@@ -48,7 +48,7 @@ def test_the_answer_depends_on_the_audio_alone(
 
 
 def test_a_pause_waits_for_its_audio_and_is_told_in_order() -> None:
-    spoken, told = LastSpoken(), list[tuple[str, int]]()
+    spoken, told = LastSpeech(), list[tuple[str, int]]()
     spoken.came = 25
     spoken.ask(lambda sample: told.append(("first", sample)))
     spoken.came = 40

@@ -12,10 +12,10 @@ FRAME = 512
 SECOND = 16_000
 
 
-def listened(*stretches: tuple[float, float], until: float = 10.0) -> WordTimes:
+def listened(*spans: tuple[float, float], until: float = 10.0) -> WordTimes:
     """A stream in which somebody speaks in these stretches, in seconds."""
     times = WordTimes(0.35)
-    frames = [any(a <= at * FRAME / SECOND < b for a, b in stretches) for at in range(round(until * SECOND / FRAME))]
+    frames = [any(a <= at * FRAME / SECOND < b for a, b in spans) for at in range(round(until * SECOND / FRAME))]
     times.hear(0, FRAME, [0.9 if speaks else 0.1 for speaks in frames])
     return times
 
@@ -59,10 +59,10 @@ seconds = st.floats(0, 12, allow_nan=False)
     st.integers(0, 400),
 )
 def test_no_word_ends_behind_speech_and_none_before_the_last(
-    stretches: list[list[float]], words: list[tuple[float, float]], cut: int
+    spans: list[list[float]], words: list[tuple[float, float]], cut: int
 ) -> None:
     """Whatever the model says, and however often the state goes to another engine meanwhile."""
-    frames = [any(a <= at * FRAME / SECOND < b for a, b in stretches) for at in range(400)]
+    frames = [any(a <= at * FRAME / SECOND < b for a, b in spans) for at in range(400)]
     probabilities = [0.9 if speaks else 0.1 for speaks in frames]
     times = WordTimes(0.35)
     times.hear(0, FRAME, probabilities[:cut])

@@ -16,7 +16,7 @@ import pytest
 
 from engine.weights import registry as weight_sources
 from engine.weights import store as weights
-from engine.weights.registry import REGISTRY, Entry, HubFile, PackageFile, Recipe, Remote, ShippedFile
+from engine.weights.registry import REGISTRY, HubFile, PackageFile, Recipe, RegisteredModel, Remote, ShippedFile
 
 CONTENT = b"the weights of a very small model"
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def add(*recipes: Recipe, single_file: str = "") -> None:
-        monkeypatch.setitem(REGISTRY, "small", Entry("a test model", recipes, single_file))
+        monkeypatch.setitem(REGISTRY, "small", RegisteredModel("a test model", recipes, single_file))
 
     return add
 

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from realtime.client.http_client import Answer, FileUnreadable, Form, HttpServer, _head
+from realtime.client.http_client import FileUnreadable, Form, HttpAnswer, HttpServer, _head
 from realtime.client.wire_client import CannotConnect, realtime_url
 from tests.realtime.plain_server import answering, reply
 
@@ -76,7 +76,7 @@ def test_key_is_sent_and_never_shown() -> None:
         assert refused.get("/capacity").refusal == "refused with 401: Incorrect API key provided."
     assert b"Authorization: Bearer a-long-secret" in seen[0]
     assert "pass" not in refused.url
-    assert Answer(500, b"<html>").refusal == "refused with 500: it gives no reason"
+    assert HttpAnswer(500, b"<html>").refusal == "refused with 500: it gives no reason"
 
 
 def test_refusal_in_the_middle_of_an_upload_is_what_is_reported() -> None:

@@ -16,11 +16,11 @@ from websockets.protocol import State
 
 from realtime.client import lasting_session
 from realtime.client.lasting_session import LastingSession
-from realtime.client.wire_client import COMPLETED, DELTA, CannotConnect, SessionWishes
+from realtime.client.wire_client import COMPLETED, DELTA, CannotConnect, SessionOptions
 from tests.waiting import stays, until
 
 RATE = 100
-WISHES = SessionWishes(RATE, None)
+WISHES = SessionOptions(RATE, None)
 Script = Callable[["Wire"], Awaitable[None]]
 
 

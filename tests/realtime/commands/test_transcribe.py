@@ -204,16 +204,16 @@ def test_what_the_model_does_not_take_is_said_once_and_left_out(
 ) -> None:
     engine.takes(replace(MULTILINGUAL, prompt=False))
     files = [str(write_wav(tmp_path / name, sound(1.0))) for name in ("a.wav", "b.wav")]
-    wishes = ["--language", "de", "--prompt", "Hello.", "--keyword", "tape", "--keyword", "ticker"]
-    wishes += ["--model", "fake-model"]
+    transcription_options = ["--language", "de", "--prompt", "Hello.", "--keyword", "tape", "--keyword", "ticker"]
+    transcription_options += ["--model", "fake-model"]
     for mode in ([], ["--live"]):
         engine.opened.clear()
-        assert cli.main(["transcribe", *mode, *wishes, *files[: 1 if mode else 2]]) == 0
+        assert cli.main(["transcribe", *mode, *transcription_options, *files[: 1 if mode else 2]]) == 0
         said = capsys.readouterr().err
         assert said.count("note: fake-model takes no prompt, no keywords; going on without") == 1
         assert all(opened["options"] == {"language": "de"} for opened in engine.opened)
     engine.takes(replace(MULTILINGUAL, keywords=2))
-    assert cli.main(["transcribe", *wishes, files[0]]) == 0
+    assert cli.main(["transcribe", *transcription_options, files[0]]) == 0
     assert engine.opened[-1]["options"] == {"language": "de", "prompt": "Hello.", "keywords": "tape\t1\nticker\t1"}
     assert "takes no" not in capsys.readouterr().err
 

@@ -6,18 +6,20 @@ import pytest
 
 from engine.options import Options
 from engine.spec import ModelSpec
-from realtime.commands.transcription_options import Wishes
+from realtime.commands.transcription_options import TranscriptionOptions
 
 MODEL = ModelSpec("m", 16_000, 1280, options=Options(languages=("en",), keywords=500))
 
 
 def test_what_a_model_does_not_take_is_said_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert Wishes(prompt="We talk of mines in the north.").options_for(MODEL) == {}
+    assert TranscriptionOptions(prompt="We talk of mines in the north.").options_for(MODEL) == {}
     assert "m takes no prompt; going on without" in capsys.readouterr().err
 
 
 def test_a_prompt_that_is_a_list_of_words_is_taken_as_keywords(capsys: pytest.CaptureFixture[str]) -> None:
-    wishes = Wishes(prompt="Kittila, Jaroka")
-    assert wishes.options_for(MODEL) == {"keywords": "Kittila\t1\nJaroka\t1"}
-    assert wishes.taken_by("m", ("language", "keywords")) == {"prompt": "Kittila, Jaroka"}, "a server reads it itself"
+    transcription_options = TranscriptionOptions(prompt="Kittila, Jaroka")
+    assert transcription_options.options_for(MODEL) == {"keywords": "Kittila\t1\nJaroka\t1"}
+    assert transcription_options.taken_by("m", ("language", "keywords")) == {"prompt": "Kittila, Jaroka"}, (
+        "a server reads it itself"
+    )
     assert not capsys.readouterr().err

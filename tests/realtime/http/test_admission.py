@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 
 import realtime
-from engine.client.handoff import Inheritance
+from engine.client.handoff import AdoptedSession
 from realtime.config import Config, LimitsConfig
-from realtime.http.context import Context, Gatekeeper
+from realtime.http.context import Authenticator, Context
 from realtime.http.gateway import Gateway
 from realtime.metrics.gateway import Metrics
-from realtime.serving.factory import SessionMaker, Surroundings
+from realtime.serving.factory import GatewayServices, SessionFactory
 from realtime.serving.quota import Counts
 from realtime.serving.registry import Sessions
 from realtime.serving.tokens import Signer
 from realtime.session.settings import INCLUDE_RESUME
-from realtime.workers.shared_quota import HouseKeeper, SharedHouse
+from realtime.workers.shared_quota import QuotaCoordinator, SharedQuota
 from realtime.workers.worker_link import Line
 from tests.realtime.gateway_doubles import FakeEngine, tone
 
@@ -158,13 +158,13 @@ class Place:
 
 
 @asynccontextmanager
-async def place(shared: bool = False, heirs: Any = None) -> AsyncIterator[Place]:
+async def place(shared: bool = False, claimants: Any = None) -> AsyncIterator[Place]:
     engine, now, metrics, signer = FakeEngine(), [0.0], Metrics(), Signer()
-    async with shared_house() if shared else alone() as (house, keeper):
-        around = Surroundings(metrics, signer, heirs, house)
+    async with shared_house() if shared else alone() as (quota, keeper):
+        around = GatewayServices(metrics, signer, claimants, quota)
         sessions = Sessions(engine, CONFIG, lambda: now[0], lambda: 0.0, around)
-        counts = sessions._house.counts if keeper is None else keeper.counts  # type: ignore[attr-defined]
-        gateway = Gateway(Context(engine, CONFIG, metrics, Gatekeeper((), signer), sessions))
+        counts = sessions._quota.counts if keeper is None else keeper.counts  # type: ignore[attr-defined]
+        gateway = Gateway(Context(engine, CONFIG, metrics, Authenticator((), signer), sessions))
         yield Place(gateway, counts, now, engine)
 
 
@@ -174,12 +174,12 @@ async def alone() -> AsyncIterator[tuple[None, None]]:
 
 
 @asynccontextmanager
-async def shared_house() -> AsyncIterator[tuple[SharedHouse, HouseKeeper]]:
+async def shared_house() -> AsyncIterator[tuple[SharedQuota, QuotaCoordinator]]:
     """A worker's side and its parent's, with the real line between them."""
     ours, theirs = [await Line.over(end) for end in socket.socketpair()]
-    keeper = HouseKeeper(CONFIG.limits, lambda: 0.0)
+    keeper = QuotaCoordinator(CONFIG.limits, lambda: 0.0)
     keeper.add(1, ours)
-    house = SharedHouse(theirs, lambda: 0.0)
+    quota = SharedQuota(theirs, lambda: 0.0)
 
     async def hear(line: Line, told: Callable[[Any], None]) -> None:
         async for message in line:
@@ -187,10 +187,10 @@ async def shared_house() -> AsyncIterator[tuple[SharedHouse, HouseKeeper]]:
 
     hearing = [
         asyncio.create_task(hear(ours, lambda message: keeper.hear(1, message))),
-        asyncio.create_task(hear(theirs, house.hear)),
+        asyncio.create_task(hear(theirs, quota.hear)),
     ]
     try:
-        yield house, keeper
+        yield quota, keeper
     finally:
         for task in hearing:
             task.cancel()
@@ -284,7 +284,7 @@ async def run_through(
     at = 1
     while True:
         async with place(**options) as running:
-            if running.sessions._heirs is not None:
+            if running.sessions._claimants is not None:
                 running.tokens.append(running.sessions._signer.resume_token("sess_elsewhere", "address 127.0.0.1"))
             async with fail(at) as fault:
                 await story(running)
@@ -319,9 +319,9 @@ class Heirs:
     """Engines that have a session of another process."""
 
     def __init__(self) -> None:
-        self.wills = SimpleNamespace(on_wanted=None, on_fenced=None)
+        self.handoffs = SimpleNamespace(on_wanted=None, on_fenced=None)
 
-    def keeper_for(self, stream: Any) -> None:
+    def handoff_target(self, stream: Any) -> None:
         return None
 
     async def confirm(self) -> None:
@@ -331,12 +331,12 @@ class Heirs:
         await asyncio.sleep(0)
         return int(owned.number)
 
-    async def adopt(self, key: str, is_wanted: Any = None) -> Inheritance:
+    async def adopt(self, key: str, is_wanted: Any = None) -> AdoptedSession:
         await asyncio.sleep(0)
-        return Inheritance(2, b"", [], [])
+        return AdoptedSession(2, b"", [], [])
 
 
-def go_on(maker: SessionMaker, session_id: str, caller: str, inherited: Inheritance) -> Any:
+def go_on(maker: SessionFactory, session_id: str, caller: str, adopted: AdoptedSession) -> Any:
     """As if it had been read from the value: its client may come back, and has not come yet."""
     from realtime.dialects.openai import OpenAIDialect
     from realtime.serving.quota import Caller
@@ -351,10 +351,10 @@ def go_on(maker: SessionMaker, session_id: str, caller: str, inherited: Inherita
 async def test_an_error_while_a_session_is_adopted_leaves_nothing_counted(
     shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SessionMaker, "go_on", go_on)
+    monkeypatch.setattr(SessionFactory, "go_on", go_on)
     for error in ERRORS:
         places = await run_through(
-            adopted, lambda at, error=error: failing_at_awaits(at, error), shared=shared, heirs=Heirs()
+            adopted, lambda at, error=error: failing_at_awaits(at, error), shared=shared, claimants=Heirs()
         )
         assert places >= 5
-    assert await run_through(adopted, failing_at_calls, shared=shared, heirs=Heirs()) >= 20
+    assert await run_through(adopted, failing_at_calls, shared=shared, claimants=Heirs()) >= 20

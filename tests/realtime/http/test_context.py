@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from realtime.errors import Refusal
-from realtime.http.context import PURPOSE, SECRET_PREFIX, Gatekeeper, asks_for_beta, offered_key, select_subprotocol
+from realtime.http.context import PURPOSE, SECRET_PREFIX, Authenticator, asks_for_beta, offered_key, select_subprotocol
 from realtime.serving.quota import Caller
 from realtime.serving.tokens import Signer
 from realtime.session.settings import Settings
@@ -57,7 +57,7 @@ def test_the_beta_is_asked_for_in_either_place(header: str, offered: list[str], 
 def test_client_secrets_expire_and_are_as_good_at_any_server_with_the_same_secret() -> None:
     now = 1000.0
     signer = Signer(b"shared")
-    keeper, other = (Gatekeeper(("the-real-key",), signer, lambda: now) for _ in range(2))
+    keeper, other = (Authenticator(("the-real-key",), signer, lambda: now) for _ in range(2))
     caller = keeper.check("the-real-key", "")
     secret = keeper.issue(caller, Settings(language="de"), 60)
     assert keeper.check(secret.value, "").settings == Settings(language="de")
@@ -65,7 +65,7 @@ def test_client_secrets_expire_and_are_as_good_at_any_server_with_the_same_secre
     assert keeper.check(secret.value, "").is_secret and not caller.is_secret
     assert other.check(secret.value, "").settings == Settings(language="de")
     assert keeper.issue(caller, Settings(language="de"), 60).value != secret.value
-    for stranger in (Gatekeeper(("the-real-key",), Signer(b"another"), lambda: now),):
+    for stranger in (Authenticator(("the-real-key",), Signer(b"another"), lambda: now),):
         with pytest.raises(Refusal):
             stranger.check(secret.value, "")
     now = 1061.0
@@ -75,7 +75,7 @@ def test_client_secrets_expire_and_are_as_good_at_any_server_with_the_same_secre
 
 
 def test_a_client_secret_that_would_not_fit_into_a_request_is_refused() -> None:
-    keeper = Gatekeeper((), Signer())
+    keeper = Authenticator((), Signer())
     noise = "".join(chr(0x4E00 + random.Random(0).randrange(20_000)) + str(number) for number in range(4000))
     with pytest.raises(Refusal) as refused:
         keeper.issue(Caller("address 1"), Settings(prompt=noise), 60)
@@ -83,7 +83,7 @@ def test_a_client_secret_that_would_not_fit_into_a_request_is_refused() -> None:
 
 
 def test_a_changed_secret_is_none_of_ours() -> None:
-    keeper = Gatekeeper(("the-real-key",), Signer())
+    keeper = Authenticator(("the-real-key",), Signer())
     secret = keeper.issue(Caller("key 0"), Settings(), 60).value
     for place in range(3, len(secret)):
         changed = secret[:place] + ("A" if secret[place] != "A" else "B") + secret[place + 1 :]
@@ -92,24 +92,24 @@ def test_a_changed_secret_is_none_of_ours() -> None:
 
 
 def test_without_keys_anybody_may_come_and_is_counted_by_address() -> None:
-    keeper = Gatekeeper((), Signer())
+    keeper = Authenticator((), Signer())
     assert keeper.check("whatever", "10.0.0.1").name == "address 10.0.0.1"
     assert keeper.check("ek_unknown", "10.0.0.1").settings is None
 
 
 def test_a_key_is_the_same_caller_at_any_server_with_the_same_secret_however_its_keys_are_ordered() -> None:
-    here = Gatekeeper(("the-old-key", "the-new-key"), Signer(b"shared")).check("the-new-key", "").name
-    assert Gatekeeper(("the-new-key",), Signer(b"shared")).check("the-new-key", "").name == here
-    assert Gatekeeper(("the-new-key",), Signer(b"another")).check("the-new-key", "").name != here
-    assert Gatekeeper(("the-old-key", "the-new-key"), Signer(b"shared")).check("the-old-key", "").name != here
+    here = Authenticator(("the-old-key", "the-new-key"), Signer(b"shared")).check("the-new-key", "").name
+    assert Authenticator(("the-new-key",), Signer(b"shared")).check("the-new-key", "").name == here
+    assert Authenticator(("the-new-key",), Signer(b"another")).check("the-new-key", "").name != here
+    assert Authenticator(("the-old-key", "the-new-key"), Signer(b"shared")).check("the-old-key", "").name != here
 
 
 def test_a_client_secret_is_valid_only_while_its_key_is_configured() -> None:
     signer = Signer(b"shared")
-    keeper = Gatekeeper(("the-old-key", "the-new-key"), signer)
+    keeper = Authenticator(("the-old-key", "the-new-key"), signer)
     old, new = (keeper.issue(keeper.check(f"the-{name}-key", ""), Settings(), 60).value for name in ("old", "new"))
     # Other gateways with the same secret may list the keys otherwise.
-    other = Gatekeeper(("the-new-key", "a-third-key"), signer)
+    other = Authenticator(("the-new-key", "a-third-key"), signer)
     assert other.check(new, "").name == keeper.check(new, "").name
     with pytest.raises(Refusal) as refused:
         other.check(old, "")
@@ -126,15 +126,15 @@ def test_a_client_secret_is_valid_only_while_its_key_is_configured() -> None:
 
 def test_a_client_secret_of_a_server_without_keys_opens_no_server_with_keys() -> None:
     signer = Signer(b"shared")
-    without = Gatekeeper((), signer)
+    without = Authenticator((), signer)
     secret = without.issue(without.check(None, "127.0.0.1"), Settings(language="de"), 60).value
     assert without.check(secret, "10.0.0.1").settings == Settings(language="de")
     with pytest.raises(Refusal):
-        Gatekeeper(("the-real-key",), signer).check(secret, "127.0.0.1")
+        Authenticator(("the-real-key",), signer).check(secret, "127.0.0.1")
 
 
 def test_a_key_that_begins_like_a_client_secret_is_a_key() -> None:
-    keeper = Gatekeeper(("ek_a-real-key", "the-other-key"), Signer())
+    keeper = Authenticator(("ek_a-real-key", "the-other-key"), Signer())
     caller = keeper.check("ek_a-real-key", "")
     assert not caller.is_secret
     assert keeper.check(keeper.issue(caller, Settings(), 60).value, "").is_secret
@@ -146,7 +146,7 @@ def test_a_key_that_begins_like_a_client_secret_is_a_key() -> None:
 
 def test_a_secret_that_another_version_signed_is_none() -> None:
     signer = Signer()
-    keeper = Gatekeeper(("the-real-key",), signer)
+    keeper = Authenticator(("the-real-key",), signer)
     for value in (b"not compressed", zlib.compress(b"no list"), zlib.compress(msgspec.msgpack.encode([1, 2]))):
         with pytest.raises(Refusal):
             keeper.check(SECRET_PREFIX + signer.sign(PURPOSE, value), "")

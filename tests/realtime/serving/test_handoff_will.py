@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from engine import messages
-from engine.client.stream import Keeper
-from realtime.serving.handoff import Will, WillSettings, decode_entry
+from engine.client.stream import HandoffTarget
+from realtime.serving.handoff import HandoffSettings, SessionHandoff, decode_entry
 from realtime.session.events import Acknowledged, Append, Gap, Measured, Send, Tick
 
 SPEECH = messages.Speech("s", 0, 512, [0.5])
@@ -43,16 +43,16 @@ class Desk:
     def __init__(self) -> None:
         self.link: FakeLink | None = FakeLink()
 
-    def keeper_for(self, stream: object) -> Keeper | None:
-        return None if self.link is None else Keeper(cast(Any, self.link))
+    def handoff_target(self, stream: object) -> HandoffTarget | None:
+        return None if self.link is None else HandoffTarget(cast(Any, self.link))
 
     def flush(self) -> list[Any]:
         assert self.link is not None
         return self.link.flush()
 
 
-def append(will: Will) -> None:
-    will.note(Append(np.zeros(10, np.float32), 10, 1.0), 1.0, [])
+def append(handoff: SessionHandoff) -> None:
+    handoff.note(Append(np.zeros(10, np.float32), 10, 1.0), 1.0, [])
 
 
 def names(word: Any) -> list[str]:
@@ -65,51 +65,53 @@ def desk() -> Desk:
 
 
 @pytest.fixture
-async def will(desk: Desk) -> Will:
+async def handoff(desk: Desk) -> SessionHandoff:
     """Its first word, the whole value, has been said."""
-    settings = WillSettings(60.0, 1000)
-    will = Will("sess", 1, cast(Any, desk), settings, lambda: None, lambda last, moves: (b"base", b""))
-    append(will)
+    settings = HandoffSettings(60.0, 1000)
+    handoff = SessionHandoff("sess", 1, cast(Any, desk), settings, lambda: None, lambda last, moves: (b"base", b""))
+    append(handoff)
     (first,) = desk.flush()
     assert first.base == b"base"
-    return will
+    return handoff
 
 
-async def test_all_that_happened_since_the_last_batch_is_one_word(desk: Desk, will: Will) -> None:
-    append(will)
-    will.note(SPEECH, 2.0, [Send(Acknowledged(7))])
-    will.wrote(2.0)
+async def test_all_that_happened_since_the_last_batch_is_one_word(desk: Desk, handoff: SessionHandoff) -> None:
+    append(handoff)
+    handoff.note(SPEECH, 2.0, [Send(Acknowledged(7))])
+    handoff.wrote(2.0)
     assert desk.link is not None and len(desk.link.collectors) == 1
     (word,) = desk.flush()
     assert word.base is None and names(word) == ["Gap", "Speech", "NoneType"]
     assert not desk.flush()
 
 
-async def test_an_output_that_nobody_has_heard_of_waits_for_the_next_word(desk: Desk, will: Will) -> None:
-    will.note(SPEECH, 1.0, [Measured("lag_seconds", 0.1)])
-    will.note(Tick(), 1.0, [])
+async def test_an_output_that_nobody_has_heard_of_waits_for_the_next_word(desk: Desk, handoff: SessionHandoff) -> None:
+    handoff.note(SPEECH, 1.0, [Measured("lag_seconds", 0.1)])
+    handoff.note(Tick(), 1.0, [])
     assert desk.link is not None and not desk.link.collectors
-    append(will)
+    append(handoff)
     (word,) = desk.flush()
     assert names(word) == ["Speech", "Gap"], "in the order in which it happened"
 
 
-async def test_what_was_due_at_an_engine_that_is_lost_begins_anew_at_the_next(desk: Desk, will: Will) -> None:
-    append(will)
+async def test_what_was_due_at_an_engine_that_is_lost_begins_anew_at_the_next(
+    desk: Desk, handoff: SessionHandoff
+) -> None:
+    append(handoff)
     old = desk.link
     assert old is not None
     old.lost, desk.link = "gone", None
-    append(will)
+    append(handoff)
     desk.link = FakeLink()
-    will.note(Gap(10, 10, 1.0), 2.0, [])
+    handoff.note(Gap(10, 10, 1.0), 2.0, [])
     (word,) = desk.flush()
     assert word.base == b"base" and not word.entries
     assert not old.flush()
 
 
-async def test_a_will_that_is_over_says_nothing_more(desk: Desk, will: Will) -> None:
-    append(will)
-    will.close()
+async def test_a_will_that_is_over_says_nothing_more(desk: Desk, handoff: SessionHandoff) -> None:
+    append(handoff)
+    handoff.close()
     assert desk.link is not None
-    assert [type(word) for word in desk.link.words[-1:]] == [messages.Disown]
+    assert [type(word) for word in desk.link.words[-1:]] == [messages.DropHandoff]
     assert not desk.flush()

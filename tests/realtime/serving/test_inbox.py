@@ -17,7 +17,7 @@ from realtime.serving.connection import Connection
 from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
 from realtime.serving.socket_extras import SocketExtras
-from realtime.serving.throttle import Pace, Turnstile
+from realtime.serving.throttle import FairTurns, Pace
 from realtime.session.settings import AudioFormat, Settings
 from tests.realtime.gateway_doubles import FakeEngine
 
@@ -67,7 +67,7 @@ async def heard_after_each(sent: list[list[int | str]], pace: Pace | None = None
         """Nobody reads the answers."""
 
     extras = SocketExtras(nothing_waits=waiting.empty)
-    connection = Connection(entry.live, entry.inbox, waiting.get, send, extras, Turnstile())
+    connection = Connection(entry.live, entry.inbox, waiting.get, send, extras, FairTurns())
     serving = asyncio.create_task(connection.run([], pace))
     found: list[tuple[int, int]] = []
     samples = 0

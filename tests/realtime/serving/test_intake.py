@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realtime.serving.intake import Intake
+from realtime.serving.intake import AudioIntake
 from realtime.session.settings import AudioFormat
 
 RATE = 16_000
@@ -16,7 +16,7 @@ RATE = 16_000
 @given(st.lists(st.integers(0, 900), min_size=1, max_size=12), st.sampled_from([8000, 16000, 24000, 44100]))
 def test_intake_counts_every_sample_once_however_the_bytes_are_cut(cuts: list[int], rate: int) -> None:
     data = np.random.default_rng(0).integers(-3000, 3000, sum(cuts), np.int16).tobytes()
-    whole, pieces = Intake(AudioFormat("audio/pcm", rate)), Intake(AudioFormat("audio/pcm", rate))
+    whole, pieces = AudioIntake(AudioFormat("audio/pcm", rate)), AudioIntake(AudioFormat("audio/pcm", rate))
     expected = [whole.decode(data), whole.flush()]
     appended, start = [], 0
     for number, cut in enumerate(cuts):
@@ -31,6 +31,6 @@ def test_intake_counts_every_sample_once_however_the_bytes_are_cut(cuts: list[in
 
 
 def test_intake_flush_of_nothing_is_nothing() -> None:
-    intake = Intake(AudioFormat())
+    intake = AudioIntake(AudioFormat())
     assert len(intake.flush().samples) == 0
     assert intake.silence(24_000).samples == RATE

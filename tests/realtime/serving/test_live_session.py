@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine import messages
-from engine.client.handoff import Inheritance
+from engine.client.handoff import AdoptedSession
 from realtime.dialects.base import SessionFacts
 from realtime.dialects.openai import OpenAIDialect
 from realtime.metrics.gateway import Metrics
@@ -218,8 +218,8 @@ async def test_a_session_taken_over_while_its_options_change_hears_all_of_its_au
         LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), [], 0, now=0.0,
         **{**live.runner.save(last=False), "reopen": True, "runs_out": True},
     )  # fmt: skip
-    inherited = Inheritance(1, b"", [], [], former, goes_on_at=RATE)  # type: ignore[arg-type]
-    live.take_over(saved, inherited, core, np.zeros(RATE, np.float32))
+    adopted = AdoptedSession(1, b"", [], [], former, goes_on_at=RATE)  # type: ignore[arg-type]
+    live.take_over(saved, adopted, core, np.zeros(RATE, np.float32))
     live.submit(End())
     await until(lambda: live.session.closed)
     assert (former.samples, [stream.samples for stream in engine.streams]) == (0, [RATE])
@@ -239,8 +239,8 @@ async def test_a_session_taken_over_before_its_new_stream_was_begun_asks_that_on
     )  # fmt: skip
     for tag in (1, 2):
         former._put(messages.Flushed("sess.1", tag, RATE))
-    inherited = Inheritance(1, b"", [], [], former, goes_on_at=RATE, flushes=2)  # type: ignore[arg-type]
-    live.take_over(saved, inherited, core, np.zeros(0, np.float32))
+    adopted = AdoptedSession(1, b"", [], [], former, goes_on_at=RATE, flushes=2)  # type: ignore[arg-type]
+    live.take_over(saved, adopted, core, np.zeros(0, np.float32))
     await until(lambda: not core.marks)
     assert [stream.flushes for stream in engine.streams] == [[RATE]]
     for samples in (2 * RATE, 3 * RATE):
@@ -261,7 +261,7 @@ async def test_a_session_taken_over_before_its_first_audio_hears_by_the_last_set
         LIVE_VERSION, core.save(), "", 0, 0.0, False, "", {}, True, ("", 0), [], 0, now=0.0,
         **live.runner.save(last=False),
     )  # fmt: skip
-    live.take_over(saved, Inheritance(1, b"", [], []), core, np.zeros(0, np.float32))
+    live.take_over(saved, AdoptedSession(1, b"", [], []), core, np.zeros(0, np.float32))
     live.submit(Configure(replace(core.settings, language="de")))
     live.submit(audio(100))
     await until(lambda: bool(engine.streams))

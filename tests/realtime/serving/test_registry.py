@@ -12,7 +12,7 @@ from realtime.serving.connection import Connection
 from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
 from realtime.serving.socket_extras import SocketExtras
-from realtime.serving.throttle import Turnstile
+from realtime.serving.throttle import FairTurns
 from realtime.session.settings import Settings
 from tests.realtime.gateway_doubles import FakeEngine
 
@@ -31,7 +31,7 @@ async def test_a_session_that_fails_in_a_tick_ends_and_the_others_tick_on(caplog
         entries.open(Caller("bad"), Settings(), [OpenAIDialect]) as (bad,),
         entries.open(Caller("good"), Settings(), [OpenAIDialect]) as (good,),
     ):
-        socket = Connection(bad.live, bad.inbox, never, never, SocketExtras(), Turnstile())  # type: ignore[arg-type]
+        socket = Connection(bad.live, bad.inbox, never, never, SocketExtras(), FairTurns())  # type: ignore[arg-type]
         entries.attach((bad,), socket)
         ticks = []
         good.live.tick = lambda: ticks.append(True)  # type: ignore[method-assign]
@@ -54,7 +54,7 @@ async def test_callers_that_come_once_are_counted_within_bounds(monkeypatch: pyt
     for number in range(500):
         async with entries.open(Caller(f"address {number}"), Settings(), [OpenAIDialect]):
             pass
-    counts = entries._house.counts  # type: ignore[attr-defined]
+    counts = entries._quota.counts  # type: ignore[attr-defined]
     assert len(counts._arrivals) == 50 and not counts._by_process[0]
     with pytest.raises(Refusal):
         async with entries.open(Caller("address 499"), Settings(), [OpenAIDialect]):

@@ -16,11 +16,11 @@ from realtime.config import Config, LimitsConfig
 from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import CloseCode
 from realtime.serving.connection import Connection
-from realtime.serving.factory import Entry
+from realtime.serving.factory import OpenSession
 from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
 from realtime.serving.socket_extras import SocketExtras
-from realtime.serving.throttle import Turnstile
+from realtime.serving.throttle import FairTurns
 from realtime.session.events import Hangup
 from realtime.session.settings import INCLUDE_RESUME, AudioFormat, Settings
 from tests.realtime.gateway_doubles import FakeEngine
@@ -38,7 +38,7 @@ FORMATS = [
 class Socket:
     """One socket of a client, and what waits in it."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: OpenSession) -> None:
         self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.closed_with: int | None = None
         self.connection = Connection(
@@ -47,7 +47,7 @@ class Socket:
             self.messages.get,
             self._send,
             SocketExtras(nothing_waits=self.messages.empty),
-            Turnstile(),
+            FairTurns(),
         )
         self.serving = asyncio.create_task(self.connection.run([]))
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from realtime.serving.throttle import Pace, Turnstile
+from realtime.serving.throttle import FairTurns, Pace
 
 
 async def count_rounds(rounds: list[int]) -> None:
@@ -16,11 +16,11 @@ async def count_rounds(rounds: list[int]) -> None:
 
 
 async def test_one_client_has_a_turn_in_each_round_of_the_loop() -> None:
-    turnstile, rounds, turns = Turnstile(), [0], []
+    fair_turns, rounds, turns = FairTurns(), [0], []
 
     async def push(name: str) -> None:
         for _ in range(5):
-            await turnstile.wait()
+            await fair_turns.wait()
             turns.append((rounds[0], name))
 
     counting = asyncio.create_task(count_rounds(rounds))
@@ -32,10 +32,10 @@ async def test_one_client_has_a_turn_in_each_round_of_the_loop() -> None:
 
 
 async def test_whoever_gives_up_waiting_is_passed_over() -> None:
-    turnstile, passed = Turnstile(), []
+    fair_turns, passed = FairTurns(), []
 
     async def push(name: str) -> None:
-        await turnstile.wait()
+        await fair_turns.wait()
         passed.append(name)
 
     tasks = [asyncio.create_task(push(name)) for name in "abcd"]
@@ -44,7 +44,7 @@ async def test_whoever_gives_up_waiting_is_passed_over() -> None:
     tasks[2].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert passed == ["b", "d"]
-    await asyncio.wait_for(turnstile.wait(), 1)
+    await asyncio.wait_for(fair_turns.wait(), 1)
 
 
 def test_pace_lets_a_second_through_and_then_slows() -> None:

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 from realtime.client.lasting_session import LastingSession
-from realtime.client.wire_client import COMPLETED, SessionWishes, WireSession
+from realtime.client.wire_client import COMPLETED, SessionOptions, WireSession
 from tests.realtime.workers.engines import RATE
 
 VAD = {"type": "server_vad", "threshold": 0.3, "silence_duration_ms": 300, "prefix_padding_ms": 0}
 
 
-class Speaker(LastingSession):
+class SpeakingClient(LastingSession):
     """`url` is asked for before every connection."""
 
     def __init__(self, url: Callable[[], str], audio: bytes, turn_detection: dict[str, Any] | None = VAD) -> None:
-        super().__init__(url(), None, SessionWishes(RATE, turn_detection))
+        super().__init__(url(), None, SessionOptions(RATE, turn_detection))
         self.where = url
         self.audio = audio
         self.events: list[dict[str, Any]] = []

@@ -8,7 +8,7 @@ import signal
 import threading
 
 from engine.fleet_secret import read_secret
-from engine.server.host import Drain
+from engine.server.host import DrainRequest
 from engine.server.main import run_engine
 from tests.realtime.workers.engines import windowed
 
@@ -20,7 +20,7 @@ def main() -> None:
     options = parser.parse_args()
     asked_to_drain = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked_to_drain.set())
-    drain = Drain(asked_to_drain.is_set, 60.0)
+    drain = DrainRequest(asked_to_drain.is_set, 60.0)
     secret = read_secret(options.fleet_secret_file)
     run_engine(options.listen, windowed, lambda: False, warm=False, drain=drain, fleet_secret=secret)
 

@@ -29,7 +29,7 @@ from engine.server.host import EngineHost
 from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
 from realtime.http import routes
 from realtime.metrics.gateway import Metrics
-from realtime.serving.factory import Surroundings
+from realtime.serving.factory import GatewayServices
 from realtime.serving.socket_extras import EXTENSION, SocketExtras
 from realtime.serving.tokens import Signer
 from tests.e2e.raw_client import COMPLETED
@@ -261,7 +261,7 @@ class Gateway(Part):
         self._accepting: deque[Socket] = deque()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.client = EngineClient([RemoteEngine(address) for address in addresses], ClientSettings())
-        self.app = routes.build_app(self.client, CONFIG, Surroundings(Metrics(), signer, self.client))
+        self.app = routes.build_app(self.client, CONFIG, GatewayServices(Metrics(), signer, self.client))
         self.sessions = self.app.state.gateway.sessions
         self._spawn(self.client.start())
         self._spawn(self.sessions.run_ticker())

@@ -19,12 +19,12 @@ from engine.server.main import run_engine
 from realtime.app import listening
 from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
 from realtime.metrics.gateway import Metrics
-from realtime.serving.factory import Surroundings
+from realtime.serving.factory import GatewayServices
 from realtime.serving.tokens import Signer
 from tests.engine import fakes
 from tests.engine.client.test_pool_table import put
 from tests.realtime.workers import engines
-from tests.realtime.workers.clients import Speaker
+from tests.realtime.workers.clients import SpeakingClient
 from tests.realtime.workers.test_moving import Place, status_of
 
 
@@ -75,8 +75,8 @@ class Fleet:
 
     def streams(self, number: int) -> int:
         """Of all gateways on one engine."""
-        seats = [seat for place in self.places for seat in place.client._running.seats.all]
-        return sum(len(seat.streams) for seat in seats if seat.engine.address == self.engines[number].address)
+        pool = [pooled for place in self.places for pooled in place.client._running.pool.all]
+        return sum(len(pooled.streams) for pooled in pool if pooled.engine.address == self.engines[number].address)
 
     @property
     def home(self) -> int:
@@ -85,8 +85,8 @@ class Fleet:
         return number
 
     def has_will_at(self, number: int) -> bool:
-        wills = [entry.live.will for place in self.places for entry in place.entries]
-        links = [will._link.address for will in wills if will is not None and will._link is not None]
+        handoffs = [entry.live.handoff for place in self.places for entry in place.entries]
+        links = [handoff._link.address for handoff in handoffs if handoff is not None and handoff._link is not None]
         return links == [self.engines[number].address]
 
     async def moved_to(self, number: int) -> None:
@@ -142,7 +142,7 @@ async def fleet(tmp_path: Path, windowed: bool) -> AsyncIterator[Fleet]:
             client = EngineClient([], ClientSettings(table=str(path)))
             await client.start()
             stack.push_async_callback(client.close)
-            around = Surroundings(Metrics(), signer, client)
+            around = GatewayServices(Metrics(), signer, client)
             running = await stack.enter_async_context(listening(client, config, around))
             url = running.url.replace("http", "ws", 1) + "/v1/realtime"
             found.append(Place(url, client, running.server.gateway))
@@ -175,9 +175,9 @@ async def test_a_session_says_the_same_whatever_happens_around_it(
     # Where a frame-synchronous model is flushed decides what it says, and that depends on when a pause is noticed.
     detection: dict[str, Any] = {} if windowed else {"turn_detection": None}
     async with fleet(tmp_path, windowed) as group:
-        calm = Speaker(lambda: group.places[0].url, audio, **detection)
+        calm = SpeakingClient(lambda: group.places[0].url, audio, **detection)
         await calm.speak()
-        moving = Speaker(lambda: group.places[group.at].url, audio, **detection)
+        moving = SpeakingClient(lambda: group.places[group.at].url, audio, **detection)
         moving.hold_at(1.0)
         speaking = asyncio.create_task(moving.speak())
         async with asyncio.timeout(20):
@@ -194,7 +194,7 @@ async def test_a_session_says_the_same_whatever_happens_around_it(
 
 async def test_a_session_whose_gateway_and_engine_are_gone_is_answered_with_410(tmp_path: Path, audio: bytes) -> None:
     async with fleet(tmp_path, True) as group:
-        lost = Speaker(lambda: group.places[0].url, audio)
+        lost = SpeakingClient(lambda: group.places[0].url, audio)
         lost.hold_at(3.0)
         speaking = asyncio.create_task(lost.speak())
         async with asyncio.timeout(20):
@@ -203,7 +203,7 @@ async def test_a_session_whose_gateway_and_engine_are_gone_is_answered_with_410(
         speaking.cancel()
         # The gateway goes without a word, and the engine with all it had.
         for entry in group.places[0].entries:
-            entry.live.will = None
+            entry.live.handoff = None
         home = group.home
         await group.places[0].client.close()
         await group.engines[home].stop()

@@ -12,7 +12,7 @@ from realtime.workers.parent import Parent
 from tests.e2e.raw_client import greeted_client
 from tests.engine import fakes
 from tests.realtime.workers import engines
-from tests.realtime.workers.clients import Speaker
+from tests.realtime.workers.clients import SpeakingClient
 from tests.realtime.workers.test_processes import get, kill, url_of, workers
 
 pytestmark = pytest.mark.timeout(240)
@@ -50,7 +50,7 @@ async def scrape_and_check(parent: Parent, before: dict[str, float]) -> dict[str
 async def test_no_counter_goes_backwards_whichever_worker_answers_and_whichever_dies() -> None:
     audio = engines.talk(3, 1)
     async with workers() as parent:
-        await asyncio.gather(*(Speaker(lambda: url_of(parent), audio).speak() for _ in range(6)))
+        await asyncio.gather(*(SpeakingClient(lambda: url_of(parent), audio).speak() for _ in range(6)))
         await opened(parent, 6)
         before = await scrape_and_check(parent, {})
         assert before["tickertape_mm_cache_queries_total"] > 0
@@ -64,7 +64,7 @@ async def test_no_counter_goes_backwards_whichever_worker_answers_and_whichever_
         assert parent._restarting is not None
         await parent._restarting
         before = await scrape_and_check(parent, before)
-        await asyncio.gather(*(Speaker(lambda: url_of(parent), audio).speak() for _ in range(2)))
+        await asyncio.gather(*(SpeakingClient(lambda: url_of(parent), audio).speak() for _ in range(2)))
         await opened(parent, 8)
         after = await scrape_and_check(parent, before)
         assert after["tickertape_mm_cache_queries_total"] > before["tickertape_mm_cache_queries_total"]

@@ -19,13 +19,13 @@ from engine.client.engine_handles import EngineThread, RemoteEngine
 from realtime.app import listening
 from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
 from realtime.http.gateway import Gateway
-from realtime.serving.factory import Surroundings
+from realtime.serving.factory import GatewayServices
 from realtime.serving.tokens import Signer
 from realtime.session.events import Configure, EngineSwitched
 from tests.e2e.raw_client import COMPLETED, RawClient, greeted_client, raw_client
 from tests.engine import fakes
 from tests.realtime.workers import engines
-from tests.realtime.workers.clients import VAD, Speaker
+from tests.realtime.workers.clients import VAD, SpeakingClient
 
 INCLUDE = ["session.resume", "input_audio_buffer.acks"]
 FORMAT = {"type": "audio/pcm", "rate": engines.RATE}
@@ -63,7 +63,7 @@ async def places(windowed: bool = False, keep_s: float = 60.0, number: int = 2) 
             handle = RemoteEngine(engine.address) if place else engine
             client = await stack.enter_async_context(fakes.running(handle))
             running = await stack.enter_async_context(
-                listening(client, config, Surroundings(signer=signer, heirs=client))
+                listening(client, config, GatewayServices(signer=signer, claimants=client))
             )
             url = running.url.replace("http", "ws", 1) + "/v1/realtime"
             found.append(Place(url, client, running.server.gateway))
@@ -82,11 +82,11 @@ async def test_a_session_that_is_handed_over_again_and_again_says_the_same(
 ) -> None:
     detection: dict[str, Any] = {"turn_detection": None} if manual else {}
     async with places(windowed) as both:
-        calm = Speaker(lambda: both[0].url, audio, **detection)
+        calm = SpeakingClient(lambda: both[0].url, audio, **detection)
         await calm.speak()
         calm.check()
         turns = count()
-        moving = Speaker(lambda: both[next(turns) % 2].url, audio, **detection)
+        moving = SpeakingClient(lambda: both[next(turns) % 2].url, audio, **detection)
         speaking = asyncio.create_task(moving.speak())
         for moves in range(1, 4):
             enough = len(moving.events) + 3
@@ -141,7 +141,7 @@ async def test_an_old_owner_that_goes_on_after_a_takeover_changes_nothing(
         token = await begin(client, audio[:64_000])
         last = (await client.until("input_audio_buffer.acknowledged"))[-1]["seq"]
         # It does not hear that the session is wanted, nor that it is another's.
-        first.client.wills.on_wanted = first.client.wills.on_fenced = None
+        first.client.handoffs.on_wanted = first.client.handoffs.on_fenced = None
         (stale,) = first.entries
         async with raw_client(f"{second.url}?resume={token}&after={last}") as again:
             greeting = await again.receive()
@@ -171,7 +171,7 @@ async def test_no_event_id_comes_twice_whoever_goes_on_with_a_session() -> None:
 
     async with places(number=3) as found:
         for place in found:
-            place.client.wills.on_wanted = None
+            place.client.handoffs.on_wanted = None
         async with raw_client(found[0].url) as client:
             note(await client.receive())
             # Turns end by themselves: whatever a client asks for would make a new base of the session's will.
@@ -248,9 +248,9 @@ async def test_a_day_of_events_leaves_a_will_of_a_bounded_size(audio: bytes) -> 
     async with places(number=1) as (only,), greeted_client(only.url) as client:
         await client.update(format=FORMAT, turn_detection=None, include=INCLUDE)
         sizes: list[int] = []
-        keeper = only.client.keeper_for(None)
-        assert keeper is not None
-        entrusted = keeper.link
+        target = only.client.handoff_target(None)
+        assert target is not None
+        entrusted = target.link
         send = entrusted.send
 
         def weigh(command: Any, items: Any = None) -> None:
@@ -306,7 +306,7 @@ async def test_options_that_change_while_a_session_moves_are_in_force_behind_it(
         finish, submit = stream.finish, runner._submit
 
         def give_up() -> None:
-            first.gateway.sessions._wanted(live.id, live.will.number)
+            first.gateway.sessions._wanted(live.id, live.handoff.number)
 
         async def finish_and_give_up() -> None:
             await finish()
@@ -345,10 +345,10 @@ async def test_a_session_that_comes_to_a_gateway_while_that_begins_to_drain_is_n
         drains: list[asyncio.Task[None]] = []
 
         async def adopt_late(key: str, is_wanted: Any) -> Any:
-            inherited = await adopt(key, is_wanted)
+            adopted = await adopt(key, is_wanted)
             drains.append(asyncio.create_task(sessions.drain(-2.0)))
             await fakes.until(lambda: sessions.draining)
-            return inherited
+            return adopted
 
         async def hand_the_others_over(*_: Any) -> None:
             await fakes.until(lambda: [entry for entry in second.entries if entry.connection is not None] != [])

@@ -25,7 +25,7 @@ from realtime.workers.parent import Parent, WorkerFailed, reserved_port
 from tests.e2e.raw_client import greeted_client
 from tests.engine import fakes
 from tests.realtime.workers import engines
-from tests.realtime.workers.clients import Speaker
+from tests.realtime.workers.clients import SpeakingClient
 
 pytestmark = pytest.mark.timeout(240)
 SESSIONS = 6
@@ -69,11 +69,11 @@ def kill(parent: Parent, number: int) -> None:
 async def test_workers_that_are_killed_and_replaced_under_sessions_change_no_word() -> None:
     audio = engines.talk(8, 1)
     async with workers() as parent:
-        calm = Speaker(lambda: url_of(parent), audio)
+        calm = SpeakingClient(lambda: url_of(parent), audio)
         await calm.speak()
         calm.check()
         assert len(calm.text) == 4
-        speakers = [Speaker(lambda: url_of(parent), audio) for _ in range(SESSIONS)]
+        speakers = [SpeakingClient(lambda: url_of(parent), audio) for _ in range(SESSIONS)]
         for speaker in speakers:
             speaker.hold_at(4.0)
         speaking = asyncio.gather(*(speaker.speak() for speaker in speakers))

@@ -13,15 +13,15 @@ import pytest
 from realtime.config import LimitsConfig
 from realtime.serving.quota import Admission, Figures
 from realtime.workers import shared_quota
-from realtime.workers.shared_quota import HouseKeeper, SharedHouse
+from realtime.workers.shared_quota import QuotaCoordinator, SharedQuota
 from realtime.workers.worker_link import Enter, Leave, Line, Own
 
 
 class Parent:
     """A parent that answers when it is told to, over the real line."""
 
-    def __init__(self, line: Line, keeper: HouseKeeper) -> None:
-        self.keeper = keeper
+    def __init__(self, line: Line, target: QuotaCoordinator) -> None:
+        self.target = target
         self.unheard: asyncio.Queue[Any] = asyncio.Queue()
         self._line = line
 
@@ -33,23 +33,23 @@ class Parent:
         """The next message, which is of this kind."""
         message = await asyncio.wait_for(self.unheard.get(), 10)
         assert isinstance(message, kind), message
-        self.keeper.hear(1, message)
+        self.target.hear(1, message)
 
 
 @asynccontextmanager
-async def two_sides(**limits: int) -> AsyncIterator[tuple[SharedHouse, Parent]]:
+async def two_sides(**limits: int) -> AsyncIterator[tuple[SharedQuota, Parent]]:
     ours, theirs = [await Line.over(end) for end in socket.socketpair()]
-    keeper = HouseKeeper(LimitsConfig(**limits), lambda: 0.0)
-    keeper.add(1, ours)
-    house, parent = SharedHouse(theirs, lambda: 100.0), Parent(ours, keeper)
+    target = QuotaCoordinator(LimitsConfig(**limits), lambda: 0.0)
+    target.add(1, ours)
+    quota, parent = SharedQuota(theirs, lambda: 100.0), Parent(ours, target)
 
     async def hear() -> None:
         async for message in theirs:
-            house.hear(message)
+            quota.hear(message)
 
     tasks = [asyncio.create_task(parent.read()), asyncio.create_task(hear())]
     try:
-        yield house, parent
+        yield quota, parent
     finally:
         for task in tasks:
             task.cancel()
@@ -63,29 +63,29 @@ async def test_a_grant_that_comes_after_its_worker_has_stopped_waiting_is_given_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shared_quota, "ANSWER_S", 0.02)
-    async with two_sides(max_sessions=8) as (house, parent):
-        assert (await house.enter("a caller", 8)).reason == "capacity"
+    async with two_sides(max_sessions=8) as (quota, parent):
+        assert (await quota.enter("a caller", 8)).reason == "capacity"
         await parent.hear(Enter)
-        assert parent.keeper.counts.total() == 8
+        assert parent.target.counts.total() == 8
         await parent.hear(Leave)
-        assert parent.keeper.counts.total() == 0
+        assert parent.target.counts.total() == 0
         monkeypatch.setattr(shared_quota, "ANSWER_S", 10.0)
-        asking = asyncio.create_task(house.enter("another caller", 8))
+        asking = asyncio.create_task(quota.enter("another caller", 8))
         await parent.hear(Enter)
         assert (await asking).reason is None
 
 
 @pytest.mark.parametrize("answered", [False, True], ids=["before the answer", "with the answer"])
 async def test_a_grant_to_a_cancelled_request_is_given_back(answered: bool) -> None:
-    async with two_sides(max_sessions=8) as (house, parent):
-        admission = Admission(house, "a caller")
+    async with two_sides(max_sessions=8) as (quota, parent):
+        admission = Admission(quota, "a caller")
         asking = asyncio.create_task(admission.enter(3))
         while parent.unheard.empty():  # noqa: ASYNC110
             await asyncio.sleep(0)
         if answered:
             await parent.hear(Enter)
             # The answer is there, and the task that asked has not gone on yet.
-            while house._asked:  # noqa: ASYNC110
+            while quota._asked:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -94,45 +94,45 @@ async def test_a_grant_to_a_cancelled_request_is_given_back(answered: bool) -> N
         if not answered:
             await parent.hear(Enter)
         await parent.hear(Leave)
-        assert parent.keeper.counts.total() == 0 and parent.unheard.empty()
+        assert parent.target.counts.total() == 0 and parent.unheard.empty()
 
 
 async def test_a_late_refusal_gives_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_quota, "ANSWER_S", 0.02)
-    async with two_sides(max_sessions=2) as (house, parent):
-        parent.keeper.counts.add(1, "a caller", 2)
-        assert (await house.enter("a caller", 1)).reason == "capacity"
+    async with two_sides(max_sessions=2) as (quota, parent):
+        parent.target.counts.add(1, "a caller", 2)
+        assert (await quota.enter("a caller", 1)).reason == "capacity"
         await parent.hear(Enter)
-        while house._asked:  # noqa: ASYNC110
+        while quota._asked:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        house.tick(Figures())
+        quota.tick(Figures())
         await parent.hear(Own)
-        assert parent.keeper.counts.total() == 2
+        assert parent.target.counts.total() == 2
 
 
 async def test_questions_to_a_parent_that_does_not_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_quota, "ANSWER_S", 0.001)
     monkeypatch.setattr(shared_quota, "MOST_QUESTIONS", 5)
-    async with two_sides() as (house, parent):
+    async with two_sides() as (quota, parent):
         for _ in range(20):
-            assert (await house.enter("a caller", 1)).reason == "capacity"
-        assert len(house._asked) == 5
+            assert (await quota.enter("a caller", 1)).reason == "capacity"
+        assert len(quota._asked) == 5
         for _ in range(5):
             await parent.hear(Enter)
         for _ in range(5):
             await parent.hear(Leave)
-        assert parent.keeper.counts.total() == 0 and not house._asked
+        assert parent.target.counts.total() == 0 and not quota._asked
 
 
 async def test_what_a_worker_said_before_it_ended_is_not_counted_after() -> None:
-    async with two_sides(max_sessions=8) as (house, parent):
-        house.enter_again("a caller")
-        asking = asyncio.create_task(house.enter("a caller", 2))
-        house.tick(Figures(sessions=3))
+    async with two_sides(max_sessions=8) as (quota, parent):
+        quota.enter_again("a caller")
+        asking = asyncio.create_task(quota.enter("a caller", 2))
+        quota.tick(Figures(sessions=3))
         while parent.unheard.qsize() < 3:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        parent.keeper.remove(1)
+        parent.target.remove(1)
         for _ in range(3):
-            parent.keeper.hear(1, parent.unheard.get_nowait())
-        assert parent.keeper.counts.total() == 0
+            parent.target.hear(1, parent.unheard.get_nowait())
+        assert parent.target.counts.total() == 0
         asking.cancel()

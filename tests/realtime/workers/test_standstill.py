@@ -16,7 +16,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from engine.boundary.commands import WireAdopt, WireAsk, WireClaim, WireSessionCommand
-from engine.server.handoff import Wills
+from engine.server.handoff import HandoffTable
 from engine.server.peer import Peer
 from tests.realtime.workers.engines import talk
 from tests.realtime.workers.simulated_fleet import Client, SimulatedFleet
@@ -79,8 +79,8 @@ def tell(story: Story, seed: int, patience_s: float) -> tuple[Client, list[str]]
         fleet.run(SETTLED_S)
         counts = {
             "sessions": sum(len(gateway.sessions) for gateway in fleet.gateways),
-            "wills": sum(len(engine.host._wills) for engine in fleet.engines),
-            "streams": sum(len(engine.host._roster.streams) for engine in fleet.engines),
+            "wills": sum(len(engine.host._handoffs) for engine in fleet.engines),
+            "streams": sum(len(engine.host._hosted.streams) for engine in fleet.engines),
         }
         return client, [f"{count} {name}" for name, count in counts.items() if count > 1]
 
@@ -223,7 +223,7 @@ def test_a_gateway_that_stood_still_has_nothing_left_of_a_session_that_is_over(s
         former.stop(0.0)
         fleet.run(3.0)
         assert [len(gateway.sessions) for gateway in fleet.gateways] == [0, 0, 0]
-        assert not any(len(engine.host._wills) + len(engine.host._roster.streams) for engine in fleet.engines)
+        assert not any(len(engine.host._handoffs) + len(engine.host._hosted.streams) for engine in fleet.engines)
     assert not client.wrongs
     assert client.text == CALM
 
@@ -234,7 +234,7 @@ def test_an_engine_that_stood_still_has_nothing_left_of_a_session_that_is_over(s
     with running(Random(seed)) as fleet:
         client = Client(fleet, AUDIO, patience_s=60.0)
         fleet.until(lambda: bool(client.text), 30)
-        (home,) = [engine for engine in fleet.engines if engine.host._roster.streams]
+        (home,) = [engine for engine in fleet.engines if engine.host._hosted.streams]
         home.stop(1000.0)
         fleet.until(lambda: client.is_done, 60)
         client.socket.to_server.append({"type": "websocket.disconnect", "code": 1000})
@@ -242,7 +242,7 @@ def test_an_engine_that_stood_still_has_nothing_left_of_a_session_that_is_over(s
         fleet.until(lambda: not len(fleet.gateways[0].sessions), 30)
         home.stop(0.0)
         fleet.run(15.0)
-        assert not any(len(engine.host._wills) + len(engine.host._roster.streams) for engine in fleet.engines)
+        assert not any(len(engine.host._handoffs) + len(engine.host._hosted.streams) for engine in fleet.engines)
     assert not client.wrongs
     assert client.text == CALM
 
@@ -252,16 +252,16 @@ def test_a_gateway_that_stood_still_looks_for_no_session_before_it_knows_which_a
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request to resume waits in its socket."""
-    take, asked = Wills.take, list[type]()
+    take, asked = HandoffTable.take, list[type]()
 
-    def note(wills: Wills, peer: Peer, command: WireSessionCommand) -> None:
+    def note(handoffs: HandoffTable, peer: Peer, command: WireSessionCommand) -> None:
         asked.extend({type(command)} & {WireAsk, WireClaim, WireAdopt})
-        take(wills, peer, command)
+        take(handoffs, peer, command)
 
     with running(Random(seed)) as fleet:
         client = Client(fleet, AUDIO, patience_s=60.0)
         fleet.until(lambda: bool(client.text), 30)
-        monkeypatch.setattr(Wills, "take", note)
+        monkeypatch.setattr(HandoffTable, "take", note)
         fleet.gateways[1].stop(2.5)
         client.leave(1)
         fleet.until(lambda: client.is_done, 60)

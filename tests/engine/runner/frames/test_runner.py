@@ -129,14 +129,14 @@ def test_nan_in_one_stream_fails_that_stream_alone() -> None:
     assert [result.error is None for result in results] == [True, False, True]
     assert "not a number" in (results[1].error or "")
     # The slot and its pages go to a healthy stream, which must not notice.
-    heir = Feed(1, speech_like(40, seed=7))
-    driver.step([(heir, 1), (feeds[0], 1)], closed=[1])
+    claimant = Feed(1, speech_like(40, seed=7))
+    driver.step([(claimant, 1), (feeds[0], 1)], closed=[1])
     for _ in range(18):
-        driver.step([(heir, 1), (feeds[0], 1)])
-    alone, lone_driver = Feed(0, heir.audio), Driver(small_runner())
+        driver.step([(claimant, 1), (feeds[0], 1)])
+    alone, lone_driver = Feed(0, claimant.audio), Driver(small_runner())
     for _ in range(19):
         lone_driver.step([(alone, 1)])
-    assert heir.tokens == alone.tokens
+    assert claimant.tokens == alone.tokens
 
 
 def test_a_malformed_item_fails_its_stream_alone() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from engine.core.plan import DecodeTask, EncodeTask, OpenTask, StepPlan
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.options import Options
-from engine.runner.windowed.decoder import TELLING_POSITIONS, GreedyDecoder, Judgement, Mind, Row, judge
-from engine.runner.windowed.encoders import WindowEar
+from engine.runner.windowed.decoder import TELLING_POSITIONS, GreedyDecoder, Judgement, LanguageState, Row, judge
+from engine.runner.windowed.encoders import WindowEncoder
 from engine.runner.windowed.memory import SAMPLES_PER_POSITION
 from engine.runner.windowed.runner import Prompts, WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
@@ -43,8 +43,8 @@ def model() -> Whisper:
     return small()
 
 
-def mind(given: dict[str, str] | None = None, options: Options = LANGUAGES) -> Mind:
-    return Mind.of(options, given or {}, [])
+def language_state(given: dict[str, str] | None = None, options: Options = LANGUAGES) -> LanguageState:
+    return LanguageState.of(options, given or {}, [])
 
 
 # Bad input
@@ -76,16 +76,16 @@ def test_a_prompt_that_is_one_long_word_is_looked_through_once(monkeypatch: pyte
 
 def test_a_doubtful_utterance_is_noise_where_nobody_speaks_and_a_translation_is_not() -> None:
     policy = Policy()
-    heard = mind({"language": "de"})
+    heard = language_state({"language": "de"})
     assert heard.doubt(policy, to_end=True) == policy.doubt, "a model that does not say whether anybody speaks"
     heard.hear(Judgement(0.9, [1.0, 0.0, 0.0]), LANGUAGES, 60)
     assert heard.doubt(policy, to_end=True) == policy.sure and heard.language == "de"
-    assert mind({"task": "translate"}).doubt(policy, to_end=True) == float("-inf")
+    assert language_state({"task": "translate"}).doubt(policy, to_end=True) == float("-inf")
 
 
 def test_doubtful_words_are_said_where_somebody_surely_speaks() -> None:
     """Short prompts in which whisper-tiny heard a speaker had -1.1, and nothing was said of them."""
-    policy, heard = Policy(), mind({"language": "de"})
+    policy, heard = Policy(), language_state({"language": "de"})
     heard.hear(Judgement(0.1, [1.0, 0.0, 0.0]), LANGUAGES, 20)
     assert heard.doubt(policy, to_end=True) < -1.1 < heard.doubt(policy, to_end=False)
     heard.hear(Judgement(0.5, [1.0, 0.0, 0.0]), LANGUAGES, 20)
@@ -119,7 +119,7 @@ def test_symbols_that_nobody_speaks_are_barred_and_notes_are_not() -> None:
 
 
 def test_a_language_is_found_out_once_and_stays() -> None:
-    heard = mind()
+    heard = language_state()
     assert heard.waits(TELLING_POSITIONS - 1) and not heard.waits(TELLING_POSITIONS)
     heard.hear(Judgement(0.1, [0.1, 0.9, 0.0]), LANGUAGES, TELLING_POSITIONS - 1)
     assert (heard.language, heard.settled) == ("de", False), "a short utterance decides for itself alone"
@@ -132,13 +132,13 @@ def test_a_language_is_found_out_once_and_stays() -> None:
 
 
 def test_only_languages_that_may_be_spoken_are_found() -> None:
-    heard = mind({"languages": "de,fr"})
+    heard = language_state({"languages": "de,fr"})
     heard.hear(Judgement(0.1, [0.8, 0.15, 0.05]), LANGUAGES, TELLING_POSITIONS)
     assert (heard.language, heard.settled) == ("de", True)
 
 
 def test_what_was_found_out_is_saved() -> None:
-    heard, rebuilt = mind(), mind()
+    heard, rebuilt = language_state(), language_state()
     heard.hear(Judgement(0.1, [0.0, 0.0, 1.0]), LANGUAGES, TELLING_POSITIONS)
     rebuilt.resume(heard.save())
     assert rebuilt == heard
@@ -204,8 +204,10 @@ def runner_of(model: Whisper) -> WindowedRunner:
     pieces = [b" w%d" % token for token in range(model.config.vocabulary)]
     spec = windowed_spec("small", 100, 10)
     spec = replace(spec, options=model.options)
-    ears = WindowEar(model, pieces, Policy()), WindowEar(model, pieces, Policy())
-    return WindowedRunner(model, Vocabulary(pieces), spec, Policy(doubt=-1000.0), HostWindows(model, *ears, 200))
+    stream_encoders = WindowEncoder(model, pieces, Policy()), WindowEncoder(model, pieces, Policy())
+    return WindowedRunner(
+        model, Vocabulary(pieces), spec, Policy(doubt=-1000.0), HostWindows(model, *stream_encoders, 200)
+    )
 
 
 def read(runner: WindowedRunner, positions: int, final: bool = False) -> list[int]:

@@ -18,11 +18,11 @@ from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.seq2seq import Encoded
 from engine.runner import bias
 from engine.runner.bias import KeywordTree, KeywordTrees
-from engine.runner.windowed.decoder import Answer, GreedyDecoder, Row
-from engine.runner.windowed.encoders import Sound, WindowEar
+from engine.runner.windowed.decoder import DecodedToken, GreedyDecoder, Row
+from engine.runner.windowed.encoders import EncodedAudio, WindowEncoder
 from engine.runner.windowed.memory import SAMPLES_PER_POSITION, AudioSlab
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
-from engine.runner.windowed.stability import Heard, Policy, Progress
+from engine.runner.windowed.stability import HypothesisToken, Policy, Progress
 from engine.runner.windowed.windows import HostWindows
 from engine.spec import Vocabulary
 
@@ -52,8 +52,8 @@ def make_runner(model: Moonshine, threads: int = 1) -> WindowedRunner:
     pieces = [b"", b"", b""] + [b" w%d" % token if token % 3 else b"x" for token in range(3, VOCABULARY)]
     policy = Policy(agreed_margin=2.0, lone_margin=4.0, cut_beyond=30.0, doubt=-100.0)
     spec = windowed_spec("tiny", WINDOW, STRIDE)
-    ears = WindowEar(model, pieces, policy), WindowEar(model, pieces, policy)
-    windows = HostWindows(model, *ears, 400, threads)
+    stream_encoders = WindowEncoder(model, pieces, policy), WindowEncoder(model, pieces, policy)
+    windows = HostWindows(model, *stream_encoders, 400, threads)
     return WindowedRunner(model, Vocabulary(pieces), spec, policy, windows)
 
 
@@ -231,7 +231,7 @@ def test_a_row_that_begins_again_is_not_decoded_on(peaks: list[int], taken: int)
     row = Row([], [], 20, None, 100, progress=Progress(30.0, far_back=20.0))
     for token, peak in enumerate(peaks, 3):
         if not row.done:
-            row.take(Answer(token, 0.0, peak), end_token=2)
+            row.take(DecodedToken(token, 0.0, peak), end_token=2)
     assert len(row.tokens) == taken and not row.ended
 
 
@@ -371,8 +371,8 @@ US, WE, WE_CAPITAL, HAD, STOP, COMMA = range(3, 9)
 def dictated(model: Moonshine, *passes: list[int]) -> tuple[WindowedRunner, Dictation]:
     pieces = [b"", b"", b"", b" us", b" we", b" We", b" had", b".", b","] + [b"x"] * (VOCABULARY - 9)
     policy = Policy(doubt=-100.0)
-    ears = WindowEar(model, pieces, policy), WindowEar(model, pieces, policy)
-    windows, decoder = HostWindows(model, *ears, 400), Dictation(*passes)
+    stream_encoders = WindowEncoder(model, pieces, policy), WindowEncoder(model, pieces, policy)
+    windows, decoder = HostWindows(model, *stream_encoders, 400), Dictation(*passes)
     windows._decoder = decoder  # type: ignore[assignment]
     return WindowedRunner(model, Vocabulary(pieces), windowed_spec("tiny", WINDOW, STRIDE), policy, windows), decoder
 
@@ -474,10 +474,10 @@ def test_words_go_out_at_a_pause_that_surely_ends_a_sentence_and_its_mark_stays_
     runner.execute(StepPlan(0, opened=[OpenTask(0, "s", 0, {}, [])]))
     audio = torch.from_numpy(speech(9, 20))[None]
     with torch.inference_mode():
-        sound = Sound(model.encode(audio, [audio.shape[1]]), 0.0, 20.0)
+        sound = EncodedAudio(model.encode(audio, [audio.shape[1]]), 0.0, 20.0)
     said = Row([], [], 9, None, sound.frames)
     for token, peak in ((4, 10), (5, 30), (6, 60), (2, 60)):
-        said.take(Answer(token, 0.0, peak), end_token=2)
+        said.take(DecodedToken(token, 0.0, peak), end_token=2)
     result = runner._result(DecodeTask(0, "s", 0, 15, 20, [], [], False, pause=True), sound, said)
     assert [timed.token for timed in result.timed] == [4, 5] and not result.pending
     final = runner._finish(DecodeTask(0, "s", 0, 20, 20, [0] * 20, [], True))
@@ -493,12 +493,17 @@ def test_a_pass_that_says_old_words_again_is_followed_by_one_that_does_not_know_
     runner.execute(StepPlan(0, opened=[OpenTask(0, "s", 0, {}, [])]))
     audio = torch.from_numpy(speech(9, 30))[None]
     with torch.inference_mode():
-        sound = Sound(model.encode(audio, [audio.shape[1]]), 0.0, 30.0)
+        sound = EncodedAudio(model.encode(audio, [audio.shape[1]]), 0.0, 30.0)
     runner._slots[0].spoken = True
-    runner._slots[0].committed = [Heard(4, 5.0), Heard(5, 10.0), Heard(7, 12.0), Heard(4, 15.0)]
+    runner._slots[0].committed = [
+        HypothesisToken(4, 5.0),
+        HypothesisToken(5, 10.0),
+        HypothesisToken(7, 12.0),
+        HypothesisToken(4, 15.0),
+    ]
     said = Row([4, 5, 7, 4], [], 9, None, sound.frames)
     for token, peak in zip((5, 7), heard_at, strict=True):
-        said.take(Answer(token, -0.5, peak), end_token=2)
+        said.take(DecodedToken(token, -0.5, peak), end_token=2)
     result = runner._result(DecodeTask(0, "s", 0, 25, 29, [], [], False), sound, said)
     assert result.keep_from == kept_from and [timed.token for timed in result.timed] == []
     assert bool(runner._slots[0].committed) == (kept_from == 0)

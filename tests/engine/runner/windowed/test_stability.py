@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runner.windowed.stability import (
-    Heard,
+    HypothesisToken,
     Policy,
     best_cut,
     committable,
@@ -26,11 +26,11 @@ PIECES = [b" one", b" two", b" three", b" four", b"teen", b",", b"."]
 POLICY = Policy(agreed_margin=4.0, lone_margin=10.0, cut_beyond=100.0)
 
 
-def heard(*pairs: tuple[int, float]) -> list[Heard]:
-    return [Heard(token, peak) for token, peak in pairs]
+def heard(*pairs: tuple[int, float]) -> list[HypothesisToken]:
+    return [HypothesisToken(token, peak) for token, peak in pairs]
 
 
-def count(new: list[Heard], previous: list[int], ended: bool = False, edge: float = 50.0) -> int:
+def count(new: list[HypothesisToken], previous: list[int], ended: bool = False, edge: float = 50.0) -> int:
     return committable(new, ended, previous, (0.0, edge), PIECES, POLICY)
 
 
@@ -52,31 +52,34 @@ def test_a_young_window_is_treated_with_more_care() -> None:
 
 
 def test_tokens_the_model_doubts_need_more_distance() -> None:
-    new = [Heard(0, 10.0), Heard(1, 43.0, -1.2), Heard(2, 49.0)]
+    new = [HypothesisToken(0, 10.0), HypothesisToken(1, 43.0, -1.2), HypothesisToken(2, 49.0)]
     assert count(new, [0, 1, 2]) == 1
-    assert count([Heard(0, 10.0), Heard(1, 39.0, -1.2), Heard(2, 49.0)], [0, 1, 2]) == 2
+    assert count([HypothesisToken(0, 10.0), HypothesisToken(1, 39.0, -1.2), HypothesisToken(2, 49.0)], [0, 1, 2]) == 2
 
 
 def test_a_word_goes_on_as_long_as_its_end_is_a_mere_guess() -> None:
     policy = Policy(agreed_margin=4.0, lone_margin=10.0, word_end=-1.0)
     for chance, expected in ((-0.9, 2), (-1.1, 1)):
-        new = [Heard(0, 10.0), Heard(1, 20.0), Heard(2, 49.0, chance)]
+        new = [HypothesisToken(0, 10.0), HypothesisToken(1, 20.0), HypothesisToken(2, 49.0, chance)]
         assert committable(new, False, [], (0.0, 50.0), PIECES, policy) == expected
 
 
 def test_what_the_model_is_certain_of_waits_for_no_second_pass_however_young_the_window() -> None:
     policy = Policy(agreed_margin=4.0, lone_margin=10.0, certain=-0.1)
     for chance, expected in ((-0.05, 1), (-0.2, 0)):
-        new = [Heard(0, 20.0, chance), Heard(1, 24.0)]
+        new = [HypothesisToken(0, 20.0, chance), HypothesisToken(1, 24.0)]
         assert committable(new, False, [], (0.0, 25.0), PIECES, policy) == expected
 
 
 def test_what_is_neither_sure_nor_agreed_on_needs_the_most_distance() -> None:
     policy = Policy(agreed_margin=4.0, lone_margin=10.0, doubtful_margin=20.0, sure=-0.7)
     for chance, previous, expected in ((-0.5, [], 1), (-1.2, [], 0), (-1.2, [0], 1)):
-        new = [Heard(0, 38.0, chance), Heard(1, 49.0)]
+        new = [HypothesisToken(0, 38.0, chance), HypothesisToken(1, 49.0)]
         assert committable(new, False, previous, (0.0, 50.0), PIECES, policy) == expected
-    assert committable([Heard(0, 29.0, -1.2), Heard(1, 49.0)], False, [], (0.0, 50.0), PIECES, policy) == 1
+    assert (
+        committable([HypothesisToken(0, 29.0, -1.2), HypothesisToken(1, 49.0)], False, [], (0.0, 50.0), PIECES, policy)
+        == 1
+    )
 
 
 def test_only_whole_words() -> None:
@@ -99,7 +102,7 @@ def test_what_is_committed_is_behind_the_margin_and_complete(
     pairs: list[tuple[int, float]], previous: list[int], ended: bool
 ) -> None:
     peaks = rising([peak for _, peak in pairs], 0.0)
-    new = [Heard(token, peak) for (token, _), peak in zip(pairs, peaks, strict=True)]
+    new = [HypothesisToken(token, peak) for (token, _), peak in zip(pairs, peaks, strict=True)]
     safe = count(new, previous, ended)
     assert all(item.peak <= 50.0 - POLICY.agreed_margin for item in new[:safe])
     if 0 < safe < len(new):
@@ -129,7 +132,13 @@ def test_a_stray_first_token_does_not_make_old_words_of_those_behind_it() -> Non
 def test_a_repetition_begins_with_its_first_word_wherever_that_one_looks() -> None:
     """As here: " If it had been stormy, if it had", whose second " if" looks at the edge of the audio."""
     pieces = [b" If", b" it", b" had", b" stormy", b",", b" if"]
-    new = [Heard(3, 31.0), Heard(4, 39.0), Heard(5, 39.0), Heard(1, 39.0), Heard(2, 39.0)]
+    new = [
+        HypothesisToken(3, 31.0),
+        HypothesisToken(4, 39.0),
+        HypothesisToken(5, 39.0),
+        HypothesisToken(1, 39.0),
+        HypothesisToken(2, 39.0),
+    ]
     places = [31.0, 39.0, 39.0, 5.0, 8.0]
     assert without_repeat([0, 1, 2], new, places, (30.0, 38.0), pieces) == new[:2]
     # What was not said before it, or not in this order, is no part of it.
@@ -142,7 +151,13 @@ def test_a_repetition_begins_with_its_first_word_wherever_that_one_looks() -> No
 def test_words_that_are_heard_before_the_edge_are_no_repetition_although_they_were_said_before() -> None:
     """As here: "have an effect on others, and the others have an effect [on others]"."""
     pieces = [b" have", b" an", b" effect", b" on", b" others"]
-    new = [Heard(0, 31.0), Heard(1, 33.0), Heard(2, 35.0), Heard(3, 35.0), Heard(4, 35.0)]
+    new = [
+        HypothesisToken(0, 31.0),
+        HypothesisToken(1, 33.0),
+        HypothesisToken(2, 35.0),
+        HypothesisToken(3, 35.0),
+        HypothesisToken(4, 35.0),
+    ]
     assert without_repeat([0, 1, 2, 3, 4], new, [31.0, 33.0, 35.0, 5.0, 8.0], (30.0, 38.0), pieces) == new[:3]
 
 

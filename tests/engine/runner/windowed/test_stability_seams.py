@@ -7,22 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.plan import TimedToken
-from engine.runner.windowed.stability import Heard, Seams, before_marks, is_mark
+from engine.runner.windowed.stability import HypothesisToken, Seams, before_marks, is_mark
 
 PIECES = [b" we", b" We", b" what", b" What", b" I", b"'m", b",", b".", b"?", b" rare", b" Mary"]
 TOKENS = {piece.decode(): token for token, piece in enumerate(PIECES)}
 SEAMS = Seams(PIECES)
 
 
-def heard(*pieces: str) -> list[Heard]:
-    return [Heard(TOKENS[piece], 10.0 + place) for place, piece in enumerate(pieces)]
+def heard(*pieces: str) -> list[HypothesisToken]:
+    return [HypothesisToken(TOKENS[piece], 10.0 + place) for place, piece in enumerate(pieces)]
 
 
 def timed(*pieces: str) -> list[TimedToken]:
     return [TimedToken(TOKENS[piece], 9.0, 9.5) for piece in pieces]
 
 
-def joined(marks: list[TimedToken], new: list[Heard], pending: bool, heard_on: bool) -> str:
+def joined(marks: list[TimedToken], new: list[HypothesisToken], pending: bool, heard_on: bool) -> str:
     kept, words = SEAMS.join(marks, new, pending, heard_on)
     said = [timed.token for timed in kept] if pending else []
     return b"".join(PIECES[token] for token in said + [word.token for word in words]).decode()

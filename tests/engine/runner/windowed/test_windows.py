@@ -9,7 +9,7 @@ import pytest
 
 from engine.core.plan import DecodeResult, DecodeTask
 from engine.models.moonshine import Moonshine, MoonshineConfig
-from engine.runner.windowed.encoders import WindowEar
+from engine.runner.windowed.encoders import WindowEncoder
 from engine.runner.windowed.stability import Policy
 from engine.runner.windowed.windows import HostWindows, Results
 
@@ -18,8 +18,8 @@ PATIENCE_S = 10.0
 
 def windows_of(threads: int) -> HostWindows:
     model = Moonshine(MoonshineConfig(32, 64, 1, 1, 4, 8, 10_000.0, 60, start_token=1, end_token=2))
-    ear = WindowEar(model, [b""] * 60, Policy())
-    return HostWindows(model, ear, ear, 10, threads)
+    stream_encoder = WindowEncoder(model, [b""] * 60, Policy())
+    return HostWindows(model, stream_encoder, stream_encoder, 10, threads)
 
 
 def tasks_of(slots: int) -> list[DecodeTask]:

@@ -14,7 +14,7 @@ from engine.models.seq2seq import Judging
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.runner import bias
 from engine.runner.windowed.decoder import Shape, Shapes
-from engine.runner.windowed.encoders import WindowEar
+from engine.runner.windowed.encoders import WindowEncoder
 from engine.runner.windowed.memory import SAMPLES_PER_POSITION, WindowMemory
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
@@ -53,7 +53,7 @@ def model(request: pytest.FixtureRequest) -> Moonshine | Whisper:
 
 
 def on_the_host(model: Moonshine | Whisper) -> Windows:
-    return HostWindows(model, WindowEar(model, PIECES, POLICY), WindowEar(model, PIECES, POLICY), 900)
+    return HostWindows(model, WindowEncoder(model, PIECES, POLICY), WindowEncoder(model, PIECES, POLICY), 900)
 
 
 def on_a_device(model: Moonshine | Whisper) -> DeviceWindows:
