@@ -81,7 +81,7 @@ class HandoffClient:
         # Those who wait for an answer with a tag, and for one to `Adopt`.
         self._awaited: dict[int, asyncio.Future[HandoffAnswer]] = {}
         self._adopting: dict[tuple[PooledEngine, str], asyncio.Future[AdoptedSession | None]] = {}
-        # Sessions that are over: the last number, and since when. The oldest comes first.
+        # Copies of sessions that are of no use: up to which number, and since when. The oldest comes first.
         self._over: dict[str, tuple[int, float]] = {}
 
     def heard(self, pooled: PooledEngine, output: messages.SessionOutput) -> None:
@@ -113,7 +113,7 @@ class HandoffClient:
             pooled.link.send(messages.DropHandoff("", key, number))
 
     def note_over(self, key: str, number: int) -> None:
-        """A session of ours is over, and an engine that was lost may still have a copy of it."""
+        """What a lost engine may still have of a session, up to this number, is of no use any more."""
         self._over.pop(key, None)
         self._over[key] = (number, asyncio.get_running_loop().time())
         if len(self._over) > MOST_OVER:

@@ -1,8 +1,7 @@
-"""The cycle collector of an engine: at rest."""
+"""The engine process: builds the loop from a configuration, hosts it and serves gateways until it is told to end."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 import signal
@@ -25,6 +24,7 @@ from engine.errors import EngineDead, EngineError
 from engine.logs import WITHOUT_TIME, set_up_logging
 from engine.options import EngineConfig
 from engine.runner.load import load_detector, load_runner
+from engine.server.collector import calm_collector
 from engine.server.host import DrainRequest, EngineHost
 from engine.server.loop import EngineLoop
 from engine.server.skipped_silence import skip_settings
@@ -32,15 +32,6 @@ from engine.server.speech import GateSettings
 from engine.spec import ModelSpec
 from engine.weights.checkpoint import fingerprint
 from engine.weights.store import resolve
-
-
-def calm_collector() -> None:
-    """Call once, when the model is loaded. Steps leave no cycles behind; left as it is, the collector would walk the
-    bookkeeping of every stream again and again, for milliseconds at a time, and find nothing."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 50, 50)
-
 
 # From a configuration to an engine loop that runs it: weights, runner, speech detection, limits.
 

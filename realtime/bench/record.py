@@ -7,61 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from realtime.bench.trend import Trend, percentile, trend
 from realtime.client.wire_client import COMPLETED, DELTA, FAILED, LAST_COMMIT
-
-# Half the width of a 95 % interval, in standard errors.
-NORMAL_95 = 1.96
-FEWEST_POINTS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Trend:
-    """Slope in units of y for each unit of x, with its 95 % interval."""
-
-    slope: float
-    low: float
-    high: float
-
-    @property
-    def grows(self) -> bool:
-        """The slope is above zero, and that is no accident."""
-        return self.low > 0
-
-
-def trend(xs: Sequence[float], ys: Sequence[float]) -> Trend | None:
-    """Least squares; None with too few points to say anything."""
-    count = len(xs)
-    if count != len(ys):
-        raise ValueError(f"{count} places but {len(ys)} values")
-    if count < FEWEST_POINTS:
-        return None
-    mean_x, mean_y = sum(xs) / count, sum(ys) / count
-    spread = sum((x - mean_x) ** 2 for x in xs)
-    if spread == 0:
-        return None
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
-    rest = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in zip(xs, ys, strict=True))
-    half = NORMAL_95 * sqrt(rest / (count - 2) / spread)
-    return Trend(slope, slope - half, slope + half)
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """Linear between neighbours; None without values."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * share / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
 
 # Word errors: both texts in the form of Whisper's English normaliser, then the shortest edit path between them.
 

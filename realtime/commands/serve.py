@@ -17,7 +17,6 @@ from realtime.commands.pull import fetch, model_name
 from realtime.commands.terminal import CommandFailed, UsageError, note, out, read_config
 from realtime.config import Changes, Config, ConfigError, check_tls, known_keys
 from realtime.serving.tokens import fleet_secret
-from realtime.workers.parent import workers_for
 
 # Where systemd listens (Type=notify).
 SOCKET_VARIABLE = "NOTIFY_SOCKET"
@@ -230,14 +229,14 @@ def run(options: argparse.Namespace) -> int:
     check_fleet_secret(config)
     check_spool()
     check_port(config.server.host, config.server.port)
-    from realtime.commands.serve import Hangup
-
     hangup = Hangup()
     if not config.engines_elsewhere:
         fetch(model_name(config.model.name))
     import asyncio
 
     import uvloop
+
+    from realtime.workers.parent import workers_for
 
     set_up_logging(level=config.server.log_level)
     stop_by_terminate()

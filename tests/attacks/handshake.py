@@ -255,4 +255,5 @@ async def bodies_where_none_belongs(target: Target) -> None:
         assert (await socket.read_head()).startswith(b"HTTP/1.1 200")
     refused = target.upgrade_head().replace(b"Bearer ", b"Bearer not")
     answer = await target.exchange(refused + b"\xff" * 100_000, 10)
-    assert answer.startswith(b"HTTP/1.1 401")
+    # The connection may be reset while the unread bytes are on their way, and the answer with it.
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 401")

@@ -97,10 +97,6 @@ PAUSES = st.sampled_from((0.0, 0.1, 0.3, 1.0, 2.5))
 STOPS = st.sampled_from((0.5, 0.9, 1.2, 2.0, 3.0, 5.0, 10.0))
 LEAVES = st.builds(Leave, PAUSES, st.integers(0, 2))
 GATEWAYS = st.builds(Stop, PAUSES, st.sampled_from(("gateway", "home")), st.integers(0, 2), STOPS)
-# Connections outlast these.
-SHORT_STOPS_OF_ENGINES = st.builds(
-    Stop, PAUSES, st.just("engine"), st.integers(0, 1), st.sampled_from((0.5, 1.2, 2.0, 3.0))
-)
 # One after the other: a session that was rebuilt has to be heard before it can be rebuilt again.
 STOPS_OF_ENGINES = st.builds(Stop, st.just(16.0), st.just("engine"), st.integers(0, 1), STOPS)
 ANY_STOPS_OF_ENGINES = st.builds(Stop, PAUSES, st.just("engine"), st.integers(0, 1), STOPS)
@@ -110,13 +106,26 @@ PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 PATIENCE = st.sampled_from((1.5, 3.0, 5.0))
 
 
-@settings(max_examples=25, deadline=None, phases=PHASES)
-@given(st.lists(GATEWAYS | LEAVES | SHORT_STOPS_OF_ENGINES, max_size=6), SEEDS, PATIENCE)
+@settings(max_examples=25, deadline=None, phases=PHASES, derandomize=True)
+@given(st.lists(GATEWAYS | LEAVES, max_size=6), SEEDS, PATIENCE)
 # The first gateway stands still, its client leaves it for another one, and it goes on.
 @example([Stop(2.0, "gateway", 0, 10.0)], 1, 5.0)
 @example([Stop(2.0, "gateway", 0, 3.0), Leave(0.3, 0), Leave(1.0, 1)], 1, 5.0)
 # The session moves to another engine while a gateway asks one after the other for it.
 @example([Leave(0.1, 2), Stop(0.3, "engine", 0, 1.2), Leave(0.3, 2)], 3060, 5.0)
+# The session leaves an engine that stands still, and then its gateway, before that engine is back.
+@example(
+    [
+        Stop(2.5, "engine", 1, 2.0),
+        Stop(1.0, "engine", 1, 1.2),
+        Stop(1.0, "engine", 1, 3.0),
+        Leave(2.5, 0),
+        Stop(0.3, "gateway", 2, 2.0),
+        Stop(1.0, "engine", 1, 1.2),
+    ],
+    13016,
+    1.5,
+)
 def test_gateways_that_stood_still_take_no_session_back(story: Story, seed: int, patience_s: float) -> None:
     client, left = tell(story, seed, patience_s)
     assert not client.wrongs
@@ -287,7 +296,7 @@ def test_a_gateway_that_stood_still_gives_no_session_up_before_it_knows_that_it_
     assert client.text == CALM
 
 
-@settings(max_examples=8, deadline=None, phases=PHASES)
+@settings(max_examples=8, deadline=None, phases=PHASES, derandomize=True)
 @given(st.lists(STOPS_OF_ENGINES, min_size=1, max_size=2), SEEDS)
 def test_engines_that_stood_still_change_no_word(story: Story, seed: int) -> None:
     client, left = tell(story, seed, 60.0)
@@ -296,7 +305,7 @@ def test_engines_that_stood_still_change_no_word(story: Story, seed: int) -> Non
     assert not left
 
 
-@settings(max_examples=20, deadline=None, phases=PHASES)
+@settings(max_examples=20, deadline=None, phases=PHASES, derandomize=True)
 @given(st.lists(GATEWAYS | LEAVES | ANY_STOPS_OF_ENGINES, max_size=8), SEEDS, PATIENCE)
 # The session moves to another engine and is renewed there, while the one before gives it to another gateway.
 @example(
