@@ -64,7 +64,7 @@ from engine.server.main import build_loop, warm_up
 from engine.spec import Vocabulary
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import WeightsError, pull, resolve
-from realtime.bench.record import Normaliser, english_normaliser, word_errors
+from realtime.bench.words import Normaliser, english_normaliser, word_errors
 
 # The microphone stays open after the last word; the engine must find the end of speech by itself.
 PAUSE_SECONDS = 1.5

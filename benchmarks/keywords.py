@@ -28,7 +28,7 @@ from benchmarks.playing import Run
 from benchmarks.recordings import Clip, load_audio, one_session_per_clip, read_manifest, sample_manifest
 from engine.options import DEFAULT_MODEL, Keyword, keywords_text
 from engine.weights.store import pull
-from realtime.bench.record import Normaliser, align, english_normaliser
+from realtime.bench.words import Normaliser, align, english_normaliser
 
 FREQUENT_WORDS = 10_000
 SHORTEST_RARE = 4

@@ -41,7 +41,7 @@ from engine.errors import EngineError
 from engine.options import TRANSLATE
 from engine.server.loop import EngineLoop
 from engine.weights.store import cache_folder
-from realtime.bench.record import word_errors
+from realtime.bench.words import word_errors
 
 VERSION = "1.6.1-1"
 # By language: the package's digest, as Debian's signed index has it.

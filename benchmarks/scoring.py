@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from realtime.bench.record import Errors, align, word_errors
+from realtime.bench.words import Errors, align, word_errors
 
 
 def plain_words(text: str) -> list[str]:

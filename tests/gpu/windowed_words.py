@@ -33,7 +33,7 @@ from engine.server.loop import EngineLoop
 from engine.server.speech import GateSettings
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import resolve
-from realtime.bench.record import edit_distance, normaliser
+from realtime.bench.words import edit_distance, normaliser
 
 POSITION_SAMPLES = 1280
 # The microphone stays open after the last word.
