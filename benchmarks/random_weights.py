@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.models.operands import Heads
 from engine.models.voxtral_realtime import (
@@ -29,7 +28,7 @@ from engine.options import EngineConfig
 from engine.runner.device import free_memory, require_device
 from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.runner import NOT_FORCED, RunnerSettings, VoxtralRunner
-from engine.runner.load import DEVICE_DTYPE, load_detector, windowed_on_device
+from engine.runner.load import DEVICE_DTYPE, frames_limits, load_detector, windowed_on_device
 from engine.runner.windowed.decoder import DecodedToken, DecoderBatch, Row
 from engine.runner.windowed.windows import DeviceWindows
 from engine.server.loop import EngineLoop
@@ -118,9 +117,8 @@ def voxtral_runner(kv: str, window: int, max_streams: int | None, small: bool = 
 def voxtral_loop(kv: str, window: int, max_streams: int | None, small: bool) -> EngineLoop:
     """As a server runs it: with speech detection, and silence cut out."""
     runner = voxtral_runner(kv, window, max_streams, small)
-    memory, streams = runner.memory, runner.memory.streams
-    limits = Limits(streams, memory.cache_embeds, memory.group_pages, step_positions=streams, step_embeds=streams)
-    scheduler = Scheduler(runner.spec, limits, runner.vocabulary)
+    streams = runner.memory.streams
+    scheduler = Scheduler(runner.spec, frames_limits(runner.memory), runner.vocabulary)
     cut = skip_settings(EngineConfig().cut_silence_s)
     return EngineLoop(scheduler, runner, load_detector(runner, streams), cut=cut)
 

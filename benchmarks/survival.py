@@ -1,7 +1,7 @@
 """Parts of a running system are killed or replaced under live speech: does a word change, and how long is the pause?
 
     python -m benchmarks.survival engine MANIFEST [--kills 20] [--sessions 2] [--seconds 120] [--model NAME]
-    python -m benchmarks.survival spare [--kills 5] [--sessions 2] [--model NAME] [--voxtral]
+    python -m benchmarks.survival spare [--kills 5] [--sessions 2] [--alive 3] [--model NAME] [--voxtral]
     python -m benchmarks.survival server [--kinds calm:2,worker:1,restart:1] [--sessions 8] [--workers 2] [--model NAME]
     python -m benchmarks.survival fleet [--kinds engine:10,gateway:10,...] [--null]
 
@@ -227,7 +227,13 @@ async def measure_pauses(
         await until(lambda: client.capacity().spares_ready == spares, PATIENCE_S)
         rate = client.spec.sample_rate
         speakers = [
-            SpeakingClient(await client.open(f"s{number}"), [np.roll(audio, number * rate)], rate, endless=True)
+            # No two streams send the same bytes, which a cache would answer.
+            SpeakingClient(
+                await client.open(f"s{number}"),
+                [np.roll(audio, number * rate) * np.float32(1.0 - 0.3 * number / sessions)],
+                rate,
+                endless=True,
+            )
             for number in range(sessions)
         ]
         await waits(0.0)
@@ -271,14 +277,14 @@ async def measure_pauses(
 def compare_spares(options: argparse.Namespace) -> list[Figures]:
     """`survival spare`."""
     make: MakeEngine = partial(real_engine, options)
-    alive_s, audio = (2.0, 4.0), None
+    alive_s, audio = (2.0 / 3.0 * options.alive, 4.0 / 3.0 * options.alive), None
     if options.small:
         options.kills, options.sessions, alive_s, make, audio = 1, 1, (0.0, 0.2), null_engine, speech()
     if options.voxtral:
         # The engine cuts silence out of its streams, noise too: random weights must hear a voice.
         make, audio = partial(random_engine, options), speech()
     results = []
-    for spares in (0, 1):
+    for spares in (0, 1) if options.spares is None else (options.spares,):
         sound = sample_speech() if audio is None else audio
         results.append(asyncio.run(measure_pauses(make, sound, options.sessions, options.kills, spares, alive_s)))
         show(f"The next words, {'with' if spares else 'without'} a spare engine", results[-1])
@@ -384,6 +390,8 @@ def main(arguments: list[str] | None = None) -> None:
     one.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="its keys and values")
     one.add_argument("--sessions", type=int, default=2)
     one.add_argument("--kills", type=int, default=5)
+    one.add_argument("--alive", type=float, default=3.0, help="seconds, on average, before each look and each kill")
+    one.add_argument("--spares", type=int, choices=(0, 1), help="only without or only with a spare")
     one.set_defaults(run=compare_spares)
     one = with_common_options(commands.add_parser("server", help="kill and replace workers of a server"))
     one.add_argument("--kinds", type=kinds_of(list(SERVER_LOSSES)), default="calm:2,worker:1,restart:1")

@@ -108,7 +108,7 @@ PULSE_TIMEOUT_MS = 3500
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
 # Bytes that may be under way in one direction without being acknowledged.
-WINDOW_BYTES = 16 * 1024 * 1024
+WINDOW_BYTES = 64 * 1024 * 1024
 # As a number: the library's flags are objects, which take longer to compare.
 _READABLE = int(zmq.POLLIN)
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH

@@ -140,9 +140,12 @@ def warm_up(processor: Processor) -> float | None:
 # turn.
 
 # A batch carries about so much; more waits for the next one.
-BATCH_BYTES = 1024 * 1024
+BATCH_BYTES = 2 * 1024 * 1024
 # Bytes of replays that may be under way without being acknowledged.
-REPLAY_WINDOW_BYTES = 4 * 1024 * 1024
+REPLAY_WINDOW_BYTES = 32 * 1024 * 1024
+# Replays that take turns; the others wait until one of them is done. An engine rebuilds some streams together as fast
+# as many, and one that is done goes on while others wait.
+REPLAYED_TOGETHER = 32
 
 # A command, and the items it carries. Without a command, the items are for the engine's cache alone.
 Queued = tuple[messages.Command | None, list[messages.Item]]
@@ -197,14 +200,14 @@ class SendQueue:
         return batch
 
     def _add_replays(self, batch: list[Queued], most: int) -> int:
-        """One piece of each source in turn; returns their bytes."""
+        """One piece of each of the first sources in turn; returns their bytes."""
         added = 0
         while self._sources and added < most and self._replay_bytes + added < REPLAY_WINDOW_BYTES:
-            piece = self._sources[0].take()
+            source = self._sources.popleft()
+            piece = source.take()
             if piece is None:
-                self._sources.popleft()
                 continue
-            self._sources.rotate(-1)
+            self._sources.insert(REPLAYED_TOGETHER - 1, source)
             batch.append(piece)
             added += _bytes(piece)
         return added

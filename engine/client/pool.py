@@ -145,7 +145,7 @@ def capacity_of(states: Sequence[Status], max_load: float) -> Capacity:
 # Lag that streams have even where there is plenty of room: they wait for the next stride or step.
 USUAL_LAG_MS = 1000.0
 # How many streams an engine may be asked about at once: whether it is full is known when it answers.
-OPENING_AT_ONCE = 16
+OPENING_AT_ONCE = 64
 
 
 class PooledEngine:

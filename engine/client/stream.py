@@ -46,6 +46,7 @@ class Placement:
         self.computed = spec.prefix_positions
         self._spec = spec
         self._computed_here = spec.prefix_positions
+        self._spoke_here = False
         # By how much the engine that carries the stream now counts less than the stream itself does.
         self._position_offset = 0
         self._sample_offset = 0
@@ -57,6 +58,7 @@ class Placement:
         self.link = link
         self._position_offset, self._sample_offset = replay.positions, replay.samples
         self._computed_here = replay.positions + self._spec.prefix_positions
+        self._spoke_here = False
 
     @property
     def before(self) -> tuple[int, int]:
@@ -79,8 +81,13 @@ class Placement:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the new engine has passed the point where the old one stopped."""
-        return self.computed >= self._goes_on_at
+        """Whether the new engine itself has passed the point where the old one stopped: what it has been sent and has
+        not computed again does not count."""
+        return self.link is not None and (self._spoke_here or self._computed_here >= self._goes_on_at)
+
+    def speaks(self) -> None:
+        """New words of the stream, or its end, came from this engine, perhaps before word of how far it has come."""
+        self._spoke_here = True
 
     def uncomputed(self, end: int) -> range:
         """What the engine may have been computing when it died, if the audio sent to it ends at `end`."""

@@ -273,8 +273,13 @@ class Supervisor:
                 self._on_session(pooled, output)
                 return
             stream = None if isinstance(output, messages.Dead) else pooled.streams.get(output.stream)
-            if stream is not None:
-                stream.take(output)
+            if stream is None:
+                return
+            is_new = isinstance(output, messages.Closed) or (isinstance(output, messages.Text) and bool(output.delta))
+            if is_new and stream.place.lost_at is not None:
+                stream.place.speaks()
+                self._recovery.note_progress(stream)
+            stream.take(output)
 
         def on_progress(progress: codec.Progress) -> None:
             stream = pooled.streams.get(progress.stream)

@@ -75,6 +75,8 @@ class StepPlan:
     decode: list[DecodeTask] = field(default_factory=list)
     # The first so many tasks of `decode` belong to live streams, the others to backlog.
     live: int = 0
+    # Positions of live streams that are computed again because their tokens are known from another engine.
+    rebuilt: int = 0
 
 
 @dataclass(slots=True)

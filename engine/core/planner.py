@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from engine.core.encoder_cache import EncoderCache
@@ -20,6 +21,8 @@ class Limits:
     group_pages: tuple[int, ...] = ()
     step_positions: int = 1024
     step_embeds: int = 1024
+    # Positions of streams that are rebuilt, in a step that has nothing else to do.
+    rebuild_positions: int = 1024
 
 
 def largest_item(spec: ModelSpec, limits: Limits) -> int:
@@ -51,6 +54,8 @@ def largest_item(spec: ModelSpec, limits: Limits) -> int:
 # A live stream that is fewer strides of its model behind than this takes every stride. A larger number keeps words the
 # same on a busier machine; with a smaller one a late stream catches up sooner.
 STRIDES_IN_TIME = 5
+# Streams that are rebuilt side by side: more of them fill no device better.
+REBUILT_TOGETHER = 32
 # Streams that met an error nobody foresaw, and the error.
 Surprises = list[tuple[str, Exception]]
 _NO_PAGES: list[tuple[int, int, int]] = []
@@ -70,6 +75,24 @@ class Planner:
         self._positions = limits.step_positions
         self._embeds = limits.step_embeds
         self._one_frame = not spec.rereads_window and spec.step_positions == 1
+        # Positions of a stream whose tokens are known, and the fewest of them that are computed well by themselves.
+        self._replay_positions = spec.replay_positions
+        self._replay_part = max(1, spec.replay_positions // 4)
+        # Streams that may hear so many positions in one step, because they lost their engine and are late.
+        self._recovering: Collection[str] = ()
+        self._catch_up_positions = 1
+
+    def let_catch_up(self, recovering: Collection[str], positions: int) -> None:
+        """These streams take up to so many positions, if they have come."""
+        self._recovering, self._catch_up_positions = recovering, positions
+
+    def add_rebuilt(self, queue: list[Stream], most_positions: int) -> list[Stream]:
+        """As `add_all`, for streams whose tokens are known. As many of them as are computed well together take a part
+        each; if there are fewer, or there is room for more, they take longer parts."""
+        part = self._replay_part
+        parts = round(most_positions / (part * max(1, min(len(queue), REBUILT_TOGETHER))))
+        self._replay_positions = min(max(1, parts) * part, self._spec.replay_positions)
+        return self.add_all(queue, most_positions)
 
     def add_all(self, queue: list[Stream], most_positions: int | None = None) -> list[Stream]:
         """Plan the queued streams in their order, at most so many positions (None: what is left of the budget); returns
@@ -87,7 +110,7 @@ class Planner:
 
     def _add(self, stream: Stream) -> bool:
         start = base = stream.computed
-        if self._one_frame and start >= stream.forced:
+        if self._one_frame and start >= stream.forced and not self._is_late(stream):
             # Most streams hear one new frame in most steps: no search, no windows.
             index = stream.encoded
             frame = stream.timeline.frame_at(index, start)
@@ -172,8 +195,26 @@ class Planner:
         if stream.flushes:
             stop = min(stop, stream.flushes[0].position)
         if start < stream.forced:
-            stop, step = min(stop, stream.forced), self._spec.replay_positions
+            return self._replay_end(start, min(stop, stream.forced))
+        if self._is_late(stream):
+            step = max(step, self._catch_up_positions)
         return min(start + min(step, self._positions), stop)
+
+    def _replay_end(self, start: int, stop: int) -> int:
+        """How far the next step goes with known tokens, which reach to `stop`. No rest is left, here or for the next
+        step, that is too short to be computed well by itself."""
+        step, part = self._replay_positions, self._replay_part
+        if step < stop - start < step + part:
+            step += part if step + part <= self._spec.replay_positions else -part
+        if self._positions < min(step, stop - start):
+            step = self._positions // part * part
+            if not step and not self._decode:
+                step = self._positions
+        return min(start + step, stop)
+
+    def _is_late(self, stream: Stream) -> bool:
+        """Whether a stream that lost its engine may take more than one position."""
+        return self._catch_up_positions > 1 and stream.id in self._recovering
 
     def _rows(self, stream: Stream, base: int, end: int) -> list[int]:
         """The cache row of each position in [base, end), the silence row where there is no embedding; items that are

@@ -32,6 +32,15 @@ from engine.messages import Closed, Failed, Flushed, Item, Open, Output
 from engine.spec import ModelSpec, Vocabulary
 
 _oldest_first = attrgetter("waiting_since")
+# A stream that lost its engine and is no further behind than this is on time again.
+CAUGHT_UP_POSITIONS = 2
+# Positions that a late one hears in one step of a model that hears one else.
+MOST_CATCH_UP_POSITIONS = 4
+
+
+def _soonest_first(stream: Stream) -> tuple[bool, int]:
+    """Streams in which speech was heard last come first, then those that need least: each goes on when it is done."""
+    return not stream.spoke_lately, stream.forced - stream.computed
 
 
 class Scheduler:
@@ -50,6 +59,8 @@ class Scheduler:
         # Tasks that are computed, by slot, and backlog that the runner has begun; their streams are in no queue.
         self._planned: dict[int, DecodeTask] = {}
         self._unfinished: list[DecodeTask] = []
+        self.rebuilding: set[str] = set()  # streams whose next positions repeat known tokens
+        self.recovering: set[str] = set()  # those, and streams that have not yet heard all that came meanwhile
         self.suspects: dict[str, range] = {}  # streams that may have killed an engine, and the positions it died at
         self._opened: dict[int, OpenTask] = {}
         self._closed_slots: list[int] = []
@@ -75,6 +86,9 @@ class Scheduler:
             self.suspects[name] = range(*message.suspect)
         held = self.cache.open(name)
         self.streams[name] = Stream(message, slot, delay, spec, held, self.pools, self._vocabulary)
+        if message.forced_tokens:
+            self.rebuilding.add(name)
+            self.recovering.add(name)
         self._opened[slot] = OpenTask(slot, name, delay, message.options, message.forced_tokens, live=message.live)
 
     def resume(self, message: Open, now: int) -> None:
@@ -190,18 +204,56 @@ class Scheduler:
 
     # One step: plan, then commit with the runner's results.
 
-    def plan(self, live: bool = True, upload_positions: int | None = None) -> StepPlan:
+    @property
+    def rebuild_waits(self) -> bool:
+        """Whether a live stream waits to be rebuilt."""
+        return bool(self.rebuilding) and any(stream.is_rebuilt for stream in self._live)
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether anything else waits than streams to be rebuilt."""
+        return self.uploads_wait or any(not stream.is_rebuilt for stream in self._live)
+
+    @property
+    def on_time(self) -> int:
+        """Live streams that did not lose an engine, or that have caught up since."""
+        return sum(stream.live for stream in self.streams.values() if stream.id not in self.recovering)
+
+    @property
+    def suspect_is_near(self) -> bool:
+        """Whether the next step may compute a spot at which an engine died, or one that is under way does."""
+        streams = self.streams
+        return any(self._reach(streams[name]) > spot.start for name, spot in self.suspects.items())
+
+    def plan(
+        self, live: bool = True, upload_positions: int | None = None, rebuild_positions: int | None = None
+    ) -> StepPlan:
         """What to encode and decode next. Streams in the plan stay out of the queues until `commit`, which may come
-        after further plans: no stream is in two of them. Without `live` the step is backlog's alone;
-        `backlog_positions` bounds what it holds of backlog, 0 is none."""
+        after further plans: no stream is in two of them. Without `live` the step has no live streams but those that
+        are rebuilt. `backlog_positions` bounds what it holds of backlog, `rebuild_positions` what it holds of streams
+        that are rebuilt, which come behind live ones; 0 is none."""
         self._step += 1
         plan = StepPlan(self._step, list(self._opened.values()), self._closed_slots)
         self._opened, self._closed_slots = {}, []
         waiting = self._hold_back() if self.suspects else []
         planner = Planner(self.spec, self.limits, self.cache, plan, self.surprises)
-        if live and self._live:
-            self._live.sort(key=_oldest_first)
-            self._live = planner.add_all(self._live)
+        if rebuild_positions is None:
+            rebuild_positions = self.limits.rebuild_positions if live else 0
+        if (live or rebuild_positions) and self._live:
+            rebuilt = [stream for stream in self._live if stream.is_rebuilt] if self.rebuilding else []
+            if rebuilt:
+                self._live = [stream for stream in self._live if not stream.is_rebuilt]
+            if live:
+                self._live.sort(key=_oldest_first)
+                if self.recovering and not self.rebuilding:
+                    planner.let_catch_up(self.recovering - self.suspects.keys(), self._catch_up_positions())
+                self._live = planner.add_all(self._live)
+            if rebuilt and rebuild_positions:
+                first = len(plan.decode)
+                rebuilt.sort(key=_soonest_first)
+                rebuilt = planner.add_rebuilt(rebuilt, rebuild_positions)
+                plan.rebuilt = sum(task.end - task.start for task in plan.decode[first:])
+            self._live += rebuilt
             plan.live = len(plan.decode)
         if upload_positions != 0 and self._unfinished:
             plan.decode, self._unfinished = plan.decode + self._unfinished, []
@@ -233,6 +285,8 @@ class Scheduler:
                     self.fail(StreamFailed(task.stream, f"the model failed on this stream: {problem}"))
                     continue
                 stream.computed, stream.stride = task.end, result.stride or stream.stride
+                if self.recovering:
+                    self._note_recovery(stream)
                 ends = not rereads and bool(stream.flushes) and stream.flushes[0].position <= task.end
                 text = stream.text.commit(task.start, result, ends)
                 if text is not None:
@@ -301,17 +355,37 @@ class Scheduler:
 
     def _hold_back(self) -> list[Stream]:
         """Take all suspects but one off the queues: if the engine dies again, it is clear which stream it was."""
-        reach = max(self.spec.replay_positions, self.spec.stride_positions)
         at_the_spot = []
         for stream in [*self._live, *self._uploads]:
             spot = self.suspects.get(stream.id)
             if spot is not None and stream.computed >= spot.stop:
                 del self.suspects[stream.id]
-            elif spot is not None and stream.computed + reach > spot.start:
+            elif spot is not None and self._reach(stream) > spot.start:
                 at_the_spot.append(stream)
         for stream in at_the_spot[1:]:
             (self._live if stream.live else self._uploads).remove(stream)
         return at_the_spot[1:]
+
+    def _reach(self, stream: Stream) -> int:
+        """How far the next step may compute a stream. Known tokens are a step of their own."""
+        spec = self.spec
+        if spec.rereads_window:
+            return stream.computed + max(spec.replay_positions, spec.stride_positions)
+        if stream.is_rebuilt:
+            return min(stream.computed + spec.replay_positions, stream.forced)
+        return stream.computed + spec.step_positions
+
+    def _catch_up_positions(self) -> int:
+        """Positions that a stream which lost its engine hears in one step, until it is on time. More of them cost time
+        for those that are."""
+        return MOST_CATCH_UP_POSITIONS if len(self.recovering) > self.on_time else MOST_CATCH_UP_POSITIONS // 2
+
+    def _note_recovery(self, stream: Stream) -> None:
+        """A stream may have been rebuilt, or may have caught up."""
+        if not stream.is_rebuilt:
+            self.rebuilding.discard(stream.id)
+            if stream.available - stream.computed <= CAUGHT_UP_POSITIONS:
+                self.recovering.discard(stream.id)
 
     def _queue(self, stream: Stream, arrival: int | None) -> None:
         """Have the next plan look at a stream whose oldest frame came at `arrival` (None: only a flush waits)."""
@@ -380,6 +454,8 @@ class Scheduler:
     def _close(self, stream: Stream) -> None:
         del self.streams[stream.id]
         self.suspects.pop(stream.id, None)
+        self.rebuilding.discard(stream.id)
+        self.recovering.discard(stream.id)
         del stream.text  # it refers back to the stream; without it no cycle is left for the collector
         self.cache.close(stream.id)
         for ring in stream.rings:

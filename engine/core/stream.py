@@ -113,6 +113,8 @@ class WordBuilder:
 REPORT_AFTER_TOKENS = 64
 # Old items go in handfuls: one pass over the fronts of the lists serves many steps.
 PRUNE_EVERY_POSITIONS = 32
+# The last tokens of a stream that say whether speech was heard just before it lost its engine.
+RECENT_POSITIONS = 25
 # A model without paged attention covers every position there can be.
 UNPAGED = 1 << 62
 
@@ -134,7 +136,7 @@ class Stream:
     __slots__ = (
         "available", "base", "catch_up_until", "clock", "computed", "covered", "delay", "encoded", "finished",
         "flushes", "forced", "held", "held_embeds", "holding", "id", "live", "new_pages", "pauses", "prune_at",
-        "queued", "released", "rings", "slot", "stride", "text", "timeline", "waiting_since",
+        "queued", "released", "rings", "slot", "spoke_lately", "stride", "text", "timeline", "waiting_since",
     )  # fmt: skip
 
     def __init__(
@@ -163,6 +165,8 @@ class Stream:
         self.encoded = 0  # items below this index are in the encoder cache, or left it again
         self.released = 0  # items below this index hold no reference any more
         self.forced = start + len(opened.forced_tokens)  # positions below this repeat known tokens
+        # Speech was heard shortly before the stream lost its engine: the last known tokens are not all blank.
+        self.spoke_lately = not set(opened.forced_tokens[-RECENT_POSITIONS:]) <= vocabulary.blanks
         self.catch_up_until = opened.catch_up_until  # positions below this are heard stride by stride, whatever waits
         self.flushes: deque[FlushMark] = deque()  # still to be reached, in order
         self.finished = False
@@ -176,6 +180,11 @@ class Stream:
         self.prune_at = start + PRUNE_EVERY_POSITIONS
         self.cover(start)
         self.text = StreamText(self, vocabulary)
+
+    @property
+    def is_rebuilt(self) -> bool:
+        """Whether the next positions repeat known tokens."""
+        return self.computed < self.forced
 
     def cover(self, end: int) -> None:
         """Have a page for every position below `end`, and note which ring entries are new."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache, partial
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -260,6 +261,8 @@ class KeywordTrees:
         self.spelling = Spelling(vocabulary)
         self._tree = lru_cache(KEPT_TREES)(lambda option: KeywordTree(read_keywords(option), self.spelling))
         self._check = lru_cache(KEPT_TREES)(_check_option)
+        self._beside = ThreadPoolExecutor(1, "keywords")
+        self._coming = lru_cache(KEPT_TREES)(lambda option: self._beside.submit(self._tree, option))
 
     def check(self, options: Mapping[str, str]) -> None:
         """Raises ValueError if the keywords cannot be used. Takes a tenth of the time that their tree takes."""
@@ -269,6 +272,14 @@ class KeywordTrees:
     def later(self, options: Mapping[str, str]) -> LateTree | None:
         """Of options that were checked."""
         return LateTree(partial(self._tree, options["keywords"])) if "keywords" in options else None
+
+    def beside(self, options: Mapping[str, str]) -> Future[KeywordTree] | None:
+        """Of options that were checked: the tree is made by another thread, once for all streams with this list."""
+        return self._coming(options["keywords"]) if "keywords" in options else None
+
+    def close(self) -> None:
+        """Nobody waits for trees any more."""
+        self._beside.shutdown(wait=False, cancel_futures=True)
 
     def of(self, options: Mapping[str, str]) -> KeywordTree | None:
         """Raises ValueError if the keywords cannot be used."""

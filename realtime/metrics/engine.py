@@ -45,7 +45,7 @@ def engine_collector(
             ("engine_streams_recovered", "Streams carried over to a new engine", seen.streams_recovered),
             ("engine_streams_given_up", "Streams that could not be carried over", seen.streams_given_up),
             ("engine_poisonous_streams", "Streams ended because they killed the engine", seen.crashing_streams),
-            ("engine_recovery_seconds", "Time streams waited to be carried over", seen.recovery_seconds_sum),
+            ("engine_recovery_seconds", "Time until lost streams had gone on elsewhere", seen.recovery_seconds_sum),
         ):
             yield CounterMetricFamily(f"tickertape_{name}", text, value=count)
         parts = CounterMetricFamily("tickertape_step_seconds", "Time of all steps, by part", labels=["part"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
@@ -69,6 +70,10 @@ class Prompts:
 # read in pieces, one layer of the encoder or one pass of the decoder each, and can be laid aside behind every piece.
 
 SAMPLE_RATE = 16_000
+# Streams in a row that cannot be read: one more, and it is not their fault.
+MOST_FAILED_READINGS = 3
+
+logger = logging.getLogger(__name__)
 
 
 def windowed_spec(name: str, window_positions: int, stride_positions: int, file_window_positions: int = 1) -> ModelSpec:
@@ -122,6 +127,8 @@ class _Reading:
     rows: dict[int, Row] = field(default_factory=dict)
     work: Iterator[None] = iter(())
     results: dict[int, DecodeResult] = field(default_factory=dict)
+    # Streams are read one by one, because it failed to read them together.
+    apart: bool = False
 
     def go_on(self, time_is_up: Callable[[], bool]) -> bool:
         """One piece, and more while there is time; True if that was all."""
@@ -161,6 +168,9 @@ class WindowedRunner(SynchronousRunner):
         self._prompts = Prompts(vocabulary.pieces)
         self._slots: dict[int, _Slot] = {}
         self._uploads: _Reading | None = None
+        # Slots of streams that could not be opened, and why; and readings of single streams that failed in a row.
+        self._unusable: dict[int, str] = {}
+        self._failed_readings = 0
 
     def check_open(self, message: Open) -> None:
         if message.delay_positions is not None:
@@ -171,12 +181,16 @@ class WindowedRunner(SynchronousRunner):
     @torch.inference_mode()
     def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
         self._prepare(plan)
-        live, uploads = plan.decode[: plan.live], plan.decode[plan.live :]
-        results = self._windows.share_out(live, self._read_whole) if live else {}
+        unusable = self._unusable
+        results = {t.slot: DecodeResult(error=unusable[t.slot]) for t in plan.decode if t.slot in unusable}
+        live = [task for task in plan.decode[: plan.live] if task.slot not in results]
+        uploads = [task for task in plan.decode[plan.live :] if task.slot not in results]
+        if live:
+            results |= self._windows.share_out(live, self._read_whole)
         if uploads:
             if self._uploads is None:
                 self._uploads = self._read(uploads, live=False)
-            if self._uploads.go_on(time_is_up):
+            if self._go_on(self._uploads, uploads, time_is_up):
                 results |= self._uploads.results
                 self._uploads = None
         return [results.get(task.slot) or DecodeResult(unfinished=True) for task in plan.decode]
@@ -184,13 +198,50 @@ class WindowedRunner(SynchronousRunner):
     @torch.inference_mode()
     def _read_whole(self, tasks: Sequence[DecodeTask]) -> Results:
         reading = self._read(tasks, live=True)
-        reading.go_on(never)
+        self._go_on(reading, tasks, never)
         return reading.results
+
+    def _go_on(self, reading: _Reading, tasks: Sequence[DecodeTask], time_is_up: Callable[[], bool]) -> bool:
+        """As `_Reading.go_on`. If that fails, the streams are read one by one: it is one of them that ends."""
+        try:
+            is_done = reading.go_on(time_is_up)
+            if not reading.apart:
+                self._failed_readings = 0
+            return is_done
+        except Exception as error:
+            if reading.apart:
+                raise
+            logger.warning("streams are read one by one, because reading them together failed: %r", error)
+        reading.apart = True
+        reading.rows.clear()
+        left = [task for task in tasks if task.slot in reading.open_slots and task.slot not in reading.results]
+        reading.work = self._pieces_apart(left, reading)
+        return reading.go_on(time_is_up)
+
+    def _pieces_apart(self, tasks: Sequence[DecodeTask], reading: _Reading) -> Iterator[None]:
+        failed: list[Exception] = []
+        for task in tasks:
+            if task.slot not in reading.open_slots:
+                continue
+            alone = _Reading(reading.live, {task.slot})
+            try:
+                yield from self._pieces([task], alone)
+            except Exception as error:
+                logger.error("stream %s cannot be read; the others go on", task.stream, exc_info=error)
+                failed.append(error)
+                reading.refuse(task.slot, f"its audio cannot be read ({type(error).__name__})")
+            else:
+                self._failed_readings = 0
+                reading.results |= alone.results
+        self._failed_readings += len(failed)
+        if failed and self._failed_readings > MOST_FAILED_READINGS:
+            raise RuntimeError("no stream can be read any more") from failed[-1]
 
     def _prepare(self, plan: StepPlan) -> None:
         """Slots and samples for a plan's tasks."""
         for slot in plan.closed:
             self._slots.pop(slot, None)
+            self._unusable.pop(slot, None)
             for live in (True, False):
                 self._windows.stream_encoder(live).forget(slot)
             if self._uploads is not None:
@@ -198,15 +249,26 @@ class WindowedRunner(SynchronousRunner):
                 if not self._uploads.open_slots:
                     self._uploads = None
         for opened in plan.opened:
-            prompt = self._prompts.tokens(opened.options.get("prompt", ""))
-            language_state = LanguageState.of(self.spec.options, opened.options, prompt)
-            self._slots[opened.slot] = (
-                _Slot(opened.live, language_state) if opened.saved is None else _resumed(opened, language_state)
-            )
-            self._slots[opened.slot].keywords = self._keywords.later(opened.options)
-            if opened.saved is not None:
-                self._encoder_of(opened.slot).resume(opened.slot, opened.saved["ear"], opened.saved_items)
+            try:
+                self._open(opened)
+            except Exception as error:
+                logger.error("stream %s cannot be opened; the others go on", opened.stream, exc_info=error)
+                # It has nothing to go on from, and ends when it is to be read.
+                self._slots[opened.slot] = _Slot(opened.live, LanguageState.of(self.spec.options, {}, []))
+                self._encoder_of(opened.slot).forget(opened.slot)
+                what = "state" if opened.saved is not None else "options"
+                self._unusable[opened.slot] = f"its {what} cannot be used ({type(error).__name__})"
         self._windows.write(plan.encode)
+
+    def _open(self, opened: OpenTask) -> None:
+        prompt = self._prompts.tokens(opened.options.get("prompt", ""))
+        language_state = LanguageState.of(self.spec.options, opened.options, prompt)
+        self._slots[opened.slot] = (
+            _Slot(opened.live, language_state) if opened.saved is None else _resumed(opened, language_state)
+        )
+        self._slots[opened.slot].keywords = self._keywords.later(opened.options)
+        if opened.saved is not None:
+            self._encoder_of(opened.slot).resume(opened.slot, opened.saved["ear"], opened.saved_items)
 
     def _read(self, tasks: Sequence[DecodeTask], live: bool) -> _Reading:
         """The windows of some tasks, as work that can be done piece by piece. Slots change with the last piece."""

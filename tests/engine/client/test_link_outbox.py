@@ -23,7 +23,7 @@ from engine.boundary.commands import (
     decode_commands,
 )
 from engine.client import link as link_module
-from engine.client.link import BATCH_BYTES, REPLAY_WINDOW_BYTES, EngineLink, LinkEvents, SendQueue
+from engine.client.link import BATCH_BYTES, REPLAY_WINDOW_BYTES, REPLAYED_TOGETHER, EngineLink, LinkEvents, SendQueue
 from engine.client.replay import AskedFlush, Replay
 from engine.client.stream import REPLAY_ITEMS, Delivery
 from engine.errors import EngineDead
@@ -163,7 +163,8 @@ async def test_streams_take_turns_and_all_of_every_replay_arrives_in_order() -> 
             elif isinstance(command, WireFinish):
                 got[command.stream].append("finish")
     assert all(positions == [*range(62), "finish"] for positions in got.values())
-    assert order[:MOVED] == order[MOVED : 2 * MOVED] == list(moved), "one piece each, in turn"
+    first = list(moved)[:REPLAYED_TOGETHER]
+    assert order[:REPLAYED_TOGETHER] == order[REPLAYED_TOGETHER : 2 * REPLAYED_TOGETHER] == first, "one piece each"
     # A stream that has caught up is live.
     moved["moved 3"].send(Flush("moved 3", 9))
     await turns()
@@ -286,3 +287,28 @@ async def test_nobody_waits_for_a_link_that_is_lost() -> None:
     await turns()
     assert leaving[0].cancelled() and leaving[1].done()
     await link.flushed()
+
+
+def test_more_replays_than_an_engine_rebuilds_together_take_no_turns() -> None:
+    """The first ones are done, and go on, before the last ones begin."""
+    outbox, taken = SendQueue(), list[int]()
+
+    class Source:
+        def __init__(self, number: int) -> None:
+            self.number, self.left = number, 4
+
+        def take(self) -> Any:
+            if not self.left:
+                return None
+            self.left -= 1
+            taken.append(self.number)
+            return messages.Flush(str(self.number), 1), []
+
+    for number in range(3 * REPLAYED_TOGETHER):
+        outbox.pace(Source(number))
+    while outbox.has_more:
+        outbox.next_batch(1)
+    assert taken[: 2 * REPLAYED_TOGETHER] == [*range(REPLAYED_TOGETHER)] * 2
+    first = [number for number in taken if number < REPLAYED_TOGETHER]
+    assert taken.index(REPLAYED_TOGETHER) >= len(first) - REPLAYED_TOGETHER
+    assert taken.index(3 * REPLAYED_TOGETHER - 1) > 2 * len(first) - REPLAYED_TOGETHER

@@ -159,3 +159,16 @@ def test_mistakes_are_refused_and_nothing_is_heard(model: SileroVad) -> None:
 
 def test_the_check_that_runs_on_a_gpu_holds_on_the_cpu() -> None:
     assert detection_error("cpu", streams=7, rounds=12) < CLOSE
+
+
+def test_a_long_piece_has_one_answer_for_each_stream(model: SileroVad) -> None:
+    """What a stream replays is many rounds; nobody has to handle each of them."""
+    detector = DeviceSpeechDetector(model, 3)
+    sound = np.random.default_rng(1).standard_normal(16 * ROUND_SAMPLES).astype(np.float32)
+    for stream in "ab":
+        detector.open(stream)
+    answers = detector.detect([("a", sound), ("b", sound[:2000])])
+    assert [(speech.stream, speech.sample, len(speech.probabilities)) for speech in answers] == [
+        ("a", 0, 16 * ROUND_SAMPLES // FRAME_SAMPLES),
+        ("b", 0, 2000 // FRAME_SAMPLES),
+    ]

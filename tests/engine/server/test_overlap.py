@@ -228,3 +228,19 @@ def test_a_runner_that_fails_ends_the_engine_once(fails: str) -> None:
         step = loop.step()
         outputs += [] if step is None else step.outputs
     assert outputs[-1] == Dead("the model runner failed: RuntimeError: device lost")
+
+
+def test_streams_that_are_rebuilt_while_nobody_is_on_time_have_one_more_step_under_way() -> None:
+    loop, _ = overlapping()
+    for seed, name in enumerate("abc"):
+        items = items_of(SPEC, fakes.speech(4, seed))
+        loop.submit([Open(name, forced_tokens=[0] * (len(items) // 2)), Feed(name, items)], 0)
+    ahead = []
+    while loop.scheduler.rebuilding:
+        loop.step()
+        ahead.append(len(loop._flights))
+    assert max(ahead) == 2
+    while loop.has_work():
+        loop.step()
+    loop.scheduler.check_integrity()
+    assert not loop.scheduler.recovering
