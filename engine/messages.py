@@ -7,35 +7,49 @@ model's rate from the first sample the client sent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+# Positions and samples are counted up to here: exact in every number that may carry them, and longer than any session.
+LARGEST_COUNT = 2**53 - 1
+# In place of the token of a position that was skipped as silence and not computed.
+SKIPPED = -1
+
+Count = Annotated[int, Meta(ge=0, le=LARGEST_COUNT)]
+Token = Annotated[int, Meta(ge=SKIPPED, le=LARGEST_COUNT)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+
+
+class Message(Struct, array_like=True, gc=False):
+    """Base of everything that crosses. Types and bounds of the fields are checked when a message is decoded."""
+
 
 # Gateway -> engine
 
 
-@dataclass(frozen=True, slots=True)
-class TurnRule:
+class TurnRule(Struct, array_like=True, gc=False, frozen=True):
     """What ends a turn: so much silence after speech, by the probabilities in `Speech`."""
 
-    threshold: float
-    min_speech_samples: int
-    silence_samples: int
+    threshold: Share
+    min_speech_samples: Count
+    silence_samples: Count
 
 
-@dataclass(slots=True)
-class Open:
+class Open(Message, tag="open"):
     """Start a stream. `live` frames are served by arrival; a backlog stream gets what live streams leave over."""
 
     stream: str
     live: bool = True
     delay_positions: int | None = None
     # Model options such as language or prompt; the runner refuses what it does not know.
-    options: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str] = {}
     # Tokens already emitted for the audio that is about to be replayed; they are forced, not sampled or emitted again.
-    forced_tokens: list[int] = field(default_factory=list)
+    forced_tokens: list[Token] = []
     # Go on from here instead of from the beginning. `items` is the audio that was heard by then and is still needed.
     state: StreamState | None = None
-    items: list[Item] = field(default_factory=list)
+    items: list[Item] = []
     # Audio below this position waits because an engine was lost: it is heard stride by stride, as it would have been.
     catch_up_until: int = 0
     # An engine died while it computed these positions: no step may hold them together with another suspect's.
@@ -44,8 +58,7 @@ class Open:
     turns: TurnRule | None = None
 
 
-@dataclass(slots=True)
-class Item:
+class Item(Message):
     """Prepared audio for `length` positions from `offset`.
 
     `payload` is float32 PCM with the model's look-back and look-ahead around the item's own samples, and `key` is the
@@ -56,25 +69,26 @@ class Item:
     carry an embedding) when the item comes in.
     """
 
-    offset: int
-    length: int
-    sample: int
+    offset: Count
+    length: Count
+    sample: Count
     key: bytes = b""
     payload: Any = None
     mask: list[bool] | None = None
-    samples: int | None = None
+    samples: Count | None = None
     arrival: int = 0
     embeds: int = 0
+    # On the way only: which of the payloads of the batch is this item's; None for a gap. Key and payload are left out
+    # then, and filled in again by the receiver.
+    data: Count | None = None
 
 
-@dataclass(slots=True)
-class Feed:
+class Feed(Message, tag="feed"):
     stream: str
     items: list[Item]
 
 
-@dataclass(slots=True)
-class Flush:
+class Flush(Message, tag="flush"):
     """Text for everything fed so far must come out without waiting for more audio; answered by `Flushed`.
 
     With a `pause`, text is wanted only for what was said before: at this sample nobody spoke. Behind a speech gate,
@@ -85,26 +99,23 @@ class Flush:
 
     stream: str
     tag: int
-    pause: int | None = None
+    pause: Count | None = None
 
 
-@dataclass(slots=True)
-class ChangeTurns:
+class ChangeTurns(Message, tag="turns"):
     """From here on, turns of the stream end by another rule."""
 
     stream: str
     turns: TurnRule | None
 
 
-@dataclass(slots=True)
-class Finish:
+class Finish(Message, tag="finish"):
     """No more audio. The stream runs out, then answers `Closed`."""
 
     stream: str
 
 
-@dataclass(slots=True)
-class Abort:
+class Abort(Message, tag="abort"):
     """Forget the stream now. Answered by `Closed` without further text."""
 
     stream: str
@@ -120,8 +131,7 @@ def same_owner(number: int, other: int) -> bool:
     return number // NEXT_OWNER == other // NEXT_OWNER
 
 
-@dataclass(slots=True)
-class SaveHandoff:
+class SaveHandoff(Message, tag="save_handoff"):
     """Keep beside a stream what its gateway knows of the session: whoever adopts the session goes on with both.
 
     All of it is opaque bytes. A `base` begins anew; `entries` go on from it, and together they account for the first
@@ -132,30 +142,28 @@ class SaveHandoff:
 
     stream: str
     key: str
-    number: int
-    consumed: int
+    number: Count
+    consumed: Count
     entries: list[bytes]
     base: bytes | None = None
     chunk: bytes = b""
-    keep_bytes: int = 0
+    keep_bytes: Count = 0
     keep_s: float = 0.0
     # By how much the engine counts less than the stream itself does.
-    position_offset: int = 0
-    sample_offset: int = 0
+    position_offset: Count = 0
+    sample_offset: Count = 0
     last: bool = False
 
 
-@dataclass(slots=True)
-class Ask:
+class Ask(Message, tag="ask"):
     """Which number does this session have here? Answered by `Held` with the same tag; changes nothing."""
 
     stream: str
     key: str
-    tag: int
+    tag: Count
 
 
-@dataclass(slots=True)
-class Adopt:
+class Adopt(Message, tag="adopt"):
     """Give me this session and its stream, if it still belongs to the owner of this number; `Held` said which it is.
 
     Answered by `Inherited`; a former owner hears `Wanted`, then `Fenced`. A request that comes after another gateway
@@ -164,22 +172,20 @@ class Adopt:
 
     stream: str
     key: str
-    number: int
+    number: Count
 
 
-@dataclass(slots=True)
-class Renew:
+class Renew(Message, tag="renew"):
     """The client has come back to the owner itself: the session gets the number of a new owner, so that no request to
     adopt it that is older takes it away. Answered by `Renewed` with the same tag."""
 
     stream: str
     key: str
-    tag: int
-    number: int
+    tag: Count
+    number: Count
 
 
-@dataclass(slots=True)
-class Claim:
+class Claim(Message, tag="claim"):
     """All sessions of a gateway: the key, the number, and whether another engine keeps the value now.
 
     It is the first word on a new connection, and is said again by a gateway that stood still. The engine answers with
@@ -188,25 +194,21 @@ class Claim:
     """
 
     stream: str
-    tag: int
-    claims: list[tuple[str, int, bool]]
+    tag: Count
+    claims: list[tuple[str, Count, bool]]
 
 
-@dataclass(slots=True)
-class DropHandoff:
+class DropHandoff(Message, tag="drop_handoff"):
     """The session is over: forget what was entrusted. Its stream, if there still is one, is ended by an Abort."""
 
     stream: str
     key: str
-    number: int
+    number: Count
 
 
 # About a session, not about a stream.
 SessionCommand = SaveHandoff | Ask | Adopt | Renew | Claim | DropHandoff
 Command = Open | Feed | Flush | ChangeTurns | Finish | Abort | SessionCommand
-
-# In place of the token of a position that was cut out of a stream and not computed.
-SKIPPED = -1
 
 # A state as plain data: numbers, strings, bytes, lists and dictionaries of them.
 Saved = dict[str, Any]
@@ -218,18 +220,16 @@ Saved = dict[str, Any]
 Chance = tuple[bytes, float]
 
 
-@dataclass(slots=True)
-class Word:
+class Word(Message):
     """A finished word, with the audio samples it spans. `chances` are those of its tokens, if the model tells them."""
 
     text: str
     start_sample: int
     end_sample: int
-    chances: list[Chance] = field(default_factory=list)
+    chances: list[Chance] = []
 
 
-@dataclass(slots=True)
-class Text:
+class Text(Message, tag="text"):
     """New text of a stream; append-only, never revised. `words` are those this delta completed.
 
     `tokens` are all tokens since the last Text, with blanks and `CUT`: what a replay must force. Every sample before
@@ -246,8 +246,7 @@ class Text:
     no_speech: float | None = None
 
 
-@dataclass(slots=True)
-class Speech:
+class Speech(Message, tag="speech"):
     """Speech probabilities, one per detector frame, the first starting at `sample`."""
 
     stream: str
@@ -256,8 +255,7 @@ class Speech:
     probabilities: list[float]
 
 
-@dataclass(slots=True)
-class StreamState:
+class StreamState(Message, tag="state"):
     """All that decides what a stream of a windowed model says from here on, apart from its audio.
 
     A state goes out with every text: a gateway that has received a text has also received the state after it, and can
@@ -272,13 +270,11 @@ class StreamState:
     parts: dict[str, Saved]
 
 
-@dataclass(slots=True)
-class Opened:
+class Opened(Message, tag="opened"):
     stream: str
 
 
-@dataclass(slots=True)
-class Flushed:
+class Flushed(Message, tag="flushed"):
     """Every sample before `sample` is in the text sent so far."""
 
     stream: str
@@ -286,14 +282,12 @@ class Flushed:
     sample: int
 
 
-@dataclass(slots=True)
-class Closed:
+class Closed(Message, tag="closed"):
     stream: str
     sample: int
 
 
-@dataclass(slots=True)
-class Failed:
+class Failed(Message, tag="failed"):
     """The stream ended with an error. `code` is the class of the error; `message` is safe to show."""
 
     stream: str
@@ -301,8 +295,7 @@ class Failed:
     message: str
 
 
-@dataclass(slots=True)
-class Refused:
+class Refused(Message, tag="refused"):
     """A command was refused and changed nothing: the stream, if there is one, goes on."""
 
     stream: str
@@ -310,15 +303,13 @@ class Refused:
     message: str
 
 
-@dataclass(slots=True)
-class Dead:
+class Dead(Message, tag="dead"):
     """The engine stopped; sent once, last."""
 
     message: str
 
 
-@dataclass(slots=True)
-class Wanted:
+class Wanted(Message, tag="wanted"):
     """Another gateway asks for this session: its owner is to give it up with a last `Entrust`. An owner with a higher
     number has moved it to another engine, and answers with a `Disown` of this number."""
 
@@ -326,16 +317,14 @@ class Wanted:
     number: int
 
 
-@dataclass(slots=True)
-class Fenced:
+class Fenced(Message, tag="fenced"):
     """This session belongs to another gateway now, if the receiver has a lower number of it."""
 
     key: str
     number: int
 
 
-@dataclass(slots=True)
-class Held:
+class Held(Message, tag="held"):
     """Answers `Ask`: the number of the session here, 0 if there is none. It is not `whole` while its owner has come
     back and has yet to leave the value."""
 
@@ -345,23 +334,20 @@ class Held:
     whole: bool = True
 
 
-@dataclass(slots=True)
-class Renewed:
+class Renewed(Message, tag="renewed"):
     """Answers `Renew`: the number from now on; 0 if the session is another's."""
 
     tag: int
     number: int
 
 
-@dataclass(slots=True)
-class Claimed:
+class Claimed(Message, tag="claimed"):
     """Answers `Claim`."""
 
     tag: int
 
 
-@dataclass(slots=True)
-class SessionGiven:
+class SessionGiven(Message, tag="session_given"):
     """What was entrusted with a session, and where its stream stands; `number` is 0 if it cannot be adopted.
 
     The outputs that the entries do not account for follow at once. `end` and `sample` are where the stream's audio
@@ -373,8 +359,8 @@ class SessionGiven:
     number: int = 0
     stream: str = ""
     base: bytes = b""
-    chunks: list[bytes] = field(default_factory=list)
-    entries: list[bytes] = field(default_factory=list)
+    chunks: list[bytes] = []
+    entries: list[bytes] = []
     consumed: int = 0
     position_offset: int = 0
     sample_offset: int = 0
@@ -385,7 +371,7 @@ class SessionGiven:
     answered: int = 0
     token: int = 0
     delay_positions: int | None = None
-    options: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str] = {}
 
 
 # About a session, not about a stream.

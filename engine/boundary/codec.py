@@ -8,6 +8,7 @@ that is kept for long does not keep the others.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import messages
-from engine.boundary.commands import Wire, WireStreamState, plain_state, wire_state
+from engine.errors import BadItem, BadOption
+from engine.messages import Message
 from engine.spec import ModelSpec
 
 # Goes up whenever an older peer could misread what is sent.
-WIRE_VERSION = 12
+WIRE_VERSION = 13
 
 Frames = Sequence[Any]
 Payload = NDArray[np.float32]
@@ -29,141 +31,14 @@ class WireError(Exception):
     """Bytes that are not a message of this protocol."""
 
 
-class WireWord(Wire):
-    text: str
-    start_sample: int
-    end_sample: int
-    chances: list[messages.Chance]
-
-
-class WireText(Wire, tag="text"):
-    stream: str
-    delta: str
-    words: list[WireWord]
-    tokens: list[int]
-    sample: int
-    language: str
-    no_speech: float | None
-
-
-class WireSpeech(Wire, tag="speech"):
-    stream: str
-    sample: int
-    frame_samples: int
-    probabilities: list[float]
-
-
-class WireOpened(Wire, tag="opened"):
-    stream: str
-
-
-class WireFlushed(Wire, tag="flushed"):
-    stream: str
-    tag: int
-    sample: int
-
-
-class WireClosed(Wire, tag="closed"):
-    stream: str
-    sample: int
-
-
-class WireFailed(Wire, tag="failed"):
-    stream: str
-    code: str
-    message: str
-
-
-class WireRefused(Wire, tag="refused"):
-    stream: str
-    code: str
-    message: str
-
-
-class WireDead(Wire, tag="dead"):
-    message: str
-
-
-class WireWanted(Wire, tag="wanted"):
-    key: str
-    number: int
-
-
-class WireFenced(Wire, tag="fenced"):
-    key: str
-    number: int
-
-
-class WireHeld(Wire, tag="held"):
-    key: str
-    tag: int
-    number: int
-    whole: bool
-
-
-class WireRenewed(Wire, tag="renewed"):
-    tag: int
-    number: int
-
-
-class WireClaimed(Wire, tag="claimed"):
-    tag: int
-
-
-class WireSessionGiven(Wire, tag="inherited"):
-    """The fields of `messages.Inherited`, in its order."""
-
-    key: str
-    number: int
-    stream: str
-    base: bytes
-    chunks: list[bytes]
-    entries: list[bytes]
-    consumed: int
-    position_offset: int
-    sample_offset: int
-    end: int
-    sample: int
-    segment: int
-    flushes: int
-    answered: int
-    token: int
-    delay_positions: int | None
-    options: dict[str, str]
-
-
-WireSessionOutput = WireWanted | WireFenced | WireHeld | WireRenewed | WireClaimed | WireSessionGiven
-_SESSION_OUTPUTS: dict[type[messages.SessionOutput], type[WireSessionOutput]] = {
-    messages.Wanted: WireWanted,
-    messages.Fenced: WireFenced,
-    messages.Held: WireHeld,
-    messages.Renewed: WireRenewed,
-    messages.Claimed: WireClaimed,
-    messages.SessionGiven: WireSessionGiven,
-}
-
-WireOutput = (
-    WireText
-    | WireSpeech
-    | WireStreamState
-    | WireOpened
-    | WireFlushed
-    | WireClosed
-    | WireFailed
-    | WireRefused
-    | WireDead
-    | WireSessionOutput
-)
-
-
-class Progress(Wire):
+class Progress(Message):
     """How far a stream is: positions below `computed` are done."""
 
     stream: str
     computed: int
 
 
-class Status(Wire):
+class Status(Message):
     """What an engine has and how busy it is."""
 
     slots_used: int = 0
@@ -212,7 +87,7 @@ class Unwelcome(msgspec.Struct, tag="unwelcome"):
     message: str
 
 
-class WireData(Wire):
+class PayloadPlace(Message):
     """The audio of one item of a message: a hash, and where in the message its bytes are."""
 
     key: bytes
@@ -223,7 +98,7 @@ class WireData(Wire):
     rows: int | None
 
 
-class Batch(Wire, tag="batch"):
+class Batch(Message, tag="batch"):
     """What a gateway has to say in one tick, for all its streams.
 
     The audio of all commands stands beside them: whether a command can be read changes nothing for either cache, and
@@ -232,21 +107,21 @@ class Batch(Wire, tag="batch"):
 
     seq: int
     ack: int
-    data: list[WireData]
+    data: list[PayloadPlace]
     commands: list[msgspec.Raw]
 
 
-class Update(Wire, tag="update"):
+class Update(Message, tag="update"):
     """What an engine has to say after a step, for all streams of one gateway."""
 
     seq: int
     ack: int
-    outputs: list[WireOutput]
+    outputs: list[messages.Output]
     progress: list[Progress]
     status: Status
 
 
-class Beat(Wire, tag="beat"):
+class Beat(Message, tag="beat"):
     """Alive; `sent` is the last numbered message, `ack` the last one taken."""
 
     sent: int
@@ -254,28 +129,28 @@ class Beat(Wire, tag="beat"):
     status: Status | None = None
 
 
-class Again(Wire, tag="again"):
+class Again(Message, tag="again"):
     """Numbered messages from `seq` on did not arrive: send them again."""
 
     seq: int
 
 
-class Missing(Wire, tag="missing"):
+class Missing(Message, tag="missing"):
     """All hashes of batch `seq` that the receiver does not hold."""
 
     seq: int
     keys: list[bytes]
 
 
-class Repair(Wire, tag="repair"):
+class Repair(Message, tag="repair"):
     """The data of those hashes; `gone` are those the sender has no data for."""
 
     seq: int
-    data: list[WireData]
+    data: list[PayloadPlace]
     gone: list[bytes]
 
 
-class Bye(Wire, tag="bye"):
+class Bye(Message, tag="bye"):
     """The gateway leaves; its streams are forgotten."""
 
 
@@ -287,6 +162,9 @@ _decoders: dict[bool, msgspec.msgpack.Decoder[Any]] = {
     True: msgspec.msgpack.Decoder(ToEngine),
     False: msgspec.msgpack.Decoder(ToGateway),
 }
+_command_decoder: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(messages.Command)
+_commands_decoder: msgspec.msgpack.Decoder[list[messages.Command]] = msgspec.msgpack.Decoder(list[messages.Command])
+_any_decoder = msgspec.msgpack.Decoder()
 _greeting_decoder = msgspec.msgpack.Decoder(Hello | Welcome | Unwelcome)
 
 
@@ -309,7 +187,7 @@ def decode(frames: Frames, to_engine: bool) -> Any:
         raise WireError(f"not a message of this protocol: {error}") from None
 
 
-def payload_of(data: WireData, frames: Frames) -> Payload | None:
+def payload_of(data: PayloadPlace, frames: Frames) -> Payload | None:
     """A copy of an item's data, if the message carries it. Frame 0 is the header."""
     start, size = data.start, data.size
     if start is None:
@@ -331,56 +209,57 @@ def rows_of(payload: Payload | None) -> int | None:
     return None if payload is None or payload.ndim == 1 else int(payload.shape[0])
 
 
-def wire_output(output: messages.Output) -> WireOutput:
-    match output:
-        case messages.Speech():  # what engines say most often
-            return WireSpeech(output.stream, output.sample, output.frame_samples, output.probabilities)
-        case messages.Text(stream, delta, words, tokens, sample, language, no_speech):
-            spoken = [WireWord(word.text, word.start_sample, word.end_sample, word.chances) for word in words]
-            return WireText(stream, delta, spoken, tokens, sample, language, no_speech)
-        case messages.StreamState():
-            return wire_state(output)
-        case messages.Opened(stream):
-            return WireOpened(stream)
-        case messages.Flushed(stream, tag, sample):
-            return WireFlushed(stream, tag, sample)
-        case messages.Closed(stream, sample):
-            return WireClosed(stream, sample)
-        case messages.Failed(stream, code, message):
-            return WireFailed(stream, code, message)
-        case messages.Refused(stream, code, message):
-            return WireRefused(stream, code, message)
-        case messages.Dead(message):
-            return WireDead(message)
-        case _:
-            wire = _SESSION_OUTPUTS[type(output)]
-            return wire(*(getattr(output, name) for name in wire.__struct_fields__))
+# Commands of a batch are encoded and decoded one by one: a command that cannot be written or read, because of what a
+# client sent, ends its own stream, and the other commands of the batch are taken.
+
+_UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
+# Begins an array in MessagePack, before its length in four bytes.
+_ARRAY = b"\xdd"
 
 
-def plain_output(output: WireOutput) -> messages.Output:
-    match output:
-        case WireStreamState():
-            return plain_state(output)
-        case WireText():
-            words = [
-                messages.Word(word.text, word.start_sample, word.end_sample, word.chances) for word in output.words
-            ]
-            told = output.language, output.no_speech
-            return messages.Text(output.stream, output.delta, words, output.tokens, output.sample, *told)
-        case WireSpeech():
-            return messages.Speech(output.stream, output.sample, output.frame_samples, output.probabilities)
-        case WireOpened():
-            return messages.Opened(output.stream)
-        case WireFlushed():
-            return messages.Flushed(output.stream, output.tag, output.sample)
-        case WireClosed():
-            return messages.Closed(output.stream, output.sample)
-        case WireFailed():
-            return messages.Failed(output.stream, output.code, output.message)
-        case WireRefused():
-            return messages.Refused(output.stream, output.code, output.message)
-        case WireDead():
-            return messages.Dead(output.message)
-        case _:
-            plain = next(kind for kind, wire in _SESSION_OUTPUTS.items() if wire is type(output))
-            return plain(*(getattr(output, name) for name in output.__struct_fields__))
+@dataclass(frozen=True, slots=True)
+class UnreadableCommand:
+    """A command of which at most the stream can be told, and whether it was to open it."""
+
+    stream: str | None
+    opens: bool
+    why: str
+
+
+def code_of(opens: bool) -> str:
+    """What a command that cannot be written or read is called: an opening is made of options, all others of items."""
+    return BadOption.__name__ if opens else BadItem.__name__
+
+
+def encode_command(command: messages.Command, items: list[messages.Item]) -> msgspec.Raw:
+    """Raises whatever the encoder makes of values that are not what their types say."""
+    if isinstance(command, messages.Feed | messages.Open):
+        command = msgspec.structs.replace(command, items=items)
+    return msgspec.Raw(_encoder.encode(command))
+
+
+def decode_commands(commands: list[msgspec.Raw]) -> list[messages.Command | UnreadableCommand]:
+    """All of a batch at once, or one by one if one of them cannot be read."""
+    try:
+        return [*_commands_decoder.decode(b"".join([_ARRAY, len(commands).to_bytes(4, "big"), *commands]))]
+    except _UNREADABLE:
+        return [_decode_alone(command) for command in commands]
+
+
+def _decode_alone(raw: msgspec.Raw) -> messages.Command | UnreadableCommand:
+    try:
+        return _command_decoder.decode(raw)
+    except _UNREADABLE as error:
+        stream, opens = _guess(raw)
+        return UnreadableCommand(stream, opens, f"a command that cannot be read: {error}")
+
+
+def _guess(raw: msgspec.Raw) -> tuple[str | None, bool]:
+    """Whose command it seems to be, and whether it opens a stream."""
+    try:
+        parts: Any = _any_decoder.decode(raw)
+    except _UNREADABLE:
+        return None, False
+    if isinstance(parts, list) and len(parts) > 1 and isinstance(parts[1], str):
+        return parts[1], parts[0] == "open"
+    return None, False

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from audio.items import AudioItem, ItemCutter
-from engine.messages import Item
+from engine.messages import LARGEST_COUNT, Item
 from engine.spec import ModelSpec
 
 KEY_BYTES = 16
@@ -53,9 +53,6 @@ def payload_bytes(item: Item) -> int:
 
 
 # What an item must be like to be heard. The gateway asks for items that others prepared, the engine for all.
-
-# Positions and samples are counted up to here: exact in every number that may carry them, and longer than any session.
-LARGEST_COUNT = 2**53 - 1
 
 
 def complaint_about(item: Item, spec: ModelSpec) -> str | None:

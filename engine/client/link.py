@@ -22,8 +22,7 @@ import zmq
 
 from engine import messages
 from engine.boundary import codec
-from engine.boundary.codec import Batch, Frames, WireData, WireError
-from engine.boundary.commands import WireItem, code_of, encode_command
+from engine.boundary.codec import Batch, Frames, PayloadPlace, WireError, code_of, encode_command
 from engine.boundary.input_cache import SenderCache
 from engine.boundary.items import (
     KEY_BYTES,
@@ -244,14 +243,14 @@ class OutgoingBatch:
         """
         items: list[Item] = []
         views: list[memoryview | None] = []
-        described: list[WireItem] = []
+        described: list[Item] = []
         for item in carried:
             data = None
             if item.key:
                 data = len(self.items) + len(items)
                 items.append(item)
                 views.append(_view(item))
-            described.append(WireItem(item.offset, item.length, item.sample, data, item.mask, item.samples))
+            described.append(msgspec.structs.replace(item, key=b"", payload=None, data=data))
         if command is not None:
             self._commands.append(encode_command(command, described))
         self.items += items
@@ -265,15 +264,15 @@ class OutgoingBatch:
         return codec.encode(Batch(number, taken, data, self._commands), views)
 
 
-def lay_out(items: Sequence[Item], travels: Sequence[bool]) -> list[WireData]:
+def lay_out(items: Sequence[Item], travels: Sequence[bool]) -> list[PayloadPlace]:
     """Where the audio of those that travel lies in the message's payloads, one after the other."""
     data, end = [], 0
     for item, goes in zip(items, travels, strict=True):
         if not goes:
-            data.append(WireData(item.key, None, 0, None))
+            data.append(PayloadPlace(item.key, None, 0, None))
             continue
         assert item.payload is not None, "only audio that is here travels"
-        data.append(WireData(item.key, end, item.payload.nbytes, codec.rows_of(item.payload)))
+        data.append(PayloadPlace(item.key, end, item.payload.nbytes, codec.rows_of(item.payload)))
         end += item.payload.nbytes
     return data
 
@@ -627,11 +626,11 @@ class EngineLink:
     def _take(self, update: codec.Update) -> None:
         self.status = update.status
         for output in update.outputs:
-            if isinstance(output, codec.WireDead):
+            if isinstance(output, messages.Dead):
                 self.engine_failed = True
                 self._lose(output.message)
                 return
-            self._events.on_output(codec.plain_output(output))
+            self._events.on_output(output)
         for progress in update.progress:
             self._events.on_progress(progress)
 

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.boundary.input_cache import SenderCache
-from engine.boundary.items import LARGEST_COUNT, make_cutter, payload_bytes, prepare
+from engine.boundary.items import make_cutter, payload_bytes, prepare
 from engine.client.link import EngineLink, ItemRefused, Processor, Queued
-from engine.messages import Item
+from engine.messages import LARGEST_COUNT, Item
 from engine.spec import ModelSpec
 
 

@@ -12,6 +12,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from msgspec import structs
+
 from engine.messages import Item, StreamState, Text, TurnRule, Word
 from engine.spec import ModelSpec
 
@@ -144,7 +146,7 @@ class KeptAudio:
         passed = min((position - gap.offset) * rate, covered)
         length = gap.offset + gap.length - position
         samples = None if gap.samples is None else covered - passed
-        return replace(gap, offset=position, length=length, sample=gap.sample + passed, samples=samples)
+        return structs.replace(gap, offset=position, length=length, sample=gap.sample + passed, samples=samples)
 
     def drop_flushes(self, tag: int) -> None:
         """Let go of the flushes up to this one, as far as no audio is kept from before them."""
@@ -182,7 +184,7 @@ class KeptAudio:
 
 def _earlier(entry: ReplayEntry, positions: int, samples: int) -> ReplayEntry:
     if isinstance(entry, Item):
-        return replace(entry, offset=entry.offset - positions, sample=entry.sample - samples)
+        return structs.replace(entry, offset=entry.offset - positions, sample=entry.sample - samples)
     if isinstance(entry, AskedFlush) and entry.pause is not None:
         return replace(entry, pause=max(0, entry.pause - samples))
     return entry

@@ -10,9 +10,10 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from engine import messages
@@ -106,7 +107,7 @@ class Placement:
         positions, samples = self._position_offset, self._sample_offset
         if not positions:
             return list(items)
-        return [replace(item, offset=item.offset - positions, sample=item.sample - samples) for item in items]
+        return [structs.replace(item, offset=item.offset - positions, sample=item.sample - samples) for item in items]
 
     def sample_to_engine(self, sample: int | None) -> int | None:
         return None if sample is None else max(0, sample - self._sample_offset)
@@ -465,7 +466,7 @@ class EngineStream:
         if checked:
             shift, later = self._kept.end - checked[0].offset, self._kept.end_sample - checked[0].sample
             self._send_items(
-                [replace(item, offset=item.offset + shift, sample=item.sample + later) for item in checked]
+                [structs.replace(item, offset=item.offset + shift, sample=item.sample + later) for item in checked]
             )
 
     async def flush(self, pause: int | None = None) -> int:
@@ -560,7 +561,7 @@ class EngineStream:
         replay = self._memory.replay(self._kept)
         self.place.begin(link, replay)
         suspicion = self.suspicion
-        opening = replace(
+        opening = structs.replace(
             self._opening,
             forced_tokens=replay.forced_tokens,
             state=replay.state,

@@ -14,15 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine import messages
-from engine.boundary.commands import (
-    WireAdopt,
-    WireAsk,
-    WireClaim,
-    WireDropHandoff,
-    WireRenew,
-    WireSaveHandoff,
-    WireSessionCommand,
-)
 from engine.server.peer import MOST_OUTPUTS_KEPT, HostedStream, HostedStreams, Peer
 
 logger = logging.getLogger(__name__)
@@ -115,19 +106,19 @@ class HandoffTable:
     def __len__(self) -> int:
         return len(self._handoffs)
 
-    def take(self, peer: Peer, command: WireSessionCommand) -> None:
+    def take(self, peer: Peer, command: messages.SessionCommand) -> None:
         match command:
-            case WireSaveHandoff():
+            case messages.SaveHandoff():
                 self._save_handoff(peer, command)
-            case WireAsk():
+            case messages.Ask():
                 peer.outputs.append(self._held(command.key, command.tag))
-            case WireAdopt():
+            case messages.Adopt():
                 self._adopt(peer, command.key, command.number)
-            case WireRenew():
+            case messages.Renew():
                 peer.outputs.append(messages.Renewed(command.tag, self._renew(peer, command)))
-            case WireClaim():
+            case messages.Claim():
                 self._claim(peer, command)
-            case WireDropHandoff():
+            case messages.DropHandoff():
                 self._disown(command)
 
     def leave(self, peer: Peer) -> None:
@@ -190,7 +181,7 @@ class HandoffTable:
             return messages.Held(key, tag, handoff.number, whole=not self._is_in_doubt(handoff))
         return messages.Held(key, tag) if elsewhere is None else messages.Held(key, tag, elsewhere.number, whole=False)
 
-    def _renew(self, peer: Peer, command: WireRenew) -> int:
+    def _renew(self, peer: Peer, command: messages.Renew) -> int:
         handoff = self._handoffs.get(command.key)
         if handoff is None:
             return command.number
@@ -200,7 +191,7 @@ class HandoffTable:
         handoff.number += messages.NEXT_OWNER
         return handoff.number
 
-    def _disown(self, command: WireDropHandoff) -> None:
+    def _disown(self, command: messages.DropHandoff) -> None:
         handoff, elsewhere = self._handoffs.get(command.key), self._elsewhere.get(command.key)
         if elsewhere is not None and elsewhere.number <= command.number:
             del self._elsewhere[command.key]
@@ -220,7 +211,7 @@ class HandoffTable:
         """Whether its owner may have taken it to another engine, and not come back yet to say so."""
         return handoff.owner is None and bool(handoff.left_by) and self._clock() < self._in_doubt_until
 
-    def _claim(self, peer: Peer, claim: WireClaim) -> None:
+    def _claim(self, peer: Peer, claim: messages.Claim) -> None:
         """A gateway says which sessions it has: those of another are told, and what it left here and goes on with is
         forgotten. What it does not name waits on: it may have given it up, and the word of that be lost."""
         for key, number, is_elsewhere in claim.claims:
@@ -239,7 +230,7 @@ class HandoffTable:
                     self._elsewhere[key] = _Elsewhere(number, peer, self._clock())
         peer.outputs.append(messages.Claimed(claim.tag))
 
-    def _save_handoff(self, peer: Peer, given: WireSaveHandoff) -> None:
+    def _save_handoff(self, peer: Peer, given: messages.SaveHandoff) -> None:
         handoff = self._handoffs.get(given.key)
         least = 0 if handoff is None else handoff.least if handoff.owner is peer else handoff.number + 1
         if handoff is None and given.key in self._over:
@@ -264,7 +255,7 @@ class HandoffTable:
             self._release(handoff)
             self._settle()
 
-    def _begin(self, peer: Peer, given: WireSaveHandoff, known: SavedHandoff | None) -> SavedHandoff:
+    def _begin(self, peer: Peer, given: messages.SaveHandoff, known: SavedHandoff | None) -> SavedHandoff:
         assert given.base is not None
         handoff = known or SavedHandoff(given.key, given.number, peer, given.number)
         self._handoffs[given.key] = handoff

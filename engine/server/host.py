@@ -8,24 +8,19 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from engine import messages
 from engine.boundary import codec
-from engine.boundary.codec import Frames, Payload, Status, WireData, WireError
-from engine.boundary.commands import (
+from engine.boundary.codec import (
+    Frames,
+    Payload,
+    PayloadPlace,
+    Status,
     UnreadableCommand,
-    WireAbort,
-    WireChangeTurns,
-    WireCommand,
-    WireFeed,
-    WireFinish,
-    WireFlush,
-    WireItem,
-    WireOpen,
-    WireSessionCommand,
+    WireError,
     code_of,
     decode_commands,
-    plain_open,
-    plain_rule,
 )
 from engine.boundary.crash_record import CrashRecord
 from engine.boundary.input_cache import ReceiverCache
@@ -142,7 +137,7 @@ class CommandIntake:
         return []
 
     @staticmethod
-    def _keyed(peer: Peer, data: WireData, frames: Frames) -> Keyed:
+    def _keyed(peer: Peer, data: PayloadPlace, frames: Frames) -> Keyed:
         try:
             payload = codec.payload_of(data, frames)
         except WireError as error:
@@ -166,15 +161,15 @@ class CommandIntake:
     def _take_command(
         self,
         peer: Peer,
-        command: WireCommand | UnreadableCommand,
+        command: messages.Command | UnreadableCommand,
         audio: Sequence[tuple[bytes, Payload | None]],
         now: int,
     ) -> None:
-        if isinstance(command, WireFeed):
+        if isinstance(command, messages.Feed):
             self._feed(peer, command, audio)
-        elif isinstance(command, WireSessionCommand):
+        elif isinstance(command, messages.SessionCommand):
             self._handoffs.take(peer, command)
-        elif isinstance(command, WireOpen):
+        elif isinstance(command, messages.Open):
             self._hand_on(now)
             self._open(peer, command, audio)
         elif isinstance(command, UnreadableCommand):
@@ -183,35 +178,35 @@ class CommandIntake:
             # Else it crossed with the stream's end, which its gateway has been told of.
             self._take_request(peer, name, command)
 
-    def _feed(self, peer: Peer, command: WireFeed, audio: Sequence[tuple[bytes, Payload | None]]) -> None:
+    def _feed(self, peer: Peer, command: messages.Feed, audio: Sequence[tuple[bytes, Payload | None]]) -> None:
         name = peer.streams.get(command.stream)
         if name is None:
             return
         try:
-            items = self._items(name, command.items, audio)
+            self._fill_in(name, command.items, audio)
         except BadItem as error:
             self._fail(name, str(error))
         else:
-            self._hosted.streams[name].fed(items, self._loop.scheduler.spec.samples_per_position)
-            self._coming.append(messages.Feed(name, items))
+            self._hosted.streams[name].fed(command.items, self._loop.scheduler.spec.samples_per_position)
+            self._coming.append(messages.Feed(name, command.items))
 
     def _take_request(
-        self, peer: Peer, name: str, command: WireFlush | WireChangeTurns | WireFinish | WireAbort
+        self, peer: Peer, name: str, command: messages.Flush | messages.ChangeTurns | messages.Finish | messages.Abort
     ) -> None:
         match command:
-            case WireFlush():
+            case messages.Flush():
                 self._hosted.streams[name].flushed(command.tag, command.pause)
                 self._coming.append(messages.Flush(name, command.tag, command.pause))
-            case WireChangeTurns():
-                self._coming.append(messages.ChangeTurns(name, plain_rule(command.turns)))
-            case WireFinish():
+            case messages.ChangeTurns():
+                self._coming.append(messages.ChangeTurns(name, command.turns))
+            case messages.Finish():
                 self._hosted.streams[name].finished()
                 self._coming.append(messages.Finish(name))
-            case WireAbort():
+            case messages.Abort():
                 self._hosted.release(peer, command.stream, name)
                 self._coming.append(messages.Abort(name))
 
-    def _open(self, peer: Peer, command: WireOpen, audio: Sequence[tuple[bytes, Payload | None]]) -> None:
+    def _open(self, peer: Peer, command: messages.Open, audio: Sequence[tuple[bytes, Payload | None]]) -> None:
         open_as = peer.streams.get(command.stream)
         if open_as is not None and open_as in self._loop.scheduler.streams:
             error = DuplicateStream(command.stream, "is open already; use another id")
@@ -224,32 +219,32 @@ class CommandIntake:
         spec = self._loop.scheduler.spec
         name = self._hosted.open(peer, command, spec.prefix_positions, self._clock())
         try:
-            items = self._items(name, command.items, audio)
+            self._fill_in(name, command.items, audio)
         except BadItem as error:
             self._fail(name, str(error))
         else:
-            self._hosted.streams[name].fed(items, spec.samples_per_position)
-            self._coming.append(plain_open(command, name, items))
+            self._hosted.streams[name].fed(command.items, spec.samples_per_position)
+            self._coming.append(msgspec.structs.replace(command, stream=name))
+        # The command is kept with the stream, for its options; its audio is not.
+        command.items = []
 
-    def _items(
-        self, name: str, described: Sequence[WireItem], audio: Sequence[tuple[bytes, Payload | None]]
-    ) -> list[messages.Item]:
-        """Raises BadItem."""
-        spec, items = self._loop.scheduler.spec, []
-        for part in described:
-            item = messages.Item(part.offset, part.length, part.sample, mask=part.mask, samples=part.samples)
-            if part.data is not None:
-                if part.data >= len(audio):
-                    raise BadItem(name, f"the item at position {part.offset} refers to audio that did not come")
-                item.key, item.payload = audio[part.data]
+    def _fill_in(
+        self, name: str, items: Sequence[messages.Item], audio: Sequence[tuple[bytes, Payload | None]]
+    ) -> None:
+        """Give items the audio that came with their batch. Raises BadItem."""
+        spec = self._loop.scheduler.spec
+        for item in items:
+            item.key, item.payload, item.arrival, item.embeds = b"", None, 0, 0
+            if item.data is not None:
+                if item.data >= len(audio):
+                    raise BadItem(name, f"the item at position {item.offset} refers to audio that did not come")
+                item.key, item.payload = audio[item.data]
             complaint = complaint_about(item, spec)
             if complaint is not None:
-                raise BadItem(name, f"item at position {part.offset}: {complaint}")
+                raise BadItem(name, f"item at position {item.offset}: {complaint}")
             if item.key and item.payload is None:
                 why = f"the engine does not hold the hash {item.key.hex()} and no data came with it"
                 raise BadItem(name, f"{why}; send the item's data")
-            items.append(item)
-        return items
 
     # Ends.
 
@@ -622,16 +617,15 @@ class EngineHost:
         return frames
 
     def _encode_update(self, peer: Peer, progress: list[codec.Progress]) -> list[Any]:
-        outputs = [codec.wire_output(output) for output in peer.outputs]
         numbering = peer.numbering
-        update = codec.Update(numbering.next_number, numbering.taken, outputs, progress, self._load.status)
+        update = codec.Update(numbering.next_number, numbering.taken, peer.outputs, progress, self._load.status)
         return codec.encode(update)
 
     def _end_unwritable(self, peer: Peer) -> None:
         """Leave out the outputs that cannot be written, and end their streams instead."""
         for index, output in enumerate(peer.outputs):
             try:
-                codec.encode(codec.wire_output(output))
+                codec.encode(output)
             except Exception as error:
                 stream = getattr(output, "stream", "")
                 text = f"stream {stream!r}: what was said cannot be sent: {type(error).__name__}"

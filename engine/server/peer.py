@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import Frames, Payload
-from engine.boundary.commands import WireOpen
 from engine.boundary.input_cache import ReceiverCache
 from engine.boundary.sockets import Numbering
 
@@ -31,7 +30,7 @@ class HostedStream:
     # When it last made work; a new stream is expected to.
     heard_at: float
     loop_name: str
-    opening: WireOpen
+    opening: messages.Open
     # Where its audio ends, and where the current segment of it began.
     end: int
     end_sample: int = 0
@@ -131,7 +130,7 @@ class HostedStreams:
         self.changed = False
         self._openings = 0
 
-    def open(self, peer: Peer, opening: WireOpen, first_position: int, now: float) -> str:
+    def open(self, peer: Peer, opening: messages.Open, first_position: int, now: float) -> str:
         """The loop's name of a new stream. It tells whose the stream was when the engine is gone."""
         self._openings += 1
         stream = opening.stream

@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from engine.core.scheduler import Scheduler
 from engine.core.stream import REPORT_AFTER_TOKENS
 from engine.errors import StreamError, StreamFinished
@@ -216,7 +218,7 @@ class SkippingStream:
         """The first so many positions; the rest waits on."""
         if positions >= item.length:
             return item
-        rest = replace(item, offset=item.offset + positions, length=item.length - positions)
+        rest = structs.replace(item, offset=item.offset + positions, length=item.length - positions)
         rest.sample += positions * self._rate
         if item.mask is not None:
             rest.mask = item.mask[positions:]
@@ -224,11 +226,11 @@ class SkippingStream:
             rest.samples = max(0, item.samples - positions * self._rate)
         self.waiting.appendleft(rest)
         mask = None if item.mask is None else item.mask[:positions]
-        return replace(item, length=positions, mask=mask, samples=None)
+        return structs.replace(item, length=positions, mask=mask, samples=None)
 
     def counted(self, item: Item) -> Item:
         """An item that goes on, on the engine's count."""
-        return replace(item, offset=item.offset - self.skipped_positions) if self.skipped_positions else item
+        return structs.replace(item, offset=item.offset - self.skipped_positions) if self.skipped_positions else item
 
     def _cut(self, item: Item, reached: int, told: bool) -> None:
         self.skipped_positions += item.length
@@ -268,7 +270,7 @@ class SilenceSkipper:
             start, end = (place - message.forced_tokens[: place - first].count(SKIPPED) for place in suspect)
             suspect = start, end
         kept = [token for token in message.forced_tokens if token != SKIPPED]
-        return replace(message, forced_tokens=kept, suspect=suspect)
+        return structs.replace(message, forced_tokens=kept, suspect=suspect)
 
     def check_open(self, name: str) -> None:
         """Raise if nothing more may be asked of a stream."""

@@ -30,6 +30,7 @@ from enum import Enum, auto
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from audio.speech_edges import EdgeDetector, EdgeMemory, EdgeSettings, EdgeState, Fall
@@ -470,7 +471,7 @@ class TurnEnds:
 
     def save(self) -> Saved:
         state, *counts = astuple(self._edges.save())
-        return {"rule": astuple(self._rule), "last": self.last, "state": state.name, "counts": counts}
+        return {"rule": structs.astuple(self._rule), "last": self.last, "state": state.name, "counts": counts}
 
     @classmethod
     def resumed(cls, saved: Saved) -> TurnEnds:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from engine.boundary.items import complaint_about
 from engine.messages import Item
@@ -48,7 +49,7 @@ FEATURES = replace(SPEC, features=FeatureShape(4, 6, 2))
     ],
 )
 def test_what_is_wrong_is_said(changes: dict[str, Any], says: str) -> None:
-    complaint = complaint_about(replace(GOOD, **changes), SPEC)
+    complaint = complaint_about(structs.replace(GOOD, **changes), SPEC)
     assert complaint is not None and says in complaint and len(complaint) < 200
 
 
@@ -66,11 +67,11 @@ def test_what_is_wrong_is_said(changes: dict[str, Any], says: str) -> None:
     ],
 )
 def test_what_is_right_is_taken(changes: dict[str, Any]) -> None:
-    assert complaint_about(replace(GOOD, **changes), SPEC) is None
+    assert complaint_about(structs.replace(GOOD, **changes), SPEC) is None
 
 
 def test_features_are_taken_in_their_own_shape() -> None:
-    assert complaint_about(replace(GOOD, payload=np.zeros((4, 14), np.float32)), FEATURES) is None
+    assert complaint_about(structs.replace(GOOD, payload=np.zeros((4, 14), np.float32)), FEATURES) is None
     for shape in ((4, 13), (14, 4)):
-        complaint = complaint_about(replace(GOOD, payload=np.zeros(shape, np.float32)), FEATURES)
+        complaint = complaint_about(structs.replace(GOOD, payload=np.zeros(shape, np.float32)), FEATURES)
         assert complaint is not None and "takes (4, 14)" in complaint

@@ -13,15 +13,7 @@ import zmq
 
 from engine import messages
 from engine.boundary import codec
-from engine.boundary.commands import (
-    WireAbort,
-    WireCommand,
-    WireFeed,
-    WireFinish,
-    WireFlush,
-    WireOpen,
-    decode_commands,
-)
+from engine.boundary.codec import decode_commands
 from engine.client import link as link_module
 from engine.client.link import BATCH_BYTES, REPLAY_WINDOW_BYTES, REPLAYED_TOGETHER, EngineLink, LinkEvents, SendQueue
 from engine.client.replay import AskedFlush, Replay
@@ -47,7 +39,7 @@ def _nothing() -> None:
     """Nobody waits for the end of a replay here."""
 
 
-def commands_of(batch: codec.Batch) -> list[WireCommand]:
+def commands_of(batch: codec.Batch) -> list[messages.Command]:
     return decode_commands(batch.commands)
 
 
@@ -130,7 +122,7 @@ async def test_live_audio_leaves_with_the_next_batch_however_much_is_replayed() 
         link.send(Feed("live", []), items("live", 1, number))
         await turns()
         first = commands_of(socket.batches[before])[0]
-        assert isinstance(first, WireFeed) and first.stream == "live"
+        assert isinstance(first, messages.Feed) and first.stream == "live"
         under_way = link._outbox._replay_bytes
         assert under_way <= REPLAY_WINDOW_BYTES + PIECE_BYTES
         socket.take_all()
@@ -157,10 +149,10 @@ async def test_streams_take_turns_and_all_of_every_replay_arrives_in_order() -> 
     order = []
     for batch in socket.batches:
         for command in commands_of(batch):
-            if isinstance(command, WireFeed):
+            if isinstance(command, messages.Feed):
                 got[command.stream] += [item.offset for item in command.items]
                 order.append(command.stream)
-            elif isinstance(command, WireFinish):
+            elif isinstance(command, messages.Finish):
                 got[command.stream].append("finish")
     assert all(positions == [*range(62), "finish"] for positions in got.values())
     first = list(moved)[:REPLAYED_TOGETHER]
@@ -168,7 +160,7 @@ async def test_streams_take_turns_and_all_of_every_replay_arrives_in_order() -> 
     # A stream that has caught up is live.
     moved["moved 3"].send(Flush("moved 3", 9))
     await turns()
-    assert isinstance(commands_of(socket.batches[-1])[0], WireFlush)
+    assert isinstance(commands_of(socket.batches[-1])[0], messages.Flush)
     link.close()
 
 
@@ -182,11 +174,11 @@ async def test_a_replay_with_a_saved_state_asks_in_its_turn_and_an_abort_stops_i
     await turns()
     (batch,) = socket.batches
     (opening,) = commands_of(batch)
-    assert isinstance(opening, WireOpen) and len(opening.items) == 8
+    assert isinstance(opening, messages.Open) and len(opening.items) == 8
     asked.opened()
     assert asked.abort()
     await turns()
-    assert [type(command) for command in commands_of(socket.batches[1])] == [WireAbort]
+    assert [type(command) for command in commands_of(socket.batches[1])] == [messages.Abort]
     assert len(socket.batches) == 2
     link.close()
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.boundary.input_cache import CacheStats, SenderCache
 from engine.boundary.items import hash_payload, make_cutter, prepare
@@ -30,7 +31,7 @@ def processor(capacity: int = 1 << 20, features: FeatureShape | None = None) -> 
 
 def item(payload: object, **changes: object) -> Item:
     key = hash_payload(np.ascontiguousarray(payload)) if isinstance(payload, np.ndarray) else b"k" * 16
-    return replace(Item(3, 1, 0, key, payload), **changes)  # type: ignore[arg-type]
+    return structs.replace(Item(3, 1, 0, key, payload), **changes)  # type: ignore[arg-type]
 
 
 GOOD = np.linspace(-1, 1, SAMPLES, dtype=np.float32)

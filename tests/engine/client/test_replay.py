@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.client.replay import AskedFlush, KeptAudio, SavedWindow, TokenMemory, memory_for, positions_to_keep
 from engine.messages import Item, StreamState, Text, Word
@@ -75,7 +76,7 @@ def test_flushes_without_audio_do_not_pile_up() -> None:
 @pytest.mark.parametrize(("position", "sample"), [(FIRST, 0), (FIRST + 1, 128), (FIRST + 2, 228), (FIRST + 9, 228)])
 def test_positions_become_samples_and_padding_is_no_audio(position: int, sample: int) -> None:
     kept = KeptAudio(SPEC)
-    kept.add([*items(0, 1), replace(items(1, 1)[0], samples=100), Item(FIRST + 2, 3, 228, samples=0)])
+    kept.add([*items(0, 1), structs.replace(items(1, 1)[0], samples=100), Item(FIRST + 2, 3, 228, samples=0)])
     assert kept.sample_at(position) == sample
 
 

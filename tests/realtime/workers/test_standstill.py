@@ -15,7 +15,7 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from engine.boundary.commands import WireAdopt, WireAsk, WireClaim, WireSessionCommand
+from engine import messages
 from engine.server.handoff import HandoffTable
 from engine.server.peer import Peer
 from tests.realtime.workers.engines import talk
@@ -263,8 +263,8 @@ def test_a_gateway_that_stood_still_looks_for_no_session_before_it_knows_which_a
     """A request to resume waits in its socket."""
     take, asked = HandoffTable.take, list[type]()
 
-    def note(handoffs: HandoffTable, peer: Peer, command: WireSessionCommand) -> None:
-        asked.extend({type(command)} & {WireAsk, WireClaim, WireAdopt})
+    def note(handoffs: HandoffTable, peer: Peer, command: messages.SessionCommand) -> None:
+        asked.extend({type(command)} & {messages.Ask, messages.Claim, messages.Adopt})
         take(handoffs, peer, command)
 
     with running(Random(seed)) as fleet:
@@ -274,7 +274,7 @@ def test_a_gateway_that_stood_still_looks_for_no_session_before_it_knows_which_a
         fleet.gateways[1].stop(2.5)
         client.leave(1)
         fleet.until(lambda: client.is_done, 60)
-        assert asked[:2] == [WireClaim, WireClaim] and WireAdopt in asked
+        assert asked[:2] == [messages.Claim, messages.Claim] and messages.Adopt in asked
     assert not client.wrongs
     assert client.text == CALM
 
