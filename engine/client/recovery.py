@@ -134,8 +134,8 @@ class Recovery:
         """Whether the stream may be reopened now. Suspects of an unknown last step are tried one at a time."""
         if not stream.suspicion.must_wait:
             return True
-        someone_else = self._on_probation is not None and self._on_probation[0] is not stream
-        if someone_else or now < stream.suspicion.not_before:
+        another_on_probation = self._on_probation is not None and self._on_probation[0] is not stream
+        if another_on_probation or now < stream.suspicion.not_before:
             return False
         self._on_probation = (stream, now)
         return True

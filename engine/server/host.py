@@ -366,8 +366,8 @@ class EngineHost:
 
     def _patience(self) -> float:
         """How long to wait for a message when there is nothing to do."""
-        owed = any(peer.numbering.taken > peer.acknowledged for peer in self._peers.values())
-        return ACK_SECONDS if owed else BEAT_SECONDS / 4
+        unacknowledged = any(peer.numbering.taken > peer.acknowledged for peer in self._peers.values())
+        return ACK_SECONDS if unacknowledged else BEAT_SECONDS / 4
 
     def _runnable(self) -> bool:
         return any(peer.waits_for_a_turn for peer in self._peers.values())
@@ -597,8 +597,8 @@ class EngineHost:
                 self._say(peer, codec.encode(beat), now)
 
     def _beat_is_due(self, peer: Peer, now: float) -> bool:
-        owed = peer.numbering.taken > peer.acknowledged
-        return now - peer.spoke_at >= (ACK_SECONDS if owed else BEAT_SECONDS)
+        unacknowledged = peer.numbering.taken > peer.acknowledged
+        return now - peer.spoke_at >= (ACK_SECONDS if unacknowledged else BEAT_SECONDS)
 
     def _say(self, peer: Peer, frames: list[Any], now: float) -> None:
         """Send to a gateway. Only a failed send shows that a gateway is gone."""
