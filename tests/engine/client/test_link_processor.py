@@ -49,7 +49,7 @@ GOOD = np.linspace(-1, 1, SAMPLES, dtype=np.float32)
         (item(np.repeat(GOOD, 2)[::2]), "contiguous"),
         (item(np.full(SAMPLES, np.nan, np.float32)), "NaN"),
         (item(np.full(SAMPLES, np.inf, np.float32)), "NaN or infinite"),
-        (item(np.zeros((4, 8), np.float32)), f"hears audio, not features; send the item's {SAMPLES} samples"),
+        (item(np.zeros((4, 8), np.float32)), f"takes audio, not features; send the item's {SAMPLES} samples"),
         (item(GOOD, offset=-1), "0 or more"),
         (item(GOOD, length=0), "1 or more"),
         (item(GOOD, mask=[False]), "gap carries no audio"),
