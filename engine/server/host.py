@@ -239,11 +239,12 @@ class CommandIntake:
         """Give items the audio that came with their batch. Raises BadItem."""
         spec = self._loop.scheduler.spec
         for item in items:
+            place, item.data = item.data, None
             item.key, item.payload, item.arrival, item.embeds = b"", None, 0, 0
-            if item.data is not None:
-                if item.data >= len(audio):
-                    raise BadItem(name, f"the item at position {item.offset} refers to audio that did not come")
-                item.key, item.payload = audio[item.data]
+            if place is not None:
+                if place >= len(audio):
+                    raise BadItem(name, f"the item at position {item.offset} refers to audio that was not sent")
+                item.key, item.payload = audio[place]
             complaint = complaint_about(item, spec)
             if complaint is not None:
                 raise BadItem(name, f"item at position {item.offset}: {complaint}")

@@ -130,7 +130,7 @@ def test_a_bare_hash_is_looked_up_but_never_sent() -> None:
     assert main.cache.keys() == []
     known = item(GOOD)
     main.pack([known])
-    assert main.pack([replace(known, payload=None)]) == [False]
+    assert main.pack([structs.replace(known, payload=None)]) == [False]
     assert main.cache.stats.bytes_saved == GOOD.nbytes
 
 

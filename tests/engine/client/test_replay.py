@@ -107,7 +107,7 @@ def test_a_word_that_a_replayed_flush_completes_again_is_dropped() -> None:
     memory.replay(kept)
     again = memory.hear(Text("s", "", [Word("cat", 100, 200)], []))
     assert again is None
-    news = memory.hear(replace(spoken(["sat"], 2), tokens=[4]))
+    news = memory.hear(structs.replace(spoken(["sat"], 2), tokens=[4]))
     assert news is not None and [word.text for word in news.words] == ["sat"]
 
 

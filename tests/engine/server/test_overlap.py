@@ -238,7 +238,7 @@ def test_streams_that_are_rebuilt_while_nobody_is_on_time_have_one_more_step_und
     ahead = []
     while loop.scheduler.rebuilding:
         loop.step()
-        ahead.append(len(loop._flights))
+        ahead.append(len(loop._launched))
     assert max(ahead) == 2
     while loop.has_work():
         loop.step()
