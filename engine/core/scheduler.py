@@ -9,9 +9,8 @@ rows, a slot) is set aside when it is admitted, so no stream waits for another t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from operator import attrgetter
-
-from msgspec import structs
 
 from engine.core.encoder_cache import EncoderCache
 from engine.core.pages import PagePool
@@ -98,7 +97,7 @@ class Scheduler:
         assert state is not None and self.spec.rereads_window, "only windowed models have states"
         # Planning takes the audio out of an item, so the runner gets copies of its own.
         opened = self._opened[stream.slot]
-        opened.saved, opened.saved_items = state.parts["runner"], [structs.replace(item) for item in message.items]
+        opened.saved, opened.saved_items = state.parts["runner"], [copy(item) for item in message.items]
         for item in message.items:
             self._append(stream, item, now)
         if message.items and stream.available != state.position:

@@ -30,7 +30,6 @@ from enum import Enum, auto
 from typing import Any
 
 import numpy as np
-from msgspec import structs
 from numpy.typing import NDArray
 
 from audio.speech_edges import EdgeDetector, EdgeMemory, EdgeSettings, EdgeState, Fall
@@ -471,7 +470,12 @@ class TurnEnds:
 
     def save(self) -> Saved:
         state, *counts = astuple(self._edges.save())
-        return {"rule": structs.astuple(self._rule), "last": self.last, "state": state.name, "counts": counts}
+        return {
+            "rule": (self._rule.threshold, self._rule.min_speech_samples, self._rule.silence_samples),
+            "last": self.last,
+            "state": state.name,
+            "counts": counts,
+        }
 
     @classmethod
     def resumed(cls, saved: Saved) -> TurnEnds:
