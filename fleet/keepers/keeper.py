@@ -288,7 +288,7 @@ class GatewayKeeper(Keeper):
             *("--host", self.plan.gateway.host),
             *("--port", str(self.unit.port)),
             *("--engine-table", str(self.table_path)),
-            *("--fleet.manager", str(self.figures_path)),
+            *("--fleet.figures", str(self.figures_path)),
             *("--fleet.gateway", self.unit.name),
             *("--fleet-secret-file", str(self.plan.secret_path)),
             *("--server.drain-spread-s", f"{self.plan.gateway.drain_s:g}"),
