@@ -1,10 +1,10 @@
-"""How long the answer to a long file holds the event loop at a stretch, and how long it takes in all.
+"""How long the answer to a long file blocks the event loop at a time, and how long it takes in total.
 
     python -m benchmarks.answer_holds [--hours 4]
 
-A transcript as Whisper would give it, ten tokens in a second with their probabilities, is written in every shape that
-the upload routes have. `at once` is what it takes without a turn for anybody else. Processor time of this thread is
-what counts: other programs on the machine do not change it.
+A transcript as Whisper would give it, ten tokens a second with their probabilities, is written in every format of the
+upload routes. `at once` is the time of writing it without a break. All times are processor time of this thread, so
+other programs on the machine hardly change them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""What one append costs a gateway: processor time of a worker with everything on, at the pace of speech.
+"""What one append costs a gateway: processor time of a worker with all features on, at the pace of speech.
 
     python -m benchmarks.append_cost [--sessions 100] [--periods 100] [--profile FILE] [--json FILE]
 
-This process is one worker of several as `tickertape serve --workers N` starts them: sockets, sessions, saved sessions,
-client of an engine. The engine is a process without a model (`benchmarks.engines`), and so are the clients, which ask
-for turn detection, times of words, acknowledgements and to be able to resume. All messages are in the figure: audio in,
-and the engine's and the clients' part out.
+This process is one worker as `tickertape serve --workers N` starts it: sockets, sessions, handoffs, engine client. The
+engine is a process without a model (`benchmarks.engines`). The clients are another process; they ask for turn
+detection, word times, acknowledgements and resuming. The figure includes all messages from and to engine and clients.
 
-Appends come in slices of 5 ms of speech, spread evenly over the clients. The next slice is sent when 5 ms are over and
-this one was read, so on a machine that is too busy time passes more slowly, and the figure is the same.
+Appends come in slices of 5 ms of speech, spread evenly over the clients. The next slice is sent when 5 ms have passed
+and the last slice was read, so on a machine that is too busy the run takes longer, and the figure is the same.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What it costs to decode strangers' audio in processes of their own: time, processor time and memory.
+"""What it costs to decode compressed audio in separate processes: time, processor time and memory.
 
     python -m benchmarks.decoder_cost [--streams 16]
 
-Files and live streams, each on a thread of this process and in a process of its own, which is how the gateway does it
-(`realtime/serving/isolated_decoder.py`). Live streams are WebM with Opus, a piece each 250 ms; here a piece follows the
-last at once. docs/security.md has what follows from the figures.
+Files and live streams are decoded on a thread of this process and, as in the gateway, in a separate process
+(`realtime/serving/isolated_decoder.py`). Live streams are WebM with Opus in pieces of 250 ms, sent without waiting.
+docs/security.md has the figures and the conclusion.
 """
 
 from __future__ import annotations

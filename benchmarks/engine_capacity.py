@@ -1,25 +1,24 @@
-"""How many live streams one GPU holds: the engine's own loop, no sockets and no gateway.
+"""How many live streams one GPU holds: the engine's own loop, without sockets and gateway.
 
     python -m benchmarks.engine_capacity --window 1024 --kv bf16 --streams 100 200 400 --bisect 6 --reference
     python -m benchmarks.engine_capacity --whisper small --streams 200 400 --seconds 20 --audio speech.wav
     python -m benchmarks.engine_capacity --model whisper-tiny.en --streams 200 400 --seconds 20 --audio speech.wav
 
-N streams with random phases play the same sound from different places, 80 ms at a time, in real time. Lag is the time
+N streams with random phases play the same audio from different places, 80 ms at a time, in real time. Lag is the time
 from the moment a frame of 80 ms is complete to the moment its answer is out.
 
-Voxtral Realtime at full dimensions, with random weights that say a word in three frames of ten, as speech has them.
-The speech detector listens (`--no-detector` leaves it out). Streams start as old as their windows are long, so every
-step reads full windows from the first second on; they join 5 ms apart, and counting begins 2 s after the last. A point
-holds if the 99th percentile of the lag is at most 80 ms. A step is what the engine's thread does between two looks at
-its inbox: commands in, detection, plan, launch, and commit of the step before; what of it is not the device is the
-host on the critical path (`--one-by-one`: steps do not overlap). The same thread makes the audio: that counts in the
-lag and as feed, not as host.
+Without --whisper and --model: Voxtral Realtime at full dimensions, with random weights that output a word in three
+frames of ten, as in speech. The speech detector is on (`--no-detector` turns it off). Streams start with full windows;
+they join 5 ms apart, and counting begins 2 s after the last. A point holds if the 99th percentile of the lag is at most
+80 ms. A step is the work of the engine's thread between two reads of its inbox: commands in, detection, plan, launch,
+and commit of the step before; the part without the device is the host time on the critical path (`--one-by-one`: steps
+do not overlap). The same thread generates the audio: that counts in the lag and as `feed`, not as host time.
 
-With --whisper the model is Whisper with random weights whose answers are replaced by three tokens a second, with
---model a windowed model with its real weights. Speech detection, the gate, pauses and saved states are on, as in a
-server. Streams join 4 ms apart, and counting begins when windows are as long as they get (`--settle`). A pass comes
-every 0.8 s, so half of that is in the lag from the start. A point holds if the 95th percentile of the lag is at most
-1.5 s, over all and in the second half.
+--whisper: Whisper with random weights whose answers are replaced by three tokens a second; --model: a windowed model
+with its real weights. Speech detection, the gate, pauses and saved states are on, as in a server. Streams join 4 ms
+apart, and counting begins when windows have their full length (`--settle`). A pass comes every 0.8 s, so the lag is at
+least half of that on average. A point holds if the 95th percentile of the lag is at most 1.5 s, over all and in the
+second half.
 
 Needs torch, numpy, silero-vad and (for --reference) transformers.
 """

@@ -1,21 +1,24 @@
-"""Parts of a fleet lost under live sessions, for `python -m benchmarks.survival fleet`.
+"""Loses parts of a fleet under live sessions, for `python -m benchmarks.survival fleet`.
 
-A Ray cluster of a head and four nodes on this machine, made by `tickertape fleet up` and `tickertape fleet join`, with
-real `tickertape engine` and `tickertape serve` processes, encrypted links, and a load balancer in this process. Clients
-speak one session after the other, the same recording at the pace of speech, and resume through any gateway. For each
-kind of `LOSSES` a part is lost as often as asked, each time when all is whole again; `calm` loses nothing and is what
-the others are compared with. `went_on` is the time of the last of all who speak: from the loss until audio spoken after
-it has been acknowledged. `head-long` is a head that is away for `--head-away` seconds; `scale` is a load that asks for
-three engines and then for one. `stop-PART-SECONDS` stops an engine, a gateway, the keepers of a node, the manager or
-Ray's own process of a node (SIGSTOP) and lets it go on. Connections stay open and nothing answers: clients leave a
-gateway after `LEAVE_S`, some ask it again, and what they sent waits there until it goes on. With --null the engines
-have no model (`benchmarks.engines`): for numbers, not for words. Needs the extra tickertape[fleet].
+The fleet is a Ray cluster of a head and four nodes on this machine, made by `tickertape fleet up` and `tickertape fleet
+join`, with real `tickertape engine` and `tickertape serve` processes, encrypted links, and a load balancer in this
+process. Clients open one session after the other, send the same recording at the pace of speech, and resume through any
+gateway. With --null the engines have no model (`benchmarks.engines`); then event numbers are tested, but not a model's
+words. Needs the extra tickertape[fleet].
+
+For each kind of `LOSSES` a part is lost as often as asked, each time when the fleet is complete again. `calm` loses
+nothing, and the others are compared with it. `went_on` is the time from the loss until audio that was spoken after it
+has been acknowledged, for the last of all speaking clients. `head-long` takes the head away for `--head-away` seconds;
+`scale` is a load that needs three engines and then one. `stop-PART-SECONDS` stops an engine, a gateway, the keepers of
+a node, the manager or Ray's own process of a node (SIGSTOP) and continues it. Meanwhile connections stay open and
+nothing answers: clients leave a gateway after `LEAVE_S`, some ask it again, and their messages wait there until it
+continues.
 
     python -m benchmarks.fleet serve ...
 
-is what runs there in place of `tickertape serve`: a gateway whose links to engines go through another process. A file
-`cut-NAME` beside the gateway's table stops the link to that engine: bytes are neither sent nor refused, as when a cable
-is pulled.
+runs there instead of `tickertape serve`: a gateway whose links to engines go through another process. A file `cut-NAME`
+beside the gateway's table stops the link to that engine: bytes are neither delivered nor refused, as with a pulled
+cable.
 """
 
 from __future__ import annotations

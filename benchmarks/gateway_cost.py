@@ -2,9 +2,9 @@
 
     python -m benchmarks.gateway_cost [--seconds S] [--streams N] [--connections N] [--json FILE]
 
-A null engine takes the audio and says nothing. Beside it, in the same run and with the same clients, a bare
-`websockets` echo server shows what the machine can do. Server and load generator are processes of their own; rates are
-per second of the server's processor time, so a busy machine does not change them much, and the servers take turns.
+A null engine takes the audio and gives no text. A bare `websockets` echo server with the same clients in the same run
+shows what the machine can do. Servers and load generator are separate processes; rates are per second of the server's
+processor time, so a busy machine does not change them much, and the servers take turns.
 """
 
 from __future__ import annotations

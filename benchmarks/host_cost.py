@@ -1,13 +1,12 @@
-"""What the engine's one thread spends on each 80 ms of a served session, beside the model and the detector.
+"""What the engine's one thread spends on each 80 ms of a served session, without the model and the detector.
 
     python -m benchmarks.host_cost [--streams 600] [--gateways 6] [--rounds 60] [--profile FILE]
 
-Everything between the socket and the runner is real: the codec, the caches, saved sessions, the loop with steps that
-overlap, silence that is cut out, the scheduler, numbered answers. Runner and detector answer at once, and messages are
-made before the clock runs. Every session feeds one item a round and leaves the changes of its saved state, as a gateway
-has it do for clients that can resume; a step takes in `--steps` parts of a round, as in real time. Words come every
-fifth item, as in speech, or as often as `--words-every` says. Processor time of one thread: compare within one run, or
-on one machine.
+Everything between the socket and the runner is real: codec, caches, handoffs, the loop with overlapping steps, skipped
+silence, scheduler, numbered answers. Runner and detector answer at once, and messages are made before the measurement.
+Every session sends one item a round and the changes of its handoff, as a gateway does for clients that can resume; a
+round is taken in with `--steps` steps, as in real time. Words come every fifth item, as in speech, or as often as
+`--words-every` says. The figure is processor time of one thread: compare it within one run, or on one machine.
 """
 
 from __future__ import annotations

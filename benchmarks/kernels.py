@@ -3,10 +3,10 @@
     python -m benchmarks.kernels attention [--shapes 2,2 1,3,4]
     python -m benchmarks.kernels keywords [--rows 512] [--keywords 100 100 500]
 
-Attention reads each stream's whole window once from many layers in turn, so that the cache does not help, and prints
-microseconds a layer and bytes per second. The choice of a token has random logits of a vocabulary of 131,072 tokens in
-bf16, as Voxtral Realtime has, and keyword trees of random words in turns; times with and without trees are medians of
-30. All are recorded, as the step is. What the kernels compute is checked by `pytest tests/gpu`.
+Attention reads each stream's whole window once, from many layers in turn so that the cache does not help, and prints
+microseconds per layer and bytes per second. The choice of a token has random logits of a vocabulary of 131,072 tokens
+in bf16, as in Voxtral Realtime, and keyword trees of random words in turn; times with and without trees are medians of
+30. All run as CUDA graphs, as in the step. `pytest tests/gpu` checks the results of the kernels.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What keywords do to a transcript: rare words that are found, other words that suffer, and words that were never said.
+"""What keywords do to a transcript: rare words that are found, errors in other words, and unspoken keywords.
 
     python -m benchmarks.keywords MANIFEST [--live] [--model NAME] [--limit N] [--json FILE]
 
-Rare words are those of the references that are not among the 10,000 most frequent ones of English; names are those of
-them that the whole table of 82,765 words does not have. Every recording is transcribed three times: without keywords,
-with its own rare words as keywords, and with 100 that are not said in it (rare words of other recordings, drawn with a
-fixed seed). Offline: the weights on whole clips, greedy. With --live: the real engine, fed as by a microphone.
-Printed, for all recordings and for either half of them: how many rare words are found, how many of those that are
-missed without keywords (`won`) or found without them (`lost`), the errors in all other words, and how many of the
-written words are keywords that were not said (`made_up`).
+Rare words are words of the references that are not among the 10,000 most frequent ones of English; names are rare words
+that are not in the whole table of 82,765 words. Every recording is transcribed three times: without keywords, with its
+own rare words as keywords, and with 100 keywords that are not spoken in it (rare words of other recordings, drawn with
+a fixed seed). Without --live: the weights on whole clips, greedy. With --live: the real engine, fed as by a microphone.
+Printed for all recordings and for either half of them: how many rare words are found, how many of them are missed
+without keywords (`won`) or found only without keywords (`lost`), the errors in all other words, and how many of the
+written words are keywords that were not spoken (`made_up`).
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Whether languages are told apart and obeyed, on voice prompts that people recorded.
+"""Whether languages are detected and a given language is used, on voice prompts of human speakers.
 
     python -m benchmarks.languages [--lists FOLDER] [--languages es,ru] [--model NAME] [--live] [--limit N]
                                    [--json FILE]
 
-The prompts are those of Asterisk, as Debian packages carry them. They are fetched with apt into the cache folder,
-without being installed; they are no part of this project (CC BY-SA 3.0: en, es, fr; CC BY 3.0: it, ru). What is said in
-them stands in lists named `core-sounds-es.txt`, which are in Asterisk's own archives of these sounds and in Debian's
-source package, not in the packages.
+The prompts are Asterisk's, from Debian packages. They are fetched with apt into the cache folder and not installed;
+they are not part of this project (CC BY-SA 3.0: en, es, fr; CC BY 3.0: it, ru). Their texts are in lists named
+`core-sounds-es.txt`, which are in Asterisk's own archives of these sounds and in Debian's source package, not in the
+packages.
 
 Every prompt goes through the real engine twice, as an upload or with --live as by a microphone: without a language, and
-with its own. Printed for each language: how many were told right, also by length, and the word error rates, where
-FOLDER has the list of what is said. Then a few prompts are answered with their translation.
+with its own. Printed for each language: how many were detected, also by length, and the word error rates if FOLDER has
+the list of texts. Then a few prompts are translated.
 Exit status: 0 done, 1 the engine failed, 2 sounds, lists or the model cannot be used.
 """
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.link_cost [--quick] [--recording FILE [--model NAME]] [--json FILE]
 
-Throughput and latency run against an engine process that answers every item at once, so only the link is measured: cut,
-hash, look up, encode, cross, decode, look up, and back. A recording of speech adds the first request after readiness
-beside the tenth, with and without warm-up and cache, on a real model.
+Throughput and latency are measured against an engine process that answers every item at once, so that only the link
+counts: cut, hash, look up, encode, send, decode, look up, and back. With a recording of speech and a real model, the
+first request after readiness is compared with the tenth, with and without warm-up and cache.
 """
 
 from __future__ import annotations

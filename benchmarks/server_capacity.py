@@ -1,21 +1,21 @@
-"""How many sessions the whole server holds: sockets, gateways, engine process, speech detection, limits as they are.
+"""How many sessions the whole server holds: sockets, gateways, engine process, speech detection, default limits.
 
     python -m benchmarks.server_capacity --sessions 600 500:24000:50 1000:16000:80:0.5 --kv fp8 --seconds 60 \\
         --workers 6 --json docs/data/h200-server.json
 
 The model is Voxtral Realtime at full dimensions with random weights (`benchmarks/random_weights.py`); everything else
-is what `tickertape serve --engine` runs. Clients in processes of their own send speech in real time over sockets, with
-turn detection (`benchmarks/clients.py`). A word's lag is the time from the moment its last sample was sent to the delta
-with its text, less the model's delay; appends of 80 ms alone make that up to 80 ms, because an item needs 2.5 ms of
-what follows it. A load holds if the 99th percentile is at most 250 ms, the lag does not grow and no session fails.
-Words in pauses, by the server's own detector on the sound that is sent, are counted and not scored: random weights say
-some, and they wait until the turn before is completed.
+is what `tickertape serve --engine` runs. Clients in separate processes send speech in real time over sockets, with turn
+detection (`benchmarks/clients.py`). A word's lag is the time from sending its last sample to receiving the delta with
+its text, minus the model's delay; appends of 80 ms alone cause up to 80 ms of it, because an item needs the next 2.5 ms
+of audio. A load holds if the 99th percentile is at most 250 ms, the lag does not grow and no session fails. Words in
+pauses, by the server's own detector on the audio that is sent, are counted and not scored: random weights output some,
+and these wait until the turn before is completed.
 
-With --whisper SIZE the model is Whisper with random weights that say what a script has, with --model NAME a windowed
-model with its real weights. All their words are scored, but they wait for the next pass, and for another if the first
-is not sure. A load holds if 95 of 100 turns have their final text at most 1.5 s after the end of speech, and if the
-stream that is furthest behind has at most 1.5 s of audio that no pass has read, 95 of 100 times that the server is
-asked. With --null there is no model: that measures what gateways spend.
+With --whisper SIZE the model is Whisper with random weights and scripted tokens, with --model NAME a windowed model
+with its real weights. All their words are scored, but they wait for the next pass, and for another one if the first is
+not sure. A load holds if 95 % of the turns have their final text at most 1.5 s after the end of speech, and if in 95 %
+of the queries of the server the latest stream has at most 1.5 s of audio without a pass. With --null there is no
+model: that measures the cost of gateways.
 
 Several loads share one start: SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]].
 """

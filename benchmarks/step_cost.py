@@ -1,11 +1,11 @@
-"""What an engine step costs on the host, and whether it grows with the age of a session.
+"""What an engine step costs on the host, and whether the cost grows with the age of a session.
 
     python -m benchmarks.step_cost [--quick] [--json FILE]
 
 A step is everything but the model: messages in, plan, null execute, commit, detokenize, message out. Sizes that are
-compared run interleaved in one process, and medians are compared, so a noisy machine moves both alike. The cycle
-collector rests as it does in the engine process. `linear` is what Tickertape avoids: a pass over all items of each
-stream before the step, as engines do that rebuild a session's feature list for the worker at every step.
+compared run interleaved in one process, and their medians are compared, so that noise affects both alike. The cycle
+collector is set as in the engine process. `linear` is what Tickertape avoids: a pass over all items of each stream
+before the step, as in engines that rebuild a session's feature list at every step.
 """
 
 from __future__ import annotations

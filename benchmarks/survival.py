@@ -1,20 +1,20 @@
-"""Parts of a running system are killed or replaced under live speech: does a word change, and how long is the pause?
+"""Kills or replaces parts of a running system under live speech: do words change, and how long is the pause?
 
     python -m benchmarks.survival engine MANIFEST [--kills 20] [--sessions 2] [--seconds 120] [--model NAME]
     python -m benchmarks.survival spare [--kills 5] [--sessions 2] [--model NAME] [--voxtral]
     python -m benchmarks.survival server [--kinds calm:2,worker:1,restart:1] [--sessions 8] [--workers 2] [--model NAME]
     python -m benchmarks.survival fleet [--kinds engine:10,gateway:10,...] [--null]
 
-All speech comes at the pace of a microphone. `engine`: recordings, with a flush after each as turn detection would ask
-for; the engine is killed again and again, and words are compared with a calm run, case and punctuation aside; a second
-calm run shows how much two runs differ by themselves. `spare`: seconds from a kill of the engine until the next word,
-with and without a spare engine, beside the same from moments at which nothing was killed. Both are engine and engine
-client alone, without sockets; `--voxtral` has random weights of full size on a GPU, made on the device: a real
-checkpoint is read from disk on top of each start.
+All speech comes at the pace of a microphone. `engine`: plays recordings, with a flush after each as turn detection
+would ask for; the engine is killed repeatedly, and words are compared with a calm run, ignoring case and punctuation; a
+second calm run shows how much two calm runs differ. `spare`: measures seconds from a kill of the engine until the next
+word, with and without a spare engine, and the same from moments without a kill. Both run the engine and its client
+alone, without sockets; `--voxtral` has random weights of full size on a GPU, made on the device: a real checkpoint
+would also be read from disk at each start.
 
 `server`: the whole server with clients that resume, over sockets. `worker` kills a worker, `restart` replaces all of
 them (SIGUSR2); texts are compared with those of the first calm run. The time to reconnect runs from the moment a client
-misses its connection to the first event on the next one. `fleet`: see benchmarks/fleet.py.
+notices the loss of its connection to the first event on the next one. `fleet`: see benchmarks/fleet.py.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What uploads do to a live stream, and a live stream to them: delay, lag, throughput and words, with and without.
+"""What uploads do to a live stream, and a live stream to uploads: delay, lag, throughput and words, with and without.
 
     python -m benchmarks.uploads [--uploads 4] [--seconds 44] [--model NAME] [--threads 1] [--json FILE]
 
 Plays the sample recording that `tickertape pull` provides into a real engine loop: at the pace of a microphone for the
-live stream, as fast as the engine takes it for the uploads, with the same audio waiting ahead as behind a gateway.
-Uploads are sent again and again for as long as the live stream speaks. Time is virtual (`benchmarks/playing.py`): what
-other programs take from the machine does not count.
+live stream, and as fast as the engine takes it for the uploads, with as much audio waiting as with a gateway. Uploads
+are repeated for as long as the live stream lasts. Time is virtual (`benchmarks/playing.py`), so time that other
+programs take from the machine does not count.
 """
 
 from __future__ import annotations
