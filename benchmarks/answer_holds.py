@@ -61,7 +61,7 @@ def shapes() -> dict[str, Callable[[Transcript], Iterable[bytes]]]:
 
 
 async def longest_hold(pieces: Iterable[bytes]) -> tuple[float, int]:
-    """The longest stretch without a turn for others, in seconds of this thread, and the bytes that were sent."""
+    """The longest time without a turn for other tasks, in processor seconds of this thread, and the bytes sent."""
     longest, sent, turned = 0.0, 0, time.thread_time()
 
     async def others() -> None:
@@ -93,7 +93,7 @@ async def run(hours: float) -> None:
         began = time.thread_time()
         size = sum(map(len, write(made)))
         at_once = time.thread_time() - began
-        # The worst of three: a walk of the garbage collector is among them.
+        # The worst of three, because one of them includes a run of the garbage collector.
         hold, _ = max([await longest_hold(write(made)) for _ in range(3)])
         sys.stdout.write(f"{name}: {size / 1e6:.1f} MB, at once {1000 * at_once:.0f} ms, held {1000 * hold:.1f} ms\n")
         sys.stdout.flush()

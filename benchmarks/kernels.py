@@ -145,7 +145,7 @@ def attention(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def random_vocabulary(size: int, draw: random.Random) -> Vocabulary:
-    """A tenth of it spells words of ten letters; the rest are pieces that no keyword has."""
+    """A vocabulary: a tenth spells words of ten letters, the rest are tokens that no keyword contains."""
     pieces = {" "}
     for start in ("", " "):
         pieces |= {start + "".join(draw.choices(LETTERS, k=draw.randint(1, 4))) for _ in range(size // 20)}

@@ -44,7 +44,7 @@ SPEC = ModelSpec(
 )
 CHUNK = SPEC.samples_per_position
 SILENCE = np.zeros(CHUNK, np.float32)
-# Requests of the comparison between first and later ones; the shift is no multiple of anything.
+# Requests of the comparison between first and later ones; the shift is a multiple of no other size.
 REQUEST_SECONDS = 4
 SHIFT = 997
 

@@ -39,7 +39,7 @@ from benchmarks.sounds import SAMPLE_RATE, speech, utterances
 
 SETTLE_S = 3.0
 ASK_EVERY_S = 0.5
-# A lag that grows by more than this in a minute does not stay.
+# A lag that grows by more than this in a minute counts as growing.
 MAX_GROWTH_MS_PER_MIN = 100.0
 # A model that answers every frame is held to the lag of its words (99th percentile), less its own delay; one that reads
 # windows to how far the engine is behind and to when texts are final (95th percentiles).
@@ -51,7 +51,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Load:
-    """So many sessions, how they send, and for which share of the time each of them is silent."""
+    """The number of sessions, how they send, and the share of the time for which each is silent."""
 
     sessions: int
     rate: int = SAMPLE_RATE
@@ -83,7 +83,7 @@ def heard_speech(audio: Path | None, everywhere: bool) -> list[tuple[float, floa
 
     detector = SpeechDetector(load_silero(), 1)
     detector.open("sound")
-    # It comes to the beginning as it does to clients that have gone round.
+    # The detector has seen the end before the beginning, as for clients that play the audio in a loop.
     detector.detect([("sound", sound[-2 * SAMPLE_RATE :])])
     (found,) = detector.detect([("sound", sound)])
     spans = utterances(found.probabilities, FRAME_SAMPLES / SAMPLE_RATE)
@@ -127,7 +127,7 @@ def is_windowed(options: argparse.Namespace) -> bool:
 
 
 def watch(server: Server, until: float) -> list[tuple[int, float]]:
-    """By the server's own account, again and again: streams that it holds, and how far its engine is behind in ms."""
+    """Polls `/capacity`: pairs of the streams that the server says it can carry, and the largest lag of an engine in ms."""
     told = []
     while time.monotonic() < until:
         capacity = server.capacity()
@@ -194,9 +194,9 @@ def holds(result: Result, windowed: bool) -> bool:
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--sessions", nargs="+", default=["600"], metavar="LOAD", help="see above")
-    parser.add_argument("--seconds", type=float, default=60.0, help="that are counted, for each load")
-    parser.add_argument("--rate", type=int, default=SAMPLE_RATE, help="of loads that do not say theirs, 16000 or 24000")
-    parser.add_argument("--append-ms", type=int, default=80, help="of loads that do not say it")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds that are counted, for each load")
+    parser.add_argument("--rate", type=int, default=SAMPLE_RATE, help="16000 or 24000, for loads without a rate")
+    parser.add_argument("--append-ms", type=int, default=80, help="for loads without a length of appends")
     parser.add_argument("--silent", type=float, default=0.0, help="share of the time for which each session is silent")
     add_server_options(parser)
     options = parser.parse_args(arguments)

@@ -47,7 +47,7 @@ class Bench:
         return cls(loop, names)
 
     def messages(self) -> list[Feed]:
-        """What the transport would hand over for one frame of every stream."""
+        """The messages for one frame of every stream, as the transport would deliver them."""
         position = self.position
         return [
             Feed(name, [Item(position, 1, position * 1280, b"%d/%d" % (index, position), b"pcm")])
@@ -73,7 +73,7 @@ class Bench:
 
 
 def growth(streams: int, young: int, old: int, history: int, rounds: int) -> dict[str, float]:
-    """Median step of young and old streams, interleaved so that whatever else the machine does hits both."""
+    """Median step of young and old streams, interleaved so that other work on the machine affects both."""
     benches = [Bench.start(streams, history), Bench.start(streams, history)]
     for bench, items in zip(benches, (young, old), strict=True):
         bench.grow(items)
@@ -94,7 +94,7 @@ def host_time(streams: int, items: int, history: int, rounds: int, linear: bool 
 
 
 def memory(items: int) -> int:
-    """Bytes one stream holds after that many items, its transcript aside."""
+    """Bytes of one stream after that many items, without its transcript."""
     tracemalloc.start()
     try:
         empty = tracemalloc.get_traced_memory()[0]

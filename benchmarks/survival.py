@@ -61,9 +61,9 @@ from engine.options import DEFAULT_MODEL, EngineConfig
 
 PACKET_S = 0.08
 PAUSE_S = 1.0
-# Until a word or an engine comes back.
+# Longest wait for a word or an engine.
 PATIENCE_S = 300.0
-# When something happens to the clients of a server, as a share of the time for which they speak.
+# When a loss happens, as a share of the time for which clients speak.
 HAPPENS_AT = 0.45
 
 Figures = dict[str, Any]
@@ -75,7 +75,7 @@ MakeEngine = Callable[[int], EngineProcess]
 
 
 class SpeakingClient:
-    """Audio at the pace of a microphone into one stream, once or again and again, and what is said of it."""
+    """Sends audio to one stream at the pace of a microphone, once or in a loop, and collects its text."""
 
     def __init__(self, stream: EngineStream, parts: Sequence[Samples], rate: int, endless: bool = False) -> None:
         self._stream = stream
@@ -92,14 +92,14 @@ class SpeakingClient:
         return self._listening.done()
 
     async def next_words(self) -> float:
-        """The moment at which text comes again."""
+        """Returns the time of the next text."""
         self._has_text.clear()
         async with asyncio.timeout(PATIENCE_S):
             await self._has_text.wait()
         return time.perf_counter()
 
     async def text(self) -> str:
-        """When all is said."""
+        """Waits for the last text."""
         await asyncio.gather(self._speaking, self._listening)
         return self._text
 
@@ -128,7 +128,7 @@ class SpeakingClient:
 
 
 async def play_with_kills(make: MakeEngine, sessions: list[list[Samples]], kills: int, alive_s: float) -> Figures:
-    """All sessions at once; the engine is killed `kills` times, each time at a random moment of its life."""
+    """Plays all sessions at once and kills the engine `kills` times, each time at a random moment of its life."""
     engine = make(1)
     client = EngineClient([engine])
     await client.start()
@@ -148,7 +148,7 @@ async def play_with_kills(make: MakeEngine, sessions: list[list[Samples]], kills
 
 
 def load_sessions(options: argparse.Namespace) -> list[list[Samples]]:
-    """Each session's clips with a pause behind each, up to about `--seconds`."""
+    """Each session's clips with a pause after each, up to about `--seconds`."""
     loaded = []
     clips = read_manifest(options.manifest, kind="clips")
     for session in joined_sessions(clips, options.sessions, PAUSE_S):
@@ -168,7 +168,7 @@ def null_engine(share_of: int) -> EngineProcess:
 
 
 def random_engine(options: argparse.Namespace, share_of: int) -> EngineProcess:
-    """Room for the sessions and no more leaves room for the other engine."""
+    """Limits the streams to the sessions, to leave memory for the other engine."""
     from benchmarks.random_weights import voxtral_loop
 
     return EngineProcess(partial(voxtral_loop, options.kv, 1024, options.sessions, options.small))
@@ -176,7 +176,7 @@ def random_engine(options: argparse.Namespace, share_of: int) -> EngineProcess:
 
 def compare_words(options: argparse.Namespace) -> Figures:
     """`survival engine`."""
-    # How long an engine lives until it is killed, on average.
+    # Average seconds from an engine's start to its kill.
     make: MakeEngine = partial(real_engine, options)
     alive_s = 4.0
     if options.small:
@@ -239,7 +239,7 @@ async def measure_pauses(
         for kill in range(kills):
             await until(lambda: client.ready and client.capacity().spares_ready == spares, PATIENCE_S)
             await asyncio.sleep(chance.uniform(*alive_s))
-            # With a spare, engines serve in turn. Words that were on their way when one died do not count.
+            # With a spare, engines serve in turn. Words that were on their way at the kill do not count.
             victim = kill % len(engines)
             pooled, pid = client._running.pool.all[victim], engines[victim].pid
             assert pooled.serves and pid is not None
@@ -257,11 +257,11 @@ async def measure_pauses(
         "spares": spares,
         "sessions": sessions,
         "kills": kills,
-        # Of the first engine, from nothing to ready.
+        # Start of the first engine until it is ready.
         "start_s": start_s,
         **percentiles("calm_s", calm, 50, 100),
         **percentiles("killed_s", killed, 50, 100),
-        # Until a stream was where it had been.
+        # Until a stream had caught up.
         **percentiles("recovered_s", metrics.recent_recovery_seconds, 50),
         "streams_recovered": metrics.streams_recovered,
         "spare_private_bytes": spare_bytes,
@@ -275,7 +275,7 @@ def compare_spares(options: argparse.Namespace) -> list[Figures]:
     if options.small:
         options.kills, options.sessions, alive_s, make, audio = 1, 1, (0.0, 0.2), null_engine, speech()
     if options.voxtral:
-        # The engine cuts silence out of its streams, noise too: random weights must hear a voice.
+        # The engine skips silence and noise: random weights need a voice as input.
         make, audio = partial(random_engine, options), speech()
     results = []
     for spares in (0, 1):
@@ -288,7 +288,7 @@ def compare_spares(options: argparse.Namespace) -> list[Figures]:
 # Clients that resume: the whole server
 
 
-# What happens to a server, by kind.
+# Losses of a server, by kind.
 SERVER_LOSSES: dict[str, Callable[[Server], None]] = {
     "calm": lambda server: None,
     "worker": lambda server: os.kill(server.workers()[0], signal.SIGKILL),
@@ -388,14 +388,19 @@ def main(arguments: list[str] | None = None) -> None:
     one = with_common_options(commands.add_parser("server", help="kill and replace workers of a server"))
     one.add_argument("--kinds", type=kinds_of(list(SERVER_LOSSES)), default="calm:2,worker:1,restart:1")
     one.add_argument("--sessions", type=int, default=8)
-    one.add_argument("--seconds", type=float, default=30.0, help="for which each session speaks")
+    one.add_argument("--seconds", type=float, default=30.0, help="duration of each session")
     add_server_options(one)
     one.set_defaults(run=lose_in_server, device="auto", workers=2, max_load=0.0)
     one = with_common_options(commands.add_parser("fleet", help="lose parts of a fleet", description=fleet.__doc__))
-    one.add_argument("--kinds", type=kinds_of(fleet.KINDS), default=fleet.DEFAULT_KINDS, help="and how often each")
+    one.add_argument(
+        "--kinds",
+        type=kinds_of(fleet.KINDS),
+        default=fleet.DEFAULT_KINDS,
+        help="losses and how often each, such as engine:10,gateway:5",
+    )
     one.add_argument("--sessions", type=int, default=4, help="clients that speak at the same time")
-    one.add_argument("--seconds", type=float, default=20.0, help="how much of the recording a session hears")
-    one.add_argument("--streams", type=int, default=8, help="how many an engine has room for")
+    one.add_argument("--seconds", type=float, default=20.0, help="length of the recording that a session sends")
+    one.add_argument("--streams", type=int, default=8, help="streams that an engine has room for")
     one.add_argument("--model", default="moonshine-tiny")
     one.add_argument("--null", action="store_true", help="engines without a model")
     one.add_argument("--head-away", type=float, default=120.0, metavar="SECONDS")
