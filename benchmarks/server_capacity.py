@@ -127,7 +127,7 @@ def is_windowed(options: argparse.Namespace) -> bool:
 
 
 def watch(server: Server, until: float) -> list[tuple[int, float]]:
-    """Polls `/capacity`: pairs of the streams that the server says it can carry, and the largest lag of an engine in ms."""
+    """Polls `/capacity`: pairs of the streams that hold by the server's figures, and the engines' largest lag in ms."""
     told = []
     while time.monotonic() < until:
         capacity = server.capacity()

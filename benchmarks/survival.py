@@ -396,7 +396,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--kinds",
         type=kinds_of(fleet.KINDS),
         default=fleet.DEFAULT_KINDS,
-        help="losses and how often each, such as engine:10,gateway:5",
+        help="and how often",
     )
     one.add_argument("--sessions", type=int, default=4, help="clients that speak at the same time")
     one.add_argument("--seconds", type=float, default=20.0, help="length of the recording that a session sends")
