@@ -1,4 +1,7 @@
-"""The fleet's secret: one file on every node. What others may see of it says nothing about it."""
+"""The fleet's secret, one file with the same content on every node; and values derived from it. Used by all of `fleet`.
+
+Derived values do not reveal the secret.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from pathlib import Path
 from fleet.state import FleetError
 
 LEAST_BYTES = 32
-# Engines and gateways take no longer one, and would say so only when they start.
+# The limit of engines and gateways, checked here so that the error comes before they start.
 MOST_BYTES = 4096
 
 
 def read_secret(path: Path) -> bytes:
-    """Raises FleetError."""
+    """Reads the secret without surrounding white space. Raises FleetError."""
     try:
         secret = path.read_bytes().strip()
     except OSError as error:
@@ -29,7 +32,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def make_secret(path: Path) -> None:
-    """Readable for its owner alone; one that is there stays."""
+    """Writes a random secret that only its owner can read; an existing file stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -40,12 +43,12 @@ def make_secret(path: Path) -> None:
 
 
 def fingerprint(secret: bytes) -> str:
-    """Tells nodes with different secrets apart, and can be shown."""
+    """A value that differs for different secrets and may be shown."""
     return _derived(secret, b"tickertape fleet fingerprint")[:16]
 
 
 def cluster_token(secret: bytes) -> str:
-    """What the cluster's own calls are authenticated with."""
+    """The token that authenticates calls of the Ray cluster."""
     return _derived(secret, b"tickertape fleet cluster token")
 
 

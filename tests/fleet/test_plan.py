@@ -44,16 +44,16 @@ def test_paths_are_meant_from_where_the_file_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("name = 'Big Fleet'", "name: 'Big Fleet' must be small letters"),
+        ("name = 'Big Fleet'", "name: 'Big Fleet' must be 1 to 31 small letters"),
         ("[engine]\nmots = 3", "unknown key 'engine.mots'; did you mean 'engine.most'?"),
-        ("[engine]\nleast = 3", "engine.least (3) must be 1 or more, and engine.most (1) not less"),
+        ("[engine]\nleast = 3", "engine.least (3) must be 1 or more, and engine.most (1) at least as large"),
         ("[engine]\ngpus = 1.5", "engine.gpus must be a share of one GPU or a whole number, not 1.5"),
         ("[engine]\nleast = '1'", "engine.least must be a whole number, not '1'"),
         ("[engine]\ndrain_s = -1", "engine.drain_s cannot be negative, but is -1"),
         ("[gateway]\nport = 70000", "gateway.port must lie between 1 and 65000, not 70000"),
         ("[gateway]\ncount = 0", "gateway.count must be 1 or more"),
         ("[scale]\nabove = 0.4", "scale.below (0.5) must be less than scale.above (0.4)"),
-        ("engine = 3", "engine must be a section with keys of its own"),
+        ("engine = 3", "engine must be a section with keys"),
         ("config = 'none.toml'", "config: there is no file"),
         ("look_s = 0", "look_s must be at least 0.1"),
         ("[engine", "is not valid TOML"),
@@ -66,7 +66,7 @@ def test_what_cannot_be_is_said(tmp_path: Path, text: str, said: str) -> None:
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
-    with pytest.raises(FleetFileError, match="cannot read the fleet's file"):
+    with pytest.raises(FleetFileError, match="cannot read the fleet file"):
         read_plan(tmp_path / "none.toml")
 
 
