@@ -11,24 +11,18 @@ import os
 import secrets
 from pathlib import Path
 
+from engine.fleet_secret import read_secret as read_shared_secret
 from fleet.state import FleetError
 
-LEAST_BYTES = 32
-# The limit of engines and gateways, checked here so that the error comes before they start.
-MOST_BYTES = 4096
+MADE_BYTES = 32
 
 
 def read_secret(path: Path) -> bytes:
-    """Reads the secret without surrounding white space. Raises FleetError."""
+    """Reads the secret as engines and gateways do. Raises FleetError."""
     try:
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        text = f"cannot read the fleet's secret {str(path)!r}: {error.strerror}; it must be the same file on every node"
-        raise FleetError(text) from error
-    if not LEAST_BYTES <= len(secret) <= MOST_BYTES:
-        bounds = f"at least {LEAST_BYTES} characters and at most {MOST_BYTES}"
-        raise FleetError(f"the fleet's secret {str(path)!r} must have {bounds}, for instance `openssl rand -hex 32`")
-    return secret
+        return read_shared_secret(path)
+    except ValueError as error:
+        raise FleetError(f"{error}; it must be the same file on every node") from error
 
 
 def make_secret(path: Path) -> None:
@@ -39,7 +33,7 @@ def make_secret(path: Path) -> None:
     except FileExistsError:
         return
     with os.fdopen(handle, "w") as file:
-        file.write(secrets.token_hex(LEAST_BYTES) + "\n")
+        file.write(secrets.token_hex(MADE_BYTES) + "\n")
 
 
 def fingerprint(secret: bytes) -> str:

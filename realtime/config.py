@@ -406,7 +406,7 @@ def _check_workers(config: Config) -> None:
 def _check_model(config: Config) -> None:
     model = config.model
     if config.fleet.table and model.engines:
-        raise ConfigError("fleet.state and model.engines both say which engines there are: set one of them")
+        raise ConfigError("fleet.table and model.engines both say which engines there are: set one of them")
     if model.spare and config.engines_elsewhere:
         raise ConfigError("model.spare is for an engine of our own: engines elsewhere have theirs where they run")
     for address in model.engines:

@@ -88,6 +88,8 @@ OPENINGS: dict[str, set[str]] = {
     "realtime/workers/worker.py": {"engine"},
     # This command is the engine process.
     "realtime/commands/engine.py": {"engine/server", "engine/boundary"},
+    # The fleet, its engines and its gateways read one secret by one rule.
+    "fleet/secret.py": {"engine"},
     # This command alone speaks to a fleet.
     "realtime/commands/fleet.py": {"fleet", "fleet/cluster"},
     # The composition root: the only module that builds objects of all packages, and the server around them.

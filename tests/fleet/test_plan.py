@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.fleet_secret import MIN_SECRET_BYTES, MOST_SECRET_BYTES
 from engine.fleet_secret import read_secret as secret_of_a_process
 from fleet.manager import fleet_capacity, load_of
 from fleet.plan import FleetPlan, read_plan
-from fleet.secret import LEAST_BYTES, MOST_BYTES, cluster_token, fingerprint, make_secret, read_secret
+from fleet.secret import cluster_token, fingerprint, make_secret, read_secret
 from fleet.state import FleetError, FleetFileError, Kind, Unit, UnitState, next_table, write_table
 
 
@@ -80,14 +81,14 @@ def test_a_secret_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
     assert fingerprint(secret) not in cluster_token(secret) and len(cluster_token(secret)) == 64
 
 
-@pytest.mark.parametrize("length", [LEAST_BYTES - 1, LEAST_BYTES, MOST_BYTES, MOST_BYTES + 1])
+@pytest.mark.parametrize("length", [MIN_SECRET_BYTES - 1, MIN_SECRET_BYTES, MOST_SECRET_BYTES, MOST_SECRET_BYTES + 1])
 def test_a_secret_that_the_fleet_takes_is_one_that_its_processes_take(length: int, tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("x" * length)
-    if LEAST_BYTES <= length <= MOST_BYTES:
+    if MIN_SECRET_BYTES <= length <= MOST_SECRET_BYTES:
         assert read_secret(path) == secret_of_a_process(path)
     else:
-        with pytest.raises(FleetError, match="at least 32 characters and at most 4096"):
+        with pytest.raises(FleetError, match="use 16 to 4096 random ones"):
             read_secret(path)
 
 
@@ -95,7 +96,7 @@ def test_a_secret_that_is_missing_or_short_is_said(tmp_path: Path) -> None:
     with pytest.raises(FleetError, match="it must be the same file on every node"):
         read_secret(tmp_path / "none")
     (tmp_path / "short").write_text("abc")
-    with pytest.raises(FleetError, match="at least 32 characters"):
+    with pytest.raises(FleetError, match="has 3 bytes; use 16 to"):
         read_secret(tmp_path / "short")
 
 

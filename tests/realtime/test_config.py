@@ -201,7 +201,7 @@ def test_a_secret_compares_by_its_text() -> None:
 
 def test_every_setting_that_can_be_reloaded_exists() -> None:
     assert set(known_keys()) >= RELOADABLE
-    assert not {"server.port", "server.host", "server.workers", "auth.secret", "fleet.state"} & RELOADABLE
+    assert not {"server.port", "server.host", "server.workers", "auth.secret", "fleet.table"} & RELOADABLE
 
 
 def test_what_can_be_reloaded_changes_in_place_and_the_rest_is_named() -> None:
