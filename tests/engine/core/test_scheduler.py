@@ -851,7 +851,7 @@ class TestSuspects:
             together.append({task.stream for task in plan.decode})
             engine.check_integrity()
         assert {"a", "b"} not in [names - {"c"} for names in together[:7]]
-        assert all("c" in names for names in together[:7]), "other streams are not delayed"
+        assert all("c" in names for names in together[:7]), "nobody else is held up"
         assert engine.suspects == {}
 
     def test_a_suspect_that_ends_is_forgotten(self) -> None:
