@@ -1,4 +1,4 @@
-"""What pyproject.toml admits has no known vulnerability, and the image installs a tested set of it, by digest."""
+"""pyproject.toml allows no version with a known vulnerability, and the image installs tested versions, by digest."""
 
 from __future__ import annotations
 

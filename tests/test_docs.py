@@ -1,5 +1,5 @@
-"""What the documentation names exists: files, modules, links, commands and their options, settings, variables; and the
-page on the architecture agrees with its test.
+"""Everything that the documentation names exists: files, modules, links, commands and their options, settings,
+variables; and the page on the architecture agrees with its test.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who may import whom: the rules of the architecture, read off the source.
+"""The import rules of the architecture, checked against the source.
 
-Every folder is a floor. `FLOORS` says what the modules of a folder may import of ours; whatever is not there is not
-allowed. `OPENINGS` are the few modules that may reach further, each with its reason.
+Every folder is a layer. `FLOORS` lists the packages of ours that the modules of a folder may import; all other imports
+are errors. `OPENINGS` are the few modules that may import more, each with its reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attacks in JSON: messages that parse and should not, and messages that should parse and are far too much."""
+"""Attacks in JSON: messages that parse but are invalid, and valid messages that are far too large or too many."""
 
 from __future__ import annotations
 

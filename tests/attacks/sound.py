@@ -1,4 +1,4 @@
-"""Attacks with audio: bytes that are none, silence without end, and containers that unfold."""
+"""Attacks with audio: bytes that are not audio, endless silence, and containers that decompress to very much audio."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ async def containers_with_endless_headers(target: Target) -> None:
             await client.update(format={"type": "audio/webm", "transport": "binary"})
             for start in range(0, len(data), 2**20):
                 await client.send_raw(data[start : start + 2**20])
-            # Nothing was heard so far, and nothing is held: whoever sends it pays for it and nobody else.
+            # No audio was decoded and nothing is held: only the sender pays for it.
             await client.send("no.such.thing", event_id="the end")
             while (await client.error())["event_id"] != "the end":
                 pass

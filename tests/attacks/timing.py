@@ -1,4 +1,4 @@
-"""Attacks with time: clients that come and go, that do not read, that hardly send, that never stop talking."""
+"""Attacks with time: clients that connect and leave, that do not read, that hardly send, and endless speech."""
 
 from __future__ import annotations
 

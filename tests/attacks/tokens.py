@@ -1,4 +1,4 @@
-"""Attacks on keys: client secrets that want more, resume tokens of others, items for everybody's cache."""
+"""Attacks on keys: client secrets beyond their rights, other clients' resume tokens, items for the shared cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks with files: forms that never end, that lie about their length, and files that are not what they say."""
+"""Attacks with files: endless forms, wrong lengths, and files that are not what their name says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program: what it refuses, with which exit status, what it writes; and figures that are worked out by hand."""
+"""The accuracy benchmark: refusals with exit status, its output, and figures compared with hand-made ones."""
 
 from __future__ import annotations
 

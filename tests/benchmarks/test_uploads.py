@@ -1,4 +1,4 @@
-"""Uploads of the benchmark: each is sent again and again under other names, and texts are compared file by file."""
+"""The uploads benchmark: each file is sent repeatedly under other names, and texts are compared file by file."""
 
 from __future__ import annotations
 

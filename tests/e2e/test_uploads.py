@@ -1,4 +1,4 @@
-"""Uploads within their bounds: counted as they arrive, few at once, and given up when nobody waits for them."""
+"""Limits of uploads: counted as they arrive, few at once, and cancelled when the client has left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model takes, and the bounds of what it may be told."""
+"""The options that a model takes, and their bounds."""
 
 from __future__ import annotations
 

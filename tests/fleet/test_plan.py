@@ -1,4 +1,4 @@
-"""The fleet's file, its secret, its table and its sums."""
+"""The fleet file, the secret, the table of engines and the fleet-wide figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do windows that are read as batches on a GPU give the words that a CPU gives? Real weights, real speech.
+"""Compares the words of windows decoded as batches on a GPU with those of a CPU. Real weights, real speech.
 
     python -m tests.gpu.windowed_words --model moonshine-tiny --clips FOLDER --devices cpu cuda --json words.json
 

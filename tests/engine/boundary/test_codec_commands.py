@@ -1,4 +1,4 @@
-"""Commands one by one: what is written is read, and of what cannot be read the stream is told if it can be."""
+"""Commands are encoded and decoded one by one; one that cannot be decoded fails its stream if the stream is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which items are heard: every number in range, and audio of the size its positions need."""
+"""Which items are accepted: every number in range, and audio of the size that its positions need."""
 
 from __future__ import annotations
 

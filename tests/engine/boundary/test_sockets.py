@@ -1,4 +1,4 @@
-"""Numbers, addresses and bytes: what the two ends of the boundary agree on."""
+"""Message numbers, addresses and byte windows of the link between gateway and engine."""
 
 from __future__ import annotations
 

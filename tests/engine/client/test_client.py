@@ -77,7 +77,7 @@ async def test_an_engine_elsewhere_is_waited_for(tmp_path: Path, caplog: pytest.
 
 @asynccontextmanager
 async def engine_at(address: str) -> AsyncIterator[None]:
-    """An engine that somebody else has started."""
+    """An engine that another process has started."""
     stop = threading.Event()
     engine = threading.Thread(target=run_engine, args=(address, fakes.build, stop.is_set))
     engine.start()

@@ -1,4 +1,4 @@
-"""Live audio first: what fifty streams replay neither delays a live stream nor piles up."""
+"""Live audio first: the replays of fifty streams neither delay a live stream nor accumulate."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def items(stream: str, count: int, start: int = 0) -> list[Item]:
 
 
 def _nothing() -> None:
-    """Nobody waits for the end of a replay here."""
+    """No test waits for the end of a replay here."""
 
 
 def commands_of(batch: codec.Batch) -> list[messages.Command]:
@@ -219,7 +219,7 @@ async def test_a_link_that_breaks_as_it_is_welcomed_is_no_link(monkeypatch: pyte
     link = new_link()
     connecting = asyncio.create_task(link.connect(zmq.Context.instance(), "gateway", None, 5.0))
     await asyncio.sleep(0)
-    # The welcome arrives, and before whoever waits for it can run, the connection breaks.
+    # The welcome arrives, and the connection breaks before the task that waits for it can run.
     FakeSocket.made[-1].welcome()
     FakeSocket.made[-1].disconnect()
     with pytest.raises(EngineDead, match="broke"):
@@ -260,7 +260,7 @@ async def test_to_wait_for_what_leaves_is_to_wait_for_credit_too(monkeypatch: py
     link.collect(lambda: link.send(Feed("live", []), items("live", 1)))
     leaving = asyncio.create_task(link.flushed())
     await turns()
-    assert not leaving.done() and not socket.batches, "nobody may be told that it has left"
+    assert not leaving.done() and not socket.batches, "it must not be reported as sent"
     monkeypatch.undo()
     monkeypatch.setattr(link_module, "TICK_SECONDS", 0.0)
     link.send(Feed("other", []), items("other", 1))

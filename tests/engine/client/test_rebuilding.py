@@ -1,7 +1,7 @@
-"""A stream of a windowed model that loses its engine says what it would have said: the same text at the same times.
+"""A stream of a windowed model that loses its engine keeps its text and its times.
 
 Engines are loops in this process, and time is compressed: after each packet of audio the loop runs until it is idle.
-A death throws the loop away, mostly in the middle of something, with outputs that nobody has received.
+A death throws the loop away, mostly in the middle of something, with outputs that were not received.
 """
 
 from __future__ import annotations

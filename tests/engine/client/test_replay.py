@@ -1,4 +1,4 @@
-"""What is kept of a stream, and what a new engine is told."""
+"""The state that is kept of a stream, and the messages that rebuild it on a new engine."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_flushes_without_audio_do_not_pile_up() -> None:
         kept.mark_flush(tag, {tag})
     assert len(kept) == 1
     kept.mark_flush(1000, {999, 1000})
-    assert len(kept) == 2, "somebody waits for the answer to 999"
+    assert len(kept) == 2, "the answer to 999 is still expected"
 
 
 @pytest.mark.parametrize(("position", "sample"), [(FIRST, 0), (FIRST + 1, 128), (FIRST + 2, 228), (FIRST + 9, 228)])

@@ -1,4 +1,4 @@
-"""Where a windowed model runs, what is said if it cannot run there, and how much of a window it hears."""
+"""The device of a windowed model, errors if it cannot run there, and the length of its windows."""
 
 from __future__ import annotations
 

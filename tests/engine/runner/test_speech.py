@@ -1,4 +1,4 @@
-"""Any cut of the audio, alone or in company, gives the same probabilities; streams that are silent cost nothing."""
+"""Any division of the audio, alone or in a batch, gives the same probabilities; silent streams cost nothing."""
 
 from __future__ import annotations
 

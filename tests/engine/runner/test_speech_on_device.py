@@ -1,4 +1,4 @@
-"""The detector that runs where the model runs finds what the other one finds, whatever the cut and the company."""
+"""The speech detector on the device equals that on the host, for any division of the audio and any batch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_live_streams_of_any_phase_are_heard_as_on_the_cpu(model: SileroVad, ref
     audio = {f"s{seed}": sound(8, seed) for seed in range(5)}
     batches = []
     for start in range(0, 8 * 16_000, ROUND_SAMPLES):
-        # Not everybody has a frame in every round.
+        # Not every stream has a frame in every round.
         present = [name for index, name in enumerate(audio) if (start // ROUND_SAMPLES + index) % 3]
         batches.append([(name, audio[name][:ROUND_SAMPLES]) for name in present])
         audio |= {name: audio[name][ROUND_SAMPLES:] for name in present}

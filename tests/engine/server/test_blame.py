@@ -1,4 +1,4 @@
-"""An error nobody foresaw in work for one stream ends that stream; the others say what they would have said anyway."""
+"""An unexpected error in work for one stream ends that stream; the words of the others do not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Declared silence is one item with a length: it costs the same however long it is, and says what silence says."""
+"""Declared silence is one item with a length: the cost is independent of the length, the text is that of silence."""
 
 from __future__ import annotations
 

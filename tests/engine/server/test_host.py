@@ -1,4 +1,4 @@
-"""What a gateway sends, however wrong, costs a stream or a command; the engine and its other gateways go on."""
+"""Wrong messages of a gateway fail a stream or a command; the engine and its other gateways continue."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def say_all(host: Host, name: bytes, stream: str, positions: range) -> None:
 
 @pytest.fixture(scope="module")
 def calm() -> str:
-    """What a stream says when nobody disturbs it."""
+    """The words of an undisturbed stream."""
     host = Host()
     host.greet(b"g")
     host.send(b"g", command(messages.Open("good")))

@@ -1,4 +1,4 @@
-"""What backlog may have of a step: counted in positions and pieces of work, on a clock that the test moves."""
+"""The share of a step for uploads: counted in positions and pieces of work, on a clock that the test moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device that works by itself: the host plans the next step before it has read the last one, and nobody notices."""
+"""Overlapping steps: the host plans the next step before it has read the last one, and results do not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A long silence is cut out: what is said, and when, is what the audio without it gives, also if an engine dies."""
+"""Skipped silence: words and times are those of the audio without it, also after a crash of the engine."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_what_is_cut_does_not_depend_on_when_verdicts_come(seed: int) -> None:
         tokens.append(run.tokens)
         runs.append((run.said.text, run.said.words, run.said.tags, [item.sample for item in run.given]))
     assert runs[0] == runs[1] == runs[2]
-    # Nobody needs to be told of what is cut after the last text.
+    # Silence that is skipped after the last text is not reported.
     told = min(map(len, tokens))
     assert tokens[0][:told] == tokens[1][:told] == tokens[2][:told]
 

@@ -1,4 +1,4 @@
-"""How much an engine takes in before it computes, from whom, and what that costs it."""
+"""How many commands an engine takes in before a step, from which gateways, and their cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trends and percentiles: growth is told from noise."""
+"""Trends and percentiles: growth is distinguished from noise."""
 
 from __future__ import annotations
 

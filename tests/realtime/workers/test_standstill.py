@@ -1,4 +1,4 @@
-"""Processes of a fleet that are stopped and go on later, in any order of events: no session is taken from its client.
+"""Processes of a fleet that are stopped and continue later, in any order of events: no client loses its session.
 
 The fleet is simulated (`simulated_fleet.py`), so that an order that was found is found again; `test_fleet_processes.py`
 does the same to real processes.
@@ -22,7 +22,7 @@ from tests.realtime.workers.engines import talk
 from tests.realtime.workers.simulated_fleet import Client, SimulatedFleet
 
 AUDIO = talk(8, 1)
-# After the last process has gone on, everything is settled by then: claims, and what waited for nobody.
+# After the last process has gone on, everything is settled by then: claims and waiting handoffs.
 SETTLED_S = 12.0
 
 
@@ -217,7 +217,7 @@ def test_nothing_is_told_of_a_session_that_was_let_go() -> None:
 
 @pytest.mark.parametrize("seconds", [3.0, 20.0])
 def test_a_gateway_that_stood_still_has_nothing_left_of_a_session_that_is_over(seconds: float) -> None:
-    """Its client has gone elsewhere and has been told everything. Nobody has the session now, and nobody wants it."""
+    """Its client has continued elsewhere and has all events. The session has no owner, and no gateway asks for it."""
     with running(Random(0)) as fleet:
         client = Client(fleet, AUDIO, patience_s=1.0)
         fleet.until(lambda: bool(client.text), 30)

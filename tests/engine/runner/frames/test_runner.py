@@ -116,7 +116,7 @@ def test_a_checkpoint_gives_the_same_tokens_as_its_tensors(tmp_path: Path) -> No
             driver.step([(feed, 1)])
         rows.append(feed.tokens)
         runner.close()
-        runner.close()  # whoever stops an engine need not know whether somebody has
+        runner.close()  # closing twice is allowed
     assert rows[0] == rows[1]
 
 

@@ -495,7 +495,7 @@ def test_words_go_out_at_a_pause_that_surely_ends_a_sentence_and_its_mark_stays_
 def test_a_pass_that_says_old_words_again_is_followed_by_one_that_does_not_know_them(
     model: Moonshine, heard_at: tuple[int, int], kept_from: int
 ) -> None:
-    """Somebody said a phrase for the second time, and the model went on as it had gone on the first time."""
+    """A phrase is spoken for the second time, and the model continues as after the first time."""
     runner = make_runner(model)
     runner.execute(StepPlan(0, opened=[OpenTask(0, "s", 0, {}, [])]))
     audio = torch.from_numpy(speech(9, 30))[None]
