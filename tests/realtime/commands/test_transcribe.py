@@ -51,9 +51,12 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--language", "de"], "error: The model has no language 'de'. There is en."),
+        (["--language", "de"], "error: The model does not support the language 'de'. It supports en."),
         (["--language", "klingon"], "error: 'klingon' is not a language"),
-        (["--language", "de", "--model", "whisper-base.en"], "error: The model has no language 'de'. There is en."),
+        (
+            ["--language", "de", "--model", "whisper-base.en"],
+            "error: The model does not support the language 'de'. It supports en.",
+        ),
         (["--translate"], "it does not translate"),
         (["--keyword", "a\x00b"], "holds control characters"),
         (["--keyword", "x" * 65], "a keyword has at most 64 characters"),
@@ -83,7 +86,10 @@ sys.exit(99 if "torch" in sys.modules else code)
     file = write_wav(tmp_path / "a.wav", sound(0.5))
     command = [sys.executable, "-c", script, "transcribe", "--language", "de", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (1, "error: The model has no language 'de'. There is en.\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: The model does not support the language 'de'. It supports en.\n",
+    )
 
 
 def test_files_that_cannot_be_read_are_said_before_the_model_is_loaded(
