@@ -128,7 +128,7 @@ async def test_a_mistake_is_named_as_the_client_of_the_beta_wrote_it(
             "timestamp_granularities",
             "word and segment",
         ),
-        ("transcriptions", ENGLISH, {"include[]": "everything"}, "include", "can hold logprobs"),
+        ("transcriptions", ENGLISH, {"include[]": "everything"}, "include", "can contain logprobs"),
         (
             "transcriptions",
             ENGLISH,
