@@ -174,7 +174,7 @@ SHORT = {
     "--threads": ("model.threads", "CPU threads of the model; if not given, the model decides"),
     "--engine": ("model.engines", "addresses of engines that run elsewhere, separated by commas"),
     "--engine-table": (
-        "fleet.state",
+        "fleet.table",
         "a JSON file that says which engines there are, and is looked at again and again",
     ),
     "--fleet-secret-file": ("fleet.secret_file", "a file with the secret that engines and gateways of a fleet share"),

@@ -211,8 +211,8 @@ async def test_a_task_that_the_model_cannot_do_is_told_and_the_session_goes_on(s
         (["x" * 10_000], "CONFIGURE_KEYTERM_LIMIT_EXCEEDED", "at most 64"),
         ([""], "CONFIGURE_KEYTERM_LIMIT_EXCEEDED", "empty"),
         (["a\u0007"], "CONFIGURE_KEYTERM_LIMIT_EXCEEDED", "control"),
-        ([1], "CONFIGURE_INTERNAL_ERROR", "must be a text"),
-        ("tape", "CONFIGURE_INTERNAL_ERROR", "list of keyterms"),
+        ([1], "CONFIGURE_INTERNAL_ERROR", "must be a string"),
+        ("tape", "CONFIGURE_INTERNAL_ERROR", "as a list"),
     ],
 )
 async def test_keyterms_that_cannot_be_used_leave_the_others_in_force(

@@ -160,7 +160,7 @@ async def test_workers_take_the_configuration_over_and_only_sigusr2_replaces_the
         await until(lambda: len(set(server.workers()) - before) == 1 and len(server.workers()) == 2)
         write(file, NEW, sessions_per_key=1)
         server.process.send_signal(signal.SIGUSR2)
-        await server.until_it_says("has taken the place of worker", 2)
+        await server.until_it_says("has replaced worker", 2)
         assert not set(server.workers()) & before
         async with greeted_client(server.ws, **bearer(NEW)):
             assert {await status_of(server.ws, NEW) for _ in range(6)} == {429}
