@@ -132,7 +132,7 @@ async def test_a_server_that_waits_for_its_engine_survives_both_signals(tmp_path
         server.process.send_signal(signal.SIGHUP)
         await server.until_it_says("the configuration was reloaded: nothing has changed")
         server.process.send_signal(signal.SIGUSR2)
-        await server.until_it_says("SIGUSR2 replaces workers, and this server has none")
+        await server.until_it_says("SIGUSR2 replaces workers, but this server has none")
         assert await server.stop() == 0
 
 

@@ -24,7 +24,7 @@ from tests.realtime.gateway_doubles import MULTILINGUAL, FakeEngine
     [
         (["--srt", "--vtt", "a.wav"], "cannot both go to standard output"),
         (["--srt", "a.wav", "b.wav"], "several files cannot go to standard output"),
-        (["-", "a.wav", "-"], "standard input can be read once only"),
+        (["-", "a.wav", "-"], "standard input can be read only once"),
         (["--live", "--json", "a.wav"], "--live shows captions"),
         (["--output-dir", "o", "x/a.wav", "y/a.mp3"], "would both be written to a.txt"),
     ],
@@ -121,7 +121,7 @@ def test_outputs_that_cannot_be_written_are_said_before_the_model_is_loaded(
     assert capsys.readouterr().err.startswith("error: cannot write to /proc: ")
     (tmp_path / "out" / "a.srt").mkdir(parents=True)
     assert cli.main(["transcribe", "--srt", "--output-dir", str(tmp_path / "out"), file]) == 1
-    assert "a.srt: a folder of that name is there" in capsys.readouterr().err
+    assert "a.srt: a folder with that name exists" in capsys.readouterr().err
 
 
 def test_bad_files_are_named_and_the_others_are_done(
@@ -216,12 +216,12 @@ def test_what_the_model_does_not_take_is_said_once_and_left_out(
         engine.opened.clear()
         assert cli.main(["transcribe", *mode, *transcription_options, *files[: 1 if mode else 2]]) == 0
         said = capsys.readouterr().err
-        assert said.count("note: fake-model takes no prompt, no keywords; going on without") == 1
+        assert said.count("note: fake-model does not support prompt, keywords; continuing without") == 1
         assert all(opened["options"] == {"language": "de"} for opened in engine.opened)
     engine.takes(replace(MULTILINGUAL, keywords=2))
     assert cli.main(["transcribe", *transcription_options, files[0]]) == 0
     assert engine.opened[-1]["options"] == {"language": "de", "prompt": "Hello.", "keywords": "tape\t1\nticker\t1"}
-    assert "takes no" not in capsys.readouterr().err
+    assert "does not support" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", [[], ["--live"]])
