@@ -1,12 +1,12 @@
-"""Containers and codecs (WebM, Ogg, MP3, FLAC, WAV, MP4, ...) -> float32 mono at 16 kHz, through PyAV.
+"""Decodes containers and codecs (WebM, Ogg, MP3, FLAC, WAV, MP4, ...) to float32 mono at 16 kHz, with PyAV.
 
-`read_file` pulls blocks out of a file of one's own, `read_upload` out of one that a stranger sent, and `read_stream`
-out of a stranger's stream, which may never end. `ContainerDecoder` takes the bytes of such a stream as they arrive. All
-decode the same way, and hold no more than the piece at hand and what the codec needs.
+`read_file` reads a trusted local file, `read_upload` an untrusted file, and `read_stream` an untrusted stream, which
+may be endless. `ContainerDecoder` takes the bytes of such a stream as they arrive. All of them keep only the current
+piece and the codec's state in memory.
 
-PyAV pulls bytes from a file object, so a `ContainerDecoder` has a thread on which PyAV runs, used as a coroutine: it
-gets one piece, and goes on when what it made of it is taken. Nothing queues up, a small piece that holds hours of
-silence is decoded in steps, and the outcome depends on the bytes alone.
+PyAV reads bytes from a file object, so a `ContainerDecoder` runs PyAV on a thread that is used as a coroutine: the
+thread gets one piece, and continues when its samples were taken. So nothing queues up, a small piece with hours of
+silence is decoded in steps, and the result depends on the bytes only and not on timing.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from audio.mp4 import MAX_HEADER_BYTES, MAX_INDEX_BYTES, Mp4Boxes, index_first
 from audio.pipes import READ_BYTES, BytePipe, ByteReader, Filtered, Parts, PartsReader, PipeClosed
 
 HEAD_BYTES = 12
-# A decoder waits for its samples to be taken when it has made so many, and never makes more than a packet's beyond.
+# A decoder pauses after this many samples until they are taken; it exceeds them by at most one packet.
 STEP_SAMPLES = 5 * MODEL_RATE
 MAX_PACKET_BYTES = 4 << 20
 MAX_PACKET_SAMPLES = 1 << 18
 MAX_CHANNELS = 64
-# Codecs for speech take 80 bytes for a second, and 20 when nobody speaks; a stream may begin with a minute of less.
+# Most audio per byte. Speech codecs need 80 bytes per second, and 20 in silence; the first minute is free.
 MAX_SECONDS_PER_BYTE = 0.1
 FREE_SECONDS = 60.0
 
 Source = BinaryIO | Filtered
 
-# What is served: the containers and the codecs that people record with and send. Whatever else libav has, a stranger
-# cannot reach it; rare decoders are where libav is weak. Decoders of libav by their names, where some have two.
+# Containers and codecs for untrusted audio: the common ones only, because rare decoders of libav are less well tested.
+# Names of libav; some codecs have two decoders.
 SERVED_FORMATS = "flac,matroska,mov,mp3,mp4,ogg,wav,webm"
 SERVED_CODECS = (
     *("aac", "alac", "flac", "libopus", "libvorbis", "mp3", "mp3float", "opus", "vorbis"),
     *("pcm_alaw", "pcm_mulaw", "pcm_u8", "pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_s24be", "pcm_s32le", "pcm_s32be"),
     *("pcm_f32le", "pcm_f32be", "pcm_f64le", "pcm_f64be"),
 )
-# How formats that are not served begin, so that they can be refused by their name: place, bytes, name.
+# First bytes of formats that are not served, for a refusal by name: offset, bytes, name.
 UNSERVED_FORMATS = (
     (8, b"AVI ", "AVI"),
     (8, b"AIFF", "AIFF"),
@@ -80,8 +80,8 @@ UNSERVED_FORMATS = (
 )
 SEND_FORMATS = "send WebM, Ogg, MP3, FLAC, WAV or MP4"
 SEND_CODECS = "send Opus, AAC, MP3, FLAC, Vorbis, ALAC or PCM"
-# What `read_file` opens besides: it reads what people have on their own disks. Formats that are no sound (subtitles,
-# images) or refer to further files (playlists) are not among it.
+# `read_file` opens more formats, because local files are trusted; but no formats without audio (subtitles, images) and
+# none that refer to other files (playlists).
 FILE_FORMATS = f"{SERVED_FORMATS},aac,ac3,aiff,amr,asf,au,avi,caf,eac3,flv,mpeg,mpegts,w64"
 FILE_CODECS = tuple(
     "aac ac3 adpcm_ alac amr eac3 flac g722 g726 gsm mp1 mp2 mp3 opus libopus pcm_ speex vorbis wma".split()
@@ -89,27 +89,27 @@ FILE_CODECS = tuple(
 
 
 def _rules(formats: str, codecs: Iterable[str]) -> dict[str, str]:
-    """What libav may open, also to find out what is in a file. Nothing refers to another file."""
+    """libav options that restrict formats, codecs and protocols, also while it probes a file."""
     return {"format_whitelist": formats, "codec_whitelist": ",".join(codecs), "protocol_whitelist": "none"}
 
 
 SERVED = _rules(SERVED_FORMATS, SERVED_CODECS)
 OPEN_OPTIONS = _rules(FILE_FORMATS, sorted(name for name in av.codecs_available if name.startswith(FILE_CODECS)))
-# libav would read five seconds before it trusts a header, and a stream's first samples must not wait for that.
-# Nobody seeks in a stream, so libav's index of it stays small.
+# Do not let libav read five seconds to verify the header before it returns the first samples of a stream, and keep its
+# seek index small, because a stream is never seeked.
 STREAM_OPTIONS = SERVED | {"analyzeduration": "1", "indexmem": "16384", "max_streams": "64"}
 
-# Formats whose declared duration is a fact and not an estimate from the bit rate.
+# Formats whose declared duration is exact and not an estimate from the bit rate.
 EXACT_DURATION_FORMATS = frozenset({"matroska,webm", "ogg", "flac", "mov,mp4,m4a,3gp,3g2,mj2"})
-# How much of the declared duration may be missing: codec delay, and rounding by the writer.
+# The part of the declared duration that may be missing because of codec delay and rounding.
 MISSING_SECONDS = 0.25
 MISSING_SHARE = 0.01
 
 
 def read_file(path: str | PathLike[str]) -> Iterator[NDArray[np.float32]]:
-    """The first audio track of a file in short blocks of 16 kHz mono; the file is never held in memory.
+    """The first audio track of a trusted file, in short blocks of 16 kHz mono.
 
-    Raises AudioError, after the blocks that could be decoded, and OSError if the file cannot be read.
+    Raises AudioError after the blocks that could be decoded, and OSError if the file cannot be read.
     """
     with open(path, "rb") as file:
         head = file.read(HEAD_BYTES)
@@ -118,9 +118,9 @@ def read_file(path: str | PathLike[str]) -> Iterator[NDArray[np.float32]]:
 
 
 def read_upload(file: BinaryIO) -> Iterator[NDArray[np.float32]]:
-    """A file that a stranger sent, in short blocks like `read_file`, with every bound that streams have.
+    """The first audio track of an untrusted file in short blocks, with all limits of streams. Raises AudioError.
 
-    The file can be read anywhere: an MP4 may have its index at the end. Raises AudioError.
+    The file is seekable, so an MP4 may have its index at the end.
     """
     head = file.read(HEAD_BYTES)
     file.seek(0)
@@ -130,7 +130,7 @@ def read_upload(file: BinaryIO) -> Iterator[NDArray[np.float32]]:
 
 
 def sniff(head: bytes) -> str | None:
-    """The name of the container that begins with these bytes, as libav calls it; None if it is none that streams."""
+    """libav's name of the container that begins with these bytes; None if it is not one for streams."""
     if head.startswith(b"\x1aE\xdf\xa3"):
         return "matroska"
     if head[:4] in (b"RIFF", b"RF64") and head[8:12] == b"WAVE":
@@ -147,15 +147,15 @@ def sniff(head: bytes) -> str | None:
 
 
 def _is_mpeg_audio(head: bytes) -> bool:
-    """Eleven bits of frame sync and a layer that exists."""
+    """Whether the bytes begin with the sync bits of an MPEG audio frame and a valid layer."""
     return len(head) > 1 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0 and head[1] & 0x06 != 0
 
 
 class ContainerDecoder:
-    """Decodes one stream of container bytes, however it is cut into pieces.
+    """Decodes one stream of container bytes, in pieces of any size.
 
-    A stream must be readable from front to back: an MP4 file needs its index in front or to be fragmented. WAV starts
-    to flow after 128 KiB and FLAC after about a second: libav reads that much before it is sure what is inside.
+    A stream must be readable without seeking: an MP4 file must be fragmented or have its index in front. The first
+    samples come after 128 KiB of WAV and about a second of FLAC, because libav probes that much.
     """
 
     def __init__(self) -> None:
@@ -163,31 +163,31 @@ class ContainerDecoder:
         self._pipe = BytePipe(partial(self._turns.put, None))
         self._made = _Made()
         self._ended = False
-        # The thread does not know the decoder: one that nobody holds any more is collected, and its thread ends.
+        # The thread has no reference to the decoder, so an unused decoder is collected, and its thread ends.
         weakref.finalize(self, self._pipe.close)
         args = (self._pipe, self._made)
         self._thread = threading.Thread(target=_pump, args=args, name="container-decoder", daemon=True)
 
     def decode(self, data: bytes) -> Iterator[NDArray[np.float32]]:
-        """Blocks of 16 kHz mono that `data` completes; the next ones are made when these are taken.
+        """Decode a piece: blocks of 16 kHz mono, the next ones when these were taken.
 
-        Raises AudioError when the stream cannot be decoded (any further), on this and every later call.
+        Raises AudioError if the stream cannot be decoded (any further), and again on every later call.
         """
         self._give(data)
         return self._blocks()
 
     def flush(self) -> Iterator[NDArray[np.float32]]:
-        """End the stream: the remaining blocks. Raises AudioError as `decode` does, and for no audio at all."""
+        """End the stream; returns the remaining blocks. Raises AudioError like `decode`, and if there was no audio."""
         self._give(None)
         return self._blocks()
 
     def close(self) -> None:
-        """End the stream without waiting for its thread, which may be in the middle of a piece. Harmless twice."""
+        """End the stream without waiting for its thread, which may be decoding. May be called twice."""
         self._ended = True
         self._pipe.close()
 
     def _give(self, data: bytes | None) -> None:
-        """Hand over a piece, nothing to let it go on, or None for the end."""
+        """Give the thread a piece, empty bytes to let it continue, or None for the end of the stream."""
         if self._ended and data != b"":
             raise ValueError("the stream has been flushed or closed")
         self._ended = self._ended or data is None
@@ -196,7 +196,7 @@ class ContainerDecoder:
         self._pipe.hand_over(data)
 
     def _take(self) -> list[NDArray[np.float32]]:
-        """After a turn: the blocks made in it, a step at most and one packet. Raises AudioError."""
+        """The blocks of the last turn, at most one step and one packet. Raises AudioError."""
         if isinstance(self._pipe.failure, AudioError):
             raise type(self._pipe.failure)(str(self._pipe.failure))
         if self._pipe.failure is not None:
@@ -206,7 +206,7 @@ class ContainerDecoder:
     def _blocks(self) -> Iterator[NDArray[np.float32]]:
         self._turns.get()
         yield from self._take()
-        # More can be made of what was given already.
+        # The thread can decode more without new bytes.
         while not self._pipe.hungry and not self._pipe.finished:
             self._give(b"")
             self._turns.get()
@@ -214,7 +214,7 @@ class ContainerDecoder:
 
 
 class _Made:
-    """Blocks that the thread has made and nobody has taken yet. Only the side that has the turn touches them."""
+    """Decoded blocks that were not taken yet. Only the side that has the turn may use them."""
 
     def __init__(self) -> None:
         self.samples = 0
@@ -230,7 +230,7 @@ class _Made:
 
 
 def _pump(pipe: BytePipe, made: _Made) -> None:
-    """The thread of a ContainerDecoder. It ends with nothing left to take."""
+    """Main function of a ContainerDecoder's thread. It ends after all blocks were taken."""
     failure: Exception | None = None
     try:
         try:
@@ -247,7 +247,7 @@ def _pump(pipe: BytePipe, made: _Made) -> None:
 
 
 def _make(pipe: BytePipe, made: _Made) -> None:
-    """Decode the stream in steps, each when the one before is taken."""
+    """Decode the stream in steps, each after the blocks of the one before were taken."""
     pipe.begin()
     for block in read_stream(pipe):
         made.add(block)
@@ -256,7 +256,7 @@ def _make(pipe: BytePipe, made: _Made) -> None:
 
 
 def read_stream(reader: ByteReader, most_index_bytes: int = MAX_HEADER_BYTES) -> Iterator[NDArray[np.float32]]:
-    """Blocks of a stream that a stranger sends. What it did wrong comes before what libav makes of it."""
+    """Blocks of an untrusted stream. Raises AudioError; a fault found by our filters takes precedence over libav's."""
     head = reader.peek(HEAD_BYTES)
     container_format = sniff(head)
     if head and container_format is None:
@@ -280,14 +280,14 @@ def _not_served(head: bytes) -> NotAudio:
 
 
 def _not_too_small(blocks: Iterator[NDArray[np.float32]], reader: ByteReader) -> Iterator[NDArray[np.float32]]:
-    """The blocks, as long as their bytes may hold so much sound."""
+    """The blocks. Raises TooCompressed if they are more audio than their bytes can contain."""
     seconds = 0.0
     for block in blocks:
         reader.sound_came()
         seconds += len(block) / MODEL_RATE
         if seconds > FREE_SECONDS + MAX_SECONDS_PER_BYTE * reader.bytes_read:
             raise TooCompressed(
-                f"{seconds:.0f} s of sound came out of {reader.bytes_read} bytes, less than any codec needs for "
+                f"{seconds:.0f} s of audio were decoded from {reader.bytes_read} bytes, less than any codec needs for "
                 "speech; send Opus, MP3 or raw samples, or FLAC in blocks of 4096 samples"
             )
         yield block
@@ -296,24 +296,24 @@ def _not_too_small(blocks: Iterator[NDArray[np.float32]], reader: ByteReader) ->
 def _decode(
     source: Source, head: bytes, container_format: str | None, options: dict[str, str]
 ) -> Iterator[NDArray[np.float32]]:
-    """Blocks of the first audio track; `container_format` None lets libav find out."""
+    """Blocks of the first audio track; with `container_format` None libav detects the format."""
     if not head:
         raise EmptyAudio("there are no bytes to decode; send an audio file or stream that is not empty")
     packets = _packets(source, head, container_format, options)
-    # The resampler holds back a block now and then.
+    # The resampler sometimes returns an empty block.
     return filter(len, _to_model_rate(_frames(packets, head)))
 
 
 def _packets(
     source: Source, head: bytes, container_format: str | None, options: dict[str, str]
 ) -> Iterator[av.Packet[AudioStream]]:
-    """Packets of the first audio track, and an empty one wherever the container ends."""
+    """Packets of the first audio track, and an empty one at each end of the container."""
     more = True
     while more:
         with _open(source, head, container_format, options) as container:
             yield from container.demux(container.streams.audio[0])
         more = isinstance(source, Mp4Boxes) and source.start_over()
-        # The header tells how much of the start to skip, and this is not the start.
+        # The edit list says how much of the start to skip; it must not be applied again in the middle.
         options = options | {"ignore_editlist": "1"}
 
 
@@ -337,7 +337,7 @@ def _open(source: Source, head: bytes, container_format: str | None, options: di
             if not container.streams:
                 raise CorruptAudio(f"the {known or 'file'} header is incomplete; send the file from its start")
             raise NoAudioTrack("the file has no audio track; send one that has sound in it")
-    # The type does not say so, but an unknown codec has no context.
+    # An unknown codec has no context, although the type says otherwise.
     decoder: AudioCodecContext | None = container.streams.audio[0].codec_context
     if decoder is None or decoder.name not in options["codec_whitelist"].split(","):
         with container:
@@ -348,7 +348,7 @@ def _open(source: Source, head: bytes, container_format: str | None, options: di
 
 
 def _frames(packets: Iterator[av.Packet[AudioStream]], head: bytes) -> Iterator[av.AudioFrame]:
-    """Decoded frames up to the end. Damage is an error, and so is an end that comes too early."""
+    """Decoded frames. Raises CorruptAudio if the audio is damaged or ends too early."""
     decoder: AudioCodecContext | None = None
     seconds = 0.0
     declared: float | None = None
@@ -379,7 +379,7 @@ def _frames(packets: Iterator[av.Packet[AudioStream]], head: bytes) -> Iterator[
 
 
 def _declared_seconds(track: AudioStream) -> float | None:
-    """How long the track says it is, where that can be relied on."""
+    """The declared duration of the track; None if the format's duration is not reliable."""
     container = track.container
     assert isinstance(container, InputContainer)
     if container.format.name not in EXACT_DURATION_FORMATS:
@@ -393,13 +393,13 @@ def _declared_seconds(track: AudioStream) -> float | None:
 
 
 def _wav_of_unknown_length(head: bytes) -> bool:
-    """True for a WAV stream whose writer could not know how long it would be: its last packet looks cut short."""
+    """True for a WAV stream whose writer did not know its length; its last packet looks incomplete."""
     declared_bytes = int.from_bytes(head[4:8], "little")
     return sniff(head) == "wav" and (declared_bytes == 0 or declared_bytes >= WAV_UNKNOWN_LENGTH)
 
 
 def _to_model_rate(frames: Iterator[av.AudioFrame]) -> Iterator[NDArray[np.float32]]:
-    """The frames, mixed down and resampled. A fault is raised after the last good sample has been handed out."""
+    """The frames, mixed to mono and resampled. A fault is raised after the last valid sample was returned."""
     resampler: Resampler | None = None
     fault: AudioError | None = None
     try:
@@ -417,16 +417,14 @@ def _to_model_rate(frames: Iterator[av.AudioFrame]) -> Iterator[NDArray[np.float
     if fault is not None:
         raise fault
     if resampler is None:
-        raise EmptyAudio("the audio track holds no samples; send one that has sound in it")
+        raise EmptyAudio("the audio track has no samples; send one that has sound in it")
 
 
 def _mix_down(frame: av.AudioFrame) -> NDArray[np.float32]:
-    """One channel: the mean of all, each weighing the same."""
+    """Mono samples: the mean of all channels. Raises NotAudio and BadSamples."""
     channels = frame.layout.nb_channels
     if channels > MAX_CHANNELS:
-        raise NotAudio(
-            f"the audio track has {channels} channels; send at most {MAX_CHANNELS}, or one that is mixed down"
-        )
+        raise NotAudio(f"the audio track has {channels} channels; send at most {MAX_CHANNELS}, or mix them to one")
     samples = frame.to_ndarray()
     if not frame.format.is_planar:
         samples = samples.reshape(-1, channels).T

@@ -1,19 +1,19 @@
-"""What can be wrong with audio that a client sends. The text of each error is safe to show to that client."""
+"""Errors in audio that a client sends. Their texts are safe to send to that client."""
 
 from __future__ import annotations
 
 
 class AudioError(Exception):
-    """The audio cannot be used (any further); the message says what to fix. `code` is stable and meant for machines.
+    """The audio cannot be decoded (any further); the message says what to fix. `code` is stable, for programs.
 
-    Samples from before the fault are good.
+    Samples before the fault are valid.
     """
 
     code = "invalid_audio"
 
     @property
     def sentence(self) -> str:
-        """As a client reads it."""
+        """The message as a sentence for the client."""
         text = str(self)
         return f"{text[:1].upper()}{text[1:]}."
 
@@ -25,25 +25,25 @@ class BadSamples(AudioError):
 
 
 class UnsupportedRate(AudioError):
-    """A sample rate that the resampler does not take."""
+    """A sample rate that the resampler does not support."""
 
     code = "unsupported_sample_rate"
 
 
 class NotAudio(AudioError):
-    """The bytes are not a format we read."""
+    """The bytes are not in a supported format."""
 
     code = "not_audio"
 
 
 class NotServed(NotAudio):
-    """A format or a codec that is known and not served."""
+    """A known format or codec that is not supported."""
 
     code = "format_not_served"
 
 
 class EmptyAudio(AudioError):
-    """A file or stream that ends without one sample."""
+    """A file or stream without a single sample."""
 
     code = "empty_audio"
 
@@ -61,24 +61,24 @@ class CorruptAudio(AudioError):
 
 
 class TooCompressed(AudioError):
-    """Far more sound than its bytes can hold: made to cost more than it takes to send."""
+    """Far more audio than its bytes can contain: made to use up the server's CPU."""
 
     code = "audio_too_compressed"
 
 
 class DecodingTooSlow(AudioError):
-    """A piece that the decoder does not get through."""
+    """A piece that the decoder did not decode within the time limit."""
 
     code = "decoding_too_slow"
 
 
 class TooLargeToDecode(AudioError):
-    """A file for which the decoder wants more memory than it may have."""
+    """A file for which the decoder needs more memory than is allowed."""
 
     code = "audio_too_large"
 
 
 class TooManyDecoders(AudioError):
-    """Not the audio's fault: too many decoders are still at work on what others sent."""
+    """No decoder can be started now; the audio itself may be valid."""
 
     code = "server_busy"

@@ -1,7 +1,7 @@
-"""Raw sample formats: bytes as they arrive -> float32 mono samples in [-1, 1].
+"""Raw sample formats to float32 mono in [-1, 1] (`Decoder`), and resampling to the model's rate (`Resampler`).
 
-A stream may be cut anywhere, also inside a sample, so a `Decoder` carries the bytes of an unfinished sample to the next
-piece. Whole samples are read as views of the caller's bytes; only the conversion to float32 allocates.
+A piece may end within a sample, so a `Decoder` keeps the bytes of an incomplete sample for the next piece. Whole
+samples are read as views of the caller's bytes; only the conversion to float32 allocates.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 
 from audio.errors import BadSamples, UnsupportedRate
 
-# Encoders and resamplers overshoot full scale by a few dB; beyond that the samples are something else, most often
-# integers that were never scaled or bytes read out of step.
+# Encoders and resamplers exceed full scale by a few dB. Larger values are not audio: usually integers that were not
+# scaled, or bytes that are misaligned.
 MAX_OVERSHOOT = 4.0
 
 PCM16_SCALE = np.float32(1 / 32768)
 
-# Made once: numpy takes longer to read a type's name than to convert a short piece of audio.
+# Made once, because numpy takes longer to parse a type's name than to convert a short piece of audio.
 _INT16, _FLOAT32, _BYTE = np.dtype("<i2"), np.dtype("<f4"), np.dtype(np.uint8)
 
 
 class Encoding(StrEnum):
-    """How raw samples are written; all little-endian and mono."""
+    """The raw formats; all are little-endian and mono."""
 
     PCM16 = "pcm16"
     FLOAT32 = "float32"
@@ -64,14 +64,14 @@ _G711_TABLES = {Encoding.ULAW: _ulaw_table(), Encoding.ALAW: _alaw_table()}
 
 
 def checked_samples(samples: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The samples themselves when all lie in [-1, 1]; a clipped copy when some overshoot a little.
+    """The same array if all samples are in [-1, 1]; a clipped copy if some exceed it a little. Raises BadSamples.
 
-    An integer format would have clipped a slight overshoot too, so it must not end a session. NaN, infinity and
-    values far out of range cannot be sound, and would silently ruin everything that is computed from them.
+    A slight overshoot must not end a session, because an integer format would have clipped it too. NaN, infinity and
+    values far out of range are not audio, and would corrupt all later results.
     """
     if not len(samples):
         return samples
-    # NaN compares false, and both reductions pass it on.
+    # Both reductions return NaN if there is one, and comparisons with NaN are False.
     lowest, highest = samples.min(), samples.max()
     if lowest >= -1 and highest <= 1:
         return samples
@@ -87,7 +87,7 @@ def checked_samples(samples: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 class Decoder:
-    """Decodes one stream of raw samples, however it is cut into pieces."""
+    """Decodes one stream of raw samples, in pieces of any size."""
 
     def __init__(self, encoding: Encoding) -> None:
         self.encoding = Encoding(encoding)
@@ -95,9 +95,9 @@ class Decoder:
         self._carry = b""
 
     def decode(self, data: bytes | memoryview) -> NDArray[np.float32]:
-        """Samples completed by `data`. The result may be a view of `data`, which must not change afterwards.
+        """The samples that `data` completes. The result may be a view of `data`, which must not change afterwards.
 
-        Raises BadSamples and forgets nothing: the refused piece is as if it had never come.
+        Raises BadSamples, and then ignores the piece.
         """
         if self._carry:
             data = self._carry + data
@@ -107,7 +107,7 @@ class Decoder:
         return samples
 
     def flush(self) -> int:
-        """End the stream. Returns how many bytes of an unfinished sample are dropped; 0 if the stream was whole."""
+        """End the stream. Returns the number of dropped bytes of an incomplete sample."""
         dangling = len(self._carry)
         self._carry = b""
         return dangling
@@ -121,30 +121,22 @@ class Decoder:
         return _G711_TABLES[self.encoding][np.frombuffer(data, _BYTE, count)]
 
 
-# Streaming resampling to the model's rate (soxr), one ratio for life.
-#
-# soxr works in blocks of its own, so its output does not depend on how the input is cut: any split gives the same
-# bits. The price is delay: output arrives in bursts, and until the next burst some input is held back; a flush
-# releases it.
-#
-# | rate (Hz) | 8000 | 11025 | 22050 | 24000 | 32000 | 44100 | 48000 | |---|---|---|---|---|---|---|---| | held back
-# at most (input samples) | 240 | 925 | 886 | 878 | 1853 | 1773 | 1757 | | the same in ms | 30 | 84 | 40 | 37 | 58 |
-# 40 | 37 |
-
 MODEL_RATE = 16_000
 MIN_RATE = 8_000
-# Live audio comes at 48 kHz at most; recordings go beyond it.
+# Live audio has at most 48 kHz; recordings may have more.
 MAX_RATE = 192_000
 
-# Doubling the rate is the one case in which soxr's variable-rate filter is exact in phase and length, and it holds back
-# 30 ms where the block filter holds back 116 ms. Telephone audio comes at this rate, and its listeners wait for us.
+# For telephone audio (8 kHz) soxr's variable-rate filter is used: at a ratio of 2 it is exact in phase and length, and
+# delays the audio by 30 ms instead of 116 ms.
 _DOUBLING_RATE = MODEL_RATE // 2
 
 
 class Resampler:
-    """float32 mono from `rate` to 16 kHz.
+    """Resamples float32 mono from `rate` to 16 kHz, with soxr.
 
-    n samples in give round(n * 16000 / rate) samples out, halves rounded up, once they are flushed.
+    n input samples give round(n * 16000 / rate) output samples, halves rounded up, after a flush. soxr works in its own
+    blocks, so the output does not depend on how the input is cut. But it comes in bursts: 30 to 84 ms of input are held
+    back until the next burst or a flush, depending on the rate.
     """
 
     def __init__(self, rate: int) -> None:
@@ -158,14 +150,14 @@ class Resampler:
             )
 
     def resample(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The samples that can be computed so far; the same array when the rates are equal."""
+        """The samples that can be computed so far; the same array if the rates are equal."""
         if self._stream is None:
             return samples
         resampled: NDArray[np.float32] = self._stream.resample_chunk(samples)
         return resampled
 
     def flush(self) -> NDArray[np.float32]:
-        """The rest of what has come. The next sample starts a new signal at the same ratio."""
+        """The remaining samples. The next sample starts a new signal at the same rate."""
         nothing = np.empty(0, np.float32)
         if self._stream is None:
             return nothing

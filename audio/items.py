@@ -1,17 +1,17 @@
-"""Samples at the model's rate -> self-contained items on the model's clock.
+"""Cuts samples at the model's rate into self-contained items, each for one or more positions of the model.
 
-Audio comes in *segments*; a flush ends one. Position p of a segment owns samples [p * S, (p + 1) * S) and is encoded
-together with `look_back` samples before and `look_ahead` samples after them; outside the segment there is silence.
-So an item is released once its look-ahead has come, and the items are the same however the samples arrive.
+Audio consists of *segments*; a flush ends a segment. Position p of a segment owns samples [p * S, (p + 1) * S) and is
+encoded together with `look_back` samples before and `look_ahead` samples after them; outside the segment there is
+silence. So an item is released when its look-ahead has arrived, and the items do not depend on how the samples arrive.
 
-A position whose samples and look-around are all declared silence is a *gap*: it moves the clock and carries no audio.
+A position whose samples and look-around are all declared silence is a *gap*: it advances the position and has no audio.
 
-The cutter holds one window, the item it is filling; a finished window is handed out as it is, and the part that the
-next item shares with it is copied over.
+The cutter keeps one window, the item that is being filled. A full window is given to the item without a copy, and the
+part that the next item shares with it is copied.
 
     |<- look_back ->|<- positions_per_item * S ->|<- look_ahead ->|
                     |<- own samples of the item->|
-    |<------------- filled ---------->|                              samples that have come
+    |<------------- filled ---------->|                              samples that have arrived
     |<--- heard --->|                                                up to the last sample that is not silence
 """
 
@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 _FLOAT32 = np.dtype(np.float32)
 
 
-# Compared by identity: equality of arrays is not a bool. Not frozen, because one is made for every 80 ms of a stream.
+# Compared by identity, because == of arrays is not a bool. Not frozen, because that is slow and items are frequent.
 @dataclass(slots=True, eq=False)
 class AudioItem:
-    """Audio for `length` positions from `offset`; `sample` counts audio from the first sample of the session.
+    """Audio for `length` positions from position `offset`; `sample` is its first own sample in the session.
 
-    `pcm` holds look-back, own samples and look-ahead in one contiguous array that belongs to the item, or is None for a
-    gap, which is one item however long it is.
+    `pcm` contains look-back, own samples and look-ahead in one contiguous array that belongs to the item. It is None
+    for a gap, which is a single item of any length.
     """
 
     offset: int
@@ -41,7 +41,7 @@ class AudioItem:
 
 
 class ItemCutter:
-    """Cuts one session's samples into items. Memory does not grow: it holds a single window."""
+    """Cuts one session's samples into items. Its memory is one window."""
 
     def __init__(
         self,
@@ -69,17 +69,17 @@ class ItemCutter:
 
     @property
     def context(self) -> int:
-        """Samples before the next position that are encoded together with it."""
+        """Number of samples before the next position that are encoded together with it."""
         return min(self._look_back, self._next_sample - self._flushed_at)
 
     def rest(self) -> NDArray[np.float32]:
-        """What has come and is in no item yet, with the context before it."""
+        """The samples that are in no item yet, with the context before them."""
         return self._window[self._look_back - self.context : self._filled].copy()
 
     def go_on(self, offset: int, sample: int, segment: int) -> int:
-        """Go on where another cutter stopped: at this position and sample, in a segment that began at `segment`.
+        """Continue for another cutter, at this position and sample, in a segment that began at sample `segment`.
 
-        Returns the sample from which on audio is to come again: that of the context too.
+        Returns the sample from which audio has to be given again, which includes the context.
         """
         self.next_offset, self._next_sample, self._flushed_at = offset, sample, segment
         self._filled = self._heard = self._look_back - self.context
@@ -104,17 +104,17 @@ class ItemCutter:
         return items
 
     def cut_gap(self, samples: int) -> list[AudioItem]:
-        """Take `samples` samples of silence that was declared and not sent; returns the items they complete."""
+        """Take this many samples of declared silence; returns the items they complete."""
         if samples < 0:
             raise ValueError(f"a gap cannot have {samples} samples")
         self.samples_in += samples
         return self._take_silence(samples, self._position)
 
     def flush(self, pad_positions: int) -> list[AudioItem]:
-        """End the segment: release all that waits for more audio, then `pad_positions` positions of silence.
+        """End the segment: release all waiting samples, then `pad_positions` positions of silence.
 
-        The silence moves the model's clock but not audio time. The next sample starts a new segment. Nothing happens if
-        nothing has come since the last flush.
+        The padding advances positions and not samples. The next sample starts a new segment. Does nothing if no sample
+        came since the last flush.
         """
         if pad_positions < 0:
             raise ValueError(f"cannot pad with {pad_positions} positions")
@@ -134,10 +134,10 @@ class ItemCutter:
         return items
 
     def _take_silence(self, count: int, audio_per_position: int) -> list[AudioItem]:
-        """Append zeros: items for positions that still touch sound, then gaps for the others.
+        """Append zeros: items for positions whose window still contains audio, then gaps for the others.
 
-        A position is silent throughout only if the silence reaches its last look-ahead sample, and then it is released
-        here at once. So `cut` never meets a silent position.
+        A position is entirely silent only if the silence reaches its last look-ahead sample, and then it is released
+        here at once. So `cut` never sees a silent position.
         """
         items: list[AudioItem] = []
         while count:
@@ -157,14 +157,14 @@ class ItemCutter:
                 continue
             if first_silent:
                 items.append(self._release(first_silent, audio_per_position))
-            # Nothing in the window is audible any more: the rest is arithmetic, however long the silence.
+            # The window is silent now, so the rest of the silence needs no loop.
             positions, count = divmod(count, self._position)
             self._filled -= self._position
             items.append(self._advance(positions + 1, audio_per_position, None))
         return items
 
     def _release(self, positions: int, audio_per_position: int) -> AudioItem:
-        """Hand out the first positions of the window, and start the next one with what the two share."""
+        """An item for the first positions of the window; the samples that the next item shares stay in the window."""
         own = positions * self._position
         window, size = self._window, own + self._look_around
         self._window = np.empty_like(window)
@@ -172,12 +172,12 @@ class ItemCutter:
         self._window[:kept] = window[own : self._filled]
         self._filled = kept
         self._heard = max(0, self._heard - own)
-        # A short item must not keep the whole window alive.
+        # Copied, so that a short item does not keep the whole window in memory.
         pcm = window if size == len(window) else window[:size].copy()
         return self._advance(positions, audio_per_position, pcm)
 
     def _release_unfinished(self, audio_per_position: int) -> list[AudioItem]:
-        """The positions of a window that is not full: it ends with the segment, or where padding begins or ends."""
+        """An item for the complete positions of a window that is not full, at the end of a segment or of padding."""
         positions = (self._filled - self._look_around) // self._position
         return [self._release(positions, audio_per_position)] if positions > 0 else []
 

@@ -1,7 +1,6 @@
-"""What libav gets to see of a stream: the sound and what describes it, never titles, pictures, chapters or indexes.
+"""Removes tags, pictures, chapters and indexes from container streams before libav reads them.
 
-libav looks through all earlier tags for each one it reads, so a quarter of a megabyte of tags takes it half a minute,
-in a call that nothing can end. Nobody needs them here: each container's tags are left out before libav sees them.
+libav's time for tags is quadratic: a quarter of a megabyte of tags blocks it for half a minute. They are not needed.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from collections.abc import Iterator
 from audio.errors import CorruptAudio
 from audio.pipes import ByteReader
 
-# Writers that cannot go back and fill in the length of a WAV file leave zero or nearly the largest value.
+# Writers that do not know the length of a WAV file write zero or nearly the largest value.
 WAV_UNKNOWN_LENGTH = 0x7FFF_0000
 WAV_CHUNKS = (b"fmt ", b"ds64", b"fact")
-# Longest element that is passed on whole: a packet of sound, or the description of the tracks.
+# Longest element that is passed on: a packet of audio, or the description of the tracks.
 MAX_ELEMENT_BYTES = 1 << 20
 
 FLAC_STREAM_INFO = 0
@@ -30,14 +29,14 @@ EBML_KEPT = {
 }
 EBML_UNKNOWN_LENGTH = b"\xff"
 
-# Which codecs in Ogg are sound, by the first bytes of their first packet.
+# Audio codecs in Ogg, by the first bytes of their first packet.
 OGG_SOUND = (b"OpusHead", b"\x01vorbis", b"\x7fFLAC", b"Speex   ")
 MAX_OGG_STREAMS = 16
 MAX_OGG_TAGS = 256
 
 
 def without_tags(container: str, pipe: ByteReader) -> Iterator[bytes]:
-    """The bytes of a stream, as they come, without its tags. Parts are never empty; raises CorruptAudio."""
+    """The bytes of a stream as they arrive, without its tags, in non-empty parts. Raises CorruptAudio."""
     return {"wav": _wav, "flac": _flac, "mp3": _mp3, "ogg": _ogg, "matroska": _matroska}[container](pipe)
 
 
@@ -50,7 +49,7 @@ def _wav(pipe: ByteReader) -> Iterator[bytes]:
             unknown = length == 0 or length >= WAV_UNKNOWN_LENGTH
             yield from pipe.rest() if unknown else pipe.parts(length)
             return
-        # Chunks begin at even places.
+        # Chunks begin at even offsets.
         length += length & 1
         if kind in WAV_CHUNKS and length <= MAX_ELEMENT_BYTES:
             yield head + pipe.read_all(length)
@@ -64,7 +63,7 @@ def _flac(pipe: ByteReader) -> Iterator[bytes]:
     while not last and len(head := pipe.read_all(4)) == 4:
         last, kind, length = bool(head[0] & 0x80), head[0] & 0x7F, int.from_bytes(head[1:], "big")
         if kind == FLAC_STREAM_INFO and length <= MAX_ELEMENT_BYTES:
-            # Marked as the last of its kind, because the others are left out.
+            # Marked as the last metadata block, because the others are left out.
             yield bytes([0x80 | kind]) + head[1:] + pipe.read_all(length)
         else:
             pipe.skip(length)
@@ -73,7 +72,7 @@ def _flac(pipe: ByteReader) -> Iterator[bytes]:
 
 def _mp3(pipe: ByteReader) -> Iterator[bytes]:
     while (head := pipe.peek(10)).startswith(b"ID3") and len(head) == 10:
-        # Seven bits to a byte. A footer repeats the header.
+        # Seven bits per byte; a footer has the size of the header.
         length = sum((byte & 0x7F) << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=True))
         pipe.skip(10 + length + (10 if head[5] & 0x10 else 0))
     yield from pipe.rest()
@@ -86,7 +85,7 @@ def _matroska(pipe: ByteReader) -> Iterator[bytes]:
         size = first + pipe.read_all(_bytes_behind(first[0], 8) if first else 0)
         kind, length = int.from_bytes(name, "big"), _ebml_length(size)
         if kind in EBML_OPENED:
-            # Parts of it will be missing, so it lasts until the next one begins.
+            # Parts of it are removed, so its length is replaced by the unknown length.
             yield name + EBML_UNKNOWN_LENGTH
         elif length is None or (kind in EBML_KEPT and length > MAX_ELEMENT_BYTES):
             raise CorruptAudio(f"the WebM stream is damaged after {pipe.bytes_read} bytes: an element without an end")
@@ -97,7 +96,7 @@ def _matroska(pipe: ByteReader) -> Iterator[bytes]:
 
 
 def _bytes_behind(first: int, most: int) -> int:
-    """How many bytes follow the first one of a number; the place of its highest bit says so."""
+    """Number of bytes after the first byte of an EBML number, given by the position of its highest bit."""
     behind = 8 - first.bit_length()
     if behind >= most:
         raise CorruptAudio("the WebM stream is damaged: an element has no name or length")
@@ -105,14 +104,14 @@ def _bytes_behind(first: int, most: int) -> int:
 
 
 def _ebml_length(size: bytes) -> int | None:
-    """None for an element that lasts until something else begins; all bits are set then."""
+    """The length in bytes; None for an element of unknown length, which has all bits set."""
     bits = 7 * len(size)
     value = int.from_bytes(size, "big") & ((1 << bits) - 1)
     return None if not size or value == (1 << bits) - 1 else value
 
 
 def _ogg(pipe: ByteReader) -> Iterator[bytes]:
-    """Pages of sound. Each page names the stream it belongs to; streams of something else are left out."""
+    """The pages of audio streams; pages of other streams are left out."""
     codecs: dict[bytes, bytes] = {}
     packets: dict[bytes, int] = {}
     while len(head := pipe.read_all(27)) == 27:
@@ -136,7 +135,7 @@ def _ogg(pipe: ByteReader) -> Iterator[bytes]:
 
 
 def _begun_packets(segments: bytes, body: bytes, goes_on: bool) -> Iterator[bytes]:
-    """As much as a page has of each packet that begins on it. A segment shorter than 255 ends a packet."""
+    """The part on this page of each packet that begins on it. A segment shorter than 255 bytes ends a packet."""
     start = end = 0
     for length in segments:
         end += length
@@ -149,7 +148,7 @@ def _begun_packets(segments: bytes, body: bytes, goes_on: bool) -> Iterator[byte
 
 
 def _check_ogg_tags(codec: bytes, packet: bytes, number: int) -> None:
-    """Refuse a packet with many tags. Their number follows the name of the program that wrote them."""
+    """Raise CorruptAudio for a packet with too many tags. Their number follows the name of the encoder."""
     is_tags, start = {
         b"OpusHead": (packet.startswith(b"OpusTags"), 8),
         b"\x01vorbis": (packet.startswith(b"\x03vorbis"), 7),

@@ -1,8 +1,12 @@
-"""MP4 streams, made readable for libav from front to back, without end, and without what could hurt.
+"""Prepares untrusted MP4 for libav: `Mp4Boxes` filters endless streams, `index_first` reorders uploaded files.
 
-A few bytes of an MP4 index can describe thousands of millions of samples, and libav would make an entry for each. So it
-gets to see only the boxes that describe sound, after the numbers in them were checked; others become `free` boxes of
-the same size, because an index gives places in the file.
+A few bytes of an MP4 index can describe billions of samples, and libav would allocate an entry for each. So libav gets
+only the boxes that describe audio, after their numbers were checked. Other boxes become `free` boxes of the same size,
+because an index contains offsets in the file.
+
+Phones and ffmpeg write the index after the media. An uploaded file is seekable, so `index_first` finds its index, keeps
+only the description of the first audio track, and puts it in front; then the file is read like a stream, with the same
+limits.
 """
 
 from __future__ import annotations
@@ -17,20 +21,21 @@ from numpy.typing import NDArray
 from audio.errors import CorruptAudio, NoAudioTrack
 from audio.pipes import READ_BYTES, ByteReader, Filtered
 
-# A box that describes media takes kilobytes. A box of size 0 lasts to the end.
+# A box that describes media has kilobytes.
 MAX_BOX_BYTES = 1 << 20
+# Length of a box of size 0, which extends to the end.
 MAX_MEDIA_BYTES = 1 << 62
-# What may come up to the end of the index: it is kept, for streams that are opened again.
+# Bytes up to the end of the index. They are kept, because a long stream is opened again with them.
 MAX_HEADER_BYTES = 1 << 20
-# libav remembers every packet of a fragmented MP4, about 4 KB per second of audio, until it is opened again.
+# libav keeps every packet of a fragmented MP4, about 4 KB per second of audio, until the stream is opened again.
 MAX_FRAGMENTS = 256
 MAX_FRAGMENT_SAMPLES = 1 << 16
-# Packets an index may describe, over all its tracks and edits: six hours of AAC. libav takes 24 bytes for each.
+# Packets in an index, over all tracks and edits: six hours of AAC. libav needs 24 bytes for each.
 MAX_INDEX_ENTRIES = 1 << 20
-# libav joins so many samples of PCM to a packet.
+# libav joins this many PCM samples to one packet.
 PCM_SAMPLES_PER_ENTRY = 1024
 
-# The boxes inside each box that libav gets to see.
+# Box -> the boxes in it that libav gets.
 KEPT: dict[bytes, tuple[bytes, ...]] = {
     b"moov": (b"mvhd", b"trak", b"mvex"),
     b"trak": (b"tkhd", b"edts", b"mdia"),
@@ -46,10 +51,10 @@ SEEN_AT_TOP = (b"ftyp", b"styp", b"moov", b"moof", b"mdat")
 
 
 class Mp4Boxes(Filtered):
-    """Boxes that are not media arrive whole.
+    """An MP4 stream for libav. Boxes that are not media are returned whole.
 
-    libav steps back a few bytes when it reads a box; in a stream it can do so only within what it was last given, and
-    loses its place otherwise. A long stream is also ended now and then and opened again with the same header.
+    libav seeks back a few bytes when it reads a box; in a stream it can do that only within the last bytes it read. A
+    long stream is ended after `MAX_FRAGMENTS` and opened again with the same header, so that libav frees its memory.
     """
 
     def __init__(self, pipe: ByteReader, most_index_bytes: int = MAX_HEADER_BYTES) -> None:
@@ -67,7 +72,7 @@ class Mp4Boxes(Filtered):
         self._next_part = b""
 
     def start_over(self) -> bool:
-        """Ask at the end: True if the stream goes on and has to be opened again."""
+        """Called at the end: returns True if the stream continues and has to be opened again."""
         self._box, self._taken = b"".join([*self._header, self._next_part]) if self._next_part else b"", 0
         self._next_part = b""
         self._fragments, self._samples = 1, 0
@@ -81,12 +86,12 @@ class Mp4Boxes(Filtered):
             self._taken += len(part)
             return part
         part = self._pipe.read(min(size, self._media_bytes))
-        # A stream that ends inside a box ends.
+        # The stream may end within a box.
         self._media_bytes = self._media_bytes - len(part) if part else 0
         return part
 
     def _next_box(self) -> bytes:
-        """The next box, or only its header if its content is media or too large to wait for; nothing at the end."""
+        """The next box, or only its header if its content is media or too large to keep; empty at the end."""
         if self._next_part:
             return b""
         header = self._pipe.read_all(8)
@@ -105,7 +110,7 @@ class Mp4Boxes(Filtered):
             self._media_bytes = content
             return header
         if content > (self._most_index_bytes if kind == b"moov" else MAX_BOX_BYTES):
-            raise CorruptAudio(f"a box that describes the sound is larger than {MAX_BOX_BYTES} bytes; {REMEDY}")
+            raise CorruptAudio(f"a box that describes the audio is larger than {MAX_BOX_BYTES} bytes; {REMEDY}")
         box = header + self._pipe.read_all(content)
         if kind == b"moof" and len(box) < size:
             return b""
@@ -131,7 +136,7 @@ class Mp4Boxes(Filtered):
         return box
 
     def _next_fragment(self, box: bytes) -> bytes:
-        """The index of the next fragment, unless it is time for the stream to end here."""
+        """The index of the next fragment; empty if the stream has to be opened again before it."""
         self._fragments += 1
         self._samples += _fragment_samples(box)
         full = self._fragments > MAX_FRAGMENTS or self._samples > MAX_FRAGMENT_SAMPLES
@@ -148,7 +153,7 @@ REMEDY = (
 
 
 def checked_index(box: bytes, header: int) -> bytes:
-    """A `moov` box of which only the description of sound is left. Raises CorruptAudio and NoAudioTrack."""
+    """A `moov` box with only the description of audio tracks. Raises CorruptAudio and NoAudioTrack."""
     entries, tracks = 0, 0
     shown = bytearray(box)
     for kind, start, content, end in boxes_of(box, header, len(box)):
@@ -168,7 +173,7 @@ def checked_index(box: bytes, header: int) -> bytes:
 
 
 def checked_fragment(box: bytes, header: int) -> bytes:
-    """A `moof` box of which only the description of packets is left. Raises CorruptAudio."""
+    """A `moof` box with only the description of packets. Raises CorruptAudio."""
     shown = bytearray(box)
     _blank(shown, b"moof", header, len(box))
     if _fragment_samples(box) > MAX_FRAGMENT_SAMPLES:
@@ -177,20 +182,20 @@ def checked_fragment(box: bytes, header: int) -> bytes:
 
 
 def boxes_of(data: bytes | bytearray, start: int, end: int) -> Iterator[tuple[bytes, int, int, int]]:
-    """Kind, start, start of the content, and end of each box between two places."""
+    """Kind, start, start of the content, and end of each box between two offsets. Raises CorruptAudio."""
     while start + 8 <= end:
         size, content = int.from_bytes(data[start : start + 4], "big"), start + 8
         if size == 1:
             size, content = int.from_bytes(data[start + 8 : start + 16], "big"), start + 16
         stop = start + size if size else end
         if not content <= stop <= end:
-            raise CorruptAudio("the MP4 index is damaged: a box is larger than what it stands in")
+            raise CorruptAudio("the MP4 index is damaged: a box is larger than the box that contains it")
         yield bytes(data[start + 4 : start + 8]), start, content, stop
         start = stop
 
 
 def _blank(shown: bytearray, parent: bytes, start: int, end: int) -> None:
-    """Make every box in there `free` that the parent needs not."""
+    """Turn every box that the parent does not need into a `free` box."""
     for kind, at, content, stop in boxes_of(shown, start, end):
         if kind not in KEPT[parent]:
             shown[at + 4 : at + 8] = b"free"
@@ -199,7 +204,7 @@ def _blank(shown: bytearray, parent: bytes, start: int, end: int) -> None:
 
 
 def _sound_track(box: bytes, start: int, end: int) -> dict[bytes, bytes] | None:
-    """The content of each box in a track, by its kind; None for a track of something else."""
+    """The content of each box of an audio track, by its kind; None for another track. Raises CorruptAudio."""
     found: dict[bytes, bytes] = {}
     places = [(b"trak", start, end)]
     while places:
@@ -214,14 +219,14 @@ def _sound_track(box: bytes, start: int, end: int) -> dict[bytes, bytes] | None:
                 places.append((kind, content, last))
     if found.get(b"hdlr", b"")[8:12] != b"soun":
         return None
-    # The description of a codec holds boxes of its own, and libav would understand any kind of box there.
+    # The description of a codec contains boxes too, and libav would accept any kind of box there.
     if any(kind in found.get(b"stsd", b"") for kind in (b"trak", b"trun", *KEPT[b"stbl"], b"elst", b"cmov")):
-        raise CorruptAudio("the MP4 index is damaged: the description of the codec holds an index")
+        raise CorruptAudio("the MP4 index is damaged: the description of the codec contains an index")
     return found
 
 
 def _entries(track: dict[bytes, bytes]) -> int:
-    """How many entries libav would make for a track."""
+    """The number of entries that libav would allocate for a track."""
     chunks = _number(track.get(b"stco", track.get(b"co64", b"")), 4)
     runs = _rows(track.get(b"stsc", b""), 3)
     ends = np.append(runs[1:, 0], chunks + 1)
@@ -233,18 +238,18 @@ def _entries(track: dict[bytes, bytes]) -> int:
         offsets = int(_rows(track.get(b"ctts", b""), 2)[:, 0].sum())
         sizes = max(_number(track.get(b"stsz", b""), 8), _number(track.get(b"stz2", b""), 8))
         entries = max(_product(lengths, runs[:, 1]), sizes, offsets, int(times[:, 0].sum()))
-    # libav goes through the index once for each edit.
+    # libav processes the index once for each edit.
     return entries * max(1, _number(track.get(b"elst", b""), 4))
 
 
 def _rows(table: bytes, numbers: int) -> NDArray[np.int64]:
-    """The rows of a table, of so many numbers each, after its version, flags and number of rows."""
+    """The rows of a table, with `numbers` integers each, after its version, flags and number of rows."""
     count = max(0, min(_number(table, 4), (len(table) - 8) // (4 * numbers)))
     return np.frombuffer(table, ">u4", count * numbers, 8 if count else 0).reshape(-1, numbers).astype(np.int64)
 
 
 def _product(counts: NDArray[np.int64], each: NDArray[np.int64]) -> int:
-    """The sum of the products, also where it is larger than any number of the machine."""
+    """The sum of the products, in floating point so that it cannot overflow."""
     return int((counts.astype(np.float64) * each).sum())
 
 
@@ -253,38 +258,34 @@ def _number(table: bytes, at: int) -> int:
 
 
 def _fragment_samples(fragment: bytes) -> int:
-    """How many packets the fragment describes; a chance find of the letters does no harm."""
+    """Number of packets in the fragment. The bytes `trun` in other data only make the result larger."""
     _, *runs = fragment.split(b"trun")
     return sum(_number(run, 4) for run in runs)
 
 
 def _points_into_file(fragment: bytes) -> bool:
-    """True if the fragment gives the place of its media in the file; most give the distance from the fragment."""
+    """True if the fragment contains the offset of its media in the file; most have the distance from the fragment."""
     _, found, track_header = fragment.partition(b"tfhd")
-    # A byte of version, then three of flags, of which the last bit says that an offset into the file follows.
+    # One byte of version, three bytes of flags; the last bit means that an offset in the file follows.
     return not found or bool(int.from_bytes(track_header[1:4], "big") & 1)
 
 
-# MP4 files whose index stands behind the sound, as phones and ffmpeg write them: read as if it stood in front.
-#
-# The file can be read anywhere, so its index is looked for, checked and put in front; what libav gets to see is a
-# stream from front to back all the same, with every bound that streams have. Nothing of an index is read but the
-# description of the first track of sound, so that of pictures may be as long as it likes.
+# Uploaded files
 
-# The description of a track of sound, of which libav gets to see no more packets than of a stream: six hours of AAC.
+# Bytes of the description of an audio track: six hours of AAC.
 MAX_TRACK_BYTES = 8 << 20
-# Boxes that are looked at until the sound is found; in files as people have them it is a few dozen.
+# Boxes visited until the audio track is found; ordinary files have a few dozen.
 MAX_BOXES = 1024
-# A file's index in front, with what else comes before it.
+# Bytes up to the end of the index that was put in front.
 MAX_INDEX_BYTES = MAX_TRACK_BYTES + (1 << 20)
 
 Box = tuple[bytes, int, int, int]
 
 
 def index_first(file: BinaryIO) -> Iterator[bytes]:
-    """The parts of an MP4 file, its index before its media. Raises CorruptAudio and NoAudioTrack.
+    """The parts of an MP4 file, with its index before its media. Raises CorruptAudio and NoAudioTrack.
 
-    A file in fragments has its index in front already, and is passed on as it is.
+    A fragmented file already has its index in front, and is passed on unchanged.
     """
     walk = _Walk(file)
     _, start, content, end = walk.find((b"moov",), 0, walk.size) or _no_index()
@@ -296,7 +297,7 @@ def index_first(file: BinaryIO) -> Iterator[bytes]:
     yield from _range(file, 0, head)
     yield index
     yield from _range(file, head, start)
-    # An index at the end is the end. One that stands between media keeps its place, as a box of nothing.
+    # An index at the end is left out. One between media becomes a `free` box, so that offsets stay right.
     if last_chunk >= start:
         yield walk.read(start, 4) + b"free"
         yield from _range(file, start + 8, walk.size)
@@ -317,7 +318,7 @@ def _range(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
 
 
 class _Walk:
-    """Finds boxes in a file without reading what is in them."""
+    """Finds boxes in a file without reading their content."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.size = file.seek(0, 2)
@@ -325,23 +326,23 @@ class _Walk:
         self._seen = 0
 
     def boxes(self, start: int, end: int) -> Iterator[Box]:
-        """Kind, start, start of the content, and end of each box between two places."""
+        """Kind, start, start of the content, and end of each box between two offsets. Raises CorruptAudio."""
         while start + 8 <= end:
             self._seen += 1
             if self._seen > MAX_BOXES:
-                raise CorruptAudio(f"the MP4 file has more than {MAX_BOXES} boxes before its sound is described")
+                raise CorruptAudio(f"the MP4 file has more than {MAX_BOXES} boxes before its audio is described")
             head = self.read(start, min(16, end - start))
             size, kind, content = int.from_bytes(head[:4], "big"), head[4:8], start + 8
             if size == 1:
                 size, content = int.from_bytes(head[8:16], "big"), start + 16
             stop = start + size if size else end
             if stop < content:
-                raise CorruptAudio("the MP4 file is damaged: a box is shorter than its own head")
+                raise CorruptAudio("the MP4 file is damaged: a box is shorter than its own header")
             yield kind, start, content, stop
             start = stop
 
     def find(self, path: tuple[bytes, ...], start: int, end: int) -> Box | None:
-        """The first box of this kind, inside the first ones of the kinds before it."""
+        """The first box at this path of kinds; None if there is none. Raises CorruptAudio."""
         found: Box | None = None
         for kind in path:
             found = next((box for box in self.boxes(start, end) if box[0] == kind), None)
@@ -353,7 +354,7 @@ class _Walk:
         return found
 
     def first_box_end(self) -> int:
-        """Where the first box ends, if it says what kind of file this is; else 0."""
+        """The end of the first box if it is `ftyp`; else 0."""
         kind, _, _, end = next(self.boxes(0, self.size))
         return min(end, self.size) if kind == b"ftyp" else 0
 
@@ -363,8 +364,8 @@ class _Walk:
 
 
 def _front_index(walk: _Walk, start: int, end: int) -> tuple[bytes, int]:
-    """A `moov` box with the first track of sound and nothing else, whose places are those behind it; and where the last
-    chunk of sound is in the file as it was."""
+    """A `moov` box with only the first audio track, whose offsets are shifted for a place before the media; and the
+    original offset of the last chunk of audio."""
     header = walk.find((b"mvhd",), start, end)
     track = next((box for box in walk.boxes(start, end) if box[0] == b"trak" and _is_sound(walk, box)), None)
     if track is None:
@@ -373,7 +374,7 @@ def _front_index(walk: _Walk, start: int, end: int) -> tuple[bytes, int]:
     if track[3] > end or sum(sizes) > MAX_TRACK_BYTES:
         raise CorruptAudio(
             f"the MP4 index takes more than {MAX_TRACK_BYTES} bytes to describe the sound, or is cut short; "
-            "cut the recording, or send it as WebM, Ogg, FLAC or WAV"
+            "split the recording, or send it as WebM, Ogg, FLAC or WAV"
         )
     content = bytearray(b"".join(walk.read(box[1], box[3] - box[1]) for box in (header, track) if box is not None))
     track_content = len(content) - (track[3] - track[2])
@@ -387,7 +388,7 @@ def _is_sound(walk: _Walk, track: Box) -> bool:
 
 
 def _move(content: bytearray, track: int, by: int) -> int:
-    """Add to every place in the file that the track names whose boxes begin at `track`; returns the last of them."""
+    """Add `by` to all chunk offsets of the track whose boxes begin at `track`; returns the largest old offset."""
     last = 0
     places = [(b"trak", track, len(content))]
     while places:
@@ -408,6 +409,6 @@ def _move_table(content: bytearray, start: int, end: int, kind: str, by: int) ->
         return 0
     last = int(places.max())
     if last + by > np.iinfo(number).max:
-        raise CorruptAudio("the MP4 index is damaged: it names a place behind the end of any file")
+        raise CorruptAudio("the MP4 index is damaged: it contains an offset beyond the end of any file")
     places += number.type(by)
     return last

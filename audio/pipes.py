@@ -1,7 +1,7 @@
-"""The bytes of a stream on their way to a library that wants to read them from a file.
+"""Readers for streams of bytes, and the pipe to a library (libav) that reads from a file object.
 
-The library runs on a thread of its own, used as a coroutine: one side runs at a time and the other has given its turn
-away. So a pipe never holds more than the piece that is being read, and the library never makes more than is taken.
+The library runs on a thread that is used as a coroutine: only the side that has the turn runs. So a pipe contains at
+most one piece, and the library produces no more than is taken.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from queue import SimpleQueue
 from audio.errors import AudioError, CorruptAudio
 
 READ_BYTES = 32_768
-# So much may go by without a sound: a header, a picture, a picture track between two pieces of sound. What describes
-# sound takes kilobytes, and libav may keep all of it.
+# Most bytes without audio: headers, pictures, a video track between two pieces of audio. libav may keep all of it.
 MAX_SILENT_BYTES = 16 << 20
 
 
 class PipeClosed(Exception):
-    """Nobody waits for the reader any more."""
+    """The pipe was closed by the side that feeds it."""
 
 
 class ByteReader:
-    """Reads a stream from front to back. What it has read without a sound among it is bounded."""
+    """Reads a stream without seeking. The bytes read without audio are limited to `MAX_SILENT_BYTES`."""
 
     def __init__(self) -> None:
         self.bytes_read = 0
@@ -31,27 +30,27 @@ class ByteReader:
         self._sound_at = 0
 
     def read(self, size: int) -> bytes:
-        """Up to `size` bytes; nothing only at the end. Raises CorruptAudio."""
+        """Up to `size` bytes; empty only at the end. Raises CorruptAudio."""
         raise NotImplementedError
 
     def sound_came(self) -> None:
-        """What was read so far has led to samples."""
+        """Samples were decoded from the bytes so far: restart the count."""
         self._sound_at = self.bytes_read
 
     def read_all(self, size: int) -> bytes:
-        """`size` bytes, however long they take to come; fewer at the end of the stream."""
+        """Exactly `size` bytes, with waiting; fewer at the end of the stream."""
         if self._taken + size <= len(self._piece):
             return self._next(size)
         return b"".join(self.parts(size))
 
     def parts(self, size: int) -> Iterator[bytes]:
-        """The next `size` bytes as they come; fewer at the end of the stream."""
+        """The next `size` bytes as they arrive; fewer at the end of the stream."""
         while size and (part := self.read(min(size, READ_BYTES))):
             yield part
             size -= len(part)
 
     def rest(self) -> Iterator[bytes]:
-        """Everything up to the end, as it comes."""
+        """All bytes up to the end, as they arrive."""
         while part := self.read(READ_BYTES):
             yield part
 
@@ -68,20 +67,20 @@ class ByteReader:
         return head
 
     def _next(self, size: int) -> bytes:
-        """Up to `size` bytes of the piece at hand."""
+        """Up to `size` bytes of the current piece. Raises CorruptAudio."""
         part = self._piece[self._taken : self._taken + size]
         self._taken += len(part)
         self.bytes_read += len(part)
         if self.bytes_read - self._sound_at > MAX_SILENT_BYTES:
             raise CorruptAudio(
-                f"more than {MAX_SILENT_BYTES >> 20} MiB came without any sound among them; send the sound alone, "
+                f"more than {MAX_SILENT_BYTES >> 20} MiB came without any sound; send the audio track alone, "
                 "without pictures"
             )
         return part
 
 
 class PartsReader(ByteReader):
-    """Reads parts as a generator gives them; none of them is empty."""
+    """Reads the parts of an iterator; none of them may be empty."""
 
     def __init__(self, parts: Iterator[bytes]) -> None:
         super().__init__()
@@ -94,53 +93,53 @@ class PartsReader(ByteReader):
 
 
 class BytePipe(ByteReader):
-    """Read like a file by one thread, fed by another."""
+    """A pipe that one thread reads like a file and another one feeds."""
 
     def __init__(self, on_turn: Callable[[], None]) -> None:
-        """`on_turn` is called on the reader's thread whenever it gives the turn back, and when it is done."""
+        """`on_turn` is called on the reader's thread when it gives the turn back, and when it is finished."""
         super().__init__()
         self.failure: Exception | None = None
         self.finished = False
-        # True: the reader has used up what it was given. False: it waits until what it made is taken.
+        # True: the reader needs more bytes. False: it waits until its samples were taken.
         self.hungry = True
         self._on_turn = on_turn
         self._pieces: SimpleQueue[bytes | None] = SimpleQueue()
         self._ended = False
         self._closed = False
 
-    # The side that feeds. It may hand over when it has the turn, and close at any time; neither waits.
+    # The feeding side. It may call `hand_over` when it has the turn, and `close` at any time; neither waits.
 
     def hand_over(self, piece: bytes | None) -> None:
-        """Give the turn away, with more bytes, with none to let the reader go on, or with None for the end."""
+        """Give the turn to the reader, with more bytes, with empty bytes to continue, or with None for the end."""
         if self.finished:
             self._on_turn()
         else:
             self._pieces.put(piece)
 
     def close(self) -> None:
-        """Let the reader stop as soon as it asks for anything; nothing more comes of it."""
+        """Make the reader stop at its next read or pause."""
         self._closed = True
         self._pieces.put(None)
 
-    # The side that reads
+    # The reading side
 
     def begin(self) -> None:
         """Wait for the first turn."""
         self._take(self._pieces.get())
 
     def read(self, size: int) -> bytes:
-        """Up to `size` bytes. Waits for the next piece if nothing is there; returns nothing only at the end."""
+        """Up to `size` bytes; waits for the next piece if there are none. Empty only at the end."""
         while self._taken == len(self._piece) and not self._ended:
             self._take(self._give_turn(hungry=True))
         return self._next(size)
 
     def pause(self) -> None:
-        """Wait until what was made is taken. Raises PipeClosed if nobody will take it."""
+        """Wait until the samples were taken. Raises PipeClosed."""
         if self._give_turn(hungry=False) is None:
             raise PipeClosed
 
     def finish(self, failure: Exception | None) -> None:
-        """The reader is done: it takes no more turns."""
+        """The reader is finished, and takes no more turns."""
         self.failure = failure
         self.finished = True
         self._on_turn()
@@ -160,7 +159,8 @@ class BytePipe(ByteReader):
 
 
 class Filtered:
-    """What a library gets to see of a stream, read like a file. A fault ends it: libraries do not expect one here."""
+    """A filtered stream that a library reads like a file. A fault ends the stream and is kept in `fault`, because the
+    library does not expect an exception from `read`."""
 
     def __init__(self) -> None:
         self.fault: AudioError | None = None
@@ -178,7 +178,7 @@ class Filtered:
 
 
 class Parts(Filtered):
-    """Parts of a stream as a generator lets them through; none of them is empty."""
+    """The filtered stream of an iterator of parts; none of them may be empty."""
 
     def __init__(self, parts: Iterator[bytes]) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Speech probabilities -> the samples at which speech rises and falls, with hysteresis. Pure; time is a sample count.
+"""Finds the start and end of speech in speech probabilities, with hysteresis. No I/O; time is a sample count.
 
-A rise begins a stretch of speech and a fall ends it. What a client calls a turn is made of them elsewhere.
+A `Rise` begins a stretch of speech and a `Fall` ends it. `realtime.session.boundaries` makes turns of them.
 
-A frame is loud (at or over `threshold`), quiet (below `stop_threshold`) or in the band between, which changes nothing.
+A frame is loud (probability at or above `threshold`), quiet (below `stop_threshold`) or between, which changes nothing.
 
 | state | loud | band | quiet |
 |---|---|---|---|
@@ -11,7 +11,7 @@ A frame is loud (at or over `threshold`), quiet (below `stop_threshold`) or in t
 | SPEAKING | stay | stay | STOPPING |
 | STOPPING | SPEAKING | stay; QUIET after `silence_samples` | the same |
 
-Edges depend on the probabilities over time, not on how time is cut into frames.
+Edges depend on the probabilities over time and not on the length of frames.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-# How far below the starting threshold speech may fall before it counts as silence.
+# Difference between the thresholds for speech and for silence.
 HYSTERESIS = 0.15
-# With a very low threshold, stopping must still be possible.
+# Silence must be possible even with a very low threshold.
 MIN_STOP_THRESHOLD = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeSettings:
-    """What counts as speech and as silence; durations in samples."""
+    """What counts as speech and as silence. Durations are in samples."""
 
     threshold: float
     min_speech_samples: int
@@ -47,17 +47,15 @@ class EdgeSettings:
 
 @dataclass(frozen=True, slots=True)
 class Rise:
-    """`sample`: where the stretch begins, prefix padding included; never inside the stretch before."""
+    """Speech begins at `sample`, which includes the prefix padding; never within the stretch before."""
 
     sample: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fall:
-    """`sample`: where the stretch ends, trailing silence included. `speech_end_sample`: where speech itself ended.
-
-    Both are one past the last sample.
-    """
+    """The stretch ends at `sample`, which includes the trailing silence; the speech itself ended at
+    `speech_end_sample`. Both are one past the last sample."""
 
     sample: int
     speech_end_sample: int
@@ -75,7 +73,7 @@ class EdgeState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EdgeMemory:
-    """All that a detector remembers."""
+    """The state of an `EdgeDetector` as a value."""
 
     state: EdgeState
     sample: int
@@ -85,14 +83,14 @@ class EdgeMemory:
 
 
 class EdgeDetector:
-    """Follows one session. `settings` may be replaced at any time; the next frame is judged by the new ones."""
+    """Finds the edges of one session. `settings` may be replaced at any time, and apply from the next frame on."""
 
     def __init__(self, settings: EdgeSettings) -> None:
         self.settings = settings
         self.state = EdgeState.QUIET
         # End of the last frame.
         self.sample = 0
-        # Audio before this belongs to an earlier stretch or was dropped; it is not judged again.
+        # Audio before this sample belongs to an earlier stretch or was dropped; a new stretch cannot include it.
         self._floor = 0
         self._speech_start = 0
         self._speech_end = 0
@@ -101,13 +99,13 @@ class EdgeDetector:
         return EdgeMemory(self.state, self.sample, self._floor, self._speech_start, self._speech_end)
 
     def load(self, memory: EdgeMemory) -> None:
-        """Go on where another detector stopped."""
+        """Continue from a saved state."""
         self.state, self.sample = memory.state, memory.sample
         self._floor, self._speech_start, self._speech_end = memory.floor, memory.speech_start, memory.speech_end
 
     @property
     def silent_samples(self) -> int:
-        """How long the silence has lasted that may end the open stretch."""
+        """Samples of silence so far that may end the open stretch; 0 if there is none."""
         return self.sample - self._speech_end if self.state is EdgeState.STOPPING else 0
 
     def judge(self, probability: float, frame_samples: int) -> Edge | None:
@@ -127,9 +125,9 @@ class EdgeDetector:
         return self._follow(start, loud, quiet)
 
     def reset(self, sample: int | None = None) -> None:
-        """Forget an open stretch without a fall, as when its audio is dropped. Time goes on.
+        """Drop an open stretch without a Fall, for example because its audio is dropped. The sample count continues.
 
-        `sample` is the end of what is dropped, if it lies ahead of the frames seen so far.
+        `sample` is the end of the dropped audio, if it is after the last frame. Raises ValueError if it is before.
         """
         end = self.sample if sample is None else sample
         self._check_not_past(end)
@@ -163,7 +161,8 @@ class EdgeDetector:
         silent_at = self._speech_end + self.settings.silence_samples
         if self.sample < silent_at:
             return None
-        # Where silence became long enough, not where the frame happens to end. A shortened setting applies from now on.
+        # The sample at which silence became long enough, and not the end of the frame; but not before this frame, in
+        # case `silence_samples` was reduced.
         fall = Fall(max(silent_at, start), self._speech_end)
         self._end_stretch(fall.sample)
         return fall

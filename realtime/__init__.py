@@ -1,5 +1,5 @@
-"""The gateway: clients on one side, an engine on the other.
+"""The gateway between clients and engines, and the `tickertape` command line.
 
-`app` builds a server out of all rooms, `cli` is the command line, `config` and `errors` are shared by every room.
-The rooms stand on one another: session, then dialects and metrics, then serving, then http, then `app`, then commands.
+`app` builds a server from all packages, `cli` is the command line, `config` and `errors` are used everywhere. The
+layers from bottom to top: session; dialects and metrics; serving; http; `app`; workers; commands.
 """

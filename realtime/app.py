@@ -1,4 +1,4 @@
-"""Composition root: the only file that builds objects of all packages, and the server around them."""
+"""Composition root: the only file that builds objects of all packages, and the server that runs them."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from realtime.serving.websocket import PatientHttp, realtime_websocket
 
 log = logging.getLogger("tickertape")
 
-# How often a server that lets turns finish looks whether it is to stop at once.
+# Interval at which a draining server checks whether it has to stop at once.
 FORCE_POLL_S = 0.1
-# How long an engine elsewhere may take to answer before it is tried again.
+# Seconds to wait for an answer of a remote engine before the next attempt.
 REMOTE_WAIT_S = 10.0
 
 
 class Server(uvicorn.Server):
-    """uvicorn that lets running turns finish before it closes their sockets, and takes over another configuration."""
+    """uvicorn's server, with a drain before the sockets are closed, and with reloading of the configuration."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
         self.gateway = gateway
-        # Told of every configuration that was taken over.
+        # Called with the configuration after each reload.
         self.on_reload: list[Callable[[Config], None]] = []
         self._listening = asyncio.Event()
         self.stopping = asyncio.Event()
@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
         self._listening.set()
 
     async def wait_until_listening(self, task: asyncio.Task[None]) -> None:
-        """`task` runs the server; what it raises instead of listening is raised here."""
+        """Wait until the server listens. `task` runs the server; if it fails, its error is raised here."""
         listening = asyncio.create_task(self._listening.wait())
         await asyncio.wait((listening, task), return_when=asyncio.FIRST_COMPLETED)
         listening.cancel()
@@ -66,8 +66,8 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are raised again when the server has stopped. Once is enough: more would cut short what is left to do
-        then, such as to stop the engine."""
+        """uvicorn raises captured signals again when it has stopped. Keep only the first: another one would interrupt
+        the rest of the shutdown, such as stopping the engine."""
         with super().capture_signals():
             try:
                 yield
@@ -75,13 +75,13 @@ class Server(uvicorn.Server):
                 del self._captured_signals[1:]
 
     def reload(self, new: Config) -> Changes:
-        """Take over what can be taken over at run time; no socket is closed. Raises ConfigError, and then nothing has
-        changed. Files of a certificate are read again, also if their names are the same."""
+        """Apply the reloadable keys of another configuration; no socket is closed. Certificate files are read again,
+        even if their names are the same. Raises ConfigError, with nothing changed."""
         config = self.gateway.config
         changes = take_over(config, new)
         if self.config.ssl is not None and config.server.tls_cert is not None:
             self.config.ssl.load_cert_chain(config.server.tls_cert, config.server.tls_key)
-        # What uvicorn was told at the start it looks up for every connection.
+        # uvicorn reads these values for every new connection.
         self.config.ws_max_size = config.limits.message_bytes
         self.config.ws_ping_interval = config.server.ping_interval_s or None
         self.config.ws_ping_timeout = config.server.dead_after_s or None
@@ -97,7 +97,7 @@ class Server(uvicorn.Server):
         for server in self.servers:
             server.close()
         draining = asyncio.create_task(self.gateway.sessions.drain(self.gateway.config.server.drain_s))
-        # A signal handler sets `force_exit` and wakes nobody.
+        # Polled, because the signal handler that sets `force_exit` wakes no task.
         while not draining.done() and not self.force_exit:
             await asyncio.wait((draining,), timeout=FORCE_POLL_S)
         if self.force_exit:
@@ -107,17 +107,17 @@ class Server(uvicorn.Server):
         await asyncio.gather(draining, return_exceptions=True)
         await super().shutdown(sockets)
         if self.force_exit:
-            await self.lifespan.shutdown()  # left out above, and has nothing left to wait for
+            await self.lifespan.shutdown()  # `super().shutdown` skips it in this case
 
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server that listens."""
+    """A server that is listening."""
 
     server: Server
     task: asyncio.Task[None]
     url: str
-    # Ends when the first engine is there; None for a server over an engine that was there before.
+    # Done when the first engine is ready; None if the engine was running before.
     starting: asyncio.Task[None] | None = None
 
     @property
@@ -125,8 +125,8 @@ class RunningServer:
         return int(self.server.servers[0].sockets[0].getsockname()[1])
 
     async def wait_until_ready(self) -> bool:
-        """Until an engine is there, or somebody stops the server. Raises EngineError if an engine of our own cannot
-        start."""
+        """Wait until an engine is ready or the server stops; returns whether it still runs. Raises EngineError if our
+        own engine cannot start."""
         if self.starting is not None:
             await asyncio.wait((self.starting, self.task), return_when=asyncio.FIRST_COMPLETED)
             if self.starting.done():
@@ -134,13 +134,13 @@ class RunningServer:
         return not self.task.done()
 
     async def wait_until_stopping(self) -> None:
-        """Until somebody tells it to stop, or it ends by itself; running turns may still finish then."""
+        """Wait until the server begins to stop; turns may still finish after that."""
         stopping = asyncio.create_task(self.server.stopping.wait())
         await asyncio.wait((stopping, self.task), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
 
     async def wait(self) -> None:
-        """Until it has stopped."""
+        """Wait until the server has stopped."""
         await self.task
 
 
@@ -160,14 +160,14 @@ def build_server(engine: EngineApi, config: Config, around: GatewayServices | No
         ws_max_size=config.limits.message_bytes,
         ws_ping_interval=settings.ping_interval_s or None,
         ws_ping_timeout=settings.dead_after_s or None,
-        # Compression costs more time than it saves on audio in base64.
+        # For audio in base64, compression costs more time than it saves.
         ws_per_message_deflate=False,
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
-        # By default uvicorn believes these headers from every client on this machine.
+        # By default uvicorn trusts these headers from every client on this machine.
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=list(settings.trusted_proxies),
-        # Request lines may carry tokens; the gateway logs what matters without them.
+        # Request lines may contain tokens; the gateway has its own log lines without them.
         access_log=False,
         log_config=None,
         log_level="warning",
@@ -178,7 +178,7 @@ def build_server(engine: EngineApi, config: Config, around: GatewayServices | No
 
 
 def freeze_modules() -> None:
-    """Take what is loaded now out of garbage collection. It stays for good, and each walk through it would stop the
+    """Exclude the loaded modules from garbage collection: they are never freed, and each collection would block the
     event loop for tens of milliseconds."""
     gc.collect()
     gc.freeze()
@@ -192,7 +192,7 @@ async def listening(
     around: GatewayServices | None = None,
     sockets: list[socket.socket] | None = None,
 ) -> AsyncIterator[RunningServer]:
-    """A gateway over a running engine, listening; stopped at the end. Raises OSError if it cannot listen."""
+    """A listening gateway over a running engine, which is stopped at the end. Raises OSError if it cannot listen."""
     server = build_server(engine, config, around)
     task = asyncio.create_task(_serve(server, sockets), name="server")
     try:
@@ -211,14 +211,14 @@ async def _serve(server: Server, sockets: list[socket.socket] | None = None) -> 
         await server.serve(sockets)
     except SystemExit as error:
         settings = server.config
-        text = f"cannot listen on {settings.host} port {settings.port}: it is in use, or not ours; choose another one"
+        text = f"cannot listen on {settings.host} port {settings.port}: in use or not permitted; choose another port"
         raise OSError(text) from error
 
 
 @asynccontextmanager
 async def running_server(config: Config) -> AsyncIterator[RunningServer]:
-    """Everything: the engine (ours or others'), its client, and the gateway, listening. It listens before an engine is
-    there, and then refuses sessions: see `wait_until_ready`."""
+    """A complete server in one process: our own engine or remote engines, the engine client, and a listening gateway.
+    It listens before an engine is ready, and refuses sessions until then: see `RunningServer.wait_until_ready`."""
     raise_limit()
     metrics = Metrics()
     freeze_modules()
@@ -248,8 +248,8 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
 
 @dataclass(frozen=True, slots=True)
 class EnginesForWorkers:
-    """`starting` ends when an engine of our own is there. `counters` reports what the engines have counted in all their
-    lives, which workers come too late to see; None for engines that others start."""
+    """The engines that workers connect to. `starting` is done when our own engine is ready. `counters` reports the
+    engines' counters since their start, which workers that connect later cannot know; None for remote engines."""
 
     addresses: list[str]
     starting: asyncio.Task[None]
@@ -263,7 +263,7 @@ def _engine_counters(metrics: Iterable[Metric]) -> msgspec.Raw:
 
 @asynccontextmanager
 async def engine_for_workers(config: Config) -> AsyncIterator[EnginesForWorkers]:
-    """The engines that workers use. One of our own is started, and started anew, by this process."""
+    """The engines for workers. If the engine is our own, this process starts it and restarts it."""
     raise_limit()
     if config.engines_elsewhere:
         yield EnginesForWorkers(list(config.model.engines), asyncio.create_task(asyncio.sleep(0)))
@@ -284,10 +284,10 @@ async def engine_for_workers(config: Config) -> AsyncIterator[EnginesForWorkers]
 async def gateway_of_several(
     config: Config, engines: Sequence[str], secret: bytes, quota: SessionQuota, listener: socket.socket
 ) -> AsyncIterator[RunningServer]:
-    """One gateway of several over the same engines: sessions move between them."""
+    """One of several gateways over the same engines, which can adopt each other's sessions."""
     metrics = Metrics()
     freeze_modules()
-    # One that the parent starts may take as long as a model takes to load.
+    # An engine that the parent starts has to load its model first.
     wait_s = REMOTE_WAIT_S if config.engines_elsewhere else START_TIMEOUT_S
     client = EngineClient([RemoteEngine(address, wait_s) for address in engines], _client_settings(config))
     metrics.add_collector(engine_collector(client.metrics, client.capacity), COUNTED_BY_EACH_GATEWAY)
@@ -307,7 +307,7 @@ async def gateway_of_several(
 
 
 def share_of(config: Config) -> Config:
-    """The configuration of one of several gateways: what it may spend of what is not counted over all of them."""
+    """The configuration of one of several gateways: limits that are not counted over all of them are divided."""
     limits, workers = config.limits, config.server.workers
     share = replace(
         limits,
@@ -341,7 +341,7 @@ async def _start(client: EngineClient) -> None:
 
 @asynccontextmanager
 async def engine_in_thread(model: str, device: str = "auto", max_streams: int = 0) -> AsyncIterator[EngineClient]:
-    """An engine inside this process, for commands that need no server."""
+    """An engine in a thread of this process, for commands that need no server."""
     config = EngineConfig(model=model, device=device, max_streams=max_streams)
     client = EngineClient([EngineThread(config)])
     await client.start()

@@ -1,4 +1,4 @@
-"""`tickertape`: the command line. Commands live in `realtime/commands`, one module each."""
+"""The command line `tickertape`. Each command is a module in `realtime/commands`."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from realtime.commands.terminal import (
 )
 from realtime.config import ConfigError
 
-DESCRIPTION = "A self-hosted realtime transcription server, for sessions that never end."
+DESCRIPTION = "A self-hosted realtime transcription server for sessions of any length."
 EPILOG = """\
-A first try:
-  tickertape serve                          start the server; its page is at http://127.0.0.1:8000
-  tickertape transcribe talk.mp3            print what is said in a file
-  tickertape mic                            live captions of your microphone
+To begin:
+  tickertape serve                          start the server; its web page is http://127.0.0.1:8000
+  tickertape transcribe talk.mp3            print the transcript of a file
+  tickertape mic                            show live captions of your microphone
 
-Exit codes: 0 done, 1 something failed, 2 the command line or the configuration is wrong, 130 interrupted.
-TICKERTAPE_DEBUG=1 shows a stack trace with every error; TICKERTAPE_CACHE says where models are kept.
+Exit codes: 0 success, 1 failure, 2 error in the command line or the configuration, 130 interrupted.
+TICKERTAPE_DEBUG=1 shows a stack trace with every error; TICKERTAPE_CACHE is the folder for models.
 """
 
 _COMMANDS = (serve, engine, fleet, status, transcribe, mic, bench, demo, pull, doctor, check_config, completion)
 
 
 class _Parser(argparse.ArgumentParser):
-    """An unknown flag is named without its value: it may be a misspelt flag for a key."""
+    """Names an unknown flag without its value, because it may be a misspelt flag with a key."""
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         options, unknown = self.parse_known_args(args, namespace)
@@ -71,15 +71,15 @@ def build_parser() -> argparse.ArgumentParser:
     for module in _COMMANDS:
         module.add(commands)
     for command in commands.choices.values():
-        # A misspelt flag must not be taken for a longer one.
+        # A misspelt flag must not be accepted as the abbreviation of a longer one.
         command.allow_abbrev = False
-    # Completion scripts are made from the parser as a whole.
+    # Completion scripts are generated from the whole parser.
     commands.choices["completion"].set_defaults(parser=parser)
     return parser
 
 
 def _open_what_is_closed() -> None:
-    """Who closes standard output or error (`>&-`) does not want it. Python has None there, which takes no text."""
+    """Send output to /dev/null if standard output or error is closed (`>&-`); Python has None there."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has left. Closing here keeps Python from complaining at exit.
+        # The reader of our output has left. Closing stderr keeps Python from printing an error at exit.
         sys.stderr.close()
         return FAILED
     except Exception as error:

@@ -1,9 +1,9 @@
 """The configuration: one frozen tree, read from a TOML file, the environment and command-line flags.
 
-Later sources win: file, then environment, then flags. Every key has the same name everywhere: `limits.max_sessions` is
-`[limits] max_sessions` in the file, `TICKERTAPE_LIMITS_MAX_SESSIONS` in the environment, and
-`--limits.max-sessions` as a flag. A key that does not exist is an error that names the closest one that does.
-A configuration that is read again changes the tree in one place, `take_over`.
+Flags override the environment, which overrides the file. Every key has the same name everywhere: `limits.max_sessions`
+is `[limits] max_sessions` in the file, `TICKERTAPE_LIMITS_MAX_SESSIONS` in the environment, and
+`--limits.max-sessions` as a flag. An unknown key is an error that names the most similar key. Only `take_over` changes
+the tree, when the configuration is reloaded.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from types import UnionType
 from typing import Any
 
 ENVIRONMENT_PREFIX = "TICKERTAPE_"
-# Shorter turns would be cut in the middle of ordinary speech.
+# Shorter turns would cut ordinary speech.
 MIN_TURN_S = 60.0
 MIN_SECRET = 16
-# As browsers write the origin of a page: scheme, name or address, and a port that is not the usual one.
+# The origin of a page as browsers write it: scheme, name or address, and the port unless it is the default one.
 ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]+)?")
-# Names, and addresses.
+# Names and IP addresses.
 HOST = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
-# Engines of a machine, or of another one; `inproc` is for engines in the same process.
+# Addresses of engines: ipc on the same machine, tcp on another one, inproc in the same process.
 ENGINE = re.compile(r"ipc://.+|inproc://.+|tcp://[^\s:/]+:([0-9]{1,5})|tcp://\[[0-9A-Fa-f:.]+\]:([0-9]{1,5})")
-# More would only wait for one another.
+# More processes would only wait for one another.
 MOST_WORKERS = 64
-# Longer than any delay after which a model says what it has heard.
+# Longer than the delay of any model between speech and its text.
 MIN_CUT_SILENCE_S = 3.0
 LOG_LEVELS = ("debug", "info", "warning", "error")
-# Settings that a running server takes over when the configuration is read again. Every other one needs a restart. Those
-# of [session], and limits on what a session holds, count for sessions that begin afterwards.
+# Keys that a running server applies at a reload; all others need a restart. Keys of [session], and limits for the
+# memory of a session, apply to sessions that begin afterwards.
 RELOADABLE = frozenset(
     {
         *("server.drain_s", "server.drain_spread_s", "server.ping_interval_s", "server.dead_after_s"),
@@ -57,14 +57,14 @@ RELOADABLE = frozenset(
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used. The text names the key and what to do about it."""
+    """The configuration is invalid. The text names the key and how to fix it."""
 
 
 class Secret:
-    """A text that is used and never shown: printing, formatting or dumping it, or what holds it, gives a placeholder.
+    """A text that is never shown: printing or formatting it, or an object that contains it, gives a placeholder.
 
-    Settings that are secret have this type, so that no message can show them by accident. `reveal` is for the code
-    that compares or signs with the text, and for the line from a parent to its workers.
+    Secret settings have this type, so that no message can show them by accident. `reveal` is for code that compares or
+    signs with the text, and for the connection from a parent to its workers.
     """
 
     __slots__ = ("_text",)
@@ -95,54 +95,54 @@ def _as_bytes(text: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    # Gateway processes; 0 lets the server choose: one for an engine on this machine's cores, else one per 150 streams
-    # that the engine may hold, never more than the cores leave.
+    # Gateway processes; 0 lets the server choose: one if the engine runs on the CPU of this machine, else one per 150
+    # streams of the engine, limited by the number of cores.
     workers: int = 0
-    # Address to listen on. Anything but a loopback address needs keys, or `auth.no_auth`.
+    # Address to listen on. Any address but a loopback address needs `auth.keys` or `auth.no_auth`.
     host: str = "127.0.0.1"
     port: int = 8000
     # PEM files; set both to serve https and wss.
     tls_cert: str | None = None
     tls_key: str | None = None
-    # Seconds running turns get to finish when the server stops.
+    # Seconds for running turns to finish when the server stops.
     drain_s: float = 10.0
-    # Seconds over which the sockets of many sessions that go on at another gateway are closed, so that not all of them
-    # come back at once.
+    # Seconds over which a draining gateway closes the sockets of sessions that it hands off, so that their clients do
+    # not all reconnect at once.
     drain_spread_s: float = 5.0
-    # Seconds between pings, and after how many seconds without any byte from the client its socket counts as dead.
+    # Seconds between pings, and seconds without any byte from a client after which its socket is closed.
     ping_interval_s: float = 20.0
     dead_after_s: float = 180.0
-    # Seconds a request has to send its whole head. A body that brings less than 1 KiB/s for so long is cut off too.
+    # Seconds for a client to send the headers of a request. A body slower than 1 KiB/s for this time is cut off too.
     handshake_s: float = 10.0
-    # Prepare audio for others, and take items that others prepared into the engines' caches: POST /v1/audio/render and
-    # /v1/audio/inject, and the event on the socket.
+    # Allow clients to render audio into items and to inject items into the engines' caches: POST /v1/audio/render and
+    # /v1/audio/inject, and the inject event on sockets.
     inject: bool = False
-    # Addresses and networks (10.0.0.0/8) of proxies whose X-Forwarded-For and X-Forwarded-Proto are believed. Empty:
-    # none. Behind a proxy that is not listed all clients have one address.
+    # Addresses and networks (10.0.0.0/8) of proxies whose X-Forwarded-For and X-Forwarded-Proto are trusted. Behind a
+    # proxy that is not listed, all clients have the proxy's address.
     trusted_proxies: tuple[str, ...] = ()
-    # Pages that may use the server from a browser, by their origin (https://example.org), beside its own page; `null`
-    # is a page opened from disk, `*` any page. Empty: none without keys, any with keys.
+    # Origins of web pages that may use the server from a browser (https://example.org), beside its own page. `null` is
+    # a page opened from disk, `*` any page. Empty: without keys no other page, with keys any page.
     allowed_origins: tuple[str, ...] = ()
-    # Names by which a server without keys may be asked (the Host header), beside those of this machine; `*` is any.
+    # Host names that a server without keys accepts in the Host header, beside those of this machine; `*` accepts any.
     allowed_hosts: tuple[str, ...] = ()
-    # How much the server logs: debug, info, warning or error.
+    # Lowest level of log lines: debug, info, warning or error.
     log_level: str = "info"
 
 
 @dataclass(frozen=True, slots=True)
 class AuthConfig:
-    # Keys that clients may use. Empty: anybody may connect, which only a loopback address allows by default.
+    # API keys of clients. Empty: every client may connect; then `server.host` must be a loopback address by default.
     keys: tuple[Secret, ...] = ()
-    # Must be set to serve without keys on an address that others can reach.
+    # Must be set to serve without keys on an address that other machines can reach.
     no_auth: bool = False
-    # Has no effect any more: client secrets (ek_...) are signed, and none has to be remembered.
+    # Has no effect any more: client secrets (ek_...) are signed and not stored.
     max_client_secrets: int = 10_000
-    # What client secrets and resume tokens are signed with; empty makes one up at every start. Servers that are to take
-    # one another's need the same.
+    # Secret that client secrets and resume tokens are signed with. Empty: a random one at every start. Servers that
+    # accept each other's tokens need the same.
     secret: Secret = Secret()
 
     def __post_init__(self) -> None:
-        """Code may give plain texts; they are secrets from here on."""
+        """Convert plain texts to `Secret`."""
         object.__setattr__(self, "keys", tuple(_as_secret(key) for key in self.keys))
         object.__setattr__(self, "secret", _as_secret(self.secret))
 
@@ -153,9 +153,9 @@ def _as_secret(given: Secret | str) -> Secret:
 
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
-    # Sessions at once; 0 leaves it to the engine's capacity.
+    # Most sessions at once; 0: as many as the engine has capacity for.
     max_sessions: int = 0
-    # Share of its time an engine may spend on live streams; what would go beyond is refused. 0 counts streams only.
+    # Share of its time that an engine may spend on live streams; sessions beyond it are refused. 0: only streams count.
     max_load: float = 0.95
     # Sessions at once and new sessions per minute for one key (without keys: for one client address); 0 is no limit.
     sessions_per_key: int = 0
@@ -164,47 +164,47 @@ class LimitsConfig:
     message_bytes: int = 21 * 1024 * 1024
     # Largest message that is not audio.
     control_bytes: int = 64 * 1024
-    # A client that sends more messages a second than this is slowed down; 0 is no limit.
+    # Messages per second of one client, beyond which it is slowed down; 0 is no limit.
     messages_per_second: float = 0.0
-    # A client that sends more messages a second that cannot be understood is slowed down too; 0 is no limit.
+    # Invalid messages per second of one client, beyond which it is slowed down; 0 is no limit.
     mistakes_per_second: float = 50.0
-    # Audio one session may have waiting for the engine before its socket is read no further.
+    # Seconds of audio of one session that may wait for the engine; beyond it reading from its socket pauses.
     audio_in_flight_s: float = 60.0
-    # Audio kept of each session to rebuild its stream when an engine is lost; never more than the model looks back on.
+    # Seconds of audio kept of each session to rebuild its stream when an engine is lost; at most what the model needs.
     replay_s: float = 120.0
-    # Longest silence that a client may declare in one message instead of sending it.
+    # Longest silence in seconds that a client may declare in one message instead of sending it.
     gap_s: float = 86_400.0
-    # Events, and bytes of them, that may wait for a client that does not read, before it is closed with 1008.
+    # Events, and their bytes, that may wait for a client that does not read; beyond it the socket is closed with 1008.
     outbox_events: int = 1024
     outbox_bytes: int = 2_000_000
-    # The older name of `outbox_bytes`; if it is not 0, it counts.
+    # Old name of `outbox_bytes`; used if it is not 0.
     outbox_characters: int = 0
-    # Close a session that sent nothing for so long, or that lasted so long; 0 is no limit.
+    # Seconds without a message, and total seconds, after which a session is closed; 0 is no limit.
     idle_s: float = 0.0
     session_s: float = 0.0
-    # Uploaded files: size, and seconds one may take to arrive and be transcribed.
+    # Largest uploaded file, and seconds for it to arrive, and again to be transcribed.
     upload_bytes: int = 512 * 1024 * 1024
     upload_s: float = 3600.0
-    # Bytes of items to inject that all requests together may hold, while they arrive and until they have left.
+    # Bytes of items that all inject requests together may hold in memory.
     inject_bytes: int = 16 * 1024 * 1024
-    # Files transcribed at once; so many more wait their turn, and further ones are refused.
+    # Files transcribed at once, and files that may wait; further ones are refused.
     uploads: int = 4
     uploads_waiting: int = 16
-    # Bytes that all files together may take on disk (TMPDIR) while they arrive, wait and are transcribed.
+    # Bytes that all uploaded files together may take on disk (TMPDIR) until they are transcribed.
     spool_bytes: int = 4 * 1024 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class SessionConfig:
-    # Speech heard for so many seconds without text starts a new engine stream from the kept audio; 0 turns it off.
+    # Seconds of speech without text after which a new engine stream is started from the kept audio; 0 turns it off.
     stall_s: float = 8.0
-    # Most audio kept for that.
+    # Seconds of audio kept for that.
     keep_s: float = 30.0
-    # A turn that lasts longer ends after a word, and another one goes on: what is kept of an open turn is bounded.
+    # Longest turn in seconds; a longer one is ended after a word and the next turn continues, which bounds memory.
     turn_s: float = 3600.0
-    # How long a session whose client asked for it waits to be resumed; 0 turns resuming off.
+    # Seconds for which a resumable session waits for its client; 0 turns resuming off.
     resume_s: float = 120.0
-    # Events kept for a client that resumes, and bytes of them.
+    # Events, and their bytes, kept for a client that resumes.
     resume_events: int = 4096
     resume_bytes: int = 4 * 1024 * 1024
 
@@ -213,41 +213,41 @@ class SessionConfig:
 class ModelConfig:
     # The model to serve: a name from `tickertape models` or the path of a checkpoint; `default` is the embedded one.
     name: str = "default"
-    # Further names under which clients may ask for it. OpenAI clients may use any name at all. `publisher/model` is
-    # listed in /v1/models only if it names the model that is served.
+    # Further names that clients may use for the model. OpenAI clients may use any name. A name `publisher/model` is
+    # listed in /v1/models only if it names the served model.
     aliases: tuple[str, ...] = ("mistralai/Voxtral-Mini-4B-Realtime-2602",)
-    # Where it runs: auto, cpu, cuda, or cuda:1 for the second GPU.
+    # Device of the model: auto, cpu, cuda, or cuda:1 for the second GPU.
     device: str = "auto"
-    # Addresses of engines that run elsewhere; empty starts one of our own.
+    # Addresses of running engines (tcp://HOST:PORT or ipc://PATH); empty: the server starts its own engine.
     engines: tuple[str, ...] = ()
-    # Keep a second engine of our own loaded, for the moment when the first is lost. It takes as much memory again.
+    # Keep a second engine loaded, which takes over when the first one is lost. It needs the same memory again.
     spare: bool = False
-    # Streams at once; 0 takes what the device's memory allows.
+    # Most streams at once; 0: as many as the device's memory allows.
     max_streams: int = 0
-    # CPU threads of the model, 0: as many as there are cores. A windowed model reads so many streams side by side.
+    # CPU threads of the model; 0: one per core. A windowed model processes this many streams in parallel.
     threads: int = 0
-    # Frame-synchronous models: positions of history the decoder attends to, 8-bit keys and values, and the guard that
-    # gets a stream out of a run of blanks while somebody speaks.
+    # Frame-synchronous models: positions that the decoder attends to, keys and values in 8 bits, and the guard that
+    # ends a run of blanks while there is speech.
     decoder_window: int = 1024
     kv_8bit: bool = False
     blank_guard: bool = True
-    # Frame-synchronous models: a stream in which nobody has spoken for so long takes no part in steps until somebody
-    # does; 0 computes every silence.
+    # Frame-synchronous models: after this many seconds of silence a stream skips the model until there is speech again;
+    # 0: all silence is computed.
     cut_silence_s: float = 3.0
-    # Bytes of prepared audio that gateway and engine both remember, so that the same audio does not cross twice.
+    # Bytes of prepared audio cached in gateway and engine, so that the same audio is not sent twice.
     input_cache_bytes: int = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    # A JSON file with the engines of the fleet, which its keeper replaces; in place of `model.engines`.
+    # JSON file with the engines of the fleet, kept up to date by the fleet's keeper; used instead of `model.engines`.
     table: str | None = None
-    # A file with the fleet's secret: links over tcp are encrypted with keys made of it, and any gateway of the fleet
-    # takes what another one signed.
+    # File with the fleet's secret. Connections over tcp are encrypted with keys derived from it, and all gateways of
+    # the fleet accept each other's tokens.
     secret_file: str | None = None
-    # A JSON file with the figures of the whole fleet, which its keeper replaces; /capacity shows them.
+    # JSON file with the figures of the whole fleet, kept up to date by the fleet's keeper; /capacity shows them.
     figures: str | None = None
-    # What this gateway is called in /capacity and /metrics; empty: the name of the machine and the port.
+    # Name of this gateway in /capacity and /metrics; empty: host name and port.
     gateway: str = ""
 
 
@@ -266,12 +266,12 @@ class Config:
 
     @property
     def in_fleet(self) -> bool:
-        """Whether other gateways may go on with the sessions of this one."""
+        """Whether other gateways can adopt the sessions of this one."""
         return bool(self.fleet.table or self.fleet.secret_file)
 
     @property
     def engines_elsewhere(self) -> bool:
-        """Whether engines are started by somebody else."""
+        """Whether engines are not started by this server."""
         return bool(self.model.engines or self.fleet.table)
 
 
@@ -280,7 +280,7 @@ def load_config(
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Read and check the configuration. `flags` maps dotted keys to values, as text or as they are."""
+    """Read and check the configuration. `flags` maps dotted keys to values, as text or typed. Raises ConfigError."""
     tree = _read_file(path) if path is not None else {}
     for key, value in _from_environment(os.environ if environment is None else environment).items():
         _put(tree, key, value)
@@ -292,15 +292,15 @@ def load_config(
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for values that cannot work together."""
+    """Raise ConfigError for invalid values and combinations."""
     server, auth = config.server, config.auth
     if not 0 <= server.port <= 65535:
-        raise ConfigError(f"server.port must lie between 0 and 65535, not {server.port}")
+        raise ConfigError(f"server.port must be between 0 and 65535, not {server.port}")
     if (server.tls_cert is None) != (server.tls_key is None):
         raise ConfigError("server.tls_cert and server.tls_key belong together: set both or neither")
     for name, file in (("server.tls_cert", server.tls_cert), ("server.tls_key", server.tls_key)):
         if file is not None and not Path(file).is_file():
-            raise ConfigError(f"{name}: there is no file {file!r}")
+            raise ConfigError(f"{name}: there is no file {file!r}; set the path of an existing PEM file")
     if config.limits.max_load > 1:
         raise ConfigError(f"limits.max_load is a share and cannot be more than 1, but is {config.limits.max_load:g}")
     _check_not_zero(config)
@@ -316,10 +316,10 @@ def check(config: Config) -> None:
         raise ConfigError("auth.no_auth contradicts auth.keys: remove one of them")
     if not auth.keys and not auth.no_auth and not is_loopback(server.host):
         raise ConfigError(
-            f"server.host {server.host!r} can be reached by others: set auth.keys, or auth.no_auth to mean it"
+            f"server.host {server.host!r} can be reached by other machines: set auth.keys, or auth.no_auth to allow it"
         )
     if config.fleet.secret_file and auth.secret:
-        raise ConfigError("auth.secret and fleet.secret_file both say what tokens are signed with: set one of them")
+        raise ConfigError("auth.secret and fleet.secret_file both set the secret for tokens: set one of them")
     for section in fields(config):
         _check_not_negative(section.name, getattr(config, section.name))
 
@@ -329,13 +329,13 @@ def _check_keys(auth: AuthConfig) -> None:
         raise ConfigError("auth.keys: a key must have at least 8 characters")
     for key in map(Secret.reveal, auth.keys):
         if not key.isascii() or not key.isprintable() or key != key.strip():
-            text = "a key must be printable ASCII without spaces around it, or no client can send it in a header"
+            text = "a key must be printable ASCII without spaces around it, because it is sent in a header"
             raise ConfigError(f"auth.keys: {text}")
 
 
 def _check_not_zero(config: Config) -> None:
     if config.limits.uploads == 0:
-        raise ConfigError("limits.uploads must be at least 1: with 0 every file would wait for a place in vain")
+        raise ConfigError("limits.uploads must be at least 1: with 0 no file would ever be transcribed")
     if config.server.handshake_s == 0:
         raise ConfigError("server.handshake_s must be more than 0: with 0 every request would be cut off at once")
 
@@ -353,7 +353,7 @@ def _check_browsers(server: ServerConfig) -> None:
     for origin in server.allowed_origins:
         usual_port = origin.startswith("http://") and origin.endswith(":80") or origin.endswith(":443")
         if origin not in ("*", "null", "file://") and (usual_port or not ORIGIN.fullmatch(origin)):
-            text = "must be an origin such as https://example.org, without a path and the usual port; or null, or *"
+            text = "must be an origin such as https://example.org, without path and default port; or null, or *"
             raise ConfigError(f"server.allowed_origins: {origin!r} {text}")
     for host in server.allowed_hosts:
         if host != "*" and not HOST.fullmatch(host):
@@ -362,8 +362,8 @@ def _check_browsers(server: ServerConfig) -> None:
 
 
 def check_tls(server: ServerConfig) -> None:
-    """Raise ConfigError unless the certificate and its key can be read and belong together. Only the server has to be
-    able to read them, so `check` does not ask for it."""
+    """Raise ConfigError unless certificate and key can be read and match. Not part of `check`, because only the server
+    has to be able to read them."""
     if server.tls_cert is None or server.tls_key is None:
         return
     import ssl
@@ -376,7 +376,7 @@ def check_tls(server: ServerConfig) -> None:
             Path(file).read_bytes()
         except OSError as error:
             raise ConfigError(
-                f"{name}: cannot read {file!r}: {error.strerror}; let the server's user read it"
+                f"{name}: cannot read {file!r}: {error.strerror}; make it readable for the server's user"
             ) from None
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.tls_cert, server.tls_key, no_password)
@@ -385,7 +385,7 @@ def check_tls(server: ServerConfig) -> None:
             text = f"server.tls_key {server.tls_key!r} is not the key of the certificate {server.tls_cert!r}"
         else:
             text = f"server.tls_cert {server.tls_cert!r} and server.tls_key {server.tls_key!r} must be PEM files"
-        raise ConfigError(f"{text}: use the two that were made together") from None
+        raise ConfigError(f"{text}: set a certificate and its own key") from None
 
 
 def _check_log_level(level: str) -> None:
@@ -398,17 +398,21 @@ def _check_workers(config: Config) -> None:
     if secret and len(secret) < MIN_SECRET:
         raise ConfigError(f"auth.secret must have at least {MIN_SECRET} characters")
     if workers > 1 and not hasattr(socket, "SO_REUSEPORT"):
-        raise ConfigError("server.workers: this system cannot spread connections over processes; use 1")
+        raise ConfigError(
+            "server.workers: this system cannot share a port between processes (SO_REUSEPORT); set it to 1"
+        )
     if workers > MOST_WORKERS:
-        raise ConfigError(f"server.workers can be at most {MOST_WORKERS}, not {workers}")
+        raise ConfigError(f"server.workers must be at most {MOST_WORKERS}, not {workers}")
 
 
 def _check_model(config: Config) -> None:
     model = config.model
     if config.fleet.table and model.engines:
-        raise ConfigError("fleet.table and model.engines both say which engines there are: set one of them")
+        raise ConfigError("fleet.table and model.engines both list the engines: set one of them")
     if model.spare and config.engines_elsewhere:
-        raise ConfigError("model.spare is for an engine of our own: engines elsewhere have theirs where they run")
+        raise ConfigError(
+            "model.spare needs an engine that this server starts: remove it, or model.engines and fleet.table"
+        )
     for address in model.engines:
         match = ENGINE.fullmatch(address)
         port = match and (match[1] or match[2])
@@ -417,13 +421,13 @@ def _check_model(config: Config) -> None:
             raise ConfigError(f"model.engines: {address!r} {text}")
     if 0 < model.cut_silence_s < MIN_CUT_SILENCE_S:
         raise ConfigError(
-            f"model.cut_silence_s must be 0 or at least {MIN_CUT_SILENCE_S:g}: until then words may be on their way"
+            f"model.cut_silence_s must be 0 or at least {MIN_CUT_SILENCE_S:g}: text may arrive that long after speech"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What another configuration changes, by keys: what is in force now, and what is not before a restart."""
+    """The keys that a reload has changed: those in force now, and those that need a restart."""
 
     taken_over: tuple[str, ...] = ()
     need_restart: tuple[str, ...] = ()
@@ -435,10 +439,10 @@ class Changes:
 
 
 def take_over(config: Config, new: Config) -> Changes:
-    """Give a configuration that is in force the values of another one, as far as that goes at run time.
+    """Apply the reloadable keys of `new` to the configuration in force.
 
-    The sections change in place, and only here: all parts of the server hold the configuration or a section of it, and
-    see the new values when they next look. Raises ConfigError, and then nothing has changed.
+    The sections are changed in place, and only here: all parts of the server share them and see the new values at once.
+    Raises ConfigError, with nothing changed.
     """
     differing = [
         (section.name, key.name)
@@ -456,7 +460,7 @@ def take_over(config: Config, new: Config) -> Changes:
 
 
 def _merged(config: Config, new: Config, taken: typing.Iterable[tuple[str, str]]) -> Config:
-    """What would be in force: what was good in the new one may not be so beside what stays as it is."""
+    """The configuration after a reload, to be checked: a new value may contradict one that needs a restart."""
     for section, key in taken:
         changed = replace(getattr(config, section), **{key: getattr(getattr(new, section), key)})
         config = replace(config, **{section: changed})
@@ -473,7 +477,7 @@ def is_loopback(host: str) -> bool:
 
 
 def known_keys() -> list[str]:
-    """Every key, dotted."""
+    """All keys, dotted."""
     return [
         f"{section.name}.{key.name}" for section in fields(Config) for key in fields(_type_of(Config, section.name))
     ]
@@ -488,7 +492,7 @@ def _check_not_negative(section: str, values: Any) -> None:
 
 def _read_file(path: str | Path) -> dict[str, Any]:
     try:
-        # Some editors begin a file with a byte order mark.
+        # Some editors write a byte order mark.
         return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {str(path)!r}: {error.strerror}") from error
@@ -558,7 +562,7 @@ def _convert(value: Any, wanted: Any, key: str) -> Any:
 
 
 def _to_secret(value: Any, wanted: Any, key: str) -> Any:
-    """A wrong value is not shown either: it may be a key without its quotes."""
+    """An invalid value is not shown either, because it may be a key without quotes."""
     if wanted is Secret:
         if not isinstance(value, str):
             raise ConfigError(f"{key} must be text in quotes; its value is not shown")

@@ -1,6 +1,6 @@
-"""What can go wrong at the gateway: whose fault it is, which code goes over the wire, and how a socket is closed.
+"""The gateway's exceptions and WebSocket close codes, and the parsing of numbers in queries and forms.
 
-Every text here is safe to send to a client: no paths, no secrets, no internals.
+The texts of `ClientFault` and `Refusal` are sent to clients: they contain no paths, secrets or internals.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from enum import IntEnum
 
 
 class CloseCode(IntEnum):
-    """WebSocket close codes the gateway uses, each for one reason."""
+    """The WebSocket close codes of the gateway."""
 
     NORMAL = 1000
-    # The client broke a limit that an error event alone cannot answer: it does not read, it stays silent, or no stream
-    # can be had with its options.
+    # A limit was exceeded (the client does not read, sends nothing, the session is too long), or the model refused the
+    # options.
     POLICY = 1008
     TOO_BIG = 1009
     INTERNAL = 1011
     RESTART = 1012
     TRY_LATER = 1013
-    # A newer socket has taken this session over with its resume token.
+    # The session was resumed on another socket.
     TAKEN_OVER = 4409
 
 
 class GatewayError(Exception):
-    """Base of everything the gateway raises on purpose."""
+    """Base class of the gateway's exceptions."""
 
 
 class ClientFault(GatewayError):
-    """The client sent something wrong; it is told with an error event and the socket stays open.
+    """The client made a mistake. It gets an error event, and the socket stays open.
 
-    `code` is the OpenAI error code. Dialects that have codes of their own translate it.
+    `code` is the OpenAI error code; dialects with their own codes translate it.
     """
 
     def __init__(self, code: str, message: str, *, param: str | None = None, event_id: str | None = None) -> None:
@@ -44,20 +44,20 @@ class ClientFault(GatewayError):
 
 
 class OptionsRefused(GatewayError):
-    """The engine does not take the options of a session, although each of them is within its bounds."""
+    """The engine refuses the options of a session, although each of them is valid."""
 
 
 class IllegalEvent(GatewayError):
-    """An event came in a state that has no answer to it; the state is unchanged. A bug of ours, not of the client."""
+    """An event is not allowed in the current state, which is unchanged. A bug in the gateway, not in the client."""
 
 
 class UnreadableValue(GatewayError):
-    """A saved session that this server cannot read: another version wrote it, or it is none."""
+    """A saved session cannot be decoded: another version wrote it, or the data is invalid."""
 
 
 @dataclass(slots=True)
 class Refusal(GatewayError):
-    """A request or an upgrade that is answered with an HTTP status instead of a socket."""
+    """A request or a WebSocket upgrade is refused with an HTTP status."""
 
     status: int
     code: str
@@ -73,18 +73,15 @@ class Refusal(GatewayError):
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 
-# Numbers that clients write as text, in queries and forms.
-#
-# A text is a number here if it is written in plain digits, and the value that is compared with the bounds is the
-# value that is returned. Python's own `int` and `float` also take digits of other scripts, underscores, spaces,
-# leading zeros, `nan` and texts of any length.
+# Numbers in queries and forms: only plain ASCII digits. Python's `int` and `float` also accept digits of other scripts,
+# underscores, spaces, leading zeros, `nan` and strings of any length.
 
 _WHOLE = re.compile(r"0|[1-9][0-9]{0,18}")
 _DECIMAL = re.compile(r"-?(?:(?:0|[1-9][0-9]{0,18})(?:\.[0-9]{0,24})?|\.[0-9]{1,24})(?:[eE][+-]?[0-9]{1,3})?")
 
 
 def whole_number(name: str, text: str, low: int, high: int) -> int:
-    """Raises ValueError with a sentence that names the number; it repeats nothing of the text."""
+    """Parse an integer. Raises ValueError with a sentence that names the parameter and does not repeat the text."""
     if _WHOLE.fullmatch(text):
         value = int(text)
         if low <= value <= high:
@@ -93,7 +90,7 @@ def whole_number(name: str, text: str, low: int, high: int) -> int:
 
 
 def decimal_number(name: str, text: str, low: float, high: float) -> float:
-    """The same for a number that may have a fraction."""
+    """Parse a number that may have a fraction; otherwise like `whole_number`."""
     if _DECIMAL.fullmatch(text):
         value = float(text)
         if low <= value <= high:

@@ -1,5 +1,5 @@
-"""A load generator for servers that speak the OpenAI realtime wire. It knows nothing of our engine.
+"""The load generator of `tickertape bench`, for any server with the OpenAI Realtime API; independent of our engine.
 
-Clients play speech at the pace it was spoken, on an absolute schedule, from processes of their own. Everything a server
-says is written down as it comes; every figure is worked out from that record afterwards.
+Clients in separate processes play speech in real time, on an absolute schedule. Every event of the server is recorded
+as it arrives, and all figures are computed from that record afterwards.
 """

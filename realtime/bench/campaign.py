@@ -1,4 +1,4 @@
-"""A whole measurement: search for the largest load, hold it, repeat some clients alone, and report all of it."""
+"""A complete load test: finds the largest load, runs it for longer, repeats some clients alone, and reports."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from realtime.bench.plot import draw
 from realtime.bench.record import Objective, RunRecord, largest, read_run
 from realtime.bench.words import error_rate
 
-# Clients start within this time of each other, each at a moment of its own, so that they are not in step.
+# Clients start at random times within this many seconds, so that they are not in step.
 PHASES_S = 1.0
+# Pause between two recordings.
 PAUSE_S = 1.0
 
 
 class Campaign:
-    """`options` are those of `tickertape bench`; `report` is told what is going on."""
+    """Runs the load test. `options` are those of `tickertape bench`; `report` gets progress messages."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Campaign:
         return not self._objective.missed(run)
 
     def _hold(self, streams: int) -> RunRecord:
-        """Hold the load; if it turns out to be too much in the long run, hold a little less."""
+        """The long run; if it misses the objective, it is repeated with a little less load."""
         while True:
             held = self._play(streams, self._options.hold, f"hold-{streams}")
             if self._options.streams or streams == 1 or not self._objective.missed(held):
@@ -87,7 +88,7 @@ class Campaign:
         return run
 
     def _compare(self, held: RunRecord) -> Words:
-        """Play some of the held clients again, one at a time: load must not change a word."""
+        """Repeat some clients of the long run alone, and compare their text: load must not change it."""
         count = min(self._options.alone, held.streams)
         alone: list[str] = []
         for client in range(count):
@@ -126,9 +127,10 @@ class Campaign:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Word error rates of the clients that were repeated alone; `all_loaded` is that of every client under load.
+    """Word error rates, alone and under load, of the clients that were repeated alone.
 
-    `changed` is the share of words that differ between alone and under load.
+    `all_loaded` is the rate of all clients under load. `changed` is the share of words that differ between alone and
+    under load.
     """
 
     clients: int
@@ -160,7 +162,7 @@ class Result:
         return not self.missed and self.words is not None and self.words.equal
 
     def text(self) -> str:
-        """The triple, and what belongs to it."""
+        """The result as lines of text."""
         figures = self.held.figures()
         final, lag, late = figures["time_to_final_s"], figures["lag_s"], figures["generator_late_ms"]
         slope = figures["lag_slope_ms_per_minute"]

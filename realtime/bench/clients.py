@@ -1,4 +1,10 @@
-"""What the clients say: recordings in one file of raw samples, and a different selection of them for each client."""
+"""The clients of a load test, and their audio.
+
+The recordings are decoded into one file of raw samples (`Bank`); each client plays its own selection (`Playlist`) on an
+absolute schedule and records everything that happens. Times are seconds since the client's first sample. Chunk k is
+sent at `start + k * chunk`, when its last sample would have been spoken, regardless of earlier chunks. The lateness of
+each chunk is recorded too: if the generator cannot keep up, the figures do not describe the server.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +33,12 @@ SAMPLE_BYTES = 2
 
 
 class BadManifest(Exception):
-    """The recordings cannot be used; the text names the line or the file."""
+    """The manifest or a recording is not usable; the text names the line or the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """A recording in the bank, in samples; without a text it cannot be scored."""
+    """The place of a recording in the bank, in samples, and its reference text if there is one."""
 
     start: int
     samples: int
@@ -41,7 +47,7 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class Bank:
-    """All recordings, one after the other, as PCM16 mono at `rate` in the file `path`."""
+    """All recordings in sequence, as PCM16 mono at `rate`, in the file `path`."""
 
     path: Path
     rate: int
@@ -50,7 +56,7 @@ class Bank:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of a client's audio: samples of the bank, or silence where `start` is None."""
+    """Part of a client's audio: samples of the bank, or silence if `start` is None."""
 
     start: int | None
     samples: int
@@ -58,8 +64,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Playlist:
+    """The audio of one client."""
+
     pieces: tuple[Piece, ...]
-    # What is said in it; None if that is not known.
+    # Reference text; None if it is not known.
     text: str | None
 
     @property
@@ -85,7 +93,7 @@ def build_bank(files: list[tuple[Path, str | None]], rate: int, path: Path) -> B
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A line of a manifest: the file, what is said in it (empty: no speech), and to which group it belongs."""
+    """A line of a manifest: the file, its reference text (empty: no speech), its length, and its group."""
 
     path: Path
     text: str
@@ -94,8 +102,8 @@ class Recording:
 
 
 def read_recordings(path: Path) -> list[Recording]:
-    """A manifest is JSON lines; each has `path` (relative to the manifest), `text` and `seconds`, and may have `kind`.
-    Other keys are ignored. Raises BadManifest with the line."""
+    """Read a manifest: JSON lines with `path` (relative to the manifest), `text`, `seconds`, and optionally `kind`.
+    Other keys are ignored. Raises BadManifest."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -127,7 +135,7 @@ def _recording(entry: object, folder: Path) -> Recording:
 
 
 def read_manifest(path: Path, longest_s: float) -> list[tuple[Path, str | None]]:
-    """Recordings with speech; longer ones would not fit into a run."""
+    """The recordings with speech of at most `longest_s` seconds, and their texts. Raises BadManifest."""
     fitting = [recording for recording in read_recordings(path) if recording.text and recording.seconds <= longest_s]
     if not fitting:
         raise BadManifest(f"{path} has no recording with speech of at most {longest_s:g} s; play longer with --seconds")
@@ -135,10 +143,10 @@ def read_manifest(path: Path, longest_s: float) -> list[tuple[Path, str | None]]
 
 
 def playlist(bank: Bank, client: int, seconds: float, pause_s: float) -> Playlist:
-    """Audio for one client: whole recordings in an order of its own, with pauses between them.
+    """Audio for one client: whole recordings in a random order, with pauses between them.
 
-    The same client of the same bank always says the same. A bank of one recording is cut at a different place for each
-    client, and then its text is not known.
+    The same client of the same bank always gets the same audio. If the bank has a single recording, each client starts
+    at a different place in it, and the reference text is not known.
     """
     order = random.Random(f"client {client}")
     pause = Piece(None, round(pause_s * bank.rate))
@@ -175,7 +183,7 @@ def _rotated(bank: Bank, order: random.Random, wanted: int, pause: Piece) -> Pla
 
 
 def chunks(bank_bytes: memoryview, parts: Playlist, chunk_samples: int) -> Iterator[bytes]:
-    """The playlist's bytes in equal chunks (the last may be shorter), without holding more than one of them."""
+    """The playlist's bytes in equal chunks; the last may be shorter."""
     waiting = bytearray()
     size = chunk_samples * SAMPLE_BYTES
     for piece in parts.pieces:
@@ -195,17 +203,11 @@ def chunks(bank_bytes: memoryview, parts: Playlist, chunk_samples: int) -> Itera
         yield bytes(waiting)
 
 
-# The clients of a load test: each plays its audio on an absolute schedule and writes down all that happens.
-#
-# Moments are seconds since the client's first sample was spoken. A chunk is sent when its last sample has been
-# spoken: at `start + k * chunk`, whatever happened to the chunk before it. How late each one went out is written down
-# too: if the generator cannot keep up, its figures are not the server's.
-
-# Sessions open this long before their audio starts, so that no client is measured while others connect.
+# Sessions are opened this many seconds before their audio, so that no client is measured while others connect.
 CONNECT_S = 1.0
-# How long a generator process may take until it is ready to play.
+# Timeout for the start of the generator processes.
 READY_S = 120.0
-# How long a server may take for the last finals after the audio ends.
+# Seconds for the last finals after the end of the audio.
 LAST_FINALS_S = 20.0
 
 Record = Callable[[dict[str, Any]], None]
@@ -213,7 +215,7 @@ Record = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The server and how to talk to it."""
+    """The server, and the options of its sessions."""
 
     url: str
     key: str | None = field(repr=False)
@@ -233,15 +235,13 @@ class ClientPlan:
 def play_all(
     target: Target, bank: Bank, plans: list[ClientPlan], processes: int, folder: Path, name: str
 ) -> list[Path]:
-    """Play all plans at once from `processes` processes; returns the files that hold the record."""
+    """Play all plans at once from `processes` processes; returns the files of the record."""
     shares = [plans[index::processes] for index in range(min(processes, len(plans)))]
     context = get_context("spawn")
-    everybody_ready = context.Barrier(len(shares))
+    all_ready = context.Barrier(len(shares))
     paths = [folder / f"{name}-{index}.jsonl" for index in range(len(shares))]
     workers = [
-        context.Process(
-            target=_work, args=(target, bank, share, everybody_ready, path), name=f"bench-{index}", daemon=True
-        )
+        context.Process(target=_work, args=(target, bank, share, all_ready, path), name=f"bench-{index}", daemon=True)
         for index, (share, path) in enumerate(zip(shares, paths, strict=True))
     ]
     for worker in workers:
@@ -257,11 +257,11 @@ def play_all(
     return paths
 
 
-def _work(target: Target, bank: Bank, plans: list[ClientPlan], everybody_ready: Barrier, path: Path) -> None:
+def _work(target: Target, bank: Bank, plans: list[ClientPlan], all_ready: Barrier, path: Path) -> None:
     """Main function of a generator process."""
     with path.open("w", encoding="utf-8") as file, bank.path.open("rb") as raw:
         with mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as samples:
-            everybody_ready.wait(READY_S)
+            all_ready.wait(READY_S)
             start = time.perf_counter() + CONNECT_S
             asyncio.run(_play_share(target, bank, samples, plans, start, file))
 
@@ -295,11 +295,11 @@ class Player:
 
     @property
     def _now(self) -> float:
-        """Seconds since the first sample was spoken."""
+        """Seconds since the first sample."""
         return time.perf_counter() - self._start
 
     async def play(self) -> None:
-        """Everything that goes wrong goes into the record."""
+        """Run the client. Failures are recorded and not raised."""
         seconds = self._plan.playlist.samples / self._bank.rate
         try:
             await asyncio.sleep(max(0.0, -CONNECT_S - self._now))
@@ -311,7 +311,7 @@ class Player:
         except CannotConnect as error:
             self._fail(str(error))
         except TimeoutError:
-            self._fail(f"finals did not come within {LAST_FINALS_S:g} s of the end")
+            self._fail(f"finals did not arrive within {LAST_FINALS_S:g} s of the end")
         except ConnectionClosed as error:
             self._fail(f"the server closed the connection: {error}")
         self._record({"t": self._now, "end": seconds})

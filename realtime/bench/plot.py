@@ -1,4 +1,4 @@
-"""Two small plots as SVG: what more streams cost, and whether lag grows while the load is held."""
+"""Two plots as SVG: time to final by the number of streams, and lag over time in the long run."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _heights(points: Sequence[Point]) -> list[float]:
 
 
 def _round_up(value: float) -> float:
-    """A limit that makes four even steps easy to read."""
+    """An axis limit that gives four round steps."""
     for limit in (1, 2, 3, 4, 6, 8, 10, 20, 40, 60, 80, 100):
         if value <= limit:
             return float(limit)

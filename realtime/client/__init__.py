@@ -1,4 +1,4 @@
-"""A client of the OpenAI realtime wire, for commands and the load generator.
+"""A client of the OpenAI Realtime API, for the commands and the load generator.
 
-Runs outside the gateway, against any server. Imports nothing of ours.
+It works with any server, and imports nothing else of this repository.
 """

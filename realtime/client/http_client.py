@@ -1,4 +1,4 @@
-"""Plain HTTP requests to a running server, with nothing but the standard library."""
+"""HTTP requests to a running server, with the standard library only. Used by the commands."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from realtime.client.wire_client import CannotConnect, authorization, split_addr
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 TIMEOUT_S = 10.0
 PIECE_BYTES = 64 * 1024
-# Schemes as people write them, and whether they are encrypted.
+# Accepted schemes, and whether they are encrypted.
 SCHEMES = {"http": False, "ws": False, "https": True, "wss": True}
-# However long an answer may rightly take, a server that is gone without a word is noticed by the system.
+# TCP keepalive in seconds: there is no timeout for a transcription, so a dead server must be detected this way.
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 class FileUnreadable(Exception):
-    """The file that was to be sent cannot be read, or is not what it was."""
+    """The file to upload cannot be read, or has changed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class HttpAnswer:
     body: bytes
 
     def json(self) -> Any:
-        """Raises ValueError."""
+        """The body as JSON. Raises ValueError."""
         return json.loads(self.body)
 
     @property
     def refusal(self) -> str:
-        """What the server says against it, or that it says nothing."""
+        """Status and error message of a refused request, for an error text."""
         try:
             message = self.json()["error"]["message"]
         except (ValueError, KeyError, TypeError):
@@ -49,7 +49,7 @@ class HttpAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Fields and a file, as browsers send them. `size` None: the file ends when it ends."""
+    """A multipart form with a file. `size` is its number of bytes, or None for a pipe."""
 
     fields: Sequence[tuple[str, str]]
     name: str
@@ -59,14 +59,14 @@ class Form:
 
 
 class HttpServer:
-    """A server given as people write it: `host:port`, its page, its `/v1`, or its socket. All raise CannotConnect."""
+    """A server by its address: `host:port`, or the URL of its page, `/v1` or socket. Methods raise CannotConnect."""
 
     def __init__(self, url: str, key: str | None = None, trust: ssl.SSLContext | None = None) -> None:
         split = split_address(url)
         try:
             self._port = split.port
         except ValueError:
-            raise CannotConnect(f"{without_secrets(url)!r} has a port that cannot be; write http://HOST:PORT") from None
+            raise CannotConnect(f"{without_secrets(url)!r} has an invalid port; write http://HOST:PORT") from None
         if split.scheme not in SCHEMES or not split.hostname:
             raise CannotConnect(f"{without_secrets(url)!r} is not the address of a server; write http://HOST:PORT")
         self._encrypted = SCHEMES[split.scheme]
@@ -81,7 +81,7 @@ class HttpServer:
             return self._ask(connection, lambda: connection.request("GET", self._path + path, headers=self._headers))
 
     def upload(self, form: Form, to: str = TRANSCRIPTIONS) -> HttpAnswer:
-        """Send a file to be transcribed, and wait as long as that takes. Raises FileUnreadable."""
+        """Upload a file to be transcribed, and wait for the result without a timeout. Raises FileUnreadable."""
         path = f"{self._path}{to}"
         boundary = secrets.token_hex(16)
         headers = self._headers | {"Content-Type": f"multipart/form-data; boundary={boundary}"}
@@ -114,7 +114,7 @@ class HttpServer:
             if error.reason == "WRONG_VERSION_NUMBER":
                 text = f"{self.url} does not speak TLS; write http:// if the server has no certificate"
                 raise CannotConnect(text) from error
-            raise CannotConnect(f"{self.url} cannot be trusted: {error}") from error
+            raise CannotConnect(f"the certificate of {self.url} is not trusted: {error}") from error
         except OSError as error:
             text = f"no server answers at {self.url} ({error.strerror or error}); start one with `tickertape serve`"
             raise CannotConnect(text) from error
@@ -129,20 +129,20 @@ class HttpServer:
             try:
                 request()
             except (BrokenPipeError, ConnectionResetError):
-                # A server that refuses does not read to the end; its reason may be there all the same.
+                # A server that refuses a request may not read all of it; its response may have arrived nevertheless.
                 pass
             with connection.getresponse() as response:
                 return HttpAnswer(response.status, response.read())
         except TimeoutError as error:
             raise CannotConnect(f"{self.url} did not answer within {TIMEOUT_S:g} s") from error
         except (OSError, http.client.HTTPException) as error:
-            raise CannotConnect(f"{self.url} broke off: {error or type(error).__name__}") from error
+            raise CannotConnect(f"the connection to {self.url} broke off: {error or type(error).__name__}") from error
 
 
 def _head(form: Form, boundary: str) -> bytes:
     part = f"--{boundary}\r\nContent-Disposition: form-data; name="
     parts = [f'{part}"{name}"\r\n\r\n{value}\r\n' for name, value in form.fields]
-    # Names of files, and what comes from a shell, need not be UTF-8: it goes out as the bytes that it was.
+    # File names and shell arguments need not be UTF-8; their bytes are sent unchanged.
     name = quote(form.name, safe=" ()[]!#&+,'=@", errors="surrogateescape")
     parts.append(f'{part}"file"; filename="{name}"\r\nContent-Type: application/octet-stream\r\n\r\n')
     return "".join(parts).encode(errors="surrogateescape")
@@ -153,13 +153,13 @@ def _pieces(form: Form) -> Iterator[bytes]:
     while form.size is None or sent < form.size:
         wanted = PIECE_BYTES if form.size is None else min(PIECE_BYTES, form.size - sent)
         try:
-            # A pipe gives what it has.
+            # Do not wait until a pipe has `wanted` bytes.
             piece = form.file.read1(wanted) if form.size is None else form.file.read(wanted)  # type: ignore[attr-defined]
         except OSError as error:
             raise FileUnreadable(f"cannot be read: {error.strerror}") from error
         if not piece:
             if form.size is not None:
-                raise FileUnreadable(f"became shorter while it was sent: {sent} of {form.size} bytes are left")
+                raise FileUnreadable(f"became shorter while it was sent: it has {sent} instead of {form.size} bytes")
             return
         sent += len(piece)
         form.on_sent(sent)

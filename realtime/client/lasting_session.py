@@ -1,4 +1,9 @@
-"""Audio that a server may not have yet, kept within a bound so that it can be sent again; no I/O."""
+"""A realtime session that outlives its connections: it reconnects, resumes, and resends audio. Used by the commands.
+
+Audio that the server has not acknowledged is kept, up to `KEEP_S`. Beyond that the oldest audio is dropped, and the
+server gets a gap of the same length, so that times stay right. If a session cannot be resumed, a new one begins with
+the kept audio, and the times of its words are shifted.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +22,19 @@ BYTES_PER_SAMPLE = 2
 
 
 class KeptAudio:
-    """16-bit samples from `first` to `end`, counted from the beginning of the sound. The oldest go when it is full."""
+    """16-bit samples `first` to `end` of the audio. When `most_samples` are kept, the oldest are dropped."""
 
     def __init__(self, most_samples: int) -> None:
         self.first = 0
         self.end = 0
-        # Samples that went although nobody had confirmed them.
+        # Samples dropped without a confirmation of the server.
         self.lost = 0
         self._most = most_samples
         self._chunks: deque[bytes] = deque()
 
     @property
     def room(self) -> int:
-        """Samples that can come before the oldest go."""
+        """Samples that can be appended before the oldest are dropped."""
         return self._most - (self.end - self.first)
 
     def append(self, pcm16: bytes) -> None:
@@ -41,11 +46,11 @@ class KeptAudio:
             self._drop(excess)
 
     def confirm(self, sample: int) -> None:
-        """Everything before this sample is safe and need not be kept."""
+        """The server has everything before this sample: drop it."""
         self._drop(min(sample, self.end) - self.first)
 
     def since(self, sample: int, most_samples: int) -> bytes:
-        """Up to so many samples from this one on, which must not lie before `first`."""
+        """Up to `most_samples` samples as bytes, from `sample` on, which must not be before `first`."""
         found = bytearray()
         at = self.first
         for chunk in self._chunks:
@@ -58,7 +63,7 @@ class KeptAudio:
         return bytes(found[: BYTES_PER_SAMPLE * most_samples])
 
     def _drop(self, samples: int) -> None:
-        """Forget the oldest."""
+        """Drop the oldest samples."""
         while samples > 0:
             chunk = self._chunks.popleft()
             length = len(chunk) // BYTES_PER_SAMPLE
@@ -69,17 +74,14 @@ class KeptAudio:
             samples -= length
 
 
-# A session that outlives its connections: it reconnects, resumes, and sends again what the server did not get.
-#
-# What the server has acknowledged is its own to keep. Sound beyond that waits here, `KEEP_S` of it at most; then the
-# oldest goes, and the server is told of a gap of the same length, so that times stay right. A session that cannot be
-# resumed is followed by a new one, which begins with the sound that is kept; the times of its words are shifted.
-
 KEEP_S = 120
+# Samples in one append.
 SEND_SAMPLES = 16_000
+# Seconds before a reconnect; doubles with each attempt.
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
-# A line over which nothing comes back for so long is dead.
+# Seconds without an answer to a ping after which the connection is given up.
 DEAD_AFTER_S = 20.0
+# HTTP statuses: the session cannot be resumed; the server refuses this client for good.
 GONE = (404, 410)
 NOT_FOR_US = (400, 401, 403, 405)
 TAKEN_OVER = 4409
@@ -87,7 +89,7 @@ INCLUDE = ("session.resume", "input_audio_buffer.acks")
 
 
 class LastingSession:
-    """`append` and `finish` never wait for the network; `run` talks to the server until the last words have come."""
+    """`append` and `finish` never wait for the network; `run` serves the session until its last text has arrived."""
 
     def __init__(self, url: str, key: str | None, session_options: SessionOptions) -> None:
         self.kept = KeptAudio(KEEP_S * session_options.rate)
@@ -98,13 +100,14 @@ class LastingSession:
         self._room = asyncio.Event()
         self._finished = False
         self._token: str | None = None
-        # Whether the server says what it has; None before it has answered.
+        # Whether the server acknowledges audio; None before its first answer.
         self._acknowledges: bool | None = None
+        # Sequence number of the last event received.
         self._seq = 0
         self._turns = OpenTurns()
-        # The sample of our sound at which the server's session begins.
+        # The sample of our audio at which the server's session begins.
         self._base = 0
-        # How far our sound has come on this connection.
+        # The sample of our audio up to which it was sent on this connection.
         self._sent = 0
 
     def append(self, pcm16: bytes) -> None:
@@ -112,7 +115,7 @@ class LastingSession:
         self._news.set()
 
     async def wait_for_room(self, samples: int) -> None:
-        """For sound that can wait: until so many samples can be appended without the oldest being lost."""
+        """Wait until this many samples can be appended without dropping others; for audio that can wait."""
         while self.kept.room < samples:
             self._room.clear()
             await self._room.wait()
@@ -122,9 +125,10 @@ class LastingSession:
         self._news.set()
 
     async def run(self, on_event: Callable[[dict[str, Any]], None], on_line: Callable[[str], None]) -> None:
-        """Hands over events, and a word when the line is lost; an empty one when it is back.
+        """Pass events to `on_event`, and to `on_line` a text when the connection is lost and an empty one when it is
+        back.
 
-        Raises CannotConnect if the first connection fails, or the server does not want us any more.
+        Raises CannotConnect if the first connection fails, or the server refuses this client.
         """
         wait_s, connected_once = FIRST_WAIT_S, False
         while True:
@@ -151,8 +155,8 @@ class LastingSession:
                 reason = str(error)
             except ConnectionClosed as error:
                 if error.rcvd is not None and error.rcvd.code == TAKEN_OVER:
-                    raise CannotConnect("the session goes on in another place") from error
-                reason = f"the connection broke off ({error.rcvd.reason if error.rcvd else 'no word from the server'})"
+                    raise CannotConnect("the session was resumed by another client") from error
+                reason = f"the connection broke off ({error.rcvd.reason if error.rcvd else 'no close frame'})"
             on_line(f"{reason}; trying again")
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
@@ -165,7 +169,7 @@ class LastingSession:
         return urlunsplit((split.scheme, split.netloc, split.path, query, ""))
 
     async def _begin(self, session: WireSession) -> int:
-        """Returns how far our sound has come there: the greeting says whether the session is the old one."""
+        """Read the first event and configure a new session. Returns the sample from which audio has to be sent."""
         greeting = await session.receive()
         if greeting.get("type") == "session.resumed":
             received = self._base + int(greeting["received_samples"])
@@ -177,7 +181,7 @@ class LastingSession:
         return self._base
 
     async def _talk(self, session: WireSession, on_event: Callable[[dict[str, Any]], None]) -> None:
-        sending = asyncio.create_task(self._send(session), name="send the sound")
+        sending = asyncio.create_task(self._send(session), name="send audio")
         try:
             async for event in session.events():
                 self._note(event)
@@ -203,12 +207,12 @@ class LastingSession:
         self._room.set()
 
     def _believe_what_was_sent(self) -> None:
-        """A server that never acknowledges has what it was sent, as far as anybody can know."""
+        """For a server that never acknowledges, everything sent counts as received."""
         if self._acknowledges is False:
             self._confirm(self._sent)
 
     async def _send(self, session: WireSession) -> None:
-        """Everything that has not been sent, until the sound is finished."""
+        """Send all audio that was not sent yet, until the audio is finished."""
         while True:
             if (first := self.kept.first) > self._sent:
                 await session.send("input_audio_buffer.gap", samples=first - self._sent)
@@ -225,7 +229,7 @@ class LastingSession:
 
 
 def shifted(event: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The event with the times of its words in our sound's time."""
+    """The event with the times of its words shifted by these seconds."""
     if not seconds or not event.get("words"):
         return event
     words = [word | {"start": word["start"] + seconds, "end": word["end"] + seconds} for word in event["words"]]

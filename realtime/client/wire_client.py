@@ -1,4 +1,4 @@
-"""A small client of the OpenAI realtime wire, for commands that talk to a running server."""
+"""A small client of the OpenAI Realtime API, for commands that use a running server."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PLAIN_SCHEMES = {"http": "ws", "ws": "ws", "https": "wss", "wss": "wss"}
 
 
 class CannotConnect(Exception):
-    """There is no session to be had; the text says why and what to do."""
+    """No session can be opened; the text says why and what to do."""
 
 
 class Refused(CannotConnect):
-    """The server answered, and did not want us."""
+    """The server refused the connection with an HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class Refused(CannotConnect):
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """What a session should be: 16-bit samples at `rate`, and what the model is told beside the sound."""
+    """The options of a session: 16-bit samples at `rate`, turn detection, and the model's options."""
 
     rate: int
     turn_detection: dict[str, Any] | None
@@ -49,7 +49,7 @@ class SessionOptions:
     task: str | None = None
 
     def session(self, include: Sequence[str]) -> dict[str, Any]:
-        """As the wire has it. Word times come if the server has them."""
+        """The session object for `session.update`. Word times are requested too."""
         hints = {
             "model": self.model,
             "language": self.language,
@@ -66,7 +66,7 @@ class SessionOptions:
 
 
 class OpenTurns:
-    """Which turns still wait for their text. It is all over when the last commit was answered and none waits."""
+    """The turns that wait for their text. The session is over when the last clear was answered and no turn waits."""
 
     def __init__(self) -> None:
         self._unanswered: set[str] = set()
@@ -77,7 +77,7 @@ class OpenTurns:
         return self._cleared and not self._unanswered
 
     def go_on(self) -> None:
-        """The end will be asked for again: whether the server heard of it is not known."""
+        """After a resume: the end of the session has to be requested again, because the request may have been lost."""
         self._cleared = False
 
     def note(self, event: dict[str, Any]) -> None:
@@ -91,7 +91,8 @@ class OpenTurns:
 
 
 def realtime_url(text: str, model: str | None = None) -> str:
-    """The socket of a server given as people write it: `host:port`, its page, its `/v1`, or the socket itself."""
+    """The WebSocket URL of a server, given as `host:port` or as the URL of its page, `/v1` or socket. Raises
+    CannotConnect."""
     split = split_address(text)
     scheme = PLAIN_SCHEMES.get(split.scheme)
     if scheme is None or not split.netloc:
@@ -104,7 +105,7 @@ def realtime_url(text: str, model: str | None = None) -> str:
 
 
 def split_address(text: str) -> SplitResult:
-    """The parts of an address; `http` if it names no scheme. Raises CannotConnect for what no request can carry."""
+    """The parts of an address; the default scheme is `http`. Raises CannotConnect if it is not valid."""
     url = text if "://" in text else f"http://{text}"
     try:
         split = urlsplit(url)
@@ -118,29 +119,29 @@ def split_address(text: str) -> SplitResult:
 
 
 def without_secrets(url: str) -> str:
-    """An address as a message may show it: without a password, and without a query, which may hold a token."""
+    """An address for messages: without password and without query, which may contain a token."""
     scheme, separator, rest = url.partition("?")[0].rpartition("://")
     host, slash, path = rest.partition("/")
     return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
 
 
 def authorization(key: str | None) -> dict[str, str]:
-    """The header that carries a key. Raises CannotConnect, which does not show the key."""
+    """The header with the key. Raises CannotConnect, without the key in its text."""
     if not key or not key.strip():
         return {}
     key = key.strip()
     if not key.isascii() or not key.isprintable():
-        raise CannotConnect("the key has characters that no header can carry; look for line breaks and quotes in it")
+        raise CannotConnect("the key has characters that a header cannot contain; check it for line breaks and quotes")
     return {"Authorization": f"Bearer {key}"}
 
 
 def is_expected(error: dict[str, Any]) -> bool:
-    """Nothing was left to commit at the end: no error, only an answer."""
+    """Whether this error only says that there was no audio left for the last commit."""
     return bool(error["error"].get("event_id") == LAST_COMMIT)
 
 
 class WireSession:
-    """One open socket of a session. After `finish`, it `is_over` once every turn has got its text."""
+    """One open socket of a session. After `finish`, `is_over` becomes True when every turn has its text."""
 
     def __init__(self, socket: ClientConnection, turns: OpenTurns) -> None:
         self._socket = socket
@@ -160,7 +161,7 @@ class WireSession:
         await self.send("input_audio_buffer.append", audio=base64.b64encode(pcm16).decode())
 
     async def finish(self) -> None:
-        """End the last turn. Answers come in order, so the answer to `clear` says that the commit was answered too."""
+        """End the last turn. Answers come in order, so the answer to `clear` comes after the answer to the commit."""
         await self.send("input_audio_buffer.commit", event_id=LAST_COMMIT)
         await self.send("input_audio_buffer.clear")
 
@@ -171,7 +172,7 @@ class WireSession:
         return event
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Until the socket is closed. Raises ConnectionClosedError if it was not closed properly."""
+        """Events until the socket is closed. Raises ConnectionClosedError if it was not closed properly."""
         async for frame in self._socket:
             event: dict[str, Any] = json.loads(frame)
             self._turns.note(event)
@@ -185,7 +186,7 @@ class WireSession:
 async def open_session(
     url: str, key: str | None = None, turns: OpenTurns | None = None, dead_after_s: float | None = None
 ) -> AsyncIterator[WireSession]:
-    """Raises CannotConnect. `url` is what `realtime_url` returns; `turns` are those of a session that goes on."""
+    """Connect to `url`, a result of `realtime_url`; `turns` are those of a resumed session. Raises CannotConnect."""
     headers = authorization(key) or None
     try:
         socket = await connect(
@@ -195,14 +196,14 @@ async def open_session(
             max_size=MAX_MESSAGE_BYTES,
             open_timeout=OPEN_TIMEOUT_S,
             ping_timeout=dead_after_s,
-            # A load test must not depend on whether a proxy is configured; servers here are named directly.
+            # Connect directly, also if a proxy is configured in the environment.
             proxy=None,
         )
     except InvalidStatus as error:
         raise Refused(_refusal(url, error), error.response.status_code) from error
     except InvalidURI as error:
-        # Its text repeats the whole address, with the token in it.
-        raise CannotConnect(f"{_shown(url)} cannot be the address of a server: {error.msg}") from None
+        # Without the cause, whose text contains the whole URL with the token.
+        raise CannotConnect(f"{_shown(url)} is not the address of a server: {error.msg}") from None
     except InvalidHandshake as error:
         raise CannotConnect(f"{_shown(url)} does not speak WebSocket: {error}") from error
     except TimeoutError as error:
@@ -215,7 +216,7 @@ async def open_session(
 
 
 def _refusal(url: str, error: InvalidStatus) -> str:
-    """What the server says in the body of its refusal, if it says something."""
+    """An error text with the status and the message in the server's refusal."""
     response = error.response
     try:
         message = json.loads(response.body or b"")["error"]["message"]

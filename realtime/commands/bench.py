@@ -1,4 +1,4 @@
-"""`tickertape bench`: how many streams a server carries, how soon finals come, and whether the words stay the same."""
+"""`tickertape bench`: a load test of a server: number of streams, time to final, word errors alone and under load."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ EPILOG = """\
 Examples:
   tickertape bench                                              the server on this machine, the sample recording
   tickertape bench http://gpu-box:8000 --manifest speech.jsonl
-  tickertape bench --streams 4 --hold 300                       no search: hold four streams for five minutes
+  tickertape bench --streams 4 --hold 300                       no search: run four streams for five minutes
   tickertape bench --slo-final 1.0 --slo-lag 1.5 --most 64
 
-Clients play speech at the pace it was spoken, from processes of their own. The number of streams is doubled, then
-bisected, to the largest that meets the objective; that many are then held. The result is three figures that belong
-together: streams, time to final, and word error rate alone and under load, which must be equal. A Tickertape server
-refuses streams that it expects not to hold: start it with --limits.max-load 0 to search beyond those.
+Clients in separate processes play speech in real time. The number of streams is doubled, then bisected, to find the
+largest number that meets the objective; a longer run with that number follows. The result is the number of streams,
+the time to final, and the word error rate alone and under load, which must be equal. A Tickertape server refuses
+streams beyond its expected capacity: start it with --limits.max-load 0 to search beyond that.
 
-A manifest has JSON lines with `path`, `text` and `seconds`. Without one, the sample recording is cut at a different
-place for each client; it has no text to be scored against, so what is heard under load is compared with what is heard
-alone. Run it on another machine than the server if you can: on the same one, both share the cores.
+A manifest has JSON lines with `path`, `text` and `seconds`. Without one, the sample recording is used, with a different
+start for each client; it has no reference text, so the text under load is compared with the text of a client alone.
+Run it on another machine than the server if you can: on the same one, both share the cores.
 
 Written to --output: results.json, plot.svg, and the record of every event (*.jsonl).
-Exit code 1 if not even one stream meets the objective, or words differ under load.
+Exit code 1 if not even one stream meets the objective, or if the text differs under load.
 """
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -35,24 +35,26 @@ def add(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "bench",
         help="load-test a server: streams, time to final, word error rate",
-        description="Load-test any server that speaks the OpenAI realtime wire.",
+        description="Load-test any server with the OpenAI Realtime API.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"the server (default {DEFAULT_URL})")
-    parser.add_argument("--manifest", type=Path, help="recordings with their words, as JSON lines")
-    parser.add_argument("--streams", type=_positive, help="hold this many streams, without a search")
-    parser.add_argument("--most", type=_positive, default=1024, help="search no further than this")
-    parser.add_argument("--seconds", type=_seconds, default=30.0, help="audio of each client in a search run")
-    parser.add_argument("--hold", type=_seconds, default=120.0, help="audio of each client in the final run")
+    parser.add_argument("--manifest", type=Path, help="recordings with their reference texts, as JSON lines")
+    parser.add_argument("--streams", type=_positive, help="run this many streams, without a search")
+    parser.add_argument("--most", type=_positive, default=1024, help="most streams in the search")
+    parser.add_argument(
+        "--seconds", type=_seconds, default=30.0, help="seconds of audio of each client in a search run"
+    )
+    parser.add_argument("--hold", type=_seconds, default=120.0, help="seconds of audio of each client in the final run")
     parser.add_argument("--warm-up", type=float, default=5.0, help="seconds at the start of a run that do not count")
-    parser.add_argument("--slo-final", type=float, default=1.5, help="time to final p95, in seconds")
-    parser.add_argument("--slo-lag", type=float, default=2.5, help="lag p95, in seconds")
-    parser.add_argument("--alone", type=_positive, default=2, help="clients to repeat alone, for the words")
-    parser.add_argument("--chunk-ms", type=_positive, default=100, help="audio in one message")
-    parser.add_argument("--silence-ms", type=_positive, default=500, help="silence that ends a turn")
-    parser.add_argument("--rate", type=_positive, default=24_000, help="samples a second on the wire")
-    parser.add_argument("--model", help="the model to ask the server for")
+    parser.add_argument("--slo-final", type=float, default=1.5, help="objective: time to final p95, in seconds")
+    parser.add_argument("--slo-lag", type=float, default=2.5, help="objective: lag p95, in seconds")
+    parser.add_argument("--alone", type=_positive, default=2, help="clients to repeat alone, to compare the text")
+    parser.add_argument("--chunk-ms", type=_positive, default=100, help="milliseconds of audio in one message")
+    parser.add_argument("--silence-ms", type=_positive, default=500, help="milliseconds of silence that end a turn")
+    parser.add_argument("--rate", type=_positive, default=24_000, help="sample rate of the audio that is sent")
+    parser.add_argument("--model", help="the model to request")
     parser.add_argument("--processes", type=_positive, help="generator processes (default: half of the cores)")
     parser.add_argument("--output", type=Path, default=Path("bench-results"), metavar="DIR")
     parser.set_defaults(run=run)
@@ -68,7 +70,7 @@ def _positive(text: str) -> int:
 def _seconds(text: str) -> float:
     value = float(text)
     if not 2 <= value <= 86_400:
-        raise argparse.ArgumentTypeError("must lie between 2 and 86400 seconds")
+        raise argparse.ArgumentTypeError("must be between 2 and 86400 seconds")
     return value
 
 
@@ -103,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _recordings(options: argparse.Namespace) -> list[tuple[Path, str | None]]:
-    """Those of the manifest, with their words, or the sample."""
+    """The recordings of the manifest with their texts, or the sample recording."""
     if options.manifest:
         from realtime.bench.clients import read_manifest
 

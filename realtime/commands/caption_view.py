@@ -1,6 +1,6 @@
-"""Live captions in a terminal: finished lines scroll by, the line being spoken grows, a status line shows the delay.
+"""Live captions in a terminal: finished lines scroll, the current line grows, a status line shows the delay.
 
-Where there is no terminal (a pipe, a log) only finished lines are written.
+Without a terminal (a pipe, a log) only finished lines are written.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rich.text import Text
 
 from realtime.session.words import ends_sentence
 
-# A line ends with its turn, with a sentence once it is long enough to be worth a line, or when it is too long to read.
+# A line ends with its turn, with a sentence after `ENOUGH_CHARACTERS`, or after `MOST_CHARACTERS`.
 ENOUGH_CHARACTERS = 60
 MOST_CHARACTERS = 200
 REFRESH_PER_SECOND = 8
-# Delays that are kept, for the middle of them to be shown.
+# Words whose delays are kept for the median.
 RECENT_WORDS = 500
 
 
@@ -35,7 +35,7 @@ class ShownWord:
 
 
 class CaptionView:
-    """Give it text as it comes; `now` is always in seconds of audio time: how long the microphone has been open."""
+    """Shows text as it arrives. `now` is in seconds of audio time: the time since the audio began."""
 
     def __init__(self, console: Console, *, show_words: bool = False) -> None:
         self.delays: deque[float] = deque(maxlen=RECENT_WORDS)
@@ -43,7 +43,7 @@ class CaptionView:
         self._show_words = show_words
         self._line = ""
         self._words: list[ShownWord] = []
-        # When text was shown whose words have not come yet, word by word: the times of a word come when it is complete.
+        # For each shown word that has no times yet: when it was shown. Times arrive when a word is complete.
         self._shown: deque[float] = deque(maxlen=RECENT_WORDS)
         self._last: ShownWord | None = None
         self._now = 0.0
@@ -64,13 +64,11 @@ class CaptionView:
         if self._console.is_terminal:
             self._live.stop()
         if self.typical_delay is not None:
-            said = (
-                f"words were shown {self.typical_delay:.2f} s after they were spoken (the middle of {len(self.delays)})"
-            )
+            said = f"words were shown {self.typical_delay:.2f} s after they were spoken (median of {len(self.delays)})"
             self._print(Text(said, "dim"))
 
     def add(self, delta: str, words: Sequence[ShownWord], now: float) -> None:
-        """Text that will not change any more, and the words it completed."""
+        """Add final text, and the words that it completes."""
         self._now = max(now, self._now)
         self._line += delta
         self._note_shown(delta, now)
@@ -84,23 +82,23 @@ class CaptionView:
     def _note_shown(self, delta: str, now: float) -> None:
         pieces = delta.split()
         if pieces and self._shown and not delta[0].isspace():
-            # The rest of the last word. A mark behind it does not make it later.
+            # The rest of the last word. Punctuation after a word does not count for its delay.
             if delta[0].isalnum():
                 self._shown[-1] = now
             pieces = pieces[1:]
         self._shown.extend(now for _ in pieces)
 
     def end_turn(self) -> None:
-        """The next text begins with a new word."""
+        """End the turn: the next text begins a new word."""
         self.end_line()
         self._shown.clear()
 
     def heard(self, now: float) -> None:
-        """Time goes on, whether or not anybody speaks."""
+        """Advance the clock, with or without speech."""
         self._now = max(now, self._now)
 
     def note(self, text: str) -> None:
-        """A state worth a word, such as a lost connection; an empty text takes it back."""
+        """Show a problem, such as a lost connection; an empty text removes it."""
         if text and not self._console.is_terminal and text != self._note:
             self._print(Text(text, "yellow"))
         self._note = text
@@ -111,7 +109,7 @@ class CaptionView:
         if not line:
             return
         if self._live.is_started:
-            # What is about to scroll by must not be seen twice.
+            # Remove the line from the live area before it is printed above it.
             self._live.refresh()
         at = words[0].start if words else self._now
         shown = Text.assemble((f"{clock(at)}  ", "dim"), line)
@@ -121,12 +119,12 @@ class CaptionView:
             self._print(Text(times, "dim"))
 
     def _print(self, text: Text) -> None:
-        # In a pipe a line is a line, however long.
+        # Do not wrap lines in a pipe.
         self._console.print(text, soft_wrap=not self._console.is_terminal)
 
     @property
     def typical_delay(self) -> float | None:
-        """Seconds from the end of a word to its appearance, the middle of the recent ones."""
+        """Median of the recent delays, in seconds from the end of a word to its display."""
         ordered = sorted(self.delays)
         return ordered[len(ordered) // 2] if ordered else None
 

@@ -1,4 +1,7 @@
-"""What comes back of a live sound: shown at once, and saved where a file was asked for."""
+"""Live captions in the terminal, of a microphone or of a file in real time, by a local engine or by a server.
+
+Used by `tickertape mic`, `tickertape demo` and `tickertape transcribe --live`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ from realtime.session.words import timed_word
 
 
 class AudioClock:
-    """How long the sound has been coming: by the clock, or by its own length where it comes faster than that."""
+    """Seconds since the audio began: by the clock, or by the audio's length if it arrives faster than real time."""
 
     def __init__(self) -> None:
         self._time = asyncio.get_running_loop().time
@@ -47,7 +50,7 @@ class AudioClock:
         self._received = 0
 
     def heard(self, samples: int) -> None:
-        """The first chunk is complete when it comes: its sound began as long ago as the chunk lasts."""
+        """Count a chunk of audio. The first one began its own length before it arrived."""
         if self._began is None:
             self._began = self._time() - samples / MODEL_RATE
         self._received += samples
@@ -58,25 +61,25 @@ class AudioClock:
 
 
 class Listener:
-    """Text goes to the terminal and to the file, troubles to the line below the captions."""
+    """Takes the results: text goes to the terminal and to the file, problems to the line below the captions."""
 
     def __init__(self, captions: CaptionView, clock: AudioClock, file: TranscriptFile | None) -> None:
-        # When something last came back, by the event loop's clock.
+        # Time of the last text, on the event loop's clock.
         self.last_news = 0.0
         self._captions = captions
         self._clock = clock
         self._file = file
         self._troubles: dict[str, str] = {}
-        # Text of the turn that is open, as long as no word of it came with its times.
+        # Text of the open turn, if none of its words had times so far.
         self._untimed = ""
         self._timed = False
-        # How many words of the open turn have come with its deltas.
+        # Number of words of the open turn that came with deltas.
         self._words = 0
         if file is not None:
             file.on_trouble = lambda text: self.trouble("disk", text)
 
     def heard(self, delta: str, words: Sequence[ShownWord]) -> None:
-        """Text that will not change any more, and the words it completed."""
+        """Take final text, and the words that it completes."""
         self.last_news = asyncio.get_running_loop().time()
         self._captions.add(delta, words, self._clock.now)
         self._timed |= bool(words)
@@ -86,23 +89,23 @@ class Listener:
 
     def end_turn(self) -> None:
         self._captions.end_turn()
-        # A server that gives no times: the words are saved with the time at which they were all there.
+        # If the server sends no word times, the words are saved with the time of the turn's end.
         now = self._clock.now
         self._save([ShownWord(text, now, now) for text in self._untimed.split()])
         self._untimed, self._timed, self._words = "", False, 0
 
     def trouble(self, kind: str, text: str) -> None:
-        """A state worth a word; an empty text takes it back."""
+        """Show a problem of this kind; an empty text removes it."""
         self._troubles[kind] = text
         self._captions.note("; ".join(filter(None, self._troubles.values())))
 
     def on_event(self, event: dict[str, Any]) -> None:
-        """An event of a server. Raises CommandFailed for an error."""
+        """Handle an event of the server. Raises CommandFailed for an error event."""
         match event.get("type"):
             case kind if kind == DELTA:
                 self.heard(event["delta"], _shown_words(event))
             case kind if kind == COMPLETED:
-                # The last word of a turn is complete when the turn is: it comes with no delta.
+                # The last word of a turn is completed by the end of the turn and not by a delta.
                 self.heard("", _shown_words(event)[self._words :])
                 self.end_turn()
             case kind if kind == FAILED:
@@ -123,19 +126,17 @@ def _shown_words(event: dict[str, Any]) -> list[ShownWord]:
     ]
 
 
-# Live captions in the terminal, of a microphone or of a file at its own pace, by an engine here or by a server.
-
 CHUNK_SAMPLES = MODEL_RATE * 80 // 1000
 TURNS = {"type": "server_vad", "silence_duration_ms": 500}
-# How long nothing may come back once the sound has ended, before it is given up.
+# Seconds without text after the end of the audio before the command gives up.
 LAST_WORDS_S = 15.0
 
-# Chunks of 16 kHz mono as they become due.
+# Chunks of 16 kHz mono in real time.
 Sound = AsyncIterator[Samples]
 
 
 async def play_file(path: Path, options: argparse.Namespace) -> None:
-    """Raises FileFailed for what is wrong with this file alone."""
+    """Show captions of a file in real time. Raises FileFailed if the file is the problem."""
     try:
         await caption(as_it_comes(path) if path == STANDARD_INPUT else paced(path), options)
     except (AudioError, OSError) as error:
@@ -143,27 +144,27 @@ async def play_file(path: Path, options: argparse.Namespace) -> None:
 
 
 async def paced(path: Path) -> Sound:
-    """Chunks of a file, each when its last sample would have been recorded."""
+    """Chunks of a file in real time: each at the time at which its last sample would have been recorded."""
     loop = asyncio.get_running_loop()
     began, sent = None, 0
     async for piece in heard(path):
         began = loop.time() if began is None else began
         for chunk in _chunks(piece):
             sent += len(chunk)
-            # To an absolute schedule: a late chunk does not make all later ones late.
+            # An absolute schedule, so that one late chunk does not delay all later ones.
             await asyncio.sleep(max(0.0, began + sent / MODEL_RATE - loop.time()))
             yield chunk
 
 
 async def as_it_comes(path: Path) -> Sound:
-    """Chunks of a pipe: whoever writes it sets the pace."""
+    """Chunks of a pipe as they arrive; the writer sets the pace."""
     async for piece in heard(path, CHUNK_SAMPLES):
         for chunk in _chunks(piece):
             yield chunk
 
 
 async def until(sound: Sound, ended: Callable[[], bool]) -> Sound:
-    """The sound, until somebody has heard enough. What its source says when it is stopped then is no fault."""
+    """The audio until `ended()` is True. An error of the source after that is ignored."""
     try:
         async for chunk in sound:
             if ended():
@@ -182,9 +183,10 @@ def _chunks(piece: Samples) -> Iterator[Samples]:
 async def caption(
     sound: Sound, options: argparse.Namespace, file: TranscriptFile | None = None, *, can_wait: bool = True
 ) -> None:
-    """Show captions of the sound until it ends, and save them. Sound of a microphone cannot wait for a server.
+    """Show captions of the audio until it ends, and save them to `file`.
 
-    Raises CommandFailed, EngineError, and what the sound raises.
+    `can_wait` is False for a microphone, whose audio cannot wait for a server. Raises CommandFailed, EngineError, and
+    errors of `sound`.
     """
     clock = AudioClock()
     if options.server:
@@ -250,7 +252,7 @@ async def _through_server(
                     await session.wait_for_room(len(samples))
                 session.append((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
                 if session.kept.lost:
-                    listener.trouble("sound", f"{session.kept.lost / MODEL_RATE:.0f} s of sound were lost meanwhile")
+                    listener.trouble("sound", f"{session.kept.lost / MODEL_RATE:.0f} s of audio were lost meanwhile")
 
             async def finish() -> None:
                 session.finish()
@@ -268,7 +270,7 @@ async def _feed(
     send: Callable[[Samples], Awaitable[None]],
     finish: Callable[[], Awaitable[None]],
 ) -> None:
-    """Send the sound. What was sent is finished even if the sound fails."""
+    """Send the audio, and finish the session even if the source of the audio fails."""
     try:
         async for samples in sound:
             clock.heard(len(samples))
@@ -285,9 +287,9 @@ async def _feed(
 async def _both(
     feeding: Coroutine[Any, Any, None], listening: Coroutine[Any, Any, None], news: Callable[[], float]
 ) -> None:
-    """Run both to their ends. The listener has the last word: when it fails, feeding is pointless.
+    """Run both until they end; if `listening` ends first, `feeding` is cancelled.
 
-    `news` tells when something last came back: a server that is behind is waited for as long as it goes on.
+    After the audio has ended, text is awaited for `LAST_WORDS_S` since the last text, whose time `news` returns.
     """
     time = asyncio.get_running_loop().time
     feeder, listener = asyncio.create_task(feeding), asyncio.create_task(listening)
@@ -297,7 +299,7 @@ async def _both(
         while not listener.done():
             patience = max(ended, news()) + LAST_WORDS_S - time()
             if patience <= 0:
-                raise CommandFailed(f"the sound has ended, and nothing came back for {LAST_WORDS_S:g} s")
+                raise CommandFailed(f"the audio has ended, and no text arrived for {LAST_WORDS_S:g} s")
             await asyncio.wait((listener,), timeout=patience)
         await listener
         await feeder

@@ -1,4 +1,4 @@
-"""`tickertape check-config`: would the server start with this configuration, and what would be in force?"""
+"""`tickertape check-config`: checks a configuration and prints all values in force."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Examples:
   tickertape check-config tickertape.toml
   TICKERTAPE_SERVER_PORT=9000 tickertape check-config      the environment and the defaults alone
 
-Prints every key with its value in force, as a file that could be used again (secrets are left out), and exits
-with 2 and one line about the first thing that is wrong otherwise. docs/tickertape.toml explains every key.
+Prints every key with its value in force as a TOML file, without secrets. If the configuration is invalid, prints one
+line about the first error and exits with 2. docs/tickertape.toml explains every key.
 """
 
 
 def add(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "check-config",
-        help="check a configuration file and show what is in force",
+        help="check a configuration file and show the values in force",
         description="Check the configuration: file, then environment, as `tickertape serve` reads them.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", nargs="?", help="a TOML file; without one, the environment and the defaults")
-    parser.add_argument("--quiet", action="store_true", help="print nothing unless something is wrong")
+    parser.add_argument("--quiet", action="store_true", help="print errors only")
     parser.set_defaults(run=run)
 
 
@@ -37,12 +37,12 @@ def run(options: argparse.Namespace) -> int:
     check_tls(config.server)
     if not options.quiet:
         out(as_toml(config))
-        note("the configuration is good")
+        note("the configuration is valid")
     return 0
 
 
 def as_toml(config: Config) -> str:
-    """Every key and its value; of secrets only whether they are set."""
+    """Every key and its value as TOML; for secrets, only whether they are set."""
     lines: list[str] = []
     for section in fields(config):
         values = getattr(config, section.name)
@@ -60,7 +60,7 @@ def as_toml(config: Config) -> str:
 
 
 def _secrets_in(value: object) -> int:
-    """How many secrets a value has; one that is empty hides nothing."""
+    """The number of non-empty secrets in a value."""
     return sum(isinstance(item, Secret) and bool(item) for item in (value if isinstance(value, tuple) else (value,)))
 
 

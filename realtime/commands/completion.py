@@ -1,4 +1,4 @@
-"""`tickertape completion`: scripts that complete commands and options in a shell, made from the parser itself."""
+"""`tickertape completion`: completion scripts for shells, generated from the argument parser."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def commands_of(parser: argparse.ArgumentParser) -> list[Command]:
-    """What can be completed: commands, their options that are not hidden, and fixed values of their arguments."""
+    """The commands with their visible options and the fixed values of their arguments."""
     found: list[Command] = []
     for action in parser._actions:
         if not isinstance(action, argparse._SubParsersAction):
@@ -134,5 +134,5 @@ def _quoted(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text without what a completion script or argparse would read as something else."""
+    """Text without characters that have a meaning in completion scripts or in argparse."""
     return text.replace("%%", "%").replace("[", "(").replace("]", ")").replace(":", " -")

@@ -1,4 +1,4 @@
-"""`tickertape demo`: the whole thing at once. A server, real speech streamed to it, live captions, and the page."""
+"""`tickertape demo`: starts a server, streams a recording to it in real time, and shows the captions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from realtime.commands.transcription_options import add_transcription_options
 
 EPILOG = """\
 Examples:
-  tickertape demo                    stays up afterwards, so that you can open the page; Ctrl-C stops
-  tickertape demo --once             ends when the recording does
+  tickertape demo                    keeps running afterwards, so that you can open the page; Ctrl-C stops
+  tickertape demo --once             stops at the end of the recording
   tickertape demo talk.mp3           your own recording
 """
 
@@ -23,14 +23,14 @@ Examples:
 def add(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "demo",
-        help="see it work: a server, a recording, live captions",
-        description="Start a server, stream a recording of real speech to it as if spoken now, and show the captions.",
+        help="try it: a server, a recording, live captions",
+        description="Start a server, stream a recording of speech to it in real time, and show the captions.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", nargs="?", type=Path, help="a recording; without one, a sample is fetched")
+    parser.add_argument("file", nargs="?", type=Path, help="a recording; without one, a sample is downloaded")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--once", action="store_true", help="end when the recording does")
+    parser.add_argument("--once", action="store_true", help="stop at the end of the recording")
     parser.add_argument("--words", action="store_true", help="also show the times of every word")
     add_model_options(parser)
     add_transcription_options(parser)
@@ -58,15 +58,15 @@ async def _demo(config: Any, recording: Path, options: argparse.Namespace) -> No
     from realtime.app import running_server
     from realtime.commands.captions import play_file
 
-    note("starting the server; the model is loaded and warmed up")
+    note("starting the server and loading the model")
     async with running_server(config) as server:
         if not await server.wait_until_ready():
             return
         out(f"The page is at {server.url}/")
-        out(f"Now streaming {recording.name} at the pace it was spoken:\n")
+        out(f"Now streaming {recording.name} in real time:\n")
         options.server = server.url
         await play_file(recording, options)
         if options.once or not sys.stdin.isatty():
             return
-        out(f"\nThe server is still there: open {server.url}/ and speak. Ctrl-C stops it.")
+        out(f"\nThe server is still running: open {server.url}/ and speak. Ctrl-C stops it.")
         await server.wait()

@@ -1,4 +1,4 @@
-"""`tickertape doctor`: what is installed, will the model fit, and how many streams can this machine carry?"""
+"""`tickertape doctor`: checks installed packages and memory, and measures how many streams this machine can serve."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Examples:
   tickertape doctor --model whisper-base.en
   tickertape doctor --no-measure      do not load the model
 
-The number of streams comes from a measurement: speech is played into the engine at its own pace for a few seconds.
-Exit code 1 if something is missing that the server needs.
+The number of streams is measured: speech is played into the engine in real time for a few seconds.
+Exit code 1 if something that the server needs is missing.
 """
 PACKAGES = (
     "torch",
@@ -34,7 +34,7 @@ PACKAGES = (
     "uvicorn",
     "pyzmq",
 )
-# Weights in memory, and what is computed with them, against their size on disk.
+# Estimated memory of an engine: this many times the size of the weights on disk, plus a constant.
 MEMORY_FACTOR = 3.0
 MEMORY_BASE_BYTES = 600 * 2**20
 
@@ -42,12 +42,12 @@ MEMORY_BASE_BYTES = 600 * 2**20
 def add(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
-        help="check this machine: what is installed, what fits, how many streams",
-        description="Check this machine: what is installed, will the model fit, how many streams to expect.",
+        help="check this machine: packages, memory, number of streams",
+        description="Check this machine: installed packages, memory for the model, number of streams to expect.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--no-measure", action="store_true", help="do not load the model to see how fast it is")
+    parser.add_argument("--no-measure", action="store_true", help="do not load the model to measure its speed")
     add_model_options(parser)
     parser.set_defaults(run=run)
 
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Report:
-    """Prints each finding as it is made."""
+    """Prints the findings and counts the problems."""
 
     def __init__(self) -> None:
         self._problems = 0
@@ -93,7 +93,7 @@ class Report:
         out(f"  !!   {what:10} {text}")
 
     def close(self) -> int:
-        """Says what the findings mean; returns the exit code of the command."""
+        """Print a summary; returns the exit code of the command."""
         if not self._problems:
             out("No problems found: `tickertape serve` can start.")
             return OK
@@ -118,7 +118,7 @@ def usable_cores() -> int:
 
 
 def graphics_cards() -> list[str]:
-    """Name, memory and free memory of each, as the driver tells."""
+    """Name, memory and free memory of each GPU, from nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -154,7 +154,7 @@ def _look_at_memory(report: Report, weight_bytes: int) -> None:
 
 
 def available_memory() -> int | None:
-    """Bytes that a new process could have."""
+    """Bytes of memory available to a new process; None if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -166,7 +166,7 @@ def available_memory() -> int | None:
 
 
 def resident_memory() -> int | None:
-    """Bytes that this process holds."""
+    """Bytes of memory that this process uses; None if the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -175,7 +175,7 @@ def resident_memory() -> int | None:
 
 
 def free_on_cards() -> int:
-    """Bytes that are free on all GPUs together; 0 without one."""
+    """Free bytes on all GPUs together; 0 without a GPU."""
     return sum(int(card.split(",")[-1].split()[0]) * 2**20 for card in graphics_cards())
 
 
@@ -184,7 +184,7 @@ async def _measure(report: Report, options: argparse.Namespace, sound: Path) -> 
     from realtime.commands.file_transcription import local_engine
     from realtime.commands.quick_measure import measure_load
 
-    out("  ..   streams    the model is loaded and hears speech for some seconds, to measure how fast it is")
+    out("  ..   streams    loading the model and transcribing some seconds of speech, to measure its speed")
     before, free_before = resident_memory(), free_on_cards()
     try:
         async with local_engine(options.model, options.device) as client:

@@ -1,4 +1,4 @@
-"""`tickertape engine`: an engine alone, for a gateway in another process or on another machine."""
+"""`tickertape engine`: runs an engine without a gateway, for gateways in other processes or on other machines."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Examples:
   tickertape engine --listen ipc:///run/tickertape/engine1 --model /models/voxtral --device cuda:1
 
 then: tickertape serve --engine tcp://127.0.0.1:5555
-Its settings are those of the section [model] that concern an engine, from the same file, variables and flags that
-`tickertape serve` reads. Engines behind one gateway must run the same weights with the same settings.
-SIGTERM drains: the engine takes nothing new, its gateways move what it has to other engines, and it ends; a second one,
-or Ctrl-C, ends it at once.
-A link over tcp is encrypted and authenticated with --fleet-secret-file, the same on the gateways; without it, listen
-only on networks where every machine is trusted.
+Its settings are the keys of the section [model] for engines, from the same file, environment and flags that
+`tickertape serve` reads. Engines of one gateway must run the same weights with the same settings.
+SIGTERM drains the engine: it takes no new streams, its gateways migrate its streams to other engines, and it ends; a
+second SIGTERM, or Ctrl-C, ends it at once.
+Connections over tcp are encrypted and authenticated if --fleet-secret-file is given here and at the gateways; without
+it, listen only on networks where every machine is trusted.
 """
 
 
 def add(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "engine",
-        help="run an engine alone, for a server elsewhere",
-        description="Run the engine alone. Gateways connect to it with `tickertape serve --engine ADDRESS`.",
+        help="run only an engine, for gateways on other machines",
+        description="Run only an engine. Gateways connect to it with `tickertape serve --engine ADDRESS`.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -41,10 +41,10 @@ def add(commands: Any) -> None:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="how long streams may take to move to other engines after SIGTERM (default 60)",
+        help="seconds for the migration of streams to other engines after SIGTERM (default 60)",
     )
     keys = ["fleet.secret_file", *(f"model.{name}" for name in ("name", *EngineConfig.setting_names()))]
-    add_config_options(parser, keys, "as the key of this name; docs/tickertape.toml explains it")
+    add_config_options(parser, keys, "the key of this name in docs/tickertape.toml")
     parser.set_defaults(run=run)
 
 
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
     signal.signal(signal.SIGINT, lambda *_: asked_to_stop.set())
     signal.signal(signal.SIGTERM, terminate)
-    signal.signal(signal.SIGHUP, lambda *_: note("an engine takes other settings after a restart only"))
+    signal.signal(signal.SIGHUP, lambda *_: note("SIGHUP has no effect: an engine needs a restart for new settings"))
     config = EngineConfig.from_settings(name, settings)
     drain = DrainRequest(asked_to_drain.is_set, options.drain_s)
     try:

@@ -1,4 +1,9 @@
-"""Sound from standard input, as it arrives: any container that can be read from front to back."""
+"""Transcribes files and standard input for the commands: by a local engine, or by a server's upload endpoint.
+
+- `heard` reads a file or standard input as samples.
+- `FileTranscriber` feeds a file to an engine as fast as it takes the audio, with a progress bar.
+- `FileSender` uploads a file to `POST /v1/audio/transcriptions` or `/v1/audio/translations`.
+"""
 
 from __future__ import annotations
 
@@ -49,17 +54,17 @@ if TYPE_CHECKING:
 
 
 READ_BYTES = 64 * 1024
-# How soon it is noticed that nobody wants more.
+# Interval at which a waiting read checks whether it has to stop.
 WAIT_S = 0.2
-# Chunks before the samples of a WAV stream hold a few names; a longer head is left to libav.
+# A WAV stream with a longer header is decoded by libav.
 MAX_HEAD_BYTES = 16 * 1024
 PCM, EXTENSIBLE = 1, 0xFFFE
-# Writers that do not know the length leave zero or nearly the largest value.
+# Writers that do not know the length of the data write zero or nearly the largest value.
 UNKNOWN_LENGTH = 0x7FFF_0000
 
 
 class StandardInput:
-    """Read like a file that is not seekable. It is at its end as soon as `ended` says so, whatever its writer does."""
+    """Standard input as a file that is not seekable. It ends when its writer ends it or `ended()` is True."""
 
     def __init__(self, ended: Callable[[], bool]) -> None:
         self._fd = sys.stdin.fileno()
@@ -67,11 +72,11 @@ class StandardInput:
         self._stopped = False
 
     def stop(self) -> None:
-        """Nobody will read any more; a read that waits returns soon."""
+        """End the input; a waiting read returns soon."""
         self._stopped = True
 
     def read1(self, size: int) -> bytes:
-        """What there is, at most `size` bytes; nothing at the end."""
+        """The available bytes, at most `size`; empty at the end."""
         while not self._stopped and not self._ended():
             if select.select([self._fd], [], [], WAIT_S)[0]:
                 return os.read(self._fd, size)
@@ -79,7 +84,7 @@ class StandardInput:
 
 
 def blocks_of(source: StandardInput) -> Iterator[Samples]:
-    """16 kHz mono as it arrives. Raises AudioError after everything that could be decoded, and OSError."""
+    """Samples at 16 kHz mono as they arrive. Raises AudioError after everything that could be decoded, and OSError."""
     head = b""
     while (plain := _plain_wav(head)) is None and (data := source.read1(READ_BYTES)):
         head += data
@@ -103,7 +108,7 @@ def _container_blocks(source: StandardInput, head: bytes) -> Iterator[Samples]:
 
 @dataclass(frozen=True, slots=True)
 class PlainWav:
-    """A WAV head that is followed by 16-bit samples. `data_bytes` None: the writer did not know how many."""
+    """The header of a WAV stream of 16-bit samples. `data_bytes` is None if the writer did not know the length."""
 
     head_bytes: int
     rate: int
@@ -112,9 +117,9 @@ class PlainWav:
 
 
 def _plain_wav(head: bytes) -> PlainWav | bool | None:
-    """The head of a WAV stream of 16-bit samples; False if this is something else, None if more bytes are needed.
+    """The header of a WAV stream of 16-bit samples; False if it is another format, None if more bytes are needed.
 
-    libav would read 128 KiB of such a stream before it hands out the first sample: four seconds of speech.
+    Parsed here because libav reads 128 KiB (four seconds of speech) before it returns the first sample.
     """
     if not head.startswith(b"RIFF"[: len(head)]) or head[8:12] != b"WAVE"[: max(0, len(head) - 8)]:
         return False
@@ -135,7 +140,7 @@ def _plain_wav(head: bytes) -> PlainWav | bool | None:
 
 
 def _plain_format(body: bytes) -> tuple[int, int]:
-    """Rate and channels of a `fmt ` chunk that means 16-bit samples; zeros otherwise."""
+    """Rate and channels of a `fmt ` chunk of 16-bit samples; zeros for other formats."""
     kind, channels = int.from_bytes(body[:2], "little"), int.from_bytes(body[2:4], "little")
     rate, bits = int.from_bytes(body[4:8], "little"), int.from_bytes(body[14:16], "little")
     if kind == EXTENSIBLE:
@@ -149,7 +154,7 @@ def _plain_blocks(source: StandardInput, wav: PlainWav, data: bytes) -> Iterator
     left = wav.data_bytes
     received = 0
     rest = b""
-    # The head may come alone.
+    # The header may arrive without samples.
     data = data or source.read1(READ_BYTES)
     while data and left != 0:
         data = data if left is None else data[:left]
@@ -162,7 +167,7 @@ def _plain_blocks(source: StandardInput, wav: PlainWav, data: bytes) -> Iterator
         data = source.read1(READ_BYTES)
     yield resampler.flush()
     if not received:
-        raise EmptyAudio("the audio track holds no samples; send one that has sound in it")
+        raise EmptyAudio("the audio track has no samples; send audio that has some")
     if left:
         seconds = received / frame_bytes / wav.rate
         raise CorruptAudio(f"the audio is cut short: {seconds:.2f} s came, {left} bytes are missing")
@@ -174,15 +179,12 @@ def _mono(data: bytes, channels: int) -> NDArray[np.float32]:
     return mixed
 
 
-# An engine inside this very process, for commands that need no server.
-
-
 @asynccontextmanager
 async def local_engine(model: str, device: str, max_streams: int = 4) -> AsyncIterator[EngineClient]:
-    """Fetch the model if it is not here, load it, and have it ready. Raises EngineError."""
+    """An engine in this process; its model is downloaded if needed. Raises EngineError."""
     from realtime.app import engine_in_thread
 
-    # An engine that fails says why in its error; its log is for those who debug.
+    # The error of an engine that fails says why; its log is for debugging.
     set_up_logging(logging.BASIC_FORMAT, "info" if is_debugging() else "critical")
     name = model_name(model)
     fetch(name)
@@ -190,14 +192,12 @@ async def local_engine(model: str, device: str, max_streams: int = 4) -> AsyncIt
         yield client
 
 
-# A file through an engine: read piece by piece, as fast as the engine takes it, with a progress bar.
-
-# Decoded audio is handed over in pieces of about this length.
+# Decoded audio is fed in pieces of about this length.
 PIECE_SAMPLES = MODEL_RATE
 
 
 class FileFailed(Exception):
-    """One file failed; others go on. `transcript` is what was heard before, if anything was."""
+    """One file failed; the command continues with the others. `transcript` is the text before the failure."""
 
     def __init__(self, message: str, transcript: FileTranscript | None = None) -> None:
         super().__init__(message)
@@ -205,15 +205,17 @@ class FileFailed(Exception):
 
 
 class FileTranscriber:
+    """Transcribes files with an engine, one at a time, and shows a progress bar."""
+
     def __init__(self, engine: EngineApi, transcription_options: TranscriptionOptions) -> None:
         if engine.spec.sample_rate != MODEL_RATE:
-            raise CommandFailed(f"the model wants {engine.spec.sample_rate} Hz; files are read at {MODEL_RATE} Hz only")
+            raise CommandFailed(f"the model needs {engine.spec.sample_rate} Hz; files are read at {MODEL_RATE} Hz only")
         self._engine = engine
         self._options = transcription_options.options_for(engine.spec)
         self._count = 0
 
     async def transcribe(self, path: Path) -> FileTranscript:
-        """Raises FileFailed, and CommandFailed if the engine does not take what was asked for."""
+        """Transcribe one file. Raises FileFailed, and CommandFailed if the engine refuses the options."""
         try:
             stream = await self._engine.open(f"file-{self._count}", live=False, options=self._options)
         except ValueError as error:
@@ -263,19 +265,19 @@ class FileTranscriber:
 
 
 async def _feed(path: Path, stream: StreamApi, transcript: FileTranscript) -> None:
-    """Feed everything that can be decoded. A fault in the file is raised once its good part has been finished."""
+    """Feed everything that can be decoded. An error in the file is raised after its valid part has been fed."""
     try:
         async for piece in heard(path):
             transcript.samples += len(piece)
             await stream.feed(piece)
     finally:
-        # The listener must come to an end in any case.
+        # Finish the stream in any case, or the listener would wait forever.
         with contextlib.suppress(EngineError):
             await stream.finish()
 
 
 async def heard(path: Path, samples: int = PIECE_SAMPLES) -> AsyncIterator[Samples]:
-    """The pieces of a file, or of standard input as they arrive; there Ctrl-C is the end of the sound."""
+    """The pieces of a file, or of standard input as they arrive; Ctrl-C ends standard input."""
     if path != STANDARD_INPUT:
         pieces = pieces_of(path, samples)
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
@@ -292,14 +294,14 @@ async def heard(path: Path, samples: int = PIECE_SAMPLES) -> AsyncIterator[Sampl
 
 
 def pieces_of(path: Path, samples: int = PIECE_SAMPLES) -> Iterator[Samples]:
-    """The audio of a file in pieces, as `gathered` makes them."""
+    """The audio of a file in pieces, like `gathered`."""
     return gathered(read_file(path), samples)
 
 
 def gathered(blocks: Iterator[Samples], samples: int) -> Iterator[Samples]:
-    """Blocks in pieces of at least so many samples, the last one excepted.
+    """Join blocks to pieces of at least `samples` samples; the last piece may be shorter.
 
-    A fault is raised after everything before it has been handed out.
+    An error is raised after all samples before it were returned.
     """
     waiting: list[Samples] = []
     count = 0
@@ -320,7 +322,7 @@ def gathered(blocks: Iterator[Samples], samples: int) -> Iterator[Samples]:
 
 
 def duration_of(path: Path) -> float | None:
-    """What the container says, for the progress bar; None if it does not say."""
+    """The duration of a file in seconds by its container, for the progress bar; None if it has none."""
     if path == STANDARD_INPUT:
         return None
     try:
@@ -330,14 +332,12 @@ def duration_of(path: Path) -> float | None:
         return None
 
 
-# Whole files through a server, by `POST /v1/audio/transcriptions` or `/v1/audio/translations`.
-
-# Times come in seconds; a transcript counts in samples.
+# The sample rate of transcripts from a server, which sends times in seconds.
 RATE = 16_000
 
 
 class FileSender:
-    """Raises CommandFailed if there is no such server, or it does not let us in."""
+    """Uploads files to a server. Raises CommandFailed if there is no server, or it refuses the key."""
 
     def __init__(self, url: str, model: str, transcription_options: TranscriptionOptions) -> None:
         try:
@@ -354,7 +354,7 @@ class FileSender:
         self._path = TRANSLATIONS if transcription_options.task else TRANSCRIPTIONS
 
     def transcribe(self, path: Path) -> FileTranscript:
-        """Raises FileFailed for what concerns this file alone, and CommandFailed if the server is gone."""
+        """Upload one file. Raises FileFailed if the file is the problem, CommandFailed if the server is gone."""
         console = Console(file=sys.stderr)
         name = shown_name(Path(path.name))
         try:
@@ -390,12 +390,12 @@ class FileSender:
             samples = round(float(body.get("duration") or 0) * RATE)
             return FileTranscript(path, self.model, RATE, str(body["text"]), words, samples)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FileFailed("the server answers something that is no transcript") from error
+            raise FileFailed("the server's answer is not a transcript") from error
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, int | None]]:
-    """The file, and how many bytes it has now; None for a pipe, which Ctrl-C ends."""
+    """The file and its size in bytes; None for a pipe, which Ctrl-C ends."""
     if path == STANDARD_INPUT:
         with EndOnInterrupt() as interrupt:
             yield cast(BinaryIO, StandardInput(lambda: interrupt.ended)), None
@@ -405,13 +405,13 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int | None]]:
 
 
 def note_what_is_not_taken(server: HttpServer, transcription_options: TranscriptionOptions) -> None:
-    """Raises CannotConnect."""
+    """Print a note about options that the server's model does not support. Raises CannotConnect."""
     _taken(server.get("/v1/models"), server.url, transcription_options)
 
 
 def _taken(answer: HttpAnswer, asked: str, transcription_options: TranscriptionOptions) -> tuple[str, dict[str, str]]:
-    """The name of the served model, and what it takes of the wishes. Servers that do not say what their models take are
-    believed to take all."""
+    """The name of the served model, and the options that it supports. If a server does not report supported options,
+    all count as supported."""
     try:
         served: dict[str, Any] = answer.json()["data"][0]
         name, known = str(served["id"]), served.get("options")

@@ -1,4 +1,4 @@
-"""`tickertape fleet`: many engines and gateways on many machines, kept by Ray."""
+"""`tickertape fleet`: runs many engines and gateways on many machines, with Ray."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 Examples:
-  tickertape fleet up fleet.toml            start the fleet; on one machine the cluster too
-  tickertape fleet join fleet.toml          this machine becomes a node, until it is told to stop
+  tickertape fleet up fleet.toml            start the fleet, and the cluster if it belongs on this machine
+  tickertape fleet join fleet.toml          make this machine a node until the command is stopped
   tickertape fleet status                   a live table; --json prints one object
-  tickertape fleet scale 3                  so many engines; --dry-run says what would be done
-  tickertape fleet drain e3                 empty an engine, a gateway or a node; --undo takes it back
-  tickertape fleet upgrade                  replace everything, one by one, with what is installed now
-  tickertape fleet down                     drain and end everything
+  tickertape fleet scale 3                  set the number of engines; --dry-run only shows the actions
+  tickertape fleet drain e3                 drain an engine, a gateway or a node; --undo ends the drain
+  tickertape fleet upgrade                  replace all engines and gateways one by one with the installed version
+  tickertape fleet down                     drain and stop everything
 
-FILE says what the fleet is: docs/fleet.md explains it. It is fleet.toml in this folder unless given; or --file.
+FILE describes the fleet (docs/fleet.md). The default is fleet.toml in the current folder.
 Needs Ray: pip install 'tickertape[fleet]'.
 """
 DEFAULT_FILE = "fleet.toml"
 LOOK_S = 1.0
-# A head that was just started takes a while until it lets anybody in.
+# Seconds for a new head node to accept connections.
 PATIENCE_S = 120.0
 
 
@@ -39,26 +39,26 @@ def add(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    actions = parser.add_subparsers(title="what to do", metavar="ACTION", dest="action", required=True)
-    up = _action(actions, "up", "start the fleet, or give a running one this file")
-    up.add_argument("--wait", type=float, default=300.0, metavar="SECONDS", help="how long it may take to serve")
-    join = _action(actions, "join", "make this machine a node, until it is told to stop; then drain it")
-    join.add_argument("--name", help="the node's name, kept when it comes back; the machine's if not given")
-    join.add_argument("--edge", action="store_true", help="gateways belong here")
-    status = _action(actions, "status", "nodes, engines, gateways, sessions, load, versions")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
+    up = _action(actions, "up", "start the fleet, or apply the file to a running one")
+    up.add_argument("--wait", type=float, default=300.0, metavar="SECONDS", help="most seconds until the fleet serves")
+    join = _action(actions, "join", "make this machine a node until the command is stopped; then drain it")
+    join.add_argument("--name", help="the node's name, the same when it rejoins (default: the host name)")
+    join.add_argument("--edge", action="store_true", help="gateways run on this node")
+    status = _action(actions, "status", "show nodes, engines, gateways, sessions, load, versions")
     status.add_argument("--json", action="store_true", help="print one JSON object and exit")
     status.add_argument("--once", action="store_true", help="print the table once and exit")
-    scale = _action(actions, "scale", "so many engines; without a number, what scaling would do now")
+    scale = _action(actions, "scale", "set the number of engines; without a number, show what scaling would do now")
     scale.add_argument("engines", nargs="?", type=int, metavar="N")
-    scale.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
-    drain = _action(actions, "drain", "empty a node, an engine or a gateway")
+    scale.add_argument("--dry-run", action="store_true", help="only show the actions")
+    drain = _action(actions, "drain", "drain a node, an engine or a gateway")
     drain.add_argument("name", metavar="NODE_OR_ENGINE")
-    drain.add_argument("--undo", action="store_true", help="let it take new work again")
-    drain.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="until it is empty, at most so long")
-    upgrade = _action(actions, "upgrade", "replace everything, one by one")
-    upgrade.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="until it is done, at most so long")
-    down = _action(actions, "down", "drain and end everything")
-    down.add_argument("--wait", type=float, default=300.0, metavar="SECONDS", help="how long it may take")
+    drain.add_argument("--undo", action="store_true", help="end the drain, so that it takes new work")
+    drain.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait this long until it is empty")
+    upgrade = _action(actions, "upgrade", "replace all engines and gateways one by one")
+    upgrade.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait this long until it is done")
+    down = _action(actions, "down", "drain and stop everything")
+    down.add_argument("--wait", type=float, default=300.0, metavar="SECONDS", help="most seconds until all has stopped")
     parser.set_defaults(run=run)
 
 
@@ -103,7 +103,7 @@ def _calls(plan: FleetPlan, start: bool = False) -> FleetCalls:
     connect(plan, PATIENCE_S if start else 0.0)
     fleet = FleetCalls(plan, start)
     if start:
-        # One that was lost with its head is started again first.
+        # A manager that was lost with its head node is started again first.
         _wait_for(fleet, lambda status: True, PATIENCE_S)
     return fleet
 
@@ -115,7 +115,7 @@ def _up(plan: FleetPlan, options: argparse.Namespace) -> None:
 
     if not answers(plan):
         if not is_here(plan):
-            raise CommandFailed(f"no cluster answers at {plan.cluster}, and that is another machine: start it there")
+            raise CommandFailed(f"no cluster answers at {plan.cluster}, which is another machine: start it there")
         note(f"starting a cluster at {plan.cluster}")
         start_head(plan)
     fleet = _calls(plan, start=True)
@@ -124,9 +124,9 @@ def _up(plan: FleetPlan, options: argparse.Namespace) -> None:
     status = _wait_for(fleet, _is_up, options.wait)
     if status is None:
         told = _trouble(fleet.call("status"))
-        raise CommandFailed(f"the fleet is not complete after {options.wait:g} s: {told}; it goes on trying")
+        raise CommandFailed(f"the fleet is not complete after {options.wait:g} s: {told}; it keeps trying")
     _print_table(status)
-    out("tickertape fleet status shows it; tickertape fleet down ends it.")
+    out("`tickertape fleet status` shows the fleet; `tickertape fleet down` stops it.")
 
 
 def _join(plan: FleetPlan, options: argparse.Namespace) -> None:
@@ -144,7 +144,8 @@ def _join(plan: FleetPlan, options: argparse.Namespace) -> None:
         time.sleep(0.1)
     if process.poll() is not None:
         text = (
-            f"the node ended by itself with {process.returncode}: is the head's secret the one of {plan.secret_path}?"
+            f"the node ended with status {process.returncode}: check that the head has the same secret as "
+            f"{plan.secret_path}"
         )
         raise CommandFailed(text)
     try:
@@ -155,7 +156,7 @@ def _join(plan: FleetPlan, options: argparse.Namespace) -> None:
 
 
 def _empty(fleet: FleetCalls, name: str, wait_s: float) -> None:
-    """Drain this node; it takes new work again when it comes back."""
+    """Drain this node; after a rejoin it takes new work again."""
     note(f"draining {name}")
     fleet.call("drain", name)
     if _wait_for(fleet, lambda status: _is_empty(status, name), wait_s) is None:
@@ -196,9 +197,9 @@ def _drain(plan: FleetPlan, options: argparse.Namespace) -> None:
         fleet.call("undrain", options.name)
         return out(f"{options.name} takes new work again")
     fleet.call("drain", options.name)
-    out(f"{options.name} is drained: nothing new goes there, and what it has moves")
+    out(f"{options.name} is draining: it gets no new streams or sessions, and those it has are moved")
     if options.wait and _wait_for(fleet, lambda status: _is_empty(status, options.name), options.wait) is None:
-        raise CommandFailed(f"{options.name} is not empty after {options.wait:g} s; it goes on")
+        raise CommandFailed(f"{options.name} is not empty after {options.wait:g} s; the drain continues")
 
 
 def _upgrade(plan: FleetPlan, options: argparse.Namespace) -> None:
@@ -207,9 +208,9 @@ def _upgrade(plan: FleetPlan, options: argparse.Namespace) -> None:
     fleet = _calls(plan)
     fleet.call("want", asdict(plan))
     generation = fleet.call("upgrade")
-    out(f"everything is replaced, one by one, by generation {generation}")
+    out(f"all engines and gateways are being replaced one by one by generation {generation}")
     if options.wait and _wait_for(fleet, _is_up, options.wait) is None:
-        raise CommandFailed(f"not done after {options.wait:g} s: {_trouble(fleet.call('status'))}; it goes on")
+        raise CommandFailed(f"not done after {options.wait:g} s: {_trouble(fleet.call('status'))}; it continues")
 
 
 def _down(plan: FleetPlan, options: argparse.Namespace) -> None:
@@ -218,20 +219,20 @@ def _down(plan: FleetPlan, options: argparse.Namespace) -> None:
     if not answers(plan):
         ended = end_units_here(plan)
         stop_head(plan)
-        told = f"drained {', '.join(ended)}" if ended else "nothing of it runs"
+        told = f"drained {', '.join(ended)}" if ended else "nothing of the fleet runs"
         return out(f"no cluster answers at {plan.cluster}; {told} on this machine")
     fleet = _calls(plan)
     fleet.call("go_down")
     note("draining everything")
     if _wait_for(fleet, lambda status: status["is_down"], options.wait) is None:
-        raise CommandFailed(f"not everything has ended after {options.wait:g} s; `tickertape fleet status` shows what")
+        raise CommandFailed(f"the fleet is not down after {options.wait:g} s; `tickertape fleet status` shows the rest")
     fleet.end()
-    out("the fleet is down" + (", and its cluster too" if stop_head(plan) else "; its cluster runs on"))
+    out("the fleet is down" + (", and its cluster too" if stop_head(plan) else "; its cluster keeps running"))
 
 
 def _wait_for(fleet: FleetCalls, wanted: Any, wait_s: float) -> dict[str, Any] | None:
-    """The first status that is as wanted; None if it takes too long. A manager whose nodes have just found their head
-    again may not answer for a while. Raises FleetError if it never does."""
+    """The first status for which `wanted` is True; None after `wait_s`. The manager may not answer for a while after
+    its head node was restarted. Raises FleetError if it does not answer in time."""
     from fleet.state import FleetError
 
     deadline = time.monotonic() + wait_s
@@ -265,7 +266,7 @@ def _is_empty(status: dict[str, Any], name: str) -> bool:
 
 def _trouble(status: dict[str, Any]) -> str:
     errors = [f"{unit['name']}: {unit['error']}" for unit in status["units"] if unit["error"]]
-    return "; ".join([*status["waits_for"], *errors, *status["notes"][-1:]]) or "nothing is known to be wrong"
+    return "; ".join([*status["waits_for"], *errors, *status["notes"][-1:]]) or "no error is known"
 
 
 def _print_table(status: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The table of `tickertape fleet status`: one screen, again and again in a terminal."""
+"""The table of `tickertape fleet status`, refreshed in a terminal."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _row(status: dict[str, Any], node: dict[str, Any], unit: dict[str, Any] | No
 
 
 def watch(look: Callable[[], dict[str, Any]], interval_s: float) -> None:
-    """Until interrupted; in a pipe, a line for each look."""
+    """Show the status until interrupted; in a pipe, one line for each refresh."""
     console = Console()
     if not console.is_terminal:
         while True:

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 Examples:
-  tickertape mic                                   with an engine of its own
+  tickertape mic                                   with its own engine
   tickertape mic --server http://127.0.0.1:8000    with a running server
-  tickertape mic --output talk.srt                 saved as it is spoken; txt, srt, vtt or json by the name's ending
-  tickertape mic --list                            which microphones there are
+  tickertape mic --output talk.srt                 save the captions as txt, srt, vtt or json, by the file name
+  tickertape mic --list                            list the microphones
   tickertape mic --input 3
 
-Sound comes from the Python package `sounddevice` if it is installed, else from `arecord` (ALSA) or `parec`
-(PulseAudio, PipeWire). TICKERTAPE_API_KEY is sent to a server that wants a key. A line to the server that drops is made
-again, and the session goes on where it was; two minutes of sound are kept meanwhile. Ctrl-C ends the sound and waits
-for the last words; twice stops at once. JSON is one line for each caption.
+The audio is recorded with the Python package `sounddevice` if it is installed, else with `arecord` (ALSA) or `parec`
+(PulseAudio, PipeWire). TICKERTAPE_API_KEY is sent to a server as the API key. If the connection to the server is lost,
+the command reconnects and resumes the session; two minutes of audio are kept meanwhile. Ctrl-C ends the recording and
+waits for the last text; twice stops at once. JSON is one line for each caption.
 """
 
 
@@ -36,11 +36,11 @@ def add(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--server", metavar="URL", help="stream to this server, not to an engine of our own")
-    parser.add_argument("--input", metavar="DEVICE", help="which microphone; the default one if not given")
+    parser.add_argument("--server", metavar="URL", help="use this server instead of a local engine")
+    parser.add_argument("--input", metavar="DEVICE", help="the microphone to use (default: the system's default)")
     parser.add_argument("--list", action="store_true", help="list the microphones and exit")
     parser.add_argument("--words", action="store_true", help="also show the times of every word")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="save the captions there, as they come")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="save the captions to this file as they arrive")
     parser.add_argument("--format", choices=("txt", "json", "srt", "vtt"), help="the format of --output")
     add_model_options(parser)
     add_transcription_options(parser)
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     from realtime.commands.terminal import UsageError, out
 
     if options.format and not options.output:
-        raise UsageError("--format says how to save; add --output FILE")
+        raise UsageError("--format is the format of --output; add --output FILE")
     recorder = microphone.find_recorder()
     if options.list:
         out(recorder.devices())
@@ -68,7 +68,7 @@ def _record(recorder: Recorder, options: argparse.Namespace) -> int:
     file = None
     if options.output:
         file = TranscriptFile(options.output, chosen_extension(options.output, options.format), options.words)
-    note(f"listening through {recorder.name}; Ctrl-C stops")
+    note(f"recording with {recorder.name}; Ctrl-C stops")
     try:
         with EndOnInterrupt() as interrupt:
             sound = captions.until(recorder.record(options.input), lambda: interrupt.ended)

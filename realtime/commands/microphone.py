@@ -1,4 +1,4 @@
-"""Sound from a microphone, through the first recorder that this machine has."""
+"""Records from a microphone, with the first recorder found: sounddevice, arecord or parec."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from realtime.session.events import Samples
 
 CHUNK_SAMPLES = MODEL_RATE * 80 // 1000
 CHUNK_BYTES = 2 * CHUNK_SAMPLES
-# Chunks that may wait for a busy reader (a minute of sound) before the oldest is lost.
+# Chunks (a minute of audio) that may wait for the reader; beyond that the oldest is dropped.
 MAX_WAITING = 750
 
 
@@ -27,7 +27,7 @@ class Recorder(Protocol):
     name: str
 
     def devices(self) -> str:
-        """What can be recorded from, for people to read."""
+        """A list of the microphones, as text."""
 
     def record(self, device: str | None) -> AsyncIterator[Samples]:
         """Chunks of 16 kHz mono. Raises CommandFailed."""
@@ -45,7 +45,7 @@ def find_recorder() -> Recorder:
         listen = ["parec", "--raw", "--format=s16le", "--channels=1", f"--rate={MODEL_RATE}", "--latency-msec=80"]
         return Program(listen, "--device", ["pactl", "list", "short", "sources"])
     raise CommandFailed(
-        "there is nothing to record with: install the Python package sounddevice (pip install sounddevice), or "
+        "no recorder was found: install the Python package sounddevice (pip install sounddevice), or "
         "arecord (in alsa-utils), or parec (in pulseaudio-utils)"
     )
 
@@ -63,8 +63,8 @@ class Program:
         try:
             done = subprocess.run(self._list_devices, capture_output=True, text=True, timeout=10)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise CommandFailed(f"{self._list_devices[0]} does not list the microphones: {error}") from error
-        return done.stdout.strip() or f"{self.name} knows no microphone"
+            raise CommandFailed(f"{self._list_devices[0]} cannot list the microphones: {error}") from error
+        return done.stdout.strip() or f"{self.name} found no microphone"
 
     async def record(self, device: str | None) -> AsyncIterator[Samples]:
         chosen = [] if device is None else [f"{self._device_option}={device}"]
@@ -77,7 +77,7 @@ class Program:
                     data = await process.stdout.readexactly(CHUNK_BYTES)
                 except asyncio.IncompleteReadError:
                     said = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
-                    reason = said[-1] if said else "it ended without a word"
+                    reason = said[-1] if said else "it ended without a message"
                     raise CommandFailed(f"no sound from the microphone: {self.name} says: {reason}") from None
                 yield np.frombuffer(data, "<i2") * PCM16_SCALE
         finally:
@@ -87,7 +87,7 @@ class Program:
 
 
 class SoundDevice:
-    """The `sounddevice` package, which brings PortAudio."""
+    """The `sounddevice` package, which includes PortAudio."""
 
     name = "sounddevice"
 

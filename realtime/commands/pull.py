@@ -1,4 +1,4 @@
-"""`tickertape pull` and `tickertape models`: what can be fetched by name, and what is here already."""
+"""`tickertape pull` and `tickertape models`: download models and sample recordings by name, and list them."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import Any
 from realtime.commands.terminal import note, out
 from realtime.config import ModelConfig
 
-# Real speech for a first try, and for `tickertape doctor`.
+# The recording for `tickertape demo`, `doctor` and `bench`.
 SAMPLE = "sample-two-cities"
 PULL_EPILOG = """\
 Examples:
-  tickertape pull                           the default model, and a recording to try it on
+  tickertape pull                           the default model and the sample recording
   tickertape pull whisper-base.en
-  tickertape pull moonshine-base --fresh    fetch it again, for instance after "the cached copy is damaged"
+  tickertape pull moonshine-base --fresh    download it again, for example after "the cached copy is damaged"
 
-Prints the folder. What was fetched once works without a network from then on. Every file is checked against its
-published digest. TICKERTAPE_CACHE chooses the cache folder.
+Prints the folder. A model that was downloaded works without a network. Every file is checked against its published
+digest. TICKERTAPE_CACHE sets the cache folder.
 """
 
 
 def add(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "pull",
-        help="fetch a model or a sample recording",
-        description="Fetch a model or a sample recording by name, check its digests, and keep it.",
+        help="download a model or the sample recording",
+        description="Download a model or the sample recording by name, and check its digests.",
         epilog=PULL_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "name", nargs="*", help="names from `tickertape models`; none means the default model and a sample"
+        "name", nargs="*", help="names from `tickertape models` (default: the default model and the sample recording)"
     )
-    parser.add_argument("--fresh", action="store_true", help="fetch again, and replace what is in the cache")
+    parser.add_argument("--fresh", action="store_true", help="download again, and replace the copy in the cache")
     parser.set_defaults(run=run_pull)
     listing: argparse.ArgumentParser = commands.add_parser(
-        "models", help="list what can be pulled", description="List what can be pulled by name, and what is here."
+        "models", help="list the models", description="List all models that can be pulled, and which are downloaded."
     )
     listing.set_defaults(run=run_models)
 
@@ -63,19 +63,19 @@ def run_models(options: argparse.Namespace) -> int:
 
 
 def default_model() -> str:
-    """The name behind `default`."""
+    """The name of the model that `default` means."""
     from engine.options import DEFAULT_MODEL
 
     return DEFAULT_MODEL
 
 
 def model_name(name: str) -> str:
-    """A name that can be pulled or a path; `default` becomes the model it stands for."""
+    """The name or path, with `default` replaced by the name of the default model."""
     return default_model() if name == ModelConfig().name else name
 
 
 def fetch(name: str, *, fresh: bool = False) -> Path:
-    """The path of a model, fetched if need be; standard error says what is fetched. A path stays itself."""
+    """The path of a model, which is downloaded if needed, with progress on standard error. A path is returned as is."""
     from rich.console import Console
 
     from engine.weights.store import available_models, cache_folder, pull, resolve
@@ -83,5 +83,5 @@ def fetch(name: str, *, fresh: bool = False) -> Path:
     if name not in available_models() or (not fresh and (cache_folder() / name).exists()):
         return pull(name, note, fresh=True) if fresh else resolve(name)
     console = Console(file=sys.stderr)
-    with console.status(f"fetching {name}"):
+    with console.status(f"downloading {name}"):
         return pull(name, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True), fresh=fresh)

@@ -1,4 +1,4 @@
-"""How busy a few live streams keep an engine, and what they cost: a few seconds of speech, played at its own pace."""
+"""A quick measurement for `tickertape doctor`: the load of an engine with a few live streams of real-time speech."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from realtime.commands.file_transcription import pieces_of
 from realtime.session.events import Samples
 
 STREAMS = 2
-# The first seconds are left out: they hold less than a whole window of audio.
+# Seconds before the measurement, in which streams have less than a full window of audio.
 WARM_UP_S = 4.0
 MEASURED_S = 8.0
-# The share of its time an engine may be busy before streams wait for each other.
+# Load above which streams would wait for each other.
 USABLE_SHARE = 0.8
 
 
@@ -30,20 +30,21 @@ class Measured:
     streams: int
     load: float
     text: str
-    # Processor seconds of this process for each second of speech in each stream.
+    # CPU seconds of this process per second of speech and stream.
     cpu_share: float = 0.0
 
     @property
     def expected(self) -> int:
-        """Streams that fit. Streams share steps, so this is rather too few than too many."""
+        """Streams to expect. An underestimate, because streams share steps."""
         return int(USABLE_SHARE * self.streams / max(self.load, 1e-3))
 
 
 async def measure_load(client: EngineClient, sound: Path) -> Measured:
+    """Play the recording into `STREAMS` streams and measure the engine's load."""
     audio = np.concatenate(list(pieces_of(sound)))
     texts = [""] * STREAMS
     streams = [await client.open(f"measure-{number}") for number in range(STREAMS)]
-    # Different audio for each, so that nothing is computed once for all.
+    # Different audio for each stream, so that no result is shared through caches.
     tasks = [
         asyncio.create_task(_play(stream, np.roll(audio, -number * len(audio) // STREAMS)))
         for number, stream in enumerate(streams)

@@ -1,4 +1,8 @@
-"""Telling whoever started the server how far it is: systemd through its socket, others through a file descriptor."""
+"""`tickertape serve`: starts the gateway, and an engine process unless engines run elsewhere.
+
+- `Readiness` reports the state of the server to systemd or to a file descriptor.
+- `Reloading` and `Hangup` handle SIGHUP (reload the configuration) and SIGUSR2 (also replace the workers).
+"""
 
 from __future__ import annotations
 
@@ -18,18 +22,18 @@ from realtime.commands.terminal import CommandFailed, UsageError, note, out, rea
 from realtime.config import Changes, Config, ConfigError, check_tls, known_keys
 from realtime.serving.tokens import fleet_secret
 
-# Where systemd listens (Type=notify).
+# systemd's socket for Type=notify.
 SOCKET_VARIABLE = "NOTIFY_SOCKET"
 
 
 class Readiness:
-    """Says READY once the server takes sessions and STOPPING once it takes no more. Nobody listening is no error."""
+    """Sends READY when the server takes sessions, and STOPPING when it takes no more. Errors are only noted."""
 
     def __init__(self, ready_fd: int | None = None) -> None:
         if ready_fd is not None:
             _check_writable(ready_fd)
         self._ready_fd = ready_fd
-        # The engine process must not speak for us.
+        # Removed from the environment, because the engine process must not notify systemd.
         self._address = os.environ.pop(SOCKET_VARIABLE, "")
 
     def ready(self, url: str) -> None:
@@ -39,7 +43,7 @@ class Readiness:
         try:
             os.write(self._ready_fd, f"{url}\n".encode())
         except OSError as error:
-            note(f"nobody reads file descriptor {self._ready_fd}: {error.strerror}")
+            note(f"cannot write to file descriptor {self._ready_fd}: {error.strerror}")
         os.close(self._ready_fd)
         self._ready_fd = None
 
@@ -49,7 +53,7 @@ class Readiness:
     def _notify(self, text: str) -> None:
         if not self._address:
             return
-        # A name that begins with @ lives in the abstract space, which has no files.
+        # A name that begins with @ is in the abstract namespace.
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier:
@@ -60,7 +64,7 @@ class Readiness:
 
 
 def _check_writable(fd: int) -> None:
-    """Raise UsageError: a descriptor that cannot be written to is better known now than after a model is loaded."""
+    """Raise UsageError if the descriptor is not writable; checked before the model is loaded."""
     try:
         os.write(fd, b"")
         os.set_inheritable(fd, False)
@@ -69,16 +73,14 @@ def _check_writable(fd: int) -> None:
         raise UsageError(f"--ready-fd {fd}: {reason}; open it for writing, as in `--ready-fd 3 3>file`") from error
 
 
-# SIGHUP and SIGUSR2 of `tickertape serve`: read the configuration again, and replace the workers.
-
 log = logging.getLogger("tickertape")
 
 
 class Reloading:
-    """Reads the configuration from where it was read at the start, and gives it to the server.
+    """Reads the configuration again from the same sources, and applies it to the server.
 
-    `apply` raises ConfigError for one that cannot be used beside what stays as it is. `restart` replaces the workers;
-    None for a server without any.
+    `apply` raises ConfigError if the new values contradict keys that need a restart. `restart` replaces the workers;
+    None for a server without workers.
     """
 
     def __init__(
@@ -97,14 +99,14 @@ class Reloading:
 
     async def run(self, with_restart: bool = False) -> None:
         if with_restart and self._restart is None:
-            log.warning("SIGUSR2 replaces workers, and this server has none: restart it, or send SIGHUP to reload")
+            log.warning("SIGUSR2 replaces workers, but this server has none: restart it, or send SIGHUP to reload")
             return
         async with self._one_at_a_time:
             await self._run(with_restart)
 
     async def _run(self, with_restart: bool) -> None:
         try:
-            # Files may be on a disk that takes its time.
+            # On a thread, because the disk may be slow.
             changes = self._apply(await asyncio.to_thread(self._read))
         except (ConfigError, OSError) as error:
             log.error(
@@ -118,9 +120,9 @@ class Reloading:
 
 
 class Hangup:
-    """What SIGHUP and SIGUSR2 do, from the first moment of the command: the default would end the process.
+    """Handles SIGHUP and SIGUSR2 from the start of the command, because their default ends the process.
 
-    A terminal that is closed sends SIGHUP too. Nobody can press Ctrl-C there any more, so the server stops as by that.
+    A terminal that is closed sends SIGHUP too; the server then stops as with Ctrl-C.
     """
 
     def __init__(self) -> None:
@@ -130,7 +132,7 @@ class Hangup:
             signal.signal(number, lambda number, _: self._heard(number))
 
     def reload(self, reloading: Reloading) -> None:
-        """From now on there is a server that can be reloaded; called inside its event loop."""
+        """Reload this server on a signal from now on; called in its event loop."""
         self._reloading = reloading
         for number in (signal.SIGHUP, signal.SIGUSR2):
             asyncio.get_running_loop().add_signal_handler(number, self._heard, number)
@@ -139,42 +141,40 @@ class Hangup:
         if number == signal.SIGHUP and self._has_terminal and not os.isatty(0):
             signal.raise_signal(signal.SIGINT)
         elif self._reloading is None:
-            note("the server has not begun: there is nothing to reload yet")
+            note("the server is still starting; there is nothing to reload yet")
         else:
             self._reloading.begin(number == signal.SIGUSR2)
 
 
-# `tickertape serve`: the gateway, and an engine process of its own unless engines run elsewhere.
-
 EPILOG = """\
 Examples:
-  tickertape serve                                     for this machine alone, at http://127.0.0.1:8000
+  tickertape serve                                     for this machine only, at http://127.0.0.1:8000
   tickertape serve --model whisper-base.en --port 9000
   tickertape serve --config tickertape.toml            every key is explained in docs/tickertape.toml
   TICKERTAPE_AUTH_KEYS=a-long-secret tickertape serve --host 0.0.0.0
   tickertape serve --engine tcp://gpu1:5555,tcp://gpu2:5555    engines started with `tickertape engine`
 
 Every key of the configuration is also a flag (--limits.max-sessions 100) and an environment variable
-(TICKERTAPE_LIMITS_MAX_SESSIONS=100). Flags win over the environment, which wins over the file.
-The first start fetches the model. Ctrl-C lets running turns finish, then stops; twice stops at once.
-SIGHUP reads the configuration again: keys, limits and the log level change, no socket is closed. SIGUSR2 does that and
-replaces the workers one by one.
-systemd is told when the server is ready and when it stops (Type=notify); others can read --ready-fd.
+(TICKERTAPE_LIMITS_MAX_SESSIONS=100). Flags override the environment, which overrides the file.
+The first start downloads the model. Ctrl-C lets running turns finish, then stops; twice stops at once.
+SIGHUP reloads the configuration: keys, limits and the log level change, and no socket is closed. SIGUSR2 also replaces
+the workers one by one.
+systemd is notified when the server is ready and when it stops (Type=notify); other programs can read --ready-fd.
 """
 
-# Short names for the keys people change most.
+# Short names of frequently used keys.
 SHORT = {
-    "--host": ("server.host", "address to listen on; others than this machine need keys, or --no-auth"),
+    "--host": ("server.host", "address to listen on; addresses that other machines can reach need keys or --no-auth"),
     "--port": ("server.port", "port to listen on"),
-    "--workers": ("server.workers", "gateway processes; as many as the engine and the cores call for if not given"),
+    "--workers": ("server.workers", "gateway processes (default: chosen by the engine and the number of cores)"),
     "--model": ("model.name", "a name from `tickertape models`, or a path to a checkpoint"),
     "--device": ("model.device", "auto, cpu, cuda, or cuda:1 for the second GPU"),
-    "--max-streams": ("model.max_streams", "sessions at once; what the machine can do if not given"),
-    "--threads": ("model.threads", "CPU threads of the model; if not given, the model decides"),
-    "--engine": ("model.engines", "addresses of engines that run elsewhere, separated by commas"),
+    "--max-streams": ("model.max_streams", "most streams at once (default: as many as the machine can serve)"),
+    "--threads": ("model.threads", "CPU threads of the model (default: one per core)"),
+    "--engine": ("model.engines", "addresses of running engines, separated by commas"),
     "--engine-table": (
         "fleet.table",
-        "a JSON file that says which engines there are, and is looked at again and again",
+        "a JSON file that lists the engines; changes of the file are applied",
     ),
     "--fleet-secret-file": ("fleet.secret_file", "a file with the secret that engines and gateways of a fleet share"),
 }
@@ -184,7 +184,7 @@ def add(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve",
         help="start the server",
-        description="Start the server: sockets, uploads, metrics and the page on one port.",
+        description="Start the server: WebSockets, uploads, metrics and the web page on one port.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -194,16 +194,17 @@ def add(commands: Any) -> None:
         dest="flag:auth.no_auth",
         action="store_const",
         const=True,
-        help="serve without keys on an address others can reach",
+        help="serve without keys on an address that other machines can reach",
     )
     parser.add_argument(
-        "--ready-fd", type=int, metavar="N", help="write the address to this file descriptor once the server is ready"
+        "--ready-fd", type=int, metavar="N", help="write the URL to this file descriptor when the server is ready"
     )
     parser.set_defaults(run=run)
 
 
 def add_config_options(parser: argparse.ArgumentParser, keys: Collection[str], about: str | None = None) -> None:
-    """Flags for so many keys of the configuration; the long ones are listed in the help with `about` or not at all."""
+    """Add flags for these keys of the configuration. The help shows the long names with the text `about`; without it
+    they are hidden."""
     parser.add_argument("--config", metavar="FILE", help="a TOML file with the configuration")
     for flag, (key, meaning) in SHORT.items():
         if key in keys:
@@ -214,6 +215,7 @@ def add_config_options(parser: argparse.ArgumentParser, keys: Collection[str], a
 
 
 def config_of(options: argparse.Namespace) -> Config:
+    """The configuration by file, environment and flags. Raises ConfigError."""
     given = {
         name.removeprefix("flag:"): value
         for name, value in vars(options).items()
@@ -267,8 +269,8 @@ def check_fleet_secret(config: Config) -> bytes | None:
 
 
 def check_spool() -> None:
-    """Raise CommandFailed if the folder for uploads that was asked for cannot be used: Python would take another one
-    without a word, which may be smaller, or in memory."""
+    """Raise CommandFailed if the configured folder for uploads cannot be used: Python would silently choose another
+    one, which may be smaller or in memory."""
     import tempfile
 
     folder = next((value for name in ("TMPDIR", "TEMP", "TMP") if (value := os.environ.get(name))), None)
@@ -277,12 +279,12 @@ def check_spool() -> None:
             pass
     except OSError as error:
         where = repr(folder) if folder else "the folder for temporary files"
-        text = f"uploads wait in {where}, where no file can be made: {error.strerror}"
+        text = f"uploads are stored in {where}, where no file can be created: {error.strerror}"
         raise CommandFailed(f"{text}; create the folder for the server's user, or set TMPDIR to another one") from error
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise CommandFailed if the port cannot be had: better now than after a model has been loaded."""
+    """Raise CommandFailed if the port cannot be used; checked before the model is loaded."""
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             pass
@@ -357,13 +359,13 @@ async def _serve_workers(
 
 
 def _with_workers(config: Config, workers: int) -> Config:
-    """With the number that the server chose, if it was to choose."""
+    """The configuration with this number of workers, if it has none."""
     chosen = config.server.workers or workers
     return replace(config, server=replace(config.server, workers=chosen))
 
 
 class _Stop:
-    """Ctrl-C or SIGTERM: once to let turns finish, twice to stop at once."""
+    """Ctrl-C and SIGTERM: the first lets turns finish, the second stops at once."""
 
     def __init__(self) -> None:
         import asyncio
@@ -381,5 +383,5 @@ class _Stop:
 
 
 def stop_by_terminate() -> None:
-    """SIGTERM works like Ctrl-C: the server first lets turns finish, then the engine is stopped too."""
+    """Make SIGTERM work like Ctrl-C: turns finish first, then the engine is stopped too."""
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))

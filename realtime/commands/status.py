@@ -1,4 +1,4 @@
-"""`tickertape status`: a live view of a running server, one object for programs, or a yes or no for health checks."""
+"""`tickertape status`: a live view of a running server, a JSON object, or an exit code for health checks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ Examples:
   tickertape status --json | jq .load         one object, once
   tickertape status --ready                   exit code 0 if it takes sessions, else 1: for health checks
 
-Without a URL the address, port and certificate come from the configuration, as `tickertape serve` reads it: --config,
-then the environment. A server that goes away is waited for. In a pipe every look is one line. TICKERTAPE_API_KEY is
-sent to a server that wants a key. Times in --json count from the server's start, in the view from the last minute.
+Without a URL, the address, port and certificate come from the configuration, as `tickertape serve` reads it: --config,
+then the environment. If the server stops answering, the view keeps trying. In a pipe each refresh is one line.
+TICKERTAPE_API_KEY is sent to the server as the API key. The times in --json are since the server's start; those in the
+view are of the last minute.
 """
-# Addresses that mean "all of them"; a server that listens on them is asked at the loopback address.
+# A server that listens on all addresses is reached at the loopback address.
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -35,9 +36,9 @@ def add(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("url", nargs="?", help="the server; the one of the configuration if not given")
-    parser.add_argument("--config", metavar="FILE", help="the configuration that the server has")
-    parser.add_argument("--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between two looks")
+    parser.add_argument("url", nargs="?", help="the server (default: from the configuration)")
+    parser.add_argument("--config", metavar="FILE", help="the server's configuration file")
+    parser.add_argument("--interval", type=_interval, default=1.0, metavar="SECONDS", help="seconds between refreshes")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print one JSON object and exit")
     how.add_argument("--ready", action="store_true", help="exit with 0 if the server takes sessions, with 1 if not")
@@ -47,7 +48,7 @@ def add(commands: Any) -> None:
 def _interval(text: str) -> float:
     value = float(text)
     if not 0.1 <= value <= 3600:
-        raise argparse.ArgumentTypeError("must lie between 0.1 and 3600 seconds")
+        raise argparse.ArgumentTypeError("must be between 0.1 and 3600 seconds")
     return value
 
 
@@ -98,14 +99,14 @@ def _server(options: argparse.Namespace) -> HttpServer:
 
 
 def own_url(settings: ServerConfig) -> str:
-    """Where a server with these settings is reached from its own machine."""
+    """The URL of a server with these settings, from its own machine."""
     host = ANY_ADDRESS.get(settings.host, settings.host)
     scheme = "https" if settings.tls_cert else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
 def _own_trust(settings: ServerConfig) -> Any:
-    """Trust in the very certificate that the server shows: it is made for its public name, not for this address."""
+    """A TLS context that trusts the server's own certificate, which is for its public name and not for this address."""
     if settings.tls_cert is None:
         return None
     import ssl

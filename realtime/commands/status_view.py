@@ -1,4 +1,4 @@
-"""What a running server says of itself, read from `/ready`, `/capacity` and `/metrics`."""
+"""The view of `tickertape status`: reads `/ready`, `/capacity` and `/metrics`, and shows a screen or log lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from realtime.commands.terminal import CommandFailed
 
 SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 PREFIX = "tickertape_"
-# What `/capacity` of every server has.
+# Numbers that `/capacity` must contain.
 ROOM = (
     *("sessions", "connected", "speaking", "load", "max_load"),
     *("streams_used", "streams_total", "streams_counted", "streams_that_hold", "streams_free"),
@@ -29,7 +29,7 @@ ROOM = (
 
 @dataclass(frozen=True, slots=True)
 class Quantile:
-    """An estimate in seconds. `is_beyond`: the value is larger than the last bound of the histogram, which this is."""
+    """An estimate in seconds. With `is_beyond`, the real value is larger than the histogram's last bound, `seconds`."""
 
     seconds: float
     is_beyond: bool = False
@@ -37,7 +37,7 @@ class Quantile:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Upper bounds, and how many observations lie at or below each."""
+    """Upper bounds, and the number of observations at or below each."""
 
     counts: Mapping[float, float] = field(default_factory=dict)
 
@@ -46,13 +46,13 @@ class Histogram:
         return max(self.counts.values(), default=0)
 
     def since(self, before: Histogram) -> Histogram:
-        """What was observed after `before`; all of it if the server was started again in between."""
+        """The observations after `before`; all of them if the server was restarted in between."""
         if before.total > self.total:
             return self
         return Histogram({bound: count - before.counts.get(bound, 0) for bound, count in self.counts.items()})
 
     def quantile(self, share: float) -> Quantile | None:
-        """The value that this share of the observations does not exceed; None if nothing was observed."""
+        """The value that this share of the observations does not exceed; None without observations."""
         wanted, lower, below = share * self.total, 0.0, 0.0
         if not self.total:
             return None
@@ -68,7 +68,7 @@ class Histogram:
         return {name: self.quantile(share) for name, share in SHARES.items()}
 
     def as_json(self) -> dict[str, float | None]:
-        """A quantile is null if nothing was counted, or if it is larger than `last_bound`."""
+        """The quantiles; null without observations, or if the value is larger than `last_bound`."""
         values = {
             name: None if value is None or value.is_beyond else round(value.seconds, 3)
             for name, value in self.quantiles().items()
@@ -79,7 +79,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A server at one moment. Figures of `/metrics` count from its start."""
+    """The state of a server at one moment. Values from `/metrics` count from its start."""
 
     status: str
     capacity: Mapping[str, Any]
@@ -101,13 +101,14 @@ class Snapshot:
 
 
 def readiness(server: HttpServer) -> tuple[bool, str]:
-    """Whether the server takes sessions, and the word it has for its state. Raises CannotConnect, CommandFailed."""
+    """Whether the server takes sessions, and the name of its state. Raises CannotConnect and CommandFailed."""
     answer = server.get("/ready")
     return answer.status == 200, str(_object(server, "/ready", answer, 200, 503).get("status"))
 
 
 def look(server: HttpServer) -> Snapshot:
-    """Raises CannotConnect if nobody answers, CommandFailed if the answer is of no use."""
+    """The current state of the server. Raises CannotConnect if it does not answer, CommandFailed if the answer is
+    invalid."""
     _, status = readiness(server)
     capacity = _object(server, "/capacity", server.get("/capacity"), 200)
     if any(not isinstance(capacity.get(name), int | float) for name in ROOM):
@@ -146,12 +147,10 @@ def _object(server: HttpServer, path: str, answer: HttpAnswer, *statuses: int) -
     raise CommandFailed(f"{server.url}{path} {answer.refusal}")
 
 
-# The live view of `tickertape status`: a screen in a terminal, a line for each look in a pipe.
-
-# Lag and time to final are those of the last looks, within this time.
+# Lag and time to final are shown for this many seconds.
 RECENT_S = 60.0
 NOT_COUNTED = "n/a"
-# What a server that is not ready says in a word.
+# Descriptions of the states of a server that is not ready.
 STATES = {
     "starting": "starting: it takes no sessions until an engine has loaded its model",
     "draining": "draining: it takes no new sessions and lets the running turns finish",
@@ -159,7 +158,7 @@ STATES = {
 
 
 class StatusView:
-    """Give it what each look found; it remembers enough to tell what is recent."""
+    """Renders the snapshots of the last minute."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -173,7 +172,7 @@ class StatusView:
             self._looks.popleft()
 
     def missed(self, reason: str, clock: str) -> bool:
-        """Returns whether that is news."""
+        """Record that the server did not answer; returns whether it is the first time since the last answer."""
         news = self._trouble is None
         if self._trouble is None:
             self._trouble = (reason, clock)
@@ -236,12 +235,12 @@ class StatusView:
     def _recent(self, name: str) -> Histogram:
         (_, first), (_, now) = self._looks[0], self._looks[-1]
         latest: Histogram = getattr(now, name)
-        # The first look has nothing before it: what it shows is since the server's start.
+        # The first snapshot has none before it, so it shows values since the server's start.
         return latest if first is now else latest.since(getattr(first, name))
 
 
 def watch(server: HttpServer, interval_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Until interrupted. Raises CannotConnect or CommandFailed if the very first look fails."""
+    """Show the status until interrupted. Raises CannotConnect or CommandFailed if the first snapshot fails."""
     console = Console()
     view = StatusView(server.url)
     view.saw(look(server), time.monotonic())
@@ -271,7 +270,7 @@ def _print_lines(
 
 
 def _look_again(server: HttpServer, view: StatusView) -> tuple[str, bool] | None:
-    """What went wrong, and whether that is news; None if nothing did."""
+    """Take a snapshot. Returns None, or the error and whether it is the first since the last answer."""
     try:
         view.saw(look(server), time.monotonic())
     except (CannotConnect, CommandFailed) as error:

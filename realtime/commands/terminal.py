@@ -1,4 +1,4 @@
-"""What the commands share: where words go, and how a command fails."""
+"""What all commands share: output, exit codes, exceptions, reading the configuration, and Ctrl-C during a recording."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEBUG_VARIABLE = "TICKERTAPE_DEBUG"
 KEY_VARIABLE = "TICKERTAPE_API_KEY"
 _NOT_CONFIGURATION = frozenset({CACHE_VARIABLE, DEBUG_VARIABLE, KEY_VARIABLE})
 
-# How people write standard input where a file is expected, and how it is called where a file would be named.
+# Standard input as a command-line argument, and its name in messages.
 STANDARD_INPUT = Path("-")
 STANDARD_INPUT_NAME = "standard input"
 
@@ -26,21 +26,21 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 class CommandFailed(Exception):
-    """The command could not do its work; exit code 1. The text says what to do about it."""
+    """The command failed; exit code 1. The text says what to do."""
 
 
 class UsageError(Exception):
-    """The command line asks for something that cannot be; exit code 2."""
+    """The command line is invalid; exit code 2."""
 
 
 def out(text: str) -> None:
-    """Results: to standard output."""
+    """Write a result to standard output."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
-    """Everything that is not a result: to standard error."""
+    """Write a message that is not a result to standard error."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
@@ -61,11 +61,9 @@ def read_config(path: str | None, flags: Mapping[str, object]) -> Config:
     return load_config(path, environment, flags)
 
 
-# Ctrl-C while sound comes in: the first ends the sound, and what was heard is finished; the second stops at once.
-
-
 class EndOnInterrupt:
-    """Use as a context; `ended` says that Ctrl-C was pressed."""
+    """Context manager for Ctrl-C while audio is read: the first sets `ended`, so that the audio ends and the text is
+    finished; the second stops at once."""
 
     def __init__(self) -> None:
         self.ended = False

@@ -1,4 +1,4 @@
-"""`tickertape transcribe`: files to text, subtitles or JSON, with the engine in this process or with a server."""
+"""`tickertape transcribe`: transcribes files to text, subtitles or JSON, with a local engine or with a server."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 Examples:
-  tickertape transcribe talk.mp3                         the text, on standard output
-  tickertape transcribe --srt --output-dir subs *.mp4    subs/NAME.srt for each file
-  tickertape transcribe --json --words call.wav          one line of JSON, with the times of every word
-  tickertape transcribe --server http://gpu-box:8000 talk.mp3      the file goes to a running server
-  tickertape transcribe --live talk.mp3                  at the pace of the recording, as live captions
+  tickertape transcribe talk.mp3                         print the text
+  tickertape transcribe --srt --output-dir subs *.mp4    write subs/NAME.srt for each file
+  tickertape transcribe --json --words call.wav          print one line of JSON, with the times of every word
+  tickertape transcribe --server http://gpu-box:8000 talk.mp3      use a running server
+  tickertape transcribe --live talk.mp3                  show live captions, in real time
   ffmpeg -loglevel error -i rtsp://camera -vn -f wav - | tickertape transcribe --live -
 
-Any format that FFmpeg reads. A file of many hours is read piece by piece. When a file fails, the others are still
-done, one line on standard error says why, and the exit code is 1. The part of a damaged file that can be decoded is
-written all the same. A file that grows is read to the end it has when that is reached.
+Accepts any format that FFmpeg can read, and files of many hours. If a file fails, the others are still transcribed, one
+line on standard error names the error, and the exit code is 1. The part of a damaged file that can be decoded is
+written. A file that is still growing is read up to its current end.
 
-`-` is standard input, in any format that can be read from front to back (WAV, FLAC, MP3, Ogg, WebM, fragmented MP4); it
-is heard as it arrives, and ends when its writer does or at Ctrl-C. TICKERTAPE_API_KEY is sent to a server that wants a
-key.
+`-` is standard input, in a format that can be read without seeking (WAV, FLAC, MP3, Ogg, WebM, fragmented MP4). It is
+transcribed as it arrives, and ends with its writer or at Ctrl-C. TICKERTAPE_API_KEY is sent to a server as the API key.
 """
 
 
@@ -40,37 +39,37 @@ def add(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "transcribe",
         help="transcribe audio and video files",
-        description="Transcribe audio and video files, with an engine of its own or through a server.",
+        description="Transcribe audio and video files, with a local engine or with a server.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="audio or video; - is standard input")
-    formats = parser.add_argument_group("what to write (text if none is given)")
+    formats = parser.add_argument_group("output formats (default: text)")
     formats.add_argument("--json", action="store_true", help="text, segments and length, one line for each file")
     formats.add_argument("--srt", action="store_true", help="SubRip subtitles")
     formats.add_argument("--vtt", action="store_true", help="WebVTT subtitles")
     formats.add_argument("--words", action="store_true", help="the times of every word, in text and JSON")
-    formats.add_argument("--output-dir", type=Path, metavar="DIR", help="write files there instead of standard output")
-    parser.add_argument("--live", action="store_true", help="at the pace of the recording, with live captions")
-    parser.add_argument("--server", metavar="URL", help="send to this server, not to an engine of our own")
+    formats.add_argument("--output-dir", type=Path, metavar="DIR", help="write files to this folder")
+    parser.add_argument("--live", action="store_true", help="show live captions, in real time")
+    parser.add_argument("--server", metavar="URL", help="use this server instead of a local engine")
     add_model_options(parser)
     add_transcription_options(parser)
     parser.set_defaults(run=run)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the model")
+    group = parser.add_argument_group("model")
     group.add_argument(
         "--model", default=ModelConfig().name, help="a name from `tickertape models`, or a path to a checkpoint"
     )
     group.add_argument("--device", default=ModelConfig().device, choices=("auto", "cpu", "cuda"))
-    group.add_argument("--language", metavar="CODE", help="what is spoken, for models that know several languages")
+    group.add_argument("--language", metavar="CODE", help="the spoken language, for models with several languages")
 
 
 def run(options: argparse.Namespace) -> int:
     formats = [name for name in ("json", "srt", "vtt") if getattr(options, name)] or ["txt"]
     _check(options, formats)
-    # Everything that can be found wrong is, before a model is loaded.
+    # Check everything before a model is loaded.
     if options.output_dir is not None:
         _check_writable(options.output_dir, [f"{_stem(file)}.{name}" for file in options.files for name in formats])
     files = _readable(options.files, here=not options.server)
@@ -88,9 +87,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace, formats: list[str]) -> None:
     if options.files.count(STANDARD_INPUT) > 1:
-        raise UsageError("standard input can be read once only; name - once")
+        raise UsageError("standard input can be read only once; name - once")
     if STANDARD_INPUT in options.files and sys.stdin.isatty():
-        raise UsageError("standard input is a terminal; pipe sound into it: ffmpeg -i FILE -f wav - | tickertape ...")
+        raise UsageError("standard input is a terminal; pipe audio into it: ffmpeg -i FILE -f wav - | tickertape ...")
     if options.live and (options.output_dir or formats != ["txt"]):
         raise UsageError("--live shows captions and writes nothing else; leave the other formats out")
     if options.output_dir is None and len(formats) > 1:
@@ -110,7 +109,7 @@ def _stem(file: Path) -> str:
 
 
 async def _transcribe_all(files: list[Path], options: argparse.Namespace, formats: list[str]) -> int:
-    """Returns how many files failed."""
+    """Transcribe files with a local engine; returns how many failed."""
     from realtime.commands import file_transcription
     from realtime.commands.file_transcription import FileFailed, FileTranscriber
     from realtime.commands.transcription_options import TranscriptionOptions
@@ -131,7 +130,7 @@ async def _transcribe_all(files: list[Path], options: argparse.Namespace, format
 
 
 def _send_all(files: list[Path], options: argparse.Namespace, formats: list[str]) -> int:
-    """The same with a server."""
+    """Transcribe files with a server; returns how many failed."""
     from realtime.commands.file_transcription import FileFailed, FileSender
     from realtime.commands.transcription_options import TranscriptionOptions
 
@@ -153,10 +152,10 @@ def _size(file: Path) -> int | None:
 
 
 def _note_growth(file: Path, before: int | None) -> None:
-    """A file that is still being written is read to the end it had; whoever wants more must know."""
+    """Print a note if the file has grown meanwhile, because its new end may not have been read."""
     after = _size(file)
     if before is not None and after is not None and after > before:
-        note(f"note: {file} grew from {before} to {after} bytes meanwhile; the end may be missing")
+        note(f"note: {file} grew from {before} to {after} bytes meanwhile; its end may be missing in the transcript")
 
 
 async def _play_all(files: list[Path], options: argparse.Namespace) -> int:
@@ -174,7 +173,7 @@ async def _play_all(files: list[Path], options: argparse.Namespace) -> int:
 
 
 def _check_writable(folder: Path, names: list[str]) -> None:
-    """Raises CommandFailed if the files of these names cannot be written there."""
+    """Raise CommandFailed if files with these names cannot be written to the folder."""
     import tempfile
 
     try:
@@ -186,12 +185,12 @@ def _check_writable(folder: Path, names: list[str]) -> None:
     for name in names:
         if (folder / name).is_dir():
             raise CommandFailed(
-                f"cannot write {folder / name}: a folder of that name is there; name another --output-dir"
+                f"cannot write {folder / name}: a folder with that name exists; name another --output-dir"
             )
 
 
 def _readable(files: list[Path], *, here: bool) -> list[Path]:
-    """Those that can be read, and decoded if that is done here. The others are named on standard error."""
+    """The files that can be read and, with `here`, decoded. The others are named on standard error."""
     good = []
     for file in files:
         fault = _fault_of(file, here)
@@ -203,7 +202,8 @@ def _readable(files: list[Path], *, here: bool) -> list[Path]:
 
 
 def _fault_of(file: Path, here: bool) -> str | None:
-    """Why the file cannot be transcribed, as far as its beginning tells. A pipe is left alone: what is read is gone."""
+    """Why the file cannot be transcribed, judged by its beginning; None if it can. Pipes are not read, because their
+    bytes would be lost."""
     if file == STANDARD_INPUT:
         return None
     if file.is_dir():

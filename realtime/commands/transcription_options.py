@@ -1,4 +1,4 @@
-"""What somebody asks of a model beside the sound: its language, a prompt, words to expect."""
+"""The model's options on the command line: language, prompt, keywords and translation."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from realtime.session.settings import Settings, listed_words
 
 
 def add_transcription_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is spoken, for models that take it")
-    group.add_argument("--prompt", metavar="TEXT", help="what was said before, or how the text should look")
+    group = parser.add_argument_group("options of the model, if it supports them")
+    group.add_argument("--prompt", metavar="TEXT", help="text before the audio, or an example of the style")
     group.add_argument(
         "--keyword", metavar="WORD", action="append", default=[], help="a word to expect; may be given several times"
     )
-    group.add_argument("--translate", action="store_true", help="write in English what is said in another language")
+    group.add_argument("--translate", action="store_true", help="translate speech in other languages to English")
 
 
 @dataclass(frozen=True, slots=True)
 class TranscriptionOptions:
+    """The options as given on the command line."""
+
     language: str | None = None
     prompt: str | None = None
     keywords: tuple[str, ...] = ()
@@ -36,14 +38,14 @@ class TranscriptionOptions:
         return cls(options.language, options.prompt, tuple(options.keyword), TRANSLATE if options.translate else None)
 
     def given(self) -> dict[str, str]:
-        """Those that a model may lack altogether, by the names that models have for them."""
+        """The given options that a model may not support, by the models' names for them."""
         all_of_them = {"language": self.language, "prompt": self.prompt, "keywords": ", ".join(self.keywords)}
         return {name: value for name, value in all_of_them.items() if value}
 
     def fit_for(self, model: str) -> TranscriptionOptions:
-        """Those that the model of this name or path takes, as far as that is known before it is loaded.
+        """The options that this model supports, as far as that is known before it is loaded.
 
-        A note says which it does not take. Raises CommandFailed for a language or a task that it lacks.
+        Prints a note about the others. Raises CommandFailed for a language or task that the model lacks.
         """
         from audio.formats import MODEL_RATE
         from engine.weights import registry
@@ -63,7 +65,7 @@ class TranscriptionOptions:
         )
 
     def options_for(self, spec: ModelSpec) -> dict[str, str]:
-        """As an engine with this model takes them. A note says which it does not. Raises CommandFailed."""
+        """The options for an engine with this model. Prints a note about unsupported ones. Raises CommandFailed."""
         words = tuple((word, 1.0) for word in self.keywords)
         asked = Settings(language=self.language, prompt=self.prompt or "", keywords=words, task=self.task)
         try:
@@ -74,14 +76,14 @@ class TranscriptionOptions:
         return taken.engine_options()
 
     def taken_by(self, model: str, known: Sequence[str]) -> dict[str, str]:
-        """Those that the model knows. A note says which it does not."""
+        """The options among `known`, which the model supports. Prints a note about the others."""
         taken = self.taken(known)
         unknown = [name for name in self.given() if name not in taken]
         if unknown:
-            note(f"note: {model} takes no {', no '.join(unknown)}; going on without")
+            note(f"note: {model} does not support {', '.join(unknown)}; continuing without")
         return taken
 
     def taken(self, known: Sequence[str]) -> dict[str, str]:
-        """Those that a model knows. A prompt that is a list of words is taken as keywords."""
+        """The options among `known`. A prompt that is a list of words counts as keywords."""
         names = {*known, "prompt"} if "keywords" in known and listed_words(self.prompt or "") else set(known)
         return {name: value for name, value in self.given().items() if name in names}

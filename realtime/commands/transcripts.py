@@ -1,4 +1,4 @@
-"""A file's transcript, and the ways to write it down."""
+"""Writes transcripts as text, JSON, SubRip or WebVTT: of a whole file, or live while it is transcribed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from realtime.session.words import SENTENCE_ENDS, Subtitle, subtitles, to_srt, t
 
 @dataclass(slots=True)
 class FileTranscript:
-    """What was heard in a file; times are samples at `sample_rate`."""
+    """The transcript of a file; times are samples at `sample_rate`."""
 
     path: Path
     model: str
@@ -39,13 +39,13 @@ def as_text(transcript: FileTranscript, words: bool) -> str:
 
 
 def word_line(word: TimedWord, sample_rate: int) -> str:
-    """Start, end, word, and how sure the model is of it, if it tells."""
+    """Start, end, word, and its confidence if the model has one; separated by tabs."""
     sure = "" if word.confidence is None else f"\t{word.confidence:.2f}"
     return f"{word.start / sample_rate:.2f}\t{word.end / sample_rate:.2f}\t{word.text.strip()}{sure}\n"
 
 
 def as_json(transcript: FileTranscript, words: bool) -> str:
-    """One line, so that several files make JSON lines."""
+    """One line of JSON, so that several files make JSON lines."""
     rate = transcript.sample_rate
     body: dict[str, Any] = {
         "file": str(transcript.path),
@@ -70,7 +70,7 @@ def as_vtt(transcript: FileTranscript, words: bool) -> str:
     return to_vtt(subtitles(transcript.words, transcript.sample_rate))
 
 
-# Extension -> how it is written.
+# Extension -> function that writes the format.
 FORMATS: dict[str, Callable[[FileTranscript, bool], str]] = {
     "txt": as_text,
     "json": as_json,
@@ -80,7 +80,7 @@ FORMATS: dict[str, Callable[[FileTranscript, bool], str]] = {
 
 
 def write_whole(path: Path, text: str) -> None:
-    """The file appears complete or not at all."""
+    """Write a file atomically: it appears complete or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -89,12 +89,7 @@ def write_whole(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-# A transcript on disk that is written while it is heard: what was shown is saved, whatever happens next.
-#
-# Captions that are complete stand; the one being spoken is written over with every word. A full disk is said once,
-# and what could not be written waits, within a bound, for room.
-
-# Captions that wait for room on the disk, about a day of speech; the oldest go.
+# Captions (about a day of speech) that wait for space on the disk; beyond that the oldest are dropped.
 MAX_UNSAVED = 20_000
 
 
@@ -120,7 +115,7 @@ def _vtt(caption: Subtitle, number: int, words: bool) -> str:
     return "\n" + to_vtt([caption]).removeprefix("WEBVTT\n\n")
 
 
-# Extension -> how a caption is written, and what stands before the first.
+# Extension -> function that writes a caption, and the header of the file.
 LIVE_FORMATS: dict[str, tuple[Callable[[Subtitle, int, bool], str], str]] = {
     "txt": (_text, ""),
     "json": (_json, ""),
@@ -130,7 +125,11 @@ LIVE_FORMATS: dict[str, tuple[Callable[[Subtitle, int, bool], str], str]] = {
 
 
 class TranscriptFile:
-    """Give it words as they come. `on_trouble` is told why nothing can be saved; an empty text takes it back."""
+    """A transcript that is written while the audio is transcribed, so that everything shown is saved.
+
+    Complete captions are final; the current one is overwritten with every word. If the disk is full, `on_trouble` is
+    called once with the problem, and with an empty text when it is solved; captions wait in memory meanwhile.
+    """
 
     def __init__(self, path: Path, extension: str, words: bool) -> None:
         self.on_trouble: Callable[[str], None] = note
@@ -147,14 +146,14 @@ class TranscriptFile:
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
-            raise UsageError(f"{path} is there already; name another file, or remove it") from None
+            raise UsageError(f"{path} exists already; name another file, or remove it") from None
         except OSError as error:
             raise CommandFailed(f"cannot write {path}: {error.strerror}") from error
         self._keep(head)
         self._save("")
 
     def add(self, words: Sequence[TimedWord]) -> None:
-        """Words that will not change any more."""
+        """Add final words."""
         if not words:
             return
         captions = subtitles([*self._open, *words], MODEL_RATE)
@@ -166,7 +165,7 @@ class TranscriptFile:
         self._save("".join(self._write_caption(caption, self._captions + 1, self._words) for caption in spoken))
 
     def close(self) -> None:
-        """Raises CommandFailed if something could not be saved. A file in which nothing was said is removed."""
+        """Save the rest. A file without captions is removed. Raises CommandFailed if something could not be saved."""
         for caption in subtitles(self._open, MODEL_RATE):
             self._complete(caption)
         self._open = []
@@ -187,7 +186,7 @@ class TranscriptFile:
             self._unsaved.append(text.encode())
 
     def _save(self, spoken: str) -> None:
-        """Write what waits, then the caption being spoken, which stays unsaved: the next write goes over it."""
+        """Write the waiting captions, then the current one, which the next write overwrites."""
         try:
             while self._unsaved:
                 self._write(self._unsaved[0])
@@ -196,7 +195,7 @@ class TranscriptFile:
             os.ftruncate(self._fd, end)
         except OSError as error:
             if not self._in_trouble:
-                text = f"cannot save to {self._path}: {error.strerror}; captions go on, saving is tried again"
+                text = f"cannot save to {self._path}: {error.strerror}; captions continue, and saving is tried again"
                 self.on_trouble(text)
             self._in_trouble = True
             return
@@ -205,7 +204,7 @@ class TranscriptFile:
             self.on_trouble("")
 
     def _write(self, data: bytes) -> int:
-        """All of it, behind what is saved. Raises OSError."""
+        """Write all bytes after the saved ones; returns their number. Raises OSError."""
         written = 0
         while written < len(data):
             written += os.pwrite(self._fd, data[written:], self._saved_bytes + written)
@@ -217,5 +216,5 @@ def chosen_extension(path: Path, asked: str | None) -> str:
     known = ", ".join(LIVE_FORMATS)
     extension = asked or path.suffix.removeprefix(".").lower()
     if extension not in LIVE_FORMATS:
-        raise UsageError(f"{path} does not say in which format to save; end its name in {known}, or add --format")
+        raise UsageError(f"the format of {path} is not known; end its name in {known}, or add --format")
     return extension

@@ -1,4 +1,4 @@
-"""Wire dialects: event names and shapes of each kind of client, over one session core.
+"""Wire dialects: the message formats of OpenAI's, vLLM's and Deepgram's clients, over one session core.
 
-Runs in the gateway, without I/O. Imports `realtime.session` and `realtime.errors`, nothing of the engine.
+Part of the gateway, without I/O. It imports `realtime.session` and `realtime.errors`, and nothing of the engine.
 """

@@ -1,7 +1,12 @@
-"""What Deepgram's clients ask for in their URL, for sockets and for files.
+"""Deepgram's API: the query parameters of sockets and files, parts of JSON responses, and the dialect for sockets.
 
-What is not served changes nothing and is not repeated as if it did. Two wishes are refused instead: a client that wants
-secrets taken out of the text, or the answer sent elsewhere, must not believe that it got that.
+Unsupported parameters have no effect and are not echoed. Only `redact` and `callback` are refused, because a client
+must not believe that its text was redacted or sent to another address.
+
+Audio comes in binary frames. Our text is append-only, so an interim result is always the beginning of its final result.
+A turn ends with a final result that is also `speech_final`. In a long turn, text of more than a few seconds becomes
+final before that, and later interim results contain only the text after it. Each channel of a socket is a session with
+its own dialect; `Listening` is what they share.
 """
 
 from __future__ import annotations
@@ -36,29 +41,29 @@ from realtime.session.events import (
 from realtime.session.settings import G711_RATE, MAX_RATE, MIN_RATE, AudioFormat, Settings, TurnDetection
 from realtime.session.words import languages_of
 
-# Clients ask for tiny values out of habit; a pause this short inside a sentence is not an end.
+# Clients often send tiny values, but a shorter pause occurs within sentences.
 MIN_ENDPOINTING_MS = 300
 NO_ENDPOINTING_MS = 60_000
-# Deepgram takes no shorter ones: words may come later than that.
+# Deepgram's minimum too: words may arrive that late.
 MIN_UTTERANCE_END_MS = 1000
 MAX_UTTERANCE_END_MS = 60_000
-# Longest pauses that a client may name; what is longer than the server waits becomes the longest that it waits.
+# Longest valid pauses; a value above the server's own maximum is reduced to it.
 MAX_PAUSE_MS = 3_600_000
 MAX_PAUSE_S = 3600.0
 DEFAULT_UTTERANCE_SPLIT_S = 0.8
-# Which boosts are taken is asked where the keywords come into force.
+# Bound for parsing; `Settings.in_force` checks the allowed boosts.
 MAX_BOOST = 1000.0
 RAW = {"linear16": "audio/pcm", "mulaw": "audio/pcmu", "alaw": "audio/pcma"}
 CONTAINERS = ("", "flac", "ogg-opus")
-# Each channel is a stream of its own.
+# Each channel has its own engine stream.
 MAX_CHANNELS = 8
-# Longest names.
+# Longest names in characters.
 MAX_NAME = 256
 REFUSED = {
-    "redact": "Nothing is redacted here; leave 'redact' out.",
-    "callback": "Answers are not sent elsewhere; leave 'callback' out and read the answer.",
+    "redact": "The server cannot redact text; leave 'redact' out.",
+    "callback": "The server does not send results to a callback; leave 'callback' out and read the response.",
 }
-# What is read of the query; all of it has one value.
+# Parameters that may appear only once.
 READ_ONCE = (
     "encoding",
     "sample_rate",
@@ -79,7 +84,7 @@ READ_ONCE = (
 
 @dataclass(frozen=True, slots=True)
 class ListenQuery:
-    """A socket: the settings of each channel's session, and how results are to look."""
+    """The options of a socket: the settings of each channel's session, and the format of results."""
 
     settings: Settings
     channels: int
@@ -92,23 +97,23 @@ class ListenQuery:
 
 @dataclass(frozen=True, slots=True)
 class FileQuery:
-    """A file: how to read and what to answer."""
+    """The options of a file."""
 
-    # None: the file says itself what it is.
+    # None for a container, which has its own format.
     format: AudioFormat | None
     settings: Settings
     punctuate: bool
     utterances: bool
-    # A pause of so many seconds begins another utterance.
+    # Seconds of pause between two utterances.
     split_s: float
 
 
-# What a query says, one by one; some names come several times.
+# All (name, value) pairs of a query, with repeated names.
 Pairs = Sequence[tuple[str, str]]
 
 
 def read_socket_query(query: Mapping[str, str], pairs: Pairs = ()) -> ListenQuery:
-    """Raises Refusal for audio that cannot be read and for what must not be left out in silence."""
+    """The options of a socket. Raises Refusal for unsupported audio and for options that must not be ignored."""
     _check(query, pairs)
     channels = _channels(query)
     interim_results, utterance_end_ms = _is_true(query, "interim_results"), _utterance_end(query)
@@ -120,7 +125,7 @@ def read_socket_query(query: Mapping[str, str], pairs: Pairs = ()) -> ListenQuer
         turn_detection=TurnDetection(silence_duration_ms=_endpointing(query)),
         turns_chosen=True,
         minimum_commit_ms=0,
-        # Deepgram finds the gap in its interim results, so without them there is none to tell of.
+        # Deepgram finds utterance ends in interim results, so without them it reports none.
         utterance_end_ms=utterance_end_ms if interim_results else None,
     )
     return ListenQuery(
@@ -134,7 +139,7 @@ def read_socket_query(query: Mapping[str, str], pairs: Pairs = ()) -> ListenQuer
 
 
 def read_file_query(query: Mapping[str, str], pairs: Pairs = ()) -> FileQuery:
-    """The same for a file."""
+    """The options of a file. Raises Refusal."""
     _check(query, pairs)
     if _is_true(query, "multichannel") or query.get("channels", "1") != "1":
         raise refused("multichannel", "The channels of a file are mixed to one; leave 'multichannel' out.")
@@ -166,7 +171,7 @@ def _check(query: Mapping[str, str], pairs: Pairs) -> None:
 
 
 def _keywords(pairs: Pairs) -> tuple[tuple[str, float], ...]:
-    """`keyterm=word`, and the older `keywords=word:boost`; each may come often."""
+    """The words of `keyterm=word` and of the older `keywords=word:boost`; both may be repeated."""
     words = []
     for name, value in pairs:
         if name == "keyterm":
@@ -193,10 +198,10 @@ def _channels(query: Mapping[str, str]) -> int:
     channels = _whole(query, "channels", 1, 1, MAX_CHANNELS)
     if not _is_true(query, "multichannel"):
         if channels != 1:
-            raise refused("channels", "More than one of 'channels' needs 'multichannel=true'; or mix them down.")
+            raise refused("channels", "Several 'channels' need 'multichannel=true'; otherwise mix them to one.")
         return 1
     if query.get("encoding", "") in CONTAINERS:
-        raise refused("multichannel", "For 'multichannel' send raw samples, and say 'encoding' and 'channels'.")
+        raise refused("multichannel", "For 'multichannel' send raw samples, with 'encoding' and 'channels'.")
     return channels
 
 
@@ -214,7 +219,7 @@ def _raw_format(query: Mapping[str, str]) -> AudioFormat | None:
 
 
 def _endpointing(query: Mapping[str, str]) -> int:
-    """The pause that ends a turn: false, true for the usual one, or milliseconds."""
+    """The pause that ends a turn, in milliseconds. The value is `false`, `true` (default) or a number."""
     match query.get("endpointing", "").lower():
         case "false":
             return NO_ENDPOINTING_MS
@@ -240,26 +245,26 @@ def _utterance_split(query: Mapping[str, str]) -> float:
         raise refused("utt_split", str(error)) from None
 
 
-# Pieces that Deepgram's answers have in common, on sockets and for files. No state.
+# Parts of responses, for sockets and files
 
-# What a word may begin or end with and does not belong to it.
+# Punctuation that is removed around words.
 MARKS = ".,;:!?…\"“”„«»()[]{}¿¡。、，？！：；‘’'-–—"
-# A long text is rewritten in parts of about this length.
+# A long text is processed in parts of about this length.
 CHARACTERS_AT_ONCE = 8192
 SPACE = re.compile(r"\s")
 ERROR_CODES = {401: "INVALID_AUTH", 403: "INSUFFICIENT_PERMISSIONS", 429: "TOO_MANY_REQUESTS", 499: "CLIENT_GONE"}
 
 
 def plain(text: str) -> str:
-    """Words as Deepgram writes them without `punctuate`: small letters, no marks around them."""
+    """The text as Deepgram writes it without `punctuate`: lower case, no punctuation around words."""
     return " ".join(word for word in (part.strip(MARKS) for part in text.lower().split()) if word)
 
 
 def plain_parts(text: str) -> Iterator[str]:
-    """The same of a long text, in parts that are made one by one. Some may be empty."""
+    """`plain` of a long text, as an iterator of parts. Some may be empty."""
     start, before = 0, ""
     while start < len(text):
-        # Words stay whole.
+        # Parts end between words.
         space = SPACE.search(text, start + CHARACTERS_AT_ONCE)
         end = space.start() if space else len(text)
         part, start = plain(text[start:end]), end
@@ -280,7 +285,7 @@ def alternative(text: str, words: Sequence[TimedWord], sample_rate: int, *, punc
 
 
 def written_word(word: TimedWord, sample_rate: int, punctuate: bool) -> Json | None:
-    """A word of a transcript; None for marks alone, where marks are not asked for."""
+    """A word as JSON; None for punctuation alone if `punctuate` is off."""
     bare = plain(word.text) or (word.text if punctuate else "")
     times = {"start": seconds(word.start, sample_rate), "end": seconds(word.end, sample_rate)}
     marked = {"punctuated_word": word.text} if punctuate else {}
@@ -293,7 +298,7 @@ def _confidence(words: Sequence[TimedWord]) -> float:
 
 
 def mean_confidence(total: float, words: int) -> float:
-    """The mean of those words whose confidence is known. Clients read it in any case: it is 1 where there is none."""
+    """The mean confidence of words; 1 if the model reports none, because clients expect a number."""
     return round(total / words, 4) if words else 1.0
 
 
@@ -310,28 +315,24 @@ def now_text() -> str:
 
 
 def error_body(refusal: Refusal, request_id: str) -> Json:
-    """A refusal as Deepgram's clients expect it."""
+    """A refusal in Deepgram's format."""
     code = ERROR_CODES.get(refusal.status) or HTTPStatus(refusal.status).phrase
     return {"err_code": code, "err_msg": refusal.message, "request_id": request_id}
 
 
-# Deepgram's live dialect: choices in the query, audio in binary frames, results that name their time span.
-#
-# Our text is append-only, so an interim result is always the beginning of its final one. A turn ends with a final
-# result that is also `speech_final`. Of a turn that goes on, what has been said for a few seconds becomes final
-# before that, and interim results repeat only what follows. Each channel of a socket is a session with a dialect of
-# its own; what they have in common is their `Listening`.
+# The dialect of sockets
 
+# Event ids for the events that these client messages cause.
 FINALIZE = "finalize"
 CONFIGURE = "configure"
-# So much of an open turn may be repeated in interim results before it becomes final.
+# Text of an open turn that is longer, in characters or seconds, becomes final.
 SEGMENT_CHARACTERS = 2000
 SEGMENT_SECONDS = 5
 
 
 @dataclass(slots=True)
 class Listening:
-    """One socket, for all of its channels."""
+    """One socket: the state that its channels share."""
 
     query: ListenQuery
     request_id: str = field(default_factory=lambda: str(uuid4()))
@@ -340,14 +341,14 @@ class Listening:
     samples: int = 0
 
     def end_channel(self, samples: int) -> bool:
-        """A channel has said everything; returns whether it was the last one."""
+        """A channel has ended; returns whether it was the last one."""
         self.ended += 1
         self.samples = max(self.samples, samples)
         return self.ended == self.query.channels
 
 
 class DeepgramDialect:
-    """Nothing is sent at connect; results come as turns go on and end."""
+    """Deepgram's dialect for one channel of a socket."""
 
     name = "deepgram"
     fixed = True
@@ -360,15 +361,18 @@ class DeepgramDialect:
         self._listening = listening
         self._query = listening.query
         self._channel = [channel, listening.query.channels]
-        # What concerns the whole socket is answered once.
+        # Messages about the whole socket are answered by the first channel only.
         self._answers_for_all = channel == 0
+        # Text and words that are not final yet.
         self._text = ""
         self._words: list[TimedWord] = []
+        # Item id -> first sample of the turn.
         self._starts: dict[str, int] = {}
+        # Items that were committed by `Finalize`.
         self._finalized: set[str] = set()
-        # Where the last final result ended: the next one begins there at the earliest.
+        # End of the last final result in samples; the next one begins there at the earliest.
         self._final_until = 0
-        # Where the text begins that is not final yet.
+        # First sample of the text that is not final yet.
         self._start = 0
 
     def start_settings(self, settings: Settings) -> Settings:
@@ -431,11 +435,11 @@ class DeepgramDialect:
         return [self._result(self._text, self._words, start, end)] if self._query.interim_results else []
 
     def _end(self) -> int:
-        """Where the words end that are not final yet."""
+        """End in samples of the words that are not final yet."""
         return max(self._start, self._words[-1].end) if self._words else self._start
 
     def _settle_segment(self) -> Json:
-        """A final result for the complete words so far; what follows their last one belongs to the next result."""
+        """A final result for the complete words so far; text after the last one belongs to the next result."""
         start, end, cut = self._start, self._end(), 0
         for word in self._words:
             cut = max(cut, self._text.find(word.text, cut) + len(word.text))
@@ -448,19 +452,19 @@ class DeepgramDialect:
         end = self._final_until = max(start, event.end)
         finalize = event.item_id in self._finalized
         spoken = bool(event.words) and not event.goes_on
-        # All of a turn has come in deltas by now; segments of it may be final already.
+        # All text of the turn has arrived in deltas; segments of it may be final already.
         text, words = self._text, self._words
         self._forget(event.item_id)
         ends = spoken and not finalize and self._query.endpoints
         return [self._result(text, words, start, end, final=True, speech_final=ends, finalize=finalize)]
 
     def _utterance_ended(self, event: UtteranceEnded) -> list[Json]:
-        """The words before it are final by then, also where the turn goes on."""
+        """The event, after a final result for the words before it, even if the turn continues."""
         ended = {"type": "UtteranceEnd", "channel": self._channel, "last_word_end": self._seconds(event.sample)}
         return [self._settle_segment(), ended] if self._words else [ended]
 
     def _forget(self, item_id: str) -> None:
-        """The turn is over: nothing of it is said again."""
+        """Drop the state of a turn that has ended."""
         self._finalized.discard(item_id)
         self._starts.pop(item_id, None)
         self._text, self._words = "", []
@@ -500,31 +504,30 @@ class DeepgramDialect:
 
     def _problem(self, event: Problem) -> list[Json]:
         if event.event_id == FINALIZE:
-            # A flush of nothing is answered too: clients wait for it.
+            # `Finalize` without audio is answered too, because clients wait for it.
             return [self._result("", [], self._final_until, self._final_until, final=True, finalize=True)]
         if event.event_id == CONFIGURE:
-            # Of the codes that clients know, this one is nearest to any fault of a term.
+            # The code of Deepgram that fits best for any invalid keyterm.
             failed = self._failed("CONFIGURE_KEYTERM_LIMIT_EXCEEDED", event.message)
             return [failed] if self._answers_for_all else []
         return [_error(event.code, event.message)]
 
     def _configure(self, message: Json, settings: Settings) -> Request:
-        """Words to expect are all that can be changed in the middle, and a client must not believe that more was."""
+        """Change the keyterms, which is all that can be changed in a session; any other change is answered with an
+        error."""
         terms = message.get("keyterms")
         if message.get("features") or not isinstance(terms, list | None):
-            return self._answer(
-                self._failed("CONFIGURE_INTERNAL_ERROR", "Only a list of keyterms can be changed here.")
-            )
+            return self._answer(self._failed("CONFIGURE_INTERNAL_ERROR", "Only 'keyterms' can be changed, as a list."))
         if terms is None:
             return self._answer({"type": "ConfigureSuccess", "request_id": self._listening.request_id})
         if not all(isinstance(term, str) for term in terms):
-            return self._answer(self._failed("CONFIGURE_INTERNAL_ERROR", "Each keyterm must be a text."))
+            return self._answer(self._failed("CONFIGURE_INTERNAL_ERROR", "Each keyterm must be a string."))
         return Configure(replace(settings, keywords=tuple((term, 1.0) for term in terms)), CONFIGURE)
 
     def _configured(self, settings: Settings) -> Json:
-        """What is in force now."""
+        """The answer with the keyterms that are in force."""
         if settings.keywords is None:
-            return self._failed("CONFIGURE_KEYTERMS_NOT_SUPPORTED", "This model takes no keyterms.")
+            return self._failed("CONFIGURE_KEYTERMS_NOT_SUPPORTED", "This model does not support keyterms.")
         terms = [term for term, _ in settings.keywords]
         return {"type": "ConfigureSuccess", "request_id": self._listening.request_id, "keyterms": terms}
 

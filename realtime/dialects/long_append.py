@@ -1,8 +1,8 @@
-"""An append that is too long to be parsed in one go: its audio is decoded as its bytes arrive, piece by piece.
+"""Parses an append that is too long to be parsed at once: its audio is decoded piece by piece as the bytes arrive.
 
-Only audio may be long, so whatever else is in such a message is kept until its end and bounded as a control message is.
-The audio of each piece is handed out before the rest of the message is known: of an append that turns out to be broken,
-what stood before the mistake has been heard.
+Only audio may be long, so the rest of such a message is kept until the end, up to the size of a control message. The
+audio of each piece is returned before the rest of the message is known, so if an append turns out to be invalid, the
+audio before the mistake has been transcribed.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import msgspec
 from realtime.dialects.base import Json, decode_base64, decode_json, event_id_of
 from realtime.errors import ClientFault
 
-# The only kind of message, in any dialect, that may be longer than control messages.
+# The only type of message, in any dialect, that may be longer than a control message.
 AUDIO_MESSAGE = "input_audio_buffer.append"
-# Names and texts that a long message may have; all the rest of it is one long text.
+# Most JSON strings (names and values) in a long message.
 MAX_AUDIO_TEXTS = 32
-# Stands for the audio while the message before it is looked at. Nobody can send it by chance or on purpose.
+# Placeholder for the audio while the message before it is parsed. Random, so that a client cannot send it.
 _PLACE_OF_AUDIO = uuid4().hex
 
 _AUDIO_BEGINS = re.compile(rb'"audio"[ \t\r\n]*:[ \t\r\n]*"$')
-# The rest of a text up to the quote that ends it, or to a backslash whose letter is not there yet.
+# The rest of a string, up to its closing quote or to a backslash at the end of the data.
 _IN_TEXT = re.compile(rb'(?>[^"\\]+|\\.)*+', re.DOTALL)
-# The longest escape of JSON has six bytes.
+# Bytes of the longest JSON escape.
 _ESCAPE = 6
 
 _text_decoder = msgspec.json.Decoder(str)
 
 
 class _State(Enum):
-    """Where in the message the next byte stands."""
+    """Where the next byte of the message is: outside strings, in a string, or in the audio."""
 
     OUTSIDE = auto()
     TEXT = auto()
@@ -41,27 +41,27 @@ class _State(Enum):
 
 
 class LongAppend:
-    """Reads one message. `most_others`: bytes that it may have beside its audio."""
+    """Parses one long message. `most_others` is the most bytes beside its audio."""
 
     def __init__(self, most_others: int) -> None:
         self._most_others = most_others
-        # The message with nothing between the quotes of its audio.
+        # The message without its audio.
         self._others = bytearray()
         self._texts = 0
         self._state = _State.OUTSIDE
         self._after_backslash = False
         self._base64: _Base64 | None = None
-        # The client's own name for the message, once it is known.
+        # The client's event id, once it is known.
         self.event_id: str | None = None
 
     def read(self, data: bytes) -> bytes:
-        """The audio in the next bytes of the message. Raises ClientFault; then the rest of the message is of no use."""
+        """The audio in the next bytes of the message. Raises ClientFault; the message cannot be continued then."""
         audio, place = b"", 0
         while place < len(data):
             match self._state:
                 case _State.AUDIO:
                     assert self._base64 is not None
-                    # A quote with a backslash before it is not base64 either.
+                    # An escaped quote is not valid base64 either, so any quote ends the audio.
                     end = _index(data, b'"', place)
                     audio += self._base64.decode(data[place:end])
                     if end < len(data):
@@ -80,7 +80,7 @@ class LongAppend:
         return audio
 
     def end(self) -> Json:
-        """The message without its audio. Raises ClientFault if it was no append, or was not complete."""
+        """The message without its audio. Raises ClientFault if it is not an append, or not complete."""
         message = decode_json(bytes(self._others))
         self.event_id = event_id_of(message)
         if self._base64 is None or message.get("type") != AUDIO_MESSAGE:
@@ -88,7 +88,7 @@ class LongAppend:
         return message
 
     def _read_text(self, data: bytes, place: int) -> int:
-        """Pass over a text that is not the audio; where it ends, or the data does."""
+        """Keep a string that is not the audio; returns the index after its end, or after the data."""
         begin, place = place, place + self._after_backslash
         found = _IN_TEXT.match(data, place)
         assert found is not None
@@ -106,7 +106,7 @@ class LongAppend:
         self._state = _State.AUDIO if self._is_audio() else _State.TEXT
 
     def _is_audio(self) -> bool:
-        """Whether the text that begins here is the value of `audio`, at the top level of a message that may have it."""
+        """Whether the string that begins here is the value of `audio` at the top level. Raises ClientFault."""
         if _AUDIO_BEGINS.search(self._others[-64:]) is None:
             return False
         try:
@@ -119,7 +119,7 @@ class LongAppend:
         if before.get("type", AUDIO_MESSAGE) != AUDIO_MESSAGE:
             raise self._too_large()
         if self._base64 is not None:
-            raise ClientFault("invalid_json", "'audio' came twice in one message.", param="audio")
+            raise ClientFault("invalid_json", "The message has 'audio' twice.", param="audio")
         self._base64 = _Base64()
         return True
 
@@ -134,10 +134,10 @@ class LongAppend:
 
 
 class _Base64:
-    """Base64 inside a JSON text, cut anywhere. As strict as `decode_base64` about the whole of it."""
+    """Decodes base64 in a JSON string, in pieces of any length; as strict as `decode_base64`."""
 
     def __init__(self) -> None:
-        # The beginning of an escape that is not complete, and letters that do not fill three bytes yet.
+        # An incomplete escape, and an incomplete group of four characters.
         self._escape = b""
         self._letters = ""
         self._padded = False
@@ -170,23 +170,23 @@ class _Base64:
 
 
 def _cut_escape(data: bytes) -> int:
-    """Where an escape begins whose end has yet to come, or the end of the data."""
+    """Index of an incomplete escape at the end of the data, or the end of the data."""
     place = _index(data, b"\\", max(0, len(data) - _ESCAPE + 1))
     while place < len(data):
         end = place + (_ESCAPE if data[place + 1 : place + 2] == b"u" else 2)
         if end > len(data):
             return place
-        # Others may follow one that is complete, as where a writer escapes slashes.
+        # Another escape may follow a complete one, for example escaped slashes.
         place = _index(data, b"\\", end)
     return place
 
 
 def _index(data: bytes, mark: bytes, start: int) -> int:
-    """Where the mark is, or the end of the data."""
+    """Index of the mark, or the end of the data."""
     found = data.find(mark, start)
     return len(data) if found < 0 else found
 
 
 def _bad_audio() -> ClientFault:
-    text = "'audio' is not valid base64; what stood before the mistake was heard."
+    text = "'audio' is not valid base64; the audio before the mistake was accepted."
     return ClientFault("invalid_audio", text, param="audio")

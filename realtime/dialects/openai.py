@@ -1,9 +1,9 @@
-"""OpenAI session objects <-> Settings: the GA shape (nested) and the beta shape (flat).
+"""The dialects of OpenAI's Realtime transcription API: GA (nested session objects) and the older beta (flat ones).
 
-The merge rule: a key that is present changes a setting, an explicit null clears it, other settings stay. Unknown keys,
-models and options are accepted in silence, because to most clients an error is fatal; only values that cannot be right
-are refused, each by itself: a language that is none must not cost a client the format of its audio. What is not known
-is not repeated either: the session that goes back is bounded, whatever was sent.
+`merge_ga` and `merge_beta` turn session objects into `Settings`. A key that is present changes a setting, null clears
+it, other settings stay. Unknown keys, models and options are ignored without an error, because most clients treat an
+error as fatal. Invalid values are refused one by one, so that an invalid language does not prevent a change of the
+audio format. Unknown keys are not echoed, so the size of the session that is sent back is bounded.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ from realtime.session.settings import (
 )
 from realtime.session.words import languages_of, token_logprobs, word_fields
 
-# A client of these models that leaves turn detection out means to commit by itself.
+# With these models, a client that does not set turn detection commits by itself.
 STREAMING_MODELS = ("gpt-realtime-whisper", "gpt-live-transcribe")
 DELAYS = ("minimal", "low", "medium", "high", "xhigh")
 MAX_DELAY_MS = 60_000
 EAGERNESS = ("low", "medium", "high", "auto")
-# What OpenAI allows for the time without speech.
+# OpenAI's range.
 IDLE_TIMEOUT_MS = (5000, 30_000)
-# Where the parts of a session are, in the GA shape and in that of the beta.
+# Paths of the settings in a session object, of GA and of the beta.
 GA_PATHS = {name: f"audio.input.{name}" for name in ("format", "transcription", "noise_reduction", "turn_detection")}
 BETA_PATHS = {
     "format": "input_audio_format",
@@ -75,11 +75,11 @@ BETA_PATHS = {
 BETA_FORMATS = {"pcm16": "audio/pcm", "g711_ulaw": "audio/pcmu", "g711_alaw": "audio/pcma"}
 DEFAULT_PCM_RATE = 24_000
 CONTAINER_RATE = 48_000
-# Longest names, longest text a model may be told, and most entries of a list.
+# Longest names and prompt in characters, and most entries of a list.
 MAX_NAME = 256
 MAX_PROMPT = 16_384
 MAX_ENTRIES = 256
-# Fields of turn detection that change nothing here and are repeated as they were sent.
+# Fields of turn detection without effect, which are echoed as they were sent.
 REPEATED_TURN_FIELDS = ("create_response", "interrupt_response")
 
 
@@ -113,14 +113,14 @@ def _texts(value: Any, param: str) -> tuple[str, ...]:
         raise _fault(param, f"'session.{param}' must be a list of at most {MAX_ENTRIES} strings.")
     texts = tuple(_text(item, param) for item in value)
     if sum(map(len, texts)) > MAX_PROMPT:
-        raise _fault(param, f"'session.{param}' may have at most {MAX_PROMPT} characters in all.")
+        raise _fault(param, f"'session.{param}' may have at most {MAX_PROMPT} characters in total.")
     return texts
 
 
 def merge_ga(settings: Settings, session: Json, faults: Faults | None = None) -> Settings:
-    """The settings after a GA `session` object; flat beta keys in it are understood too.
+    """The settings after a GA `session` object, in which beta keys are accepted too.
 
-    Fields that are wrong stay as they are and go to `faults`; without that, the first of them is raised.
+    Invalid fields keep their value, and their faults are added to `faults`; without it, the first fault is raised.
     """
     if any(key in session for key in ("input_audio_format", "input_audio_transcription", "turn_detection")):
         settings = _merge_beta_keys(settings, session, faults)
@@ -133,13 +133,13 @@ def merge_ga(settings: Settings, session: Json, faults: Faults | None = None) ->
 
 
 def merge_beta(settings: Settings, session: Json, faults: Faults | None = None) -> Settings:
-    """The settings after a flat `transcription_session` object."""
+    """The settings after a beta `transcription_session` object; `faults` as for `merge_ga`."""
     return _finish(_merge_include(_merge_beta_keys(settings, session, faults), session, faults))
 
 
 @contextmanager
 def _noting(faults: Faults | None) -> Iterator[None]:
-    """What is wrong here costs what is inside, and no more."""
+    """Add a fault in this block to `faults` instead of raising it."""
     try:
         yield
     except ClientFault as fault:
@@ -178,7 +178,7 @@ def _finish(settings: Settings) -> Settings:
 
 
 def _merge_input(settings: Settings, given: Json, paths: Mapping[str, str], faults: Faults | None) -> Settings:
-    """`paths`: where in the client's session each of them is."""
+    """The settings after an audio input object; `paths` are the client's names of its keys."""
     changes: dict[str, Any] = {}
     if "format" in given:
         with _noting(faults):
@@ -233,7 +233,7 @@ def _turn_detection(value: Any, path: str) -> TurnDetection | None:
     present = {key: item for key, item in given.items() if item is not None and key != "type"}
     changes: dict[str, Any] = {"semantic": kind == "semantic_vad"}
     if "threshold" in present:
-        # A threshold of exactly 0 would hear speech in everything; the nearest sensible value is taken.
+        # With a threshold of 0 everything would be speech.
         changes["threshold"] = max(0.01, float(_number(present.pop("threshold"), path + ".threshold", 0, 1)))
     for name in ("prefix_padding_ms", "silence_duration_ms"):
         if name in present:
@@ -279,14 +279,14 @@ def _delay(value: Any, path: str) -> str | int | None:
 
 
 def _keywords(value: Any, path: str) -> tuple[tuple[str, float], ...]:
-    """Words that weigh the same. How many and how long they may be is asked where the options come into force."""
+    """Keywords with a boost of 1; their number and length are checked by `Settings.in_force`."""
     value = [] if value is None else value
     if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
         raise _fault(path, f"'session.{path}' must be a list of strings.")
     return tuple((word, 1.0) for word in value)
 
 
-# How each option of a transcription is read.
+# The parser of each transcription option.
 _OPTIONS: dict[str, Callable[[Any, str], Any]] = {
     "model": _name,
     "language": _name,
@@ -333,7 +333,7 @@ def _transcription_object(settings: Settings, facts: SessionFacts) -> Json:
 
 
 def ga_session(settings: Settings, facts: SessionFacts, expires_at: int) -> Json:
-    """The effective session in the GA shape."""
+    """The effective session as a GA object."""
     audio_format: Json = {"type": settings.format.type}
     if settings.format.type.startswith("audio/pcm") and settings.format.type not in ("audio/pcmu", "audio/pcma"):
         audio_format["rate"] = settings.format.rate
@@ -360,7 +360,7 @@ def ga_session(settings: Settings, facts: SessionFacts, expires_at: int) -> Json
 
 
 def beta_session(settings: Settings, facts: SessionFacts) -> Json:
-    """The effective session in the flat beta shape."""
+    """The effective session as a beta object."""
     names = {kind: name for name, kind in BETA_FORMATS.items()}
     return {
         "id": facts.session_id,
@@ -375,16 +375,14 @@ def beta_session(settings: Settings, facts: SessionFacts) -> Json:
     }
 
 
-# The OpenAI Realtime transcription dialects: GA, and the older beta.
-
-# Sessions do not expire; clients that look at the expiry want a moment in the future.
+# Sessions do not expire, but clients expect an expiry time in the future.
 SHOWN_LIFETIME_S = 24 * 3600
 TRANSCRIPTION = "conversation.item.input_audio_transcription"
 CONVERSATION_EVENTS = ("conversation.item.", "response.", "output_audio_buffer.")
 
 
 class OpenAIDialect:
-    """GA shapes. The beta dialect differs in how it names and shows the session and a new item."""
+    """The GA dialect."""
 
     name = "openai"
     fixed = False
@@ -446,26 +444,26 @@ class OpenAIDialect:
     def _items(self, message: Json) -> list[Any]:
         items = message.get("items")
         if not isinstance(items, list) or not all(item is None or isinstance(item, dict) for item in items):
-            raise ClientFault("invalid_value", "'items' must be a list of items as render gives them.", param="items")
+            raise ClientFault("invalid_value", "'items' must be a list of items as render returns them.", param="items")
         return items
 
     def _gap(self, message: Json, settings: Settings) -> int:
-        """Length of a gap in client samples: `samples`, or `duration_ms`."""
+        """Length of a gap in source samples, from `samples` or `duration_ms`. Raises ClientFault."""
         rate, most_s = settings.format.rate, self.facts.gap_seconds
         name, per_second = ("duration_ms", 1000) if message.get("samples") is None else ("samples", rate)
         given = message.get(name)
         if isinstance(given, bool) or not isinstance(given, int | float):
             raise ClientFault("invalid_value", "A gap needs 'samples' or 'duration_ms', a number.", param=name)
-        # Compared before it is calculated with: a whole number may be larger than any float.
+        # Checked before any arithmetic: an integer may be too large for a float.
         if not 0 <= given <= most_s * per_second:
-            text = f"A gap lasts from 0 to {most_s:g} seconds (limits.gap_s)."
+            text = f"A gap must last from 0 to {most_s:g} seconds (limits.gap_s)."
             raise ClientFault("invalid_value", text, param=name)
         return round(given * rate / per_second)
 
     # Server -> client
 
     def created(self, settings: Settings) -> Json:
-        # Clients of vLLM look for the id and the time at the top level; OpenAI's do not mind.
+        # vLLM's clients expect id and time at the top level; OpenAI's ignore them there.
         top = {"id": self.facts.session_id, "created": self.facts.created}
         return self._event("session.created", **top, session=self._session_object(settings))
 
@@ -499,7 +497,7 @@ class OpenAIDialect:
         return self._extension(event)
 
     def _extension(self, event: ServerEvent) -> list[Json]:
-        """Events that OpenAI does not have. Most go only to clients that asked; clients ignore unknown ones."""
+        """Events that OpenAI's API does not have. Most are sent only on request; clients ignore unknown events."""
         match event:
             case Acknowledged():
                 return [self._event("input_audio_buffer.acknowledged", samples=event.source_samples)]
@@ -575,14 +573,14 @@ class OpenAIDialect:
 
 
 class BetaDialect(OpenAIDialect):
-    """The shapes OpenAI used before GA: flat session, `transcription_session.*`, one event per new item."""
+    """The beta dialect: flat session objects, `transcription_session.*`, and one event for each new item."""
 
     name = "openai-beta"
     option_path = "session.input_audio_transcription."
 
     def __init__(self, facts: SessionFacts) -> None:
         super().__init__(facts)
-        # A plain session.update is answered with session.updated, as the client that sends it expects.
+        # The last update was a `session.update`, which is answered with `session.updated`.
         self._plain_update = False
 
     def read(self, message: Json, settings: Settings) -> Request:

@@ -1,4 +1,4 @@
-"""The dialect of vLLM's realtime endpoint: utterances between a starting and a final commit, 16 kHz, string errors."""
+"""The dialect of vLLM's realtime endpoint: utterances between a first and a final commit, 16 kHz, errors as strings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from realtime.session.events import (
 from realtime.session.settings import AudioFormat, Settings
 
 VLLM_RATE = 16_000
-# One prompt token, as a client sees it, is one position of the models that are served this way.
+# A prompt token in the usage is one position of the model.
 MS_PER_PROMPT_TOKEN = 80
 
 
@@ -36,7 +36,7 @@ class VllmDialect:
     def __init__(self, facts: SessionFacts) -> None:
         self.facts = facts
         self._model_known = False
-        # Audio and tokens of an utterance that was too long to be kept whole: of its parts before the last.
+        # Samples and tokens of the earlier parts of an utterance that was cut because of its length.
         self._earlier_samples = 0
         self._earlier_tokens = 0
 
@@ -55,7 +55,7 @@ class VllmDialect:
         if kind == "input_audio_buffer.append":
             audio = message.get("audio")
             if not isinstance(audio, str) or not audio:
-                raise ClientFault("invalid_audio", "'audio' must be base64 text that is not empty.")
+                raise ClientFault("invalid_audio", "'audio' must be a non-empty base64 string.")
             return AudioText(audio)
         if kind == "input_audio_buffer.commit":
             if not self._model_known:
@@ -83,7 +83,7 @@ class VllmDialect:
             case Delta():
                 return [{"type": "transcription.delta", "delta": event.text}]
             case Completed() if event.goes_on:
-                # Clients take `done` for the end of their utterance, which only they decide.
+                # Not `done`: clients take it for the end of the utterance, which only their commit ends.
                 self._earlier_samples += event.end - event.start
                 self._earlier_tokens += event.tokens
                 return []

@@ -1,4 +1,4 @@
-"""The one port of the gateway: who may come in, sockets, file uploads, plain answers, the page, the table of paths.
+"""The HTTP port of the gateway, on Starlette: authentication, sockets, uploads, JSON answers, the web page, routes.
 
-Runs in the gateway, on Starlette. Imports serving and the rooms below it; only `realtime.app` imports it.
+Part of the gateway. It imports `realtime.serving` and the layers below; only `realtime.app` imports it.
 """

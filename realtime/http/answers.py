@@ -1,4 +1,4 @@
-"""Bodies of plain requests, read whole within a bound."""
+"""The routes that answer with JSON or metrics: models, client secrets, health, capacity and the Prometheus scrape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from realtime.session.settings import Settings
 
 
 async def read_body(request: Request, most_bytes: int) -> bytes:
-    """The whole body; raises a 413 Refusal as soon as it is larger than it may be."""
+    """The whole body. Raises a 413 Refusal as soon as it is larger than `most_bytes`."""
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
@@ -32,11 +32,11 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
-# The figures of a whole fleet, as its keeper wrote them down for this gateway.
-
-
 def fleet_figures(path: str | None) -> dict[str, Any] | None:
-    """With their age by this machine's clock; None if nobody writes any. Reads a file, so not for an event loop."""
+    """The figures of the whole fleet, from the file that the keeper of this gateway writes, with their age in seconds.
+
+    None if there is no such file. Blocks, so it must not run on the event loop.
+    """
     if path is None:
         return None
     try:
@@ -48,14 +48,13 @@ def fleet_figures(path: str | None) -> dict[str, Any] | None:
     return {**found, "age_s": round(max(0.0, time.time() - written), 1)} if isinstance(found, dict) else None
 
 
-# Figures for Prometheus, which needs no key to read them: however many ask, making them takes a tenth of the time.
-
-# Figures are good for so many times as long as it took to make them.
+# A scrape is reused for this many times as long as it took to make.
 KEPT_TIMES = 10
 
 
 class Scrapes:
-    """Made once for all who ask meanwhile and right after that."""
+    """A cache for the Prometheus scrape, which needs no key: making scrapes takes at most a tenth of the CPU time,
+    regardless of the number of requests. Concurrent requests share one."""
 
     def __init__(self, make: Callable[[], Awaitable[bytes]], clock: Callable[[], float]) -> None:
         self._make = make
@@ -65,12 +64,12 @@ class Scrapes:
         self._making: asyncio.Task[bytes] | None = None
 
     async def read(self) -> bytes:
-        """Raises what making them raises."""
+        """The scrape; raises the error that making it raised."""
         if self._clock() < self._good_until:
             return self._last
         if self._making is None:
             self._making = asyncio.create_task(self._make_anew(), name="figures for a scrape")
-        # One who leaves does not take them from the others.
+        # A request that is cancelled must not cancel the scrape of the others.
         return await asyncio.shield(self._making)
 
     async def _make_anew(self) -> bytes:
@@ -84,14 +83,13 @@ class Scrapes:
             self._making = None
 
 
-# Plain HTTP answers: models, client secrets, health and figures.
-
+# Lifetime of a client secret in seconds.
 MIN_SECRET_S, DEFAULT_SECRET_S, MAX_SECRET_S = 10, 600, 7200
 MAX_JSON_BODY = 64 * 1024
 
 
 class Answers:
-    """One method answers one path."""
+    """The endpoints; one method for each path."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -123,7 +121,7 @@ class Answers:
         }
 
     async def client_secret(self, request: Request) -> Response:
-        """A short-lived key for a browser, with the settings its sessions begin with."""
+        """Issue a client secret: a short-lived key for a browser, with the initial settings of its sessions."""
         caller = self._context.caller_of(request)
         body = await _json_body(request)
         seconds = _secret_seconds(body.get("expires_after"))
@@ -137,7 +135,7 @@ class Answers:
         return JSONResponse({"value": secret.value, "expires_at": secret.expires_at, "session": shown})
 
     async def beta_secret(self, request: Request) -> Response:
-        """The same for clients of the beta: the settings are the body itself."""
+        """Issue a client secret in the format of OpenAI's beta, where the body is the settings."""
         caller = self._context.caller_of(request)
         settings = self._in_force(merge_beta(Settings(), await _json_body(request)))
         secret = self._context.authenticator.issue(caller, settings, DEFAULT_SECRET_S)
@@ -146,7 +144,7 @@ class Answers:
         return JSONResponse(shown)
 
     def _in_force(self, asked: Settings) -> Settings:
-        """What sessions will begin with; raises ClientFault."""
+        """The settings as the model supports them. Raises ClientFault."""
         return asked.in_force(self._context.engine.spec)
 
     async def health(self, request: Request) -> Response:
@@ -211,8 +209,8 @@ class Answers:
 
     async def prometheus(self, request: Request) -> Response:
         try:
-            # The parent of several workers adds up, whichever of them is asked. Figures that one of them kept would be
-            # older than those that another has told since.
+            # With several workers the parent makes the sum at each scrape. A scrape cached in one worker could be older
+            # than one that another worker has answered since.
             metrics = self._context.metrics
             figures = await (self._scrapes.read() if metrics.of_all is None else metrics.scrape())
         except TimeoutError as error:
@@ -231,6 +229,6 @@ def _secret_seconds(expires_after: Any) -> int:
         return DEFAULT_SECRET_S
     seconds = expires_after.get("seconds", DEFAULT_SECRET_S) if isinstance(expires_after, dict) else None
     if isinstance(seconds, bool) or not isinstance(seconds, int) or not MIN_SECRET_S <= seconds <= MAX_SECRET_S:
-        text = f"'expires_after.seconds' must lie between {MIN_SECRET_S} and {MAX_SECRET_S}."
+        text = f"'expires_after.seconds' must be between {MIN_SECRET_S} and {MAX_SECRET_S}."
         raise Refusal(400, "invalid_value", text, param="expires_after.seconds")
     return seconds

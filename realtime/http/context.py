@@ -1,7 +1,7 @@
-"""Who may connect: keys and short-lived client secrets, wherever clients put them.
+"""Authentication by API keys and client secrets, and `Context`, which all routes share.
 
-Keys never reach a log or a reply; they are kept as digests. Client secrets are not kept at all: they say themselves
-whose they are, what their sessions begin with and how long they are valid, and are signed.
+Keys are kept as digests and never appear in a log or a response. Client secrets are not stored: they are signed, and
+contain their owner, the initial settings of their sessions and their expiry time.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from realtime.session.settings import Settings
 SECRET_PREFIX = "ek_"
 PURPOSE = "client secret"
 SALT_LENGTH = 9
-# It has to fit into a line of a request.
+# A secret has to fit into a header of a request.
 MAX_SECRET_CHARACTERS = 6000
 KEY_PROTOCOL_PREFIX = "openai-insecure-api-key."
 BETA_PROTOCOL = "openai-beta.realtime-v1"
-# Sub-protocols the server may select. Deepgram's browsers send the key as the entry after `token` or `bearer`.
+# Subprotocols that the server may select. Deepgram's browser clients send the key as the entry after these.
 KEY_FOLLOWS = ("token", "bearer")
 SELECTABLE = ("realtime", *KEY_FOLLOWS)
 
@@ -46,32 +46,32 @@ class ClientSecret:
 
 
 class _Issued(msgspec.Struct, array_like=True):
-    """What a client secret says."""
+    """The content of a client secret."""
 
     expires_at: int
     owner: str
     settings: Settings
-    # No two are the same.
+    # Random, so that every secret is unique.
     salt: bytes
 
 
 def select_subprotocol(offered: Sequence[str]) -> str | None:
-    """What the server answers to an offer. Never an entry that carries a secret.
+    """The subprotocol that the server selects from the client's offer; never an entry that contains a key.
 
-    Browsers fail a socket for which nothing of their offer was selected; some offer the beta's name and no other.
+    A browser fails the socket if none of its offers is selected; some offer only the name of OpenAI's beta.
     """
     otherwise = BETA_PROTOCOL if BETA_PROTOCOL in offered else None
     return next((name for name in offered if name in SELECTABLE), otherwise)
 
 
 def asks_for_beta(headers: Mapping[str, str], subprotocols: Sequence[str]) -> bool:
-    """Whether the client speaks OpenAI's beta: by its header, which may name several, or as browsers say it."""
+    """Whether the client uses OpenAI's beta protocol: by its header, a list, or by a browser's subprotocol."""
     betas = [name.strip() for name in headers.get("openai-beta", "").split(",")]
     return "realtime=v1" in betas or BETA_PROTOCOL in subprotocols
 
 
 def offered_key(headers: Mapping[str, str], subprotocols: list[str]) -> str | None:
-    """The key of a request, from any of the places clients use."""
+    """The key of a request, from any of the headers and subprotocols that clients use for it."""
     authorization = headers.get("authorization", "")
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() in ("bearer", "token") and value.strip():
@@ -102,13 +102,13 @@ class Authenticator:
         return bool(self._digests)
 
     def use_keys(self, keys: Iterable[str]) -> None:
-        """From now on these are the keys. Client secrets of keys that are gone are gone with them."""
+        """Replace the keys. Client secrets of removed keys become invalid."""
         self._digests = [_digest(key) for key in keys]
-        # What callers are called does not depend on the order of the keys: another gateway may list them otherwise.
+        # Names of callers do not depend on the order of the keys, which may differ between gateways.
         self._names = [f"key {self._signer.alias(digest)}" for digest in self._digests]
 
     def check(self, key: str | None, address: str) -> Caller:
-        """Who this is; raises a 401 Refusal for a key that is missing, wrong or expired."""
+        """The caller with this key. Raises a 401 Refusal if the key is missing, wrong or expired."""
         issued = self._read(key) if key is not None and key.startswith(SECRET_PREFIX) else None
         if issued is not None and issued.expires_at > self._clock() and self._vouches_for(issued.owner):
             return Caller(issued.owner, issued.settings)
@@ -117,25 +117,25 @@ class Authenticator:
         if key is None:
             raise _unauthorized("A key is required: send 'Authorization: Bearer <key>'.")
         digest = _digest(key)
-        # Every stored key is compared, so that the time taken says nothing about which one was close.
+        # Compare with every key, so that the time taken reveals nothing about them.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if any(matches):
             return Caller(self._names[matches.index(True)])
         if key.startswith(SECRET_PREFIX):
-            raise _unauthorized("The client secret is not valid any more; ask for a new one.")
+            raise _unauthorized("The client secret is not valid any more; request a new one.")
         raise _unauthorized("Incorrect API key provided.")
 
     def _vouches_for(self, owner: str) -> bool:
-        """Whether client secrets of this owner are valid: without keys all are, else those of the configured keys."""
+        """Whether client secrets of this owner are valid: without keys all are, otherwise those of current keys."""
         return owner in self._names if self._digests else True
 
     def issue(self, caller: Caller, settings: Settings, seconds: int) -> ClientSecret:
-        """A secret that opens sessions with these settings until it expires."""
+        """A secret that can open sessions with these settings for this many seconds. Raises Refusal."""
         expires_at = int(self._clock()) + seconds
         issued = _Issued(expires_at, caller.name, settings, secrets.token_bytes(SALT_LENGTH))
         value = SECRET_PREFIX + self._signer.sign(PURPOSE, zlib.compress(msgspec.msgpack.encode(issued)))
         if len(value) > MAX_SECRET_CHARACTERS:
-            text = "A client secret carries its settings; these are too long. Send a shorter prompt or fewer keywords."
+            text = "The settings are too long for a client secret; send a shorter prompt or fewer keywords."
             raise Refusal(400, "settings_too_long", text, param="session")
         return ClientSecret(value, expires_at)
 
@@ -144,7 +144,7 @@ class Authenticator:
         if value is None:
             return None
         try:
-            # Only what we signed is read at all; a server of another version may have signed it.
+            # The signature was valid, but a server of another version may have signed it.
             return msgspec.msgpack.decode(zlib.decompress(value), type=_Issued)
         except (zlib.error, msgspec.DecodeError):
             return None
@@ -158,12 +158,9 @@ def _unauthorized(message: str) -> Refusal:
     return Refusal(401, "invalid_api_key", message)
 
 
-# What all routes share. Routes get this, and not one another.
-
-
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The engine, the sessions, who may ask, and what is counted."""
+    """The objects that all routes share: engine, configuration, metrics, authentication and sessions."""
 
     engine: EngineApi
     config: Config
@@ -177,11 +174,11 @@ class Context:
 
     @property
     def draining(self) -> bool:
-        """The server is going away and takes nothing new."""
+        """The server is shutting down and takes no new work."""
         return self.sessions.draining
 
     def caller(self, headers: Headers, subprotocols: list[str], address: str) -> Caller:
-        """Who asks for a socket or sends a request; raises Refusal, and counts it."""
+        """The caller of a socket or a request. Raises Refusal, and counts it in the metrics."""
         try:
             return self.authenticator.check(offered_key(headers, subprotocols), address)
         except Refusal:
@@ -189,7 +186,7 @@ class Context:
             raise
 
     def caller_of(self, request: Request) -> Caller:
-        """Who sends a plain request; raises Refusal. Client secrets are made for sockets alone."""
+        """The caller of an HTTP request. Raises Refusal, also for a client secret, which is valid for sockets only."""
         caller = self.caller(request.headers, [], request.client.host if request.client else "")
         if caller.is_secret:
             self.metrics.refused.labels("auth").inc()

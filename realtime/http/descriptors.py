@@ -1,8 +1,8 @@
-"""File descriptors run out: new connections are refused in time, and those who watch the server are still answered.
+"""A reserve of file descriptors: when they run out, new connections are refused and health checks still work.
 
-The system gives a new connection the lowest number that is free, and no number that reaches the limit. So a high number
-says that all lower ones are taken. The highest numbers are a reserve, which no session and no upload ever takes: a
-connection in it is answered if it asks how the server is, is refused otherwise, and is closed afterwards.
+A new connection gets the lowest free descriptor number below the limit, so a high number means that nearly all are in
+use. The highest numbers are the reserve, which sessions and uploads never use: a connection in it gets an answer if it
+asks for health, readiness, capacity or metrics; any other request is refused. It is closed after its answer.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from realtime.serving.websocket import PatientHttp
 
 log = logging.getLogger("tickertape.server")
 
-# A quarter of all descriptors is kept, and no more than this: for files that uploads wait in, links to engines, and
+# The reserve is a quarter of all descriptors and at most this many: for files of uploads, links to engines, and
 # connections that are about to be refused.
 MOST_RESERVED = 128
 RETRY_AFTER_S = 5
-# The log says it again after so long.
+# Seconds until the warning is logged again.
 SAY_AGAIN_S = 600.0
-# Asked by those who watch the server, and answered from the reserve too.
+# Paths for monitoring, answered in the reserve too.
 WATCHED = frozenset({"/health", "/ready", "/capacity", "/metrics"})
 
 
 def raise_limit() -> None:
-    """Let this process, and those it starts, open as many files as the system lets it ask for."""
+    """Raise the limit of open files of this process and its children to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except (OSError, ValueError) as error:
-        log.warning("the limit on open files stays at %d: %s", soft, error)
+        log.warning("the limit of open files could not be raised and stays at %d: %s", soft, error)
 
 
 class Descriptors:
@@ -55,7 +55,7 @@ class Descriptors:
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
     def is_short(self, descriptor: int) -> bool:
-        """Whether a connection with this number is in the reserve."""
+        """Whether this descriptor number is in the reserve."""
         limit = self.limit()
         if limit == resource.RLIM_INFINITY or descriptor < limit - reserve_of(limit):
             return False
@@ -63,8 +63,8 @@ class Descriptors:
         return True
 
     def came(self, connection: SparingHttp, descriptor: int) -> None:
-        """A connection in the reserve. In its last half few may wait without a word, and those who came first go: the
-        next one must find a free number, or the system cuts it off before it can be answered."""
+        """Register a new connection in the reserve. If too many in its upper half have sent no request, the oldest is
+        aborted: the next connection must get a descriptor, or the system drops it before it can be answered."""
         limit = self.limit()
         if descriptor >= limit - reserve_of(limit) // 2:
             self.silent[connection] = None
@@ -78,7 +78,7 @@ class Descriptors:
         if now >= self._say_again_at:
             self._say_again_at = now + SAY_AGAIN_S
             log.warning(
-                "file descriptors run out: %d of %d are taken, and new connections are refused; raise the limit "
+                "file descriptors run out: %d of %d are in use, and new connections are refused; raise the limit "
                 "(LimitNOFILE= of the systemd unit, ulimits of docker-compose.yml, or `ulimit -n`)",
                 taken,
                 limit,
@@ -90,7 +90,7 @@ def reserve_of(limit: int) -> int:
 
 
 class SparingHttp(PatientHttp):
-    """HTTP that does not let sessions and uploads have the last descriptors."""
+    """HTTP protocol that keeps the reserve of descriptors free of sessions and uploads."""
 
     descriptors: Descriptors
 
@@ -112,17 +112,18 @@ class SparingHttp(PatientHttp):
             self.descriptors.silent.pop(self, None)
 
     def _should_upgrade(self) -> bool:
-        # A socket is refused like any other request.
+        # In the reserve an upgrade is treated as a plain request, and refused.
         return not self._is_short and super()._should_upgrade()
 
 
 def sparing_http(handshake_s: float, descriptors: Descriptors) -> type[SparingHttp]:
-    """The HTTP protocol with this deadline and this reserve; uvicorn takes a class."""
+    """The HTTP protocol class for uvicorn, with this deadline and this reserve."""
     return type("SparingHttp", (SparingHttp,), {"handshake_s": handshake_s, "descriptors": descriptors})
 
 
 class _FromReserve:
-    """Answers those who watch the server, and refuses all others. Every answer closes its connection."""
+    """ASGI wrapper for connections in the reserve: answers monitoring paths and refuses others. Each answer closes the
+    connection."""
 
     def __init__(self, app: ASGIApp, on_refused: Callable[[], None]) -> None:
         self._app = app

@@ -1,4 +1,7 @@
-"""Files sent to be transcribed or translated: backlog work on the engine, which live sessions always precede."""
+"""Transcribes uploaded files, and writes the result in OpenAI's formats: JSON, text, subtitles, server-sent events.
+
+In the engine uploads have lower priority than live streams.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +44,10 @@ MAX_VALUE_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class UploadRequest:
-    """What the client asked for. Fields that are not supported here were dropped already."""
+    """The options of a transcription request. Unsupported fields of the form are not part of it."""
 
     response_format: str
-    # Of these, the model's options count.
+    # Only the model's options have an effect.
     settings: Settings
     stream: bool
     words: bool
@@ -53,18 +56,18 @@ class UploadRequest:
 
 @dataclass(slots=True)
 class Transcript:
-    """What came out of a file. Sums over its words grow with it, so that nobody has to walk through all of them."""
+    """The text of a file. Sums over its words are updated as they arrive, so a response needs no loop over all."""
 
     sample_rate: int
-    # The code of what is spoken, if the model says so.
+    # Code of the spoken language, if the model reports one.
     language: str = ""
     text: str = ""
     words: list[TimedWord] = field(default_factory=list)
     samples: int = 0
     tokens: int = 0
-    # How many tokens have a log-probability.
+    # Number of tokens with a log-probability.
     chances: int = 0
-    # How sure the model is of its words, where it says so, and which languages they are in.
+    # Number and sum of the confidences of words, and the language codes of words in order of appearance.
     confidences: int = 0
     confidence_sum: float = 0.0
     languages: dict[str, None] = field(default_factory=dict)
@@ -89,7 +92,7 @@ class Transcript:
 
 
 def read_request(form: Form, spec: ModelSpec, task: str | None) -> UploadRequest:
-    """Check the form fields. Lists come as `name[]` or `name`; unknown fields are ignored. Raises Refusal."""
+    """Read the form. Lists are fields `name[]` or `name`; unknown fields are ignored. Raises Refusal."""
     response_format = _field(form, "response_format") or "json"
     if response_format not in FORMATS:
         text = f"'response_format' must be one of {', '.join(FORMATS)}."
@@ -107,16 +110,16 @@ def read_request(form: Form, spec: ModelSpec, task: str | None) -> UploadRequest
 
 
 def _chosen(form: Form, name: str, known: Sequence[str]) -> list[str]:
-    """The values of a list that can have only these."""
+    """The values of a list field; each must be one of `known`."""
     values = _values(form, name)
     for value in values:
         if value not in known:
-            raise Refusal(400, "invalid_value", f"'{name}' can hold {' and '.join(known)}.", param=name)
+            raise Refusal(400, "invalid_value", f"'{name}' can contain {' and '.join(known)}.", param=name)
     return values
 
 
 def _check_temperature(given: str) -> None:
-    """It changes nothing: the text is always the likeliest. What is no temperature is a mistake all the same."""
+    """The temperature has no effect, because the text is always the most probable one; an invalid value is refused."""
     try:
         if given:
             decimal_number("temperature", given, 0, 1)
@@ -125,7 +128,7 @@ def _check_temperature(given: str) -> None:
 
 
 def _settings(form: Form, spec: ModelSpec, task: str | None) -> Settings:
-    """The model's options, by the rule that sockets have: hints that it does not take change nothing."""
+    """The model's options, by the same rule as for sockets: hints that the model does not support have no effect."""
     asked = Settings(
         language=_field(form, "language") or None,
         languages=tuple(_values(form, "languages")),
@@ -140,7 +143,7 @@ def _settings(form: Form, spec: ModelSpec, task: str | None) -> Settings:
 
 
 def _values(form: Form, name: str) -> list[str]:
-    """The texts of a list. Who reads them knows how long each may be."""
+    """The texts of a list field; the caller checks their length."""
     return form.texts(f"{name}[]", MAX_FIELD_BYTES) + form.texts(name, MAX_FIELD_BYTES)
 
 
@@ -148,23 +151,23 @@ def _field(form: Form, name: str, most: int = MAX_VALUE_CHARACTERS) -> str:
     """A field that has one value; empty if it is missing."""
     values = form.texts(name, most)
     if len(values) > 1:
-        raise Refusal(400, "invalid_value", f"'{name}' came {len(values)} times; send it once.", param=name)
+        raise Refusal(400, "invalid_value", f"'{name}' was sent {len(values)} times; send it once.", param=name)
     if form.file_field == name.encode():
         raise Refusal(400, "invalid_value", f"'{name}' must be text, not a file.", param=name)
     return values[0] if values else ""
 
 
 class Transcriber:
-    """Transcribes files one after another within a bound on how many run at once."""
+    """Transcribes files, at most `at_once` at the same time."""
 
     def __init__(self, engine: EngineApi, at_once: int) -> None:
         self._engine = engine
         self._places = asyncio.Semaphore(at_once)
 
     async def deltas(self, file: BinaryIO, request: UploadRequest, transcript: Transcript) -> AsyncGenerator[str]:
-        """Text as it comes; `transcript` is complete when this ends. Raises Refusal."""
+        """The text of a file as it arrives; `transcript` is complete at the end. Raises Refusal."""
         async with self._places, self._stream(request) as stream:
-            # The first piece shows whether this is audio at all, before any answer is begun.
+            # A file that is not audio fails at its first piece, before the response has begun.
             feeding = asyncio.create_task(self._feed(file, stream, transcript), name=f"feed {stream.id}")
             try:
                 async for delta in self._listen(stream, feeding, transcript):
@@ -201,7 +204,7 @@ class Transcriber:
             try:
                 await asyncio.wait((waiting, feeding), return_when=asyncio.FIRST_COMPLETED)
                 if feeding.done():
-                    # A file that cannot be decoded ends here, whatever was heard before.
+                    # Raises if the file cannot be decoded.
                     feeding.result()
                 output = await waiting
             finally:
@@ -215,7 +218,7 @@ class Transcriber:
                     words[0] = first_word(words[0])
                 transcript.add_words(words)
                 transcript.language = transcript.language or output.language
-                # The last word may be complete without another letter.
+                # A word may be completed without new text.
                 if delta or words:
                     yield delta
             elif isinstance(output, messages.Closed):
@@ -235,7 +238,7 @@ class Transcriber:
 
 
 async def decoded(file: BinaryIO) -> AsyncGenerator[Samples]:
-    """A file as samples, in steps, the next one when the last is taken. Raises Refusal."""
+    """The samples of a file in steps; the next step is decoded when the last one was taken. Raises Refusal."""
     try:
         async with aclosing(decoded_file(file)) as steps:
             async for samples in steps:
@@ -250,10 +253,10 @@ def _engine_gone() -> Refusal:
     return Refusal(503, "engine_unavailable", "The engine is not available; try again.", None, 5, "server_error")
 
 
-# What is answered to a file, in OpenAI's shapes: JSON, text, subtitles, and server-sent events. Made in pieces.
+# Responses, made in pieces.
 
 PLAIN = "text/plain; charset=utf-8"
-# A segment has many words, and its text is compressed to see how often it repeats itself.
+# Fewer than other entries, because a segment has many words and its text is compressed for `compression_ratio`.
 SEGMENTS_AT_ONCE = 16
 
 
@@ -288,15 +291,15 @@ def _duration(transcript: Transcript) -> dict[str, Any]:
 
 
 def _logprobs(transcript: Transcript, empty: list[Any] | None) -> Entries | list[Any] | None:
-    """Of all words; `empty` where the model tells none."""
+    """The log-probabilities of all tokens; `empty` if the model has none."""
     if not transcript.chances:
         return empty
-    # A word without any is no entry, and work all the same.
+    # None is not written, but it counts as work in `Entries`.
     return Entries(entry for word in transcript.words for entry in token_logprobs((word,)) or (None,))
 
 
 def language_name(transcript: Transcript, settings: Settings) -> str:
-    """The language of the text, as OpenAI writes it."""
+    """The name of the text's language, as in OpenAI's responses."""
     code = "en" if settings.task else transcript.language or settings.language
     return NAMES[code] if code else "unknown"
 
@@ -320,12 +323,13 @@ def _segment(number: int, line: Subtitle) -> dict[str, Any]:
 
 
 def sse(body: dict[str, Any]) -> bytes:
-    """A short event."""
+    """One server-sent event."""
     return f"data: {encode_json(body)}\n\n".encode()
 
 
 def sse_delta(delta: str, transcript: Transcript, first: int, request: UploadRequest) -> bytes:
-    """The event with a delta, and what was asked for of the words from the one with this number on; none for none."""
+    """The event with a delta, and with the requested fields for the words from index `first` on; empty if there is
+    nothing to send."""
     extras: dict[str, Any] = {}
     words = transcript.words[first:]
     if request.words:

@@ -1,7 +1,7 @@
-"""Multipart forms, taken apart as they come: texts stay the bytes they are, and the file's bytes are handed on.
+"""Receives uploads: parses multipart forms as they arrive, stores the file, and enforces the limits for uploads.
 
-What a form holds in memory is counted as it is held, so a client cannot make it more than it sends: a text is decoded
-when it is needed, and only if it is short enough to be needed.
+Text fields are kept as bytes, and all memory of a form is counted while it grows. A text is decoded only when it is
+needed and not too long, so a client cannot make the server use much more memory than it sends.
 """
 
 from __future__ import annotations
@@ -26,33 +26,32 @@ from realtime.config import LimitsConfig
 from realtime.errors import Refusal
 from realtime.http.context import Context
 
-# All keywords that a stream may have, and everything else.
+# Enough for all keywords that a stream may have, and all other fields.
 MAX_FIELDS = 600
 MAX_FIELD_BYTES = 64 * 1024
-# What stands between two parts; clients take less than 70.
+# RFC 2046 allows 70.
 MAX_BOUNDARY_BYTES = 200
 # The headers of one part.
 MAX_PART_HEAD_BYTES = 8 * 1024
-# How the texts of a form may be written: of the codecs that a client could name, some take time by the square of a
-# text's length.
+# Accepted charsets. Some other codecs of Python take quadratic time.
 CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1"})
-# A letter has at most so many bytes.
+# Bytes of the longest character.
 LETTER_BYTES = 4
 
-# The parser writes a line for each form that is none. Who sent it is told, and nobody else needs to know.
+# The parser logs each invalid form; the client gets the error instead.
 logging.getLogger("python_multipart.multipart").setLevel(logging.CRITICAL)
 
 
 @dataclass(slots=True)
 class Form:
-    """The fields of a form in their order, and which field the file came in; None: there was no file."""
+    """The text fields of a form in order, and the name of the file's field (None if there is no file)."""
 
     charset: str = "utf-8"
     fields: list[tuple[bytes, bytearray]] = field(default_factory=list)
     file_field: bytes | None = None
 
     def texts(self, name: str, most: int) -> list[str]:
-        """The texts under this name. Raises Refusal for one of more than `most` characters, before it is decoded."""
+        """The texts of all fields with this name. Raises Refusal for a text of more than `most` characters."""
         found = [value for known, value in self.fields if known == name.encode()]
         texts = [self._decode(value) for value in found if len(value) <= LETTER_BYTES * most]
         if len(texts) < len(found) or any(len(text) > most for text in texts):
@@ -67,10 +66,10 @@ class Form:
 
 
 class FormParser:
-    """Fills a form with what `feed` is given."""
+    """Parses a multipart body into a `Form`, piece by piece."""
 
     def __init__(self, content_type: str, hold: Callable[[int], None]) -> None:
-        """`hold` is told of every byte that the form holds from now on, and may refuse it. Raises Refusal."""
+        """`hold` is called with the bytes of memory that the form takes, and may raise Refusal. Raises Refusal."""
         _, parameters = parse_options_header(content_type)
         charset = parameters.get(b"charset", b"utf-8").decode("latin-1").lower()
         if charset not in CHARSETS:
@@ -80,10 +79,10 @@ class FormParser:
             raise bad_form(f"its Content-Type must name a boundary of at most {MAX_BOUNDARY_BYTES} bytes")
         self.form = Form(charset)
         self._hold = hold
-        # The head of the part at hand.
+        # The header of the current part.
         self._head_bytes = 0
         self._name, self._value, self._disposition = bytearray(), bytearray(), b""
-        # What the part at hand is: a text, or the file; neither between two parts and in a head.
+        # The current part: a text, or the file; neither between two parts and in a header.
         self._text: bytearray | None = None
         self._in_file = False
         self._file_bytes: list[bytes] = []
@@ -101,7 +100,7 @@ class FormParser:
         )
 
     def feed(self, data: bytes) -> bytes:
-        """Take a piece of the body; returns what of it belongs to the file. Raises Refusal."""
+        """Parse a piece of the body; returns the bytes of the file in it. Raises Refusal."""
         try:
             self._parser.write(data)
         except FormParserError as error:
@@ -110,7 +109,7 @@ class FormParser:
         return found[0] if len(found) == 1 else b"".join(found)
 
     def finish(self) -> None:
-        """The body is complete. Raises Refusal if the form is not."""
+        """Called at the end of the body. Raises Refusal if the form is incomplete."""
         if self._text is not None or self._in_file:
             raise bad_form("it ends in the middle of a part")
 
@@ -158,7 +157,7 @@ class FormParser:
             self._file_bytes.append(data[start:end])
             return
         text = self._text
-        assert text is not None, "data comes after a head"
+        assert text is not None, "data comes after a header"
         if len(text) + end - start > MAX_FIELD_BYTES:
             raise bad_form(f"a field takes more than {MAX_FIELD_BYTES} bytes")
         before = sys.getsizeof(text)
@@ -173,53 +172,50 @@ def bad_form(reason: str) -> Refusal:
     return Refusal(400, "invalid_form", f"The form cannot be read: {reason}.")
 
 
-# Requests that carry a file: what is refused before and while it arrives, and the bounds on files in the house.
-
 log = logging.getLogger("tickertape.uploads")
 
-# What the texts of one form, and those of all forms that are here, may take in memory: a prompt and all keywords that a
-# stream may have, each as long as it may be.
+# Memory for the texts of one form, and of all forms together. One form fits a prompt and all keywords of full length.
 MAX_FORM_BYTES = 256 * 1024
 MAX_FORMS_BYTES = 4 * 1024 * 1024
 RETRY_AFTER_S = 30
-# A file that is no larger than this is not written to disk.
+# Larger files are written to disk.
 IN_MEMORY_BYTES = 1024 * 1024
-# A form is read in such pieces, and others have their turn when it took so long.
+# A form is parsed in pieces of this size, and after this many seconds the parser yields to the event loop.
 PIECE_BYTES = 8 * 1024
 PARSING_S = 0.001
-# What the system says when a file does not fit on the disk, and when no more files may be open.
+# Errors of the system: no space for the file; too many open files.
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 NO_MORE_FILES = frozenset({errno.EMFILE, errno.ENFILE})
-# The log says at most so often that files cannot be stored.
+# Shortest time in seconds between two warnings that files cannot be stored.
 SAID_AGAIN_S = 60.0
 
 
 class Spool:
-    """All uploads from their first byte to the end of their answer: how many there are, and how many bytes they hold.
+    """Counts all uploads, from their first byte to the end of their response, and the bytes that they take.
 
-    Policy when it is full: the next one is refused with a time to come back.
+    When a limit is reached, further uploads are refused with a Retry-After.
     """
 
     def __init__(self, limits: LimitsConfig) -> None:
         self.uploads = 0
         self.bytes = 0
-        # Of the texts in forms, in memory.
+        # Memory of the text fields.
         self.text_bytes = 0
         self._limits = limits
 
     def enter(self) -> None:
         if self.uploads >= self._limits.uploads + self._limits.uploads_waiting:
-            raise _busy("Too many files are waiting already")
+            raise _busy("Too many files are waiting")
         self.uploads += 1
 
     def take(self, size: int) -> None:
         if self.bytes + size > self._limits.spool_bytes:
-            raise _busy("The files that are waiting take all the room there is")
+            raise _busy("The waiting files take all of the space for uploads")
         self.bytes += size
 
     def take_text(self, size: int) -> None:
         if self.text_bytes + size > MAX_FORMS_BYTES:
-            raise _busy(f"The forms that are here take all of the {MAX_FORMS_BYTES} bytes for their texts")
+            raise _busy(f"The forms of other requests take all of the {MAX_FORMS_BYTES} bytes for text fields")
         self.text_bytes += size
 
     def give_back(self, size: int, text_size: int) -> None:
@@ -231,7 +227,7 @@ class Spool:
 
 
 class Upload:
-    """A form with its file, which is on disk if it is large, and its place among the uploads. Close it after use."""
+    """One upload: its form, its file (on disk if it is large), and its share of the spool. Close it after use."""
 
     def __init__(self, spool: Spool, most_bytes: int) -> None:
         spool.enter()
@@ -250,7 +246,7 @@ class Upload:
         return self._file.file
 
     def counted(self, receive: Receive) -> Receive:
-        """`receive`, with every byte counted: a body that does not say how long it is must not be longer either."""
+        """Wrap `receive` to count every byte, because a body need not declare its length. Raises Refusal."""
 
         async def counting() -> Message:
             message = await receive()
@@ -265,29 +261,29 @@ class Upload:
         return counting
 
     def hold_text(self, size: int) -> None:
-        """Count what the form holds in memory from now on; raises Refusal."""
+        """Count memory of the form's text fields. Raises Refusal."""
         if self._text_bytes + size > MAX_FORM_BYTES:
-            text = f"The texts of the form take more than {MAX_FORM_BYTES} bytes; send fewer fields, or shorter ones."
+            text = f"The form's text fields take more than {MAX_FORM_BYTES} bytes; send fewer fields, or shorter ones."
             raise Refusal(413, "form_too_large", text)
         if self._spool is not None:
             self._spool.take_text(size)
             self._text_bytes += size
 
     async def write(self, data: bytes) -> None:
-        """Bytes of the file. Raises OSError."""
+        """Append bytes to the file. Raises OSError."""
         await self._file.write(data)
 
     async def rewind(self) -> None:
-        """To the beginning of the file, all of which is written then. Raises OSError."""
+        """Flush the file and go to its beginning. Raises OSError."""
         await self._file.seek(0)
 
     async def let_file_go(self) -> None:
-        """Give back all but the place: nobody reads the file and the form any more."""
+        """Release the file and the form, which are not needed any more; the upload itself stays counted."""
         if self._spool is not None:
             await self._let_go(self._spool)
 
     async def close(self) -> None:
-        """Harmless when done twice. What was counted is free before anything is waited for."""
+        """Release everything; the counts before the first await. May be called twice."""
         spool, self._spool = self._spool, None
         if spool is not None:
             spool.leave()
@@ -297,24 +293,24 @@ class Upload:
         spool.give_back(self._bytes, self._text_bytes)
         self._bytes = self._text_bytes = 0
         self.form = Form()
-        # What could not be written to a full disk cannot be written now either. The file is gone all the same.
+        # On a full disk the last flush fails; the file is deleted nevertheless.
         with suppress(OSError):
             await self._file.close()
 
 
 class FormReader:
-    """Reads multipart forms, and bodies that are a file, within the limits on uploads."""
+    """Receives multipart forms, and bodies that are a file, within the limits for uploads."""
 
     def __init__(self, context: Context) -> None:
         self.spool = Spool(context.limits)
         self._context = context
         self._limits = context.limits
         self._said_at: float | None = None
-        # Chosen now: a disk that is full later must not make the library choose another folder.
+        # Choose the folder now: if the disk is full later, the library would choose another one.
         gettempdir()
 
     async def open(self, request: Request) -> Upload:
-        """The form of a request. Raises Refusal, as early as it can be known."""
+        """Receive the form of a request. Raises Refusal as early as possible."""
         async with self._arriving(request) as (upload, counted):
             content_type = request.headers.get("content-type", "")
             if not content_type.startswith("multipart/form-data"):
@@ -323,7 +319,7 @@ class FormReader:
         return upload
 
     async def open_body(self, request: Request, head: bytes) -> Upload:
-        """A request whose body is the file itself, behind bytes of ours. Raises Refusal like the other."""
+        """Receive a body that is the file itself; `head` is written before it. Raises Refusal as early as possible."""
         async with self._arriving(request) as (upload, counted):
             upload.form.file_field = b"file"
             await upload.write(head)
@@ -333,7 +329,7 @@ class FormReader:
         return upload
 
     def _check(self, request: Request) -> None:
-        """Refuse what can be refused before the file is read."""
+        """Raise Refusal for reasons that are known before the file is read."""
         if self._context.draining or not self._context.engine.ready:
             text = "The server cannot take files now; try again."
             raise Refusal(503, "server_busy", text, retry_after_s=5, kind="server_error")
@@ -343,9 +339,9 @@ class FormReader:
 
     @asynccontextmanager
     async def _arriving(self, request: Request) -> AsyncIterator[tuple[Upload, Request]]:
-        """An upload for the request, whose every byte is counted; closed again if it does not arrive in time.
+        """An upload, and the request with counted bytes. The upload is closed if it fails or does not arrive in time.
 
-        What is refused here is counted, by its code.
+        Refusals are counted in the metrics by their code.
         """
         upload: Upload | None = None
         try:
@@ -364,16 +360,16 @@ class FormReader:
             raise refusal from error
 
     def _refusal(self, error: BaseException) -> Refusal | None:
-        """What a client is told of an upload that did not arrive; None for what nobody foresaw."""
+        """The refusal for an error while an upload arrives; None for an unexpected error."""
         if isinstance(error, TimeoutError):
             return Refusal(408, "upload_too_slow", "The file took too long to arrive.")
         if isinstance(error, ClientDisconnect):
             return client_gone()
         if not isinstance(error, OSError):
             return None
-        self._say(f"files that clients send cannot be stored in {gettempdir()}: {error.strerror or error}")
+        self._say(f"uploaded files cannot be stored in {gettempdir()}: {error.strerror or error}")
         if error.errno in NO_MORE_FILES:
-            text = "The server has as many files open as it may have; try again."
+            text = "The server has reached its limit of open files; try again."
             return Refusal(503, "too_many_open_files", text, None, RETRY_AFTER_S, "server_error")
         if error.errno in DISK_FULL:
             text = "The disk of the server is full; send the file again later, or a smaller one."
@@ -388,7 +384,7 @@ class FormReader:
 
 
 async def _read_form(request: Request, parser: FormParser, upload: Upload) -> None:
-    """Take a form apart, in pieces that keep nobody waiting."""
+    """Parse a form in pieces, and yield to the event loop between them."""
     upload.form = parser.form
     clock = asyncio.get_running_loop().time
     async for chunk in request.stream():

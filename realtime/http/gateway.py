@@ -1,4 +1,4 @@
-"""Realtime sockets: who is let in, with which session, and the life of a socket from the handshake to its end."""
+"""The WebSocket endpoints: authenticates a socket, opens or resumes its session, and serves it until it closes."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from realtime.session.settings import Settings
 
 log = logging.getLogger("tickertape.server")
 
-# Where Deepgram's clients come, with sockets and with files.
+# The path of Deepgram's clients, for sockets and files.
 LISTEN = "/v1/listen"
 # More events than a session can send.
 MAX_SEQUENCE = 10**15
-# A request to resume that has waited longer in a socket of this process is not believed: its client may have gone
-# elsewhere, without a word of it that has come here.
+# A resume request that has waited in a socket for longer (seconds) is refused: its client may have resumed elsewhere
+# without this process knowing.
 STALE_S = 3.0
-# How long a sample of each raw format is.
+# Bytes per sample of the raw formats.
 SAMPLE_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class _Entrance:
-    """How a socket is let in: its session, or one for each of its channels, and what it is told first."""
+    """An admitted socket: its session (one for each channel), and the first frames and headers to send."""
 
     entries: tuple[OpenSession, ...]
     first_frames: list[str]
@@ -63,7 +63,7 @@ _Enter = Callable[[WebSocket], AbstractAsyncContextManager[_Entrance]]
 
 
 class Gateway:
-    """Serves sockets, and keeps the sessions' clock ticking while the server runs."""
+    """Serves sockets, and runs the ticker of the sessions while the server runs."""
 
     def __init__(self, context: Context) -> None:
         self.config = context.config
@@ -73,16 +73,17 @@ class Gateway:
         self._fair_turns = FairTurns()
 
     async def realtime(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI endpoint: sockets are served without Starlette's wrapper, which costs time per message."""
+        """The endpoint of OpenAI's and vLLM's clients. Plain ASGI: Starlette's wrapper costs time per message."""
         await self._serve_socket(self._enter, scope, receive, send)
 
     async def listen(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The endpoint of Deepgram's clients."""
         await self._serve_socket(self._enter_listen, scope, receive, send)
 
     async def _serve_socket(self, enter: _Enter, scope: Scope, receive: Receive, send: Send) -> None:
         websocket = WebSocket(scope, receive, send)
         entered = False
-        # Many who come at once are let in one by one, so that those who are in have their turns between them.
+        # Many sockets that open at once are admitted one by one, with turns for open sockets between them.
         await self._fair_turns.wait()
         try:
             async with enter(websocket) as entrance:
@@ -94,7 +95,7 @@ class Gateway:
             await websocket.send_denial_response(refused(scope["path"], error))
 
     async def _run_socket(self, entrance: _Entrance, scope: Scope, receive: Receive, send: Send) -> None:
-        """From the handshake to the end of the socket; no session of it is left without an owner."""
+        """Serve an admitted socket from the handshake to its end, then detach its sessions."""
         live, inbox = _joined(entrance.entries)
         line = (receive, send, _extras(scope))
         if self.sessions.standstill is not None:
@@ -125,14 +126,14 @@ class Gateway:
 
     @asynccontextmanager
     async def _enter(self, websocket: WebSocket) -> AsyncIterator[_Entrance]:
-        """Find or make the session of a socket that asks to be opened; raises Refusal. A session that is made belongs
-        to the block until it has a socket."""
+        """Open or resume the session of a socket. Raises Refusal. A new session ends with the block unless it has got
+        a socket."""
         query = websocket.query_params
         offered: list[str] = websocket.scope.get("subprotocols", [])
         address = websocket.client.host if websocket.client else ""
         check_once(query, ("model", "resume", "after"))
         if "call_id" in query:
-            raise Refusal(404, "not_found", "Calls are not served here.", param="call_id")
+            raise Refusal(404, "not_found", "This server does not support calls ('call_id').", param="call_id")
         caller = self._context.caller(websocket.headers, offered, address)
         selected = select_subprotocol(offered)
         if "resume" in query:
@@ -152,7 +153,7 @@ class Gateway:
 
     @asynccontextmanager
     async def _enter_listen(self, websocket: WebSocket) -> AsyncIterator[_Entrance]:
-        """The same for Deepgram's clients, which say everything in the query."""
+        """Open the sessions of a Deepgram client, whose options are all in the query. Raises Refusal."""
         offered: list[str] = websocket.scope.get("subprotocols", [])
         query = websocket.query_params
         check_once(query, READ_ONCE)
@@ -165,7 +166,8 @@ class Gateway:
             yield _Entrance(entries, [], select_subprotocol(offered), [header])
 
     def _in_force(self, asked: Settings) -> Settings:
-        """What the model takes of it; raises ClientFault. Where no model is there yet, nobody is admitted either."""
+        """The settings as the model supports them. Raises ClientFault. Without a ready engine they are returned as they
+        are, because admission is refused anyway."""
         engine = self._context.engine
         return asked.in_force(engine.spec) if engine.ready else asked
 
@@ -175,7 +177,7 @@ class Gateway:
         if extras.waited_s() > STALE_S:
             self.metrics.refused.labels("left").inc()
             raise Refusal(503, "request_too_old", "The request waited too long; try again.", retry_after_s=1)
-        # Before the session is looked for: to find it may take it from the socket that has it.
+        # Checked before `find`, which may take the session from another socket or process.
         try:
             last = whole_number("after", after, 0, MAX_SEQUENCE)
         except ValueError as error:
@@ -184,22 +186,24 @@ class Gateway:
         entry = await self.sessions.find(token, caller, extras.has_closed)
         missed = entry.live.frames_after(last)
         if missed is None:
-            raise Refusal(410, "resume_too_late", "Events after this one are gone; start a new session.", param="after")
+            raise Refusal(
+                410,
+                "resume_too_late",
+                "The events after this one are not kept any more; start a new session.",
+                param="after",
+            )
         self.metrics.resumed.inc()
         entry.inbox.reconnected()
         entry.inbox.may_inject = entry.inbox.may_inject and not caller.is_secret
         return entry, [entry.live.greeting_again(), *missed]
 
-    # Life
-
     def reloaded(self) -> None:
-        """The configuration was read again and has changed."""
+        """Apply a configuration that was read again."""
         self._context.authenticator.use_keys(key.reveal() for key in self.config.auth.keys)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        # Threads and files come from libraries that load most of themselves at their first use: a tenth of a second in
-        # which nobody would be served.
+        # Use a thread and a file once now: their libraries load much code at first use, which would block all clients.
         await asyncio.to_thread(bool)
         async with await open_file(os.devnull):
             pass
@@ -213,10 +217,12 @@ class Gateway:
 
 
 def check_once(query: QueryParams, names: tuple[str, ...]) -> None:
-    """Refuse a parameter that comes twice: one of its values would be ignored without a word."""
+    """Raise Refusal for a repeated parameter, because one of its values would be ignored silently."""
     for name in names:
         if len(query.getlist(name)) > 1:
-            raise Refusal(400, "invalid_query_parameter", f"'{name}' came more than once; send it once.", param=name)
+            raise Refusal(
+                400, "invalid_query_parameter", f"'{name}' was sent more than once; send it once.", param=name
+            )
 
 
 def _extras(scope: Scope) -> SocketExtras:
@@ -228,7 +234,7 @@ def _deepgram(listening: Listening, channel: int, facts: SessionFacts) -> Deepgr
 
 
 def _joined(entries: tuple[OpenSession, ...]) -> tuple[LiveSession | ChannelGroup, Inbox | ChannelInbox]:
-    """What one connection serves."""
+    """The session and inbox of a connection; for several channels, their groups."""
     first = entries[0]
     if len(entries) == 1:
         return first.live, first.inbox
@@ -237,7 +243,7 @@ def _joined(entries: tuple[OpenSession, ...]) -> tuple[LiveSession | ChannelGrou
 
 
 def refused(path: str, error: Refusal | ClientFault) -> Response:
-    """A refusal as an HTTP response, in the shape that clients of this path read."""
+    """A refusal as an HTTP response, in the format that clients of this path expect."""
     if isinstance(error, ClientFault):
         error = Refusal(400, error.code, error.message, error.param)
     if path != LISTEN:

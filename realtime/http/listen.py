@@ -1,4 +1,4 @@
-"""`POST /v1/listen`: a file as Deepgram's clients send it, the body itself, and the answer in Deepgram's shape."""
+"""`POST /v1/listen`: transcribes a file for Deepgram's clients. The file is the body, the answer is Deepgram's JSON."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from realtime.http.pieces import ENTRIES_AT_ONCE, Entries, Later, PiecesResponse
 from realtime.http.uploads import UploadRoutes
 from realtime.session.settings import AudioFormat, Settings
 
-# How WAV files number the raw formats, and how long their samples are.
+# WAV format number and bytes per sample of the raw formats.
 WAV_FORMATS = {"audio/pcm": (1, 2), "audio/pcmu": (7, 1), "audio/pcma": (6, 1)}
 UNKNOWN_LENGTH = 0xFFFF_FFFF
 
 
 class ListenRoute:
-    """One place among the uploads, like a file of any other client."""
+    """The endpoint. Its files count as uploads like those of other clients."""
 
     def __init__(self, context: Context, forms: FormReader, uploads: UploadRoutes) -> None:
         self._context = context
@@ -53,7 +53,7 @@ class ListenRoute:
         query = read_file_query(request.query_params, request.query_params.multi_items())
         taken = query.settings.in_force(self._context.engine.spec)
         if request.headers.get("content-type", "").startswith("application/json"):
-            text = "Files are not fetched from elsewhere; send the audio itself as the body, without a 'url'."
+            text = "The server does not fetch files; send the audio itself as the body instead of a 'url'."
             raise Refusal(400, "url_not_supported", text)
         head = b"" if query.format is None else _wav_head(query.format)
         upload = await self._forms.open_body(request, head)
@@ -70,7 +70,7 @@ class ListenRoute:
 
 
 def write_answer(transcript: Transcript, query: FileQuery, model: str, request_id: str, sha256: str) -> Iterator[bytes]:
-    """The body in pieces."""
+    """The JSON response in pieces."""
     rate, words, text = transcript.sample_rate, transcript.words, transcript.text
     languages = list(transcript.languages)
     whole: Json = {
@@ -107,7 +107,7 @@ def _utterances(transcript: Transcript, query: FileQuery) -> Iterator[Json]:
 
 
 class _Utterance:
-    """Words up to a pause. Where it ends is known when its words are written."""
+    """Words up to a pause. The end is found while the words are written, so later fields use `Later`."""
 
     def __init__(self, transcript: Transcript, start: int, query: FileQuery) -> None:
         self.end = start
@@ -117,7 +117,7 @@ class _Utterance:
         self._gap = round(query.split_s * self._rate)
         self._punctuate = query.punctuate
         self._has_languages = bool(transcript.languages)
-        # Sums over the words that are written.
+        # Sums over the words written so far.
         self._told = Transcript(self._rate)
 
     def written(self) -> Json:
@@ -152,7 +152,7 @@ class _Utterance:
 
 
 def _wav_head(audio_format: AudioFormat) -> bytes:
-    """Raw samples behind this are a WAV file, and are read like any other."""
+    """A WAV header for raw samples, so that they are decoded like any other file."""
     number, size = WAV_FORMATS[audio_format.type]
     rate = audio_format.rate
     described = struct.pack("<HHIIHH", number, 1, rate, rate * size, size, 8 * size)
@@ -167,7 +167,7 @@ def _wav_head(audio_format: AudioFormat) -> bytes:
 
 
 def _digest(file: BinaryIO, head: int) -> str:
-    """Of what the client sent, without the bytes of ours before it."""
+    """SHA-256 of the client's bytes, without the `head` bytes that we wrote before them."""
     digest = hashlib.sha256()
     file.seek(head)
     while piece := file.read(READ_BYTES):

@@ -1,12 +1,13 @@
-"""Which pages may use the server, and by which names it may be asked.
+"""Protects a server without keys from other websites: checks the `Origin` and `Host` headers of browsers.
 
-A browser sends what the page of any website asks for to any address that it can reach, this machine among them. Two
-headers say what is behind a request. `Origin` names the page: pages of other origins than the server's own are refused
-unless they are listed. `Host` is the name that the server was asked by: a website can have its own name lead to this
-machine, and the browser then takes the server for a part of that website (DNS rebinding). Programs that are no browsers
-send no `Origin`, and a name or address of this machine as `Host`.
+The page of any website can make a browser send requests to any reachable address, this machine included. Two headers
+reveal that. `Origin` names the page's website: other origins than the server's own are refused unless they are listed.
+`Host` is the name in the request's URL: a website can make its own name resolve to this machine, and the browser then
+treats the server as part of that website (DNS rebinding). Other programs send no `Origin`, and a name or address of
+this machine as `Host`.
 
-With keys neither is needed: no website knows a key. Then any page may ask, unless origins are listed.
+With keys neither check is needed, because a website does not know a key. Then all origins are allowed, unless some are
+listed.
 """
 
 from __future__ import annotations
@@ -30,24 +31,25 @@ ANY = "*"
 
 
 class BrowserRules:
-    """`asks_for_keys` is asked each time: keys may come and go while the server runs."""
+    """The rules. `asks_for_keys` is called for each request, because keys can change while the server runs."""
 
     def __init__(self, server: ServerConfig, asks_for_keys: Callable[[], bool]) -> None:
         self._origins = frozenset(origin.lower() for origin in server.allowed_origins)
         self._hosts = frozenset(_name(host) for host in server.allowed_hosts)
         self._asks_for_keys = asks_for_keys
-        # Others than this machine may ask, and do so by its address or its name.
+        # Whether other machines can reach the server; they use its address or its name.
         self._is_reachable = not is_loopback(server.host)
         own = socket.gethostname().lower()
         self._own_names = {server.host.lower(), own, f"{own}.local"} if self._is_reachable else set()
 
     def check(self, headers: Headers) -> None:
-        """Raises a 403 Refusal with the header's name as `param`. It repeats nothing of the request."""
+        """Raise a 403 Refusal, with the header's name as `param`, if the request is not allowed. The text contains
+        nothing from the request."""
         host, origins = headers.get("host"), headers.getlist("origin")
         if host is not None and not self._asks_for_keys() and not self._is_ours(_name(host)):
             text = (
-                "A server without keys answers to names and addresses of its own machine only; its operator can add "
-                "this name to server.allowed_hosts."
+                "A server without keys can be reached only by names and addresses of its own machine; its operator can "
+                "add this name to server.allowed_hosts."
             )
             raise Refusal(403, "host_not_allowed", text, param="host")
         if origins and not self.any_page() and not (len(origins) == 1 and self._is_allowed(origins[0], host or "")):
@@ -62,25 +64,25 @@ class BrowserRules:
         return sorted(self._origins)
 
     def any_page(self) -> bool:
-        """Whether pages of every origin may ask."""
+        """Whether pages of every origin are allowed."""
         return ANY in self._origins or (self._asks_for_keys() and not self._origins)
 
     def _is_allowed(self, origin: str, host: str) -> bool:
         scheme, _, place = origin.lower().partition("://")
         port = DEFAULT_PORTS.get(scheme)
-        # A proxy that ends TLS changes the scheme and nothing else, so the scheme says nothing.
+        # The scheme is not compared, because a proxy that terminates TLS changes it.
         same = port is not None and (_name(place), _port(place) or port) == (_name(host), _port(host) or port)
         return same or origin.lower() in self._origins
 
     def _is_ours(self, name: str) -> bool:
         if name in self._hosts or ANY in self._hosts or name in self._own_names:
             return True
-        # No website can have an address as its name; names below `localhost` lead to this machine everywhere.
+        # An IP address is no DNS name of a website, and names below `localhost` always mean this machine.
         return is_loopback(name) or name.endswith(".localhost") or (self._is_reachable and _is_address(name))
 
 
 class Cors:
-    """Tells pages whose answers they may read. Keys may come and go, and with them who may ask."""
+    """CORS headers by the rules of the moment, which change with the keys."""
 
     def __init__(self, app: ASGIApp, rules: BrowserRules) -> None:
         self._rules = rules
@@ -93,7 +95,7 @@ class Cors:
 
 
 class BrowserGuard:
-    """Refuses requests and sockets by these rules, before any route sees them."""
+    """Middleware that refuses requests and sockets by the rules, before any route."""
 
     def __init__(self, app: ASGIApp, rules: BrowserRules, metrics: Metrics) -> None:
         self._app = app
@@ -116,7 +118,7 @@ class BrowserGuard:
 
 
 def _name(place: str) -> str:
-    """The name or address in `name:port`, `[address]:port` or a name alone."""
+    """The name or address of `name:port`, `[address]:port` or a name alone."""
     if place.startswith("["):
         address, _, rest = place[1:].partition("]")
         return address.lower() if rest[:1] in ("", ":") else place.lower()

@@ -1,8 +1,8 @@
-"""Answers that are too long to be made at once: made and sent in pieces, and others have their turn in between.
+"""Long HTTP responses, made and sent in pieces so that they do not block the event loop.
 
-The event loop serves every session. An answer to a file of hours takes hundreds of milliseconds to make, so none is
-made in one go: `json_pieces` makes a bounded number of entries at a time, and `PiecesResponse` sends what is made when
-the client has read what came before. What waits for a slow client is a piece, not the answer.
+The response to a file of hours takes hundreds of milliseconds to make. `json_pieces` makes a bounded number of entries
+at a time, and `PiecesResponse` sends a part when the client has read the part before. For a slow client only one part
+is in memory, and not the whole response.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-# Entries of a list, and characters of a text, that are made at once.
+# Entries of a list, and characters of a text, in one piece.
 ENTRIES_AT_ONCE = 64
 CHARACTERS_AT_ONCE = 16 * 1024
-# Others have their turn when pieces took so long to make.
+# After this many seconds of work the event loop gets a turn.
 MAKING_S = 0.001
-# An answer up to this length is sent whole and says how long it is; a longer one goes out in parts of this size.
+# A response up to this length is sent whole with a Content-Length; a longer one in parts of this size.
 PART_BYTES = 32 * 1024
 
 _encode = msgspec.json.Encoder().encode
@@ -29,9 +29,9 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """A list whose entries are made while it is written. None is no entry: it stands for work that led to none.
+    """A list whose entries are made while it is written. None is not written, but counts as work.
 
-    With `nested`, entries hold lists and texts of this kind themselves, and are made one by one.
+    With `nested`, entries may contain `Entries` and `TextParts` themselves, and are written one by one.
     """
 
     entries: Iterable[Any]
@@ -41,20 +41,20 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class TextParts:
-    """A text whose parts are made while it is written. An empty part stands for work that led to none."""
+    """A text whose parts are made while it is written. An empty part counts as work."""
 
     parts: Iterable[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """A value that is known when all that stands before it is written."""
+    """A value that is computed when everything before it has been written."""
 
     value: Callable[[], Any]
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """JSON of a value in pieces. What is between two of them is bounded, whatever the length of the whole."""
+    """A value as JSON in pieces; the work for one piece is bounded."""
     match value:
         case dict():
             for number, (name, content) in enumerate(value.items()):
@@ -82,7 +82,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
 
 
 def _plain(entries: Iterable[Any], at_once: int) -> Iterator[bytes]:
-    """Entries that are encoded together, as many as are made at once."""
+    """Entries encoded in groups of `at_once`."""
     before = b""
     made: list[Any] = []
     for number, entry in enumerate(entries, start=1):
@@ -112,14 +112,14 @@ def _letters(text: str) -> Iterator[bytes]:
 
 
 def text_pieces(parts: Iterable[str]) -> Iterator[bytes]:
-    """Plain text in pieces; a long part is cut."""
+    """Plain text in pieces; long parts are split."""
     for part in parts:
         for start in range(0, len(part), CHARACTERS_AT_ONCE):
             yield part[start : start + CHARACTERS_AT_ONCE].encode()
 
 
 async def in_turns(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """Parts to send, of many pieces each. Others have their turn while the pieces are made."""
+    """Join pieces to parts of `PART_BYTES`, and yield to the event loop every `MAKING_S`."""
     clock = asyncio.get_running_loop().time
     began = clock()
     waiting: list[bytes] = []
@@ -138,7 +138,7 @@ async def in_turns(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
 
 
 class PiecesResponse(Response):
-    """Sends pieces as they are made. `at_end` is called when the last has left, or the client has."""
+    """Sends pieces as they are made. `at_end` is called after the last one, or when the client has left."""
 
     def __init__(
         self,

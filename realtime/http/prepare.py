@@ -1,4 +1,4 @@
-"""Preparing audio without transcribing it, and taking items that were prepared elsewhere into the engines' caches."""
+"""Routes for prepared audio: render a file into items without transcribing it, and inject items into engine caches."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from realtime.http.forms import FormReader, Upload
 from realtime.http.pieces import Entries, PiecesResponse, json_pieces
 from realtime.session.events import Samples
 
-# The client must cut longer audio itself.
+# Longest audio in one request.
 MAX_RENDER_SECONDS = 600
-# What all renderings together may hold, from the first sample until the answer has left.
+# Memory of all render requests together, from the first sample until the response is sent.
 MAX_RENDERED_BYTES = 128 * 1024 * 1024
 
 
@@ -35,16 +35,17 @@ class PrepareRoutes:
     def __init__(self, context: Context, forms: FormReader) -> None:
         self._context = context
         self._forms = forms
-        # The read-only processor has one cache, so one request at a time uses it, off the event loop.
+        # The processor has one cache, so only one request at a time uses it (on a thread).
         self._one_at_a_time = asyncio.Lock()
-        # Bytes of all renderings, and of all bodies of items, that are here now.
+        # Memory of all render requests, and of all inject bodies.
         self.rendered_bytes = 0
         self._inject_bytes = 0
 
     async def render(self, request: Request) -> Response:
-        """Positions, items with hashes, what is cached and what executing would cost; `?data=false` leaves data out."""
+        """Answer with the items of a file: positions, hashes, what is cached, and the cost of a transcription.
+        `?data=false` leaves out the data of the items."""
         self._context.caller_of(request)
-        self._check_allowed("Audio is not rendered here", "render_not_allowed")
+        self._check_allowed("Rendering is not enabled", "render_not_allowed")
         with_data = request.query_params.get("data") != "false"
         upload = await self._forms.open(request)
         held = _Held(self)
@@ -65,12 +66,12 @@ class PrepareRoutes:
 
     def _check_allowed(self, what: str, code: str) -> None:
         if not self._context.config.server.inject:
-            raise Refusal(403, code, f"{what}; whoever runs the server can allow it with server.inject.")
+            raise Refusal(403, code, f"{what}; the server's operator can enable it with server.inject.")
 
     async def _decode(self, file: BinaryIO, held: _Held) -> Samples:
-        """The whole file at the model's rate."""
+        """The samples of the whole file at the model's rate. Raises Refusal."""
         spec = self._context.engine.spec
-        # The samples are joined, then cut into items, which have parts of their neighbours in them.
+        # Copies of each sample in memory: the blocks, the joined array, and the items, which overlap.
         copies = 2 + (spec.look_back_samples + spec.look_ahead_samples) / spec.samples_per_position
         blocks: list[Samples] = []
         samples = 0
@@ -78,16 +79,16 @@ class PrepareRoutes:
             async for block in steps:
                 samples += len(block)
                 if samples > MAX_RENDER_SECONDS * spec.sample_rate:
-                    text = f"At most {MAX_RENDER_SECONDS} seconds can be rendered at once; cut the audio."
+                    text = f"At most {MAX_RENDER_SECONDS} seconds can be rendered at once; split the audio."
                     raise Refusal(413, "audio_too_long", text, param="file")
                 held.add(round(copies * block.nbytes))
                 blocks.append(block)
         return np.concatenate(blocks)
 
     async def inject(self, request: Request) -> Response:
-        """Items as `render` describes them; the next stream with their hashes sends no data."""
+        """Put items from `render` into the engines' caches; later streams with the same hashes send no data."""
         self._context.caller_of(request)
-        self._check_allowed("Items prepared elsewhere are not taken here", "inject_not_allowed")
+        self._check_allowed("Prepared items are not accepted", "inject_not_allowed")
         async with self._held_body(request) as body:
             try:
                 taken = await self._context.engine.inject(await asyncio.to_thread(_items_of, body))
@@ -97,7 +98,7 @@ class PrepareRoutes:
 
     @asynccontextmanager
     async def _held_body(self, request: Request) -> AsyncIterator[bytes]:
-        """The whole body, counted while it arrives and for as long as it is needed."""
+        """The whole body; its bytes are counted from their arrival to the end of the block."""
         chunks: list[bytes] = []
         size = 0
         try:
@@ -115,29 +116,29 @@ class PrepareRoutes:
         if size > most:
             raise Refusal(413, "body_too_large", f"Send at most {most} bytes of items at once (limits.inject_bytes).")
         if self._inject_bytes > most:
-            text = "Items of others are on their way; try again."
+            text = "Other requests are injecting items; try again."
             raise Refusal(503, "inject_busy", text, retry_after_s=1, kind="server_error")
 
 
 def _items_of(body: bytes) -> list[Item | None]:
-    """The items in a body, of which there may be millions. Raises Refusal and ItemRefused."""
+    """Parse the items of a body; slow, because there may be millions. Raises Refusal and ItemRefused."""
     items = decode_json(body).get("items")
     if not isinstance(items, list) or not all(item is None or isinstance(item, dict) for item in items):
-        raise Refusal(400, "invalid_value", "'items' must be a list of items as render gives them.", param="items")
+        raise Refusal(400, "invalid_value", "'items' must be a list of items as render returns them.", param="items")
     return parse_items(items)
 
 
 class _Held:
-    """The bytes of one rendering, counted from its first sample until its answer has left."""
+    """The memory of one render request, counted until its response is sent."""
 
     def __init__(self, routes: PrepareRoutes) -> None:
         self._routes = routes
         self._bytes = 0
 
     def add(self, size: int) -> None:
-        """Raises Refusal if all renderings together would hold more than they may."""
+        """Count memory. Raises Refusal if all render requests together would exceed `MAX_RENDERED_BYTES`."""
         if self._routes.rendered_bytes + size > MAX_RENDERED_BYTES:
-            text = "Other renderings are being read by their clients; try again."
+            text = "Other render requests take all of the memory for rendering; try again."
             raise Refusal(503, "render_busy", text, retry_after_s=1, kind="server_error")
         self._routes.rendered_bytes += size
         self._bytes += size

@@ -1,4 +1,4 @@
-"""The page: plain files of one folder, served at the root. Only files that are there at the start are served."""
+"""Builds the gateway's ASGI application: all routes, the middleware, and the responses for errors."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ from realtime.serving.registry import Sessions
 from realtime.serving.websocket import clean_headers
 
 FOLDER = Path(__file__).parents[1] / "web"
+# The files of the web page; only files that exist at the start are served.
 FILES = tuple(sorted(file for file in FOLDER.glob("*") if file.is_file()))
-# The page talks to its own server only, and nobody may put it into a frame.
+# The page may connect only to its own server, and must not be shown in a frame.
 HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": (
@@ -47,7 +48,7 @@ HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """One route for each file, and the root for `index.html`."""
+    """One route for each file of the web page, and `/` for `index.html`."""
     named = {f"/{file.name}": file for file in FILES}
     if "/index.html" in named:
         named["/"] = named["/index.html"]
@@ -59,9 +60,6 @@ def _serve(file: Path) -> Callable[[Request], Awaitable[Response]]:
         return FileResponse(file, headers=HEADERS)
 
     return endpoint
-
-
-# Every path of the gateway on one port, and how errors become answers.
 
 
 def build_app(engine: EngineApi, config: Config, around: GatewayServices | None = None) -> Starlette:
@@ -98,7 +96,7 @@ def _sockets(gateway: Gateway) -> list[BaseRoute]:
 
 
 async def _upgrade_required(request: Request) -> Response:
-    """A plain request where a socket is served, most often behind a proxy that drops what asks for one."""
+    """Answer a plain request on a WebSocket path; usually a proxy has dropped the upgrade headers."""
     text = (
         "This address is a WebSocket: connect to it with ws:// or wss://. If the client did, a proxy on the way drops "
         "the headers 'Upgrade' and 'Connection'; configure it to pass them on."
@@ -135,7 +133,8 @@ def _answers(context: Context) -> list[Route]:
 
 
 class _CleanHeaders:
-    """Every HTTP answer passes here, those of other middleware too. Sockets have the same in their protocol class."""
+    """Middleware that escapes control characters in all response headers, also those of other middleware. For sockets
+    the protocol class does this."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -154,11 +153,11 @@ class _CleanHeaders:
 
 
 class RefusedBodies:
-    """Reads the rest of a request's body, and drops it, behind an answer that refuses the request.
+    """Middleware that reads and drops the rest of the body after a request was refused.
 
-    A connection that is closed with unread bytes is reset, and a client that is still sending would see the reset
-    instead of the answer. Connections that are kept open are read on by uvicorn; this is for requests that say
-    `Connection: close`. What is read is bounded in bytes and time.
+    Closing a connection with unread bytes resets it, and a client that is still sending would see the reset instead of
+    the response. On connections that stay open uvicorn reads the rest; this is for requests with `Connection: close`.
+    The bytes and the time for it are bounded.
     """
 
     MOST_BYTES = 64 * 2**20
@@ -202,7 +201,7 @@ class RefusedBodies:
 
 
 class _AsgiEndpoint:
-    """Starlette passes scope, receive and send to an object as they are."""
+    """Wraps an ASGI function in an object, because Starlette passes plain ASGI arguments only to objects."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -222,7 +221,7 @@ async def _on_fault(request: Request, error: Exception) -> Response:
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
-    """Nobody reads this answer; without it each client that leaves early would be an error in the log."""
+    """The client does not get this response; it keeps a client that leaves early from being logged as an error."""
     text = "The client left before its request was complete."
     return refused(request.url.path, Refusal(499, "client_gone", text))
 
@@ -235,8 +234,8 @@ async def _on_no_engine(request: Request, error: Exception) -> Response:
 
 async def _on_not_found(request: Request, error: Exception) -> Response:
     path = request.url.path
-    return refused(path, Refusal(404, "not_found", f"There is no {request.method} {path[:200]} here."))
+    return refused(path, Refusal(404, "not_found", f"This server has no {request.method} {path[:200]}."))
 
 
 async def _on_wrong_method(request: Request, error: Exception) -> Response:
-    return refused(request.url.path, Refusal(405, "method_not_allowed", f"{request.method} is not possible here."))
+    return refused(request.url.path, Refusal(405, "method_not_allowed", f"This path does not allow {request.method}."))

@@ -1,4 +1,4 @@
-"""The HTTP side of file transcription: multipart form in; JSON, text, subtitles or server-sent events out."""
+"""The endpoints for file transcription in OpenAI's API: a multipart form in; JSON, text, subtitles or events out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class UploadRoutes:
         return await self._take(request, None)
 
     async def translations(self, request: Request) -> Response:
-        """The same, in English whatever is spoken."""
+        """Like `transcriptions`, with the text translated to English."""
         return await self._take(request, TRANSLATE)
 
     async def _take(self, request: Request, task: str | None) -> Response:
@@ -51,7 +51,8 @@ class UploadRoutes:
 
     @asynccontextmanager
     async def answering(self, upload: Upload) -> AsyncIterator[None]:
-        """Around the making of an answer. An upload keeps its place until its answer has left, or there is none."""
+        """Wraps the making of a response: counts refusals and closes the upload on an error. Otherwise the response
+        closes the upload when it has been sent."""
         try:
             yield
         except BaseException as error:
@@ -72,7 +73,7 @@ class UploadRoutes:
         return PiecesResponse(pieces, media_type, upload.close)
 
     async def transcript(self, upload: Upload, wanted: UploadRequest, request: Request) -> Transcript:
-        """All that is said in a file, with its place among the others; raises Refusal. The file is let go then."""
+        """Transcribe the whole file, then release it. Raises Refusal."""
         transcript = self._new_transcript()
         deltas = self._watched(self._transcriber.deltas(upload.file, wanted, transcript), request)
         async with aclosing(deltas):
@@ -87,7 +88,8 @@ class UploadRoutes:
         return Transcript(spec.sample_rate, spec.options.only_language)
 
     async def _watched(self, deltas: AsyncGenerator[str], request: Request) -> AsyncGenerator[str]:
-        """The text as it comes, for so long as one may take. A client that leaves gives its place to the next file."""
+        """The text as it arrives. Raises Refusal after `limits.upload_s`, or when the client leaves, so that the next
+        file can begin."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._limits.upload_s
         gone = asyncio.create_task(_disconnected(request), name="upload's client")
@@ -102,7 +104,8 @@ class UploadRoutes:
     async def _stream(
         self, deltas: AsyncGenerator[str], transcript: Transcript, upload: Upload, wanted: UploadRequest
     ) -> Response:
-        """The answer begins with the first text or the end; until then a refusal can have a status of its own."""
+        """The response with server-sent events. It begins with the first text; a refusal before that has its own HTTP
+        status."""
         first = await anext(deltas, None)
 
         async def body() -> AsyncIterator[bytes]:
@@ -130,7 +133,7 @@ class UploadRoutes:
 
 
 class _Streamed(StreamingResponse):
-    """Server-sent events with something to do at their end, also if the client leaves before the first one."""
+    """Server-sent events; `end` is called afterwards, also if the client leaves before the first one."""
 
     def __init__(self, body: AsyncIterator[bytes], end: Callable[[], Awaitable[None]]) -> None:
         super().__init__(body, media_type="text/event-stream")
@@ -151,7 +154,7 @@ async def _with_first(first: str | None, rest: AsyncIterator[str]) -> AsyncItera
 
 
 async def _next(deltas: AsyncGenerator[str], gone: asyncio.Task[None], seconds: float) -> str | None:
-    """The next text, or None at the end; raises Refusal if the client leaves or the time is over before it comes."""
+    """The next text, or None at the end. Raises Refusal if the client leaves or the time is over."""
     step = asyncio.ensure_future(anext(deltas, None))
     try:
         await asyncio.wait((step, gone), timeout=max(seconds, 0.0), return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Figures for Prometheus: the gateway's own, and the engine's as its client counts them.
+"""Metrics for Prometheus: the gateway's own, and the engine's as the engine client counts them.
 
-Runs in the gateway. Imports `realtime.session.events` and the counters of `engine.client`.
+Part of the gateway. It imports `realtime.session.events` and the counters of `engine.client`.
 """

@@ -1,4 +1,4 @@
-"""The engine client's counters as Prometheus metrics, read when somebody asks for them."""
+"""The engine client's counters as Prometheus metrics, read at each scrape."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from engine.client.pool import Capacity
 from engine.client.supervisor import EngineMetrics
 
-# What each gateway process counts for itself: its own cache and its own streams. The rest is what engines say to all.
+# Metrics that each gateway process counts itself, of its own cache and streams. Engines report the others to all.
 COUNTED_BY_EACH_GATEWAY = (
     "mm_cache_queries",
     "mm_cache_hits",
@@ -26,26 +26,26 @@ COUNTED_BY_EACH_GATEWAY = (
 def engine_collector(
     metrics: Callable[[], EngineMetrics], capacity: Callable[[], Capacity]
 ) -> Callable[[], Iterable[Metric]]:
-    """What `Metrics.add_collector` takes."""
+    """The collector for `Metrics.add_collector`."""
 
     def collect() -> Iterable[Metric]:
         seen, room = metrics(), capacity()
         cache = seen.input_cache
         for name, text, count in (
             ("mm_cache_queries", "Items looked up in the input cache", cache.queries),
-            ("mm_cache_hits", "Items that did not have to cross to the engine", cache.hits),
-            ("mm_cache_bytes_sent", "Bytes of audio that crossed to the engines", cache.bytes_sent),
-            ("mm_cache_bytes_saved", "Bytes of audio that did not have to cross", cache.bytes_saved),
+            ("mm_cache_hits", "Items found in the input cache, which were not sent to the engine", cache.hits),
+            ("mm_cache_bytes_sent", "Bytes of audio sent to the engines", cache.bytes_sent),
+            ("mm_cache_bytes_saved", "Bytes of audio that the input cache saved", cache.bytes_saved),
             ("mm_cache_repairs", "Times the two sides of the input cache disagreed and were repaired", cache.repairs),
             ("encoder_cache_queries", "Items looked up in the encoder cache", seen.encoder_queries),
-            ("encoder_cache_hits", "Items whose encoder output was there already", seen.encoder_hits),
+            ("encoder_cache_hits", "Items found in the encoder cache", seen.encoder_hits),
             ("steps", "Steps the engines have run", seen.steps),
             ("blank_guard", "Tokens changed by the guard against endless blanks", seen.blank_guard),
             ("engine_restarts", "Engines that were lost and came back", seen.restarts),
-            ("engine_streams_recovered", "Streams carried over to a new engine", seen.streams_recovered),
-            ("engine_streams_given_up", "Streams that could not be carried over", seen.streams_given_up),
-            ("engine_poisonous_streams", "Streams ended because they killed the engine", seen.crashing_streams),
-            ("engine_recovery_seconds", "Time until lost streams had gone on elsewhere", seen.recovery_seconds_sum),
+            ("engine_streams_recovered", "Streams rebuilt on a new engine", seen.streams_recovered),
+            ("engine_streams_given_up", "Streams that could not be rebuilt", seen.streams_given_up),
+            ("engine_poisonous_streams", "Streams ended because they crashed the engine", seen.crashing_streams),
+            ("engine_recovery_seconds", "Time until streams of a lost engine were rebuilt", seen.recovery_seconds_sum),
         ):
             yield CounterMetricFamily(f"tickertape_{name}", text, value=count)
         parts = CounterMetricFamily("tickertape_step_seconds", "Time of all steps, by part", labels=["part"])
@@ -55,12 +55,12 @@ def engine_collector(
         for name, text, value in (
             ("engine_streams", "Streams open on the engines", room.used),
             ("engine_streams_max", "Streams the engines have room for", room.total),
-            ("engine_speaking", "Engine streams that hear speech now", room.speaking),
-            ("engine_streams_counted", "Live streams that speak or did so lately", room.counted),
-            ("engine_streams_that_hold", "Live streams that could speak at once, by the measured cost", room.holds),
-            ("engine_spares", "Engines that wait for another one to be lost", room.spares_ready),
+            ("engine_speaking", "Engine streams with speech now", room.speaking),
+            ("engine_streams_counted", "Live streams with speech now or recently", room.counted),
+            ("engine_streams_that_hold", "Live streams that could have speech at once, by measured cost", room.holds),
+            ("engine_spares", "Spare engines, which replace an engine that is lost", room.spares_ready),
             ("engine_load", "Share of its time the least busy engine spends on live streams", room.load),
-            ("engine_load_per_stream", "What one more speaking stream would add to the load", room.load_per_stream),
+            ("engine_load_per_stream", "Load that one more stream with speech would add", room.load_per_stream),
         ):
             yield GaugeMetricFamily(f"tickertape_{name}", text, value=value)
         yield from _by_engine(room)
@@ -69,13 +69,13 @@ def engine_collector(
 
 
 def _by_engine(room: Capacity) -> Iterable[Metric]:
-    """What is known of each engine, under its name."""
+    """The metrics of each engine, labelled with its name."""
     for name, text, values in (
         ("streams", "Streams open on an engine", [engine.used for engine in room.engines]),
-        ("streams_free", "Streams an engine would still take", [engine.free for engine in room.engines]),
+        ("streams_free", "Streams an engine can still take", [engine.free for engine in room.engines]),
         ("load", "Share of its time an engine spends on live streams", [engine.load for engine in room.engines]),
-        ("draining", "Whether an engine takes nothing new", [engine.draining for engine in room.engines]),
-        ("beat_age_seconds", "How long ago an engine was last heard", [engine.silent_s for engine in room.engines]),
+        ("draining", "Whether an engine takes no new streams", [engine.draining for engine in room.engines]),
+        ("beat_age_seconds", "Time since an engine's last message", [engine.silent_s for engine in room.engines]),
     ):
         gauge = GaugeMetricFamily(f"tickertape_each_engine_{name}", text, labels=["engine"])
         for engine, value in zip(room.engines, values, strict=True):

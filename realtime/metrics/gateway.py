@@ -1,4 +1,4 @@
-"""Every metric of the gateway, named once. Each app has its own registry, so that several can live in one process."""
+"""All metrics of the gateway. Each app has its own registry, so that several apps can run in one process."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from prometheus_client.registry import Collector
 
 from realtime.session.events import MEASURES
 
-# Around the frame of 80 ms that live models step by, up to what nobody would call live.
+# Around the 80 ms step of live models, up to a minute.
 LAG_BUCKETS = (0.02, 0.04, 0.08, 0.12, 0.16, 0.24, 0.32, 0.5, 0.8, 1.2, 2.0, 4.0, 8.0, 30.0, 60.0)
 FINAL_BUCKETS = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 LOOP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 
 
 class Metrics:
-    """The gateway's own figures; the engine adds its collectors to the same registry."""
+    """The gateway's metrics; `add_collector` adds those of the engine to the same registry."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        # Where this process is one of several: asks for the figures of all of them.
+        # Set in a worker: asks the parent for the metrics of all workers.
         self.of_all: Callable[[], Awaitable[bytes]] | None = None
         self._own: list[Counter | Gauge | Histogram] = []
         self._borrowed: list[_Borrowed] = []
@@ -41,21 +41,21 @@ class Metrics:
 
         self.sessions = gauge("sessions", "Sessions that exist, connected or waiting to be resumed")
         self.connected = gauge("sessions_connected", "Sessions with a socket")
-        self.speaking = gauge("sessions_speaking", "Sessions in which somebody is speaking now")
+        self.speaking = gauge("sessions_speaking", "Sessions with speech now")
         self.opened = counter("sessions_opened", "Sessions opened, by wire dialect at the time", "dialect")
         self.resumed = counter("sessions_resumed", "Sessions continued by a reconnected client")
         self.refused = counter("refused", "Connections and requests refused, by reason", "reason")
         self.closed = counter("closed", "Sockets closed by the server, by reason", "reason")
-        self.lag = histogram("lag_seconds", "Audio received but not yet heard by the engine", LAG_BUCKETS)
+        self.lag = histogram("lag_seconds", "Audio received but not yet processed by the engine", LAG_BUCKETS)
         self.final = histogram("final_seconds", "From the end of a turn to its completed transcript", FINAL_BUCKETS)
         self.stalls = counter("stalls", "Speech without text: streams re-anchored from kept audio")
         self.engine_failures = counter("stream_failures", "Engine streams that failed and were replaced")
         self.audio_in = counter("audio_received_seconds", "Audio received from clients")
-        self.audio_heard = counter("audio_heard_seconds", "Audio the engine has listened to")
+        self.audio_heard = counter("audio_heard_seconds", "Audio processed by the engine")
         self.queued = gauge("audio_queued_seconds", "Audio waiting in the gateway for the engine, all sessions")
         self.outbox = gauge("outbox_events", "Events waiting for slow clients, all sessions")
         self.loop_lag = histogram("loop_lag_seconds", "How late the event loop runs a timer", LOOP_BUCKETS)
-        # Counting them takes a moment, so it is done when the figures are read.
+        # Counting tasks is slow, so it is done at a scrape.
         gauge("tasks", "Tasks of the event loop; more than a few for each session are a leak").set_function(_tasks)
         self.uploads = counter("uploads", "Files sent to the transcription endpoint, by outcome", "outcome")
         self._measures: dict[str, Callable[[float], None]] = {
@@ -70,8 +70,8 @@ class Metrics:
         self._measures[name](value)
 
     def add_collector(self, collect: Callable[[], Iterable[Metric]], own: Collection[str] = ()) -> None:
-        """Show figures that another part counts, such as the engine's. Of several processes all see the same ones, but
-        for those that are named `own`, which each process counts for itself."""
+        """Add metrics that another part counts, such as the engine's. With several workers all see the same values,
+        except for the names in `own`, which each worker counts itself."""
         self._borrowed.append(_Borrowed(collect, frozenset(f"tickertape_{name}" for name in own)))
         self.registry.register(self._borrowed[-1])
 
@@ -83,11 +83,11 @@ class Metrics:
             yield from ((family, family.name not in borrowed.own) for family in borrowed.collect())
 
     def exposition(self) -> bytes:
-        """The figures of this process as Prometheus reads them."""
+        """The metrics of this process in the Prometheus text format."""
         return generate_latest(self.registry)
 
     async def scrape(self) -> bytes:
-        """The figures of the server. Raises TimeoutError if they cannot be had from the other processes."""
+        """The metrics of the whole server. Raises TimeoutError if the parent of several workers does not answer."""
         return self.exposition() if self.of_all is None else await self.of_all()
 
 
@@ -99,10 +99,10 @@ def _tasks() -> float:
 
 
 def name_collector(gateway: str) -> Callable[[], Iterable[Metric]]:
-    """What `Metrics.add_collector` takes: the gateway's name, to join with whatever it says of itself."""
+    """The collector for `Metrics.add_collector` of a metric with the gateway's name as label, for joins in queries."""
 
     def collect() -> Iterable[Metric]:
-        info = GaugeMetricFamily("tickertape_gateway_info", "What this gateway is called", labels=["gateway"])
+        info = GaugeMetricFamily("tickertape_gateway_info", "The name of this gateway", labels=["gateway"])
         info.add_metric([gateway], 1)
         yield info
 
@@ -110,6 +110,8 @@ def name_collector(gateway: str) -> Callable[[], Iterable[Metric]]:
 
 
 class _Borrowed(Collector):
+    """Metrics that another part counts; `own` are the names that each worker counts itself."""
+
     def __init__(self, collect: Callable[[], Iterable[Metric]], own: frozenset[str]) -> None:
         self._collect = collect
         self.own = own

@@ -1,5 +1,5 @@
-"""Sessions as they run: admission, sockets, queues, and the engine stream of each session, on asyncio.
+"""Running sessions on asyncio: admission, sockets, queues, and the engine stream of each session.
 
-Runs in the gateway. Imports session, dialects and metrics below it, and the engine through `engine_api` and what
-`engine` shares with its clients; nothing of `realtime.http`.
+Part of the gateway. It imports `realtime.session`, `realtime.dialects` and `realtime.metrics`, and the engine through
+`engine_api` and `engine.client`; it imports nothing of `realtime.http`.
 """

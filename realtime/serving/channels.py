@@ -1,7 +1,7 @@
-"""Several channels of audio on one socket: each is a session with a stream of its own, behind one reader and writer.
+"""Multichannel audio on one socket: each channel is a session with its own engine stream, behind one reader and writer.
 
-The client's samples are interleaved; they are dealt out to the channels' inboxes, and what the channels have to say is
-sent in turn. Admission and limits count every channel as a session.
+`ChannelInbox` de-interleaves the client's samples into the inboxes of the channels; `ChannelGroup` merges the events of
+the channels for the writer. Admission and limits count every channel as a session.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from realtime.serving.outbox import Outbox
 from realtime.serving.socket_extras import Part
 from realtime.session.events import Hangup
 
-# Ends of a channel that the others may outlast.
+# Causes of a hang-up that end one channel only; any other cause closes the socket.
 ORDERLY = ("finished", "drain")
 
 
 class ChannelInbox:
-    """Deals the client's messages out: to each channel its samples, to all of them what is not audio."""
+    """Distributes the client's messages: each channel gets its own samples, and all channels get control messages."""
 
     def __init__(self, inboxes: Sequence[Inbox], sample_bytes: int) -> None:
         self._inboxes = inboxes
         self._frame_bytes = sample_bytes * len(inboxes)
         self._sample_bytes = sample_bytes
-        # Bytes of a frame whose other samples have yet to come.
+        # Bytes of an incomplete frame (one sample of every channel).
         self._rest = b""
 
     def settle(self) -> None:
@@ -36,21 +36,21 @@ class ChannelInbox:
             inbox.settle()
 
     def take_now(self, text: str) -> bool:
-        """Their audio comes in binary frames, and has to be dealt out."""
+        """Always False: multichannel audio comes in binary frames, which have to be de-interleaved."""
         return False
 
     async def take(self, text: str | None, data: bytes | None, gone: Callable[[], bool], *, more: bool = False) -> bool:
-        """As the inbox of one channel does."""
+        """Handle one message; returns whether it was a mistake of the client, as `Inbox.take` does."""
         if data:
             return await self.take_part(Part(data, is_text=False, is_last=True), gone)
         for inbox in self._inboxes:
-            # A mistake is answered once, not by every channel.
+            # Stop at the first channel that reports a mistake, so that the client gets one answer.
             if await inbox.take(text, data, gone, more=more):
                 return True
         return False
 
     async def take_part(self, part: Part, gone: Callable[[], bool]) -> bool:
-        """The same for a part of a long message."""
+        """Handle the next part of a long message, as `Inbox.take_part` does."""
         if part.is_text:
             return await self._inboxes[0].take_part(part, gone)
         for start in range(0, len(part.data), FED_BYTES):
@@ -69,14 +69,14 @@ class ChannelInbox:
 
 
 class ChannelGroup:
-    """The channels' sessions as the connection sees one session."""
+    """The sessions of all channels, with the interface that the connection uses for a single session."""
 
     def __init__(self, lives: Sequence[LiveSession]) -> None:
         self.id = lives[0].id
         self.clock = lives[0].clock
         self.outbox = _Outboxes([live.outbox for live in lives])
         self._lives = lives
-        # Channels that have said everything.
+        # Channel number -> its hang-up, for channels whose last event was sent.
         self._ended: dict[int, Hangup] = {}
 
     @property
@@ -88,7 +88,7 @@ class ChannelGroup:
             await live.room()
 
     async def next_frames(self) -> list[str] | Hangup:
-        """What is sent next; the end comes when all channels have come to theirs, or one of them breaks."""
+        """The next frames of any channel. Returns a Hangup when all channels have ended or one has failed."""
         while True:
             for channel, live in enumerate(self._lives):
                 if channel in self._ended or not live.outbox.has_next:
@@ -103,7 +103,7 @@ class ChannelGroup:
 
 
 class _Outboxes:
-    """All channels' outboxes; a channel that has something wakes their one reader."""
+    """The outboxes of all channels. They share one wake event, so the single writer wakes for any of them."""
 
     def __init__(self, outboxes: Sequence[Outbox]) -> None:
         self._outboxes = outboxes
@@ -124,6 +124,6 @@ class _Outboxes:
             outbox.on_overrun = told
 
     async def wait(self) -> None:
-        """Until something was put since all of it was taken."""
+        """Wait until an event is put into one of the outboxes."""
         self._wake.clear()
         await self._wake.wait()

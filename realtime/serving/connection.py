@@ -1,10 +1,10 @@
-"""One client's socket: a reader and a writer around a live session. The shell moves bytes; the session decides.
+"""One client's socket: a reader task and a writer task around a live session. All decisions are the session's.
 
-The reader never sends and the writer never reads, so a client that does not read cannot stop its own audio. Policies:
+The reader never sends and the writer never reads, so a client that does not read cannot block its own audio.
 
-- the reader takes the next message only when the session has room, so a fast sender is slowed by TCP;
-- the writer's queue is the session's outbox (see there); when it overruns, the socket is closed with 1008, and cut if
-  the client does not even read that.
+- The reader takes the next message only when the session has room, so TCP slows down a client that sends too fast.
+- The writer's queue is the session's outbox. If it overruns, the socket is closed with 1008, and aborted if the client
+  does not read the close frame either.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ AsgiMessage = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[AsgiMessage]]
 SendMessage = Callable[[AsgiMessage], Awaitable[None]]
 
-# How long a client that overran its outbox may take to read the close frame.
+# Seconds that a client has to read the close frame before its socket is aborted.
 CLOSE_GRACE_S = 5.0
 
 
 class Connection:
-    """Runs one socket until either side has had enough."""
+    """Serves one socket until the client or the server closes it."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Connection:
     ) -> None:
         self.live = live
         self.last_message_at = live.clock()
-        # The client closed with 1000: it has what it wanted and will not come back.
+        # The client closed with 1000, so it will not resume the session.
         self.said_goodbye = False
         self._inbox = inbox
         self._receive = receive
@@ -63,7 +63,10 @@ class Connection:
     async def run(
         self, first_frames: list[str], pace: Pace | None = None, pace_of_mistakes: Pace | None = None
     ) -> Hangup | None:
-        """Serve the socket; why the server closed it, or None if the client left by itself."""
+        """Serve the socket until it closes. Returns the Hangup if the server closed it, None if the client left.
+
+        `pace` limits the rate of messages and `pace_of_mistakes` the rate of messages that were answered with an error.
+        """
         self._pace, self._pace_of_mistakes = pace, pace_of_mistakes
         if self._hangup is None:
             self.live.outbox.on_overrun = self._overrun
@@ -73,14 +76,14 @@ class Connection:
                 self._extras.offer_to(partial(self._take_now, group))
                 self._writer = group.create_task(self._write(first_frames), name=f"writer {self.live.id}")
                 self._reader = reader = group.create_task(self._read(), name=f"reader {self.live.id}")
-                # Somebody may have hung up while the socket was being opened.
+                # `hang_up` may have been called before the tasks existed.
                 if self._hangup is None:
                     await asyncio.wait((self._writer, reader), return_when=asyncio.FIRST_COMPLETED)
                 left = reader.done() and not reader.cancelled()
                 reader.cancel()
                 self._writer.cancel()
         finally:
-            # A socket that has taken the session over has put its own there by now.
+            # A newer connection of the session owns the callback: leave it.
             if self.live.outbox.on_overrun == self._overrun:
                 self.live.outbox.on_overrun = None
         if self._hangup is None or left:
@@ -89,7 +92,7 @@ class Connection:
         return self._hangup
 
     def hang_up(self, hangup: Hangup) -> None:
-        """Close this socket now, ahead of what waits to be sent. Nothing that it still reads counts."""
+        """Close this socket now. Events that wait in the outbox are not sent on it, and its input is ignored."""
         if self._hangup is None:
             self._hangup = hangup
             for task in (self._reader, self._writer):
@@ -115,7 +118,7 @@ class Connection:
             if part is not None:
                 mistaken = await self._inbox.take_part(part, gone)
             else:
-                # Audio does not wait for a message that itself has to wait.
+                # With a pace the next message may be delayed, so audio is not held back to be joined with it.
                 joined = more and self._pace is None
                 mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), gone, more=joined)
             if self.live.full:
@@ -124,21 +127,23 @@ class Connection:
                 await self._pace.wait()
             if mistaken and self._pace_of_mistakes is not None:
                 await self._pace_of_mistakes.wait()
-            # Receiving a message that waits already does not give way to other clients, so the share runs on.
+            # Receiving a message that has already arrived does not yield to the event loop, so the time counts on.
             fresh = not more
             if part is not None or (more and now - began >= SHARE_S):
                 await self._fair_turns.wait()
                 fresh = True
 
     def _take_now(self, group: asyncio.TaskGroup, text: str) -> bool:
-        """A message that came while the reader waits for one: take it without waking the reader, if it is plain audio
-        and nobody has to wait for anything."""
+        """Fast path for a message that arrives while the reader waits: handle it without waking the reader task.
+
+        Returns False, with nothing done, unless it is plain audio and neither the session nor the pace has to wait.
+        """
         if self._hangup is not None or self.live.full or (self._pace is not None and not self._pace.may_pass()):
             return False
         try:
             taken = self._inbox.take_now(text)
         except Exception as error:
-            # As if the reader had met it: the socket ends, and nobody else's.
+            # Same result as an error in the reader: this connection ends, others are not affected.
             fail(group, error)
             return True
         if taken:
@@ -164,12 +169,12 @@ class Connection:
                     began = self.live.clock()
                 frames = await self.live.next_frames()
         except OSError:
-            # The client is gone; the reader will see that too.
+            # The client is gone; the reader notices it and ends the connection.
             return
         self._hangup = frames
 
     async def close(self, hangup: Hangup) -> None:
-        """Send the close frame, or cut the socket if its peer takes nothing."""
+        """Send the close frame; abort the socket if the client does not read it within `CLOSE_GRACE_S`."""
         log.info("session %s: closed by the server with %d: %s", self.live.id, hangup.code, hangup.reason)
         closing = self._send({"type": "websocket.close", "code": int(hangup.code), "reason": hangup.reason})
         try:
@@ -177,5 +182,5 @@ class Connection:
         except TimeoutError:
             self._extras.abort()
         except Exception as error:
-            # The socket is gone already; servers have their own ways of saying so.
-            log.debug("session %s: not closed: %s", self.live.id, error)
+            # The socket is already gone. Which exception says so depends on the ASGI server.
+            log.debug("session %s: the close frame could not be sent: %s", self.live.id, error)

@@ -1,10 +1,10 @@
-"""The program that decodes what strangers send, apart from the gateway: one process for each file and each stream.
+"""The program that decodes untrusted container audio outside the gateway, in one process for each file or stream.
 
     python -m realtime.serving.decoder_process FD
 
-It has libav loaded and waits on a socket for something to decode. For each file or stream it forks: that takes
-milliseconds, and what is loaded is shared. A fork has bounds on what it may use; whatever its bytes do to libav, they
-do it there. The gateway's end of this is in `isolated_decoder.py`.
+The program loads libav and waits for orders on the socket FD. For each file or stream it forks, which is fast because
+the loaded libraries are shared. Each fork has resource limits, and audio that crashes libav crashes only its own fork.
+`isolated_decoder.py` is the gateway's side.
 """
 
 from __future__ import annotations
@@ -28,30 +28,33 @@ from audio.errors import AudioError, TooLargeToDecode
 from audio.pipes import ByteReader
 from realtime.serving.decoder_protocol import ANSWER, BEGIN, DONE, END, FAULT, HUNGRY, MORE, NO_MORE, ORDER, PIECE
 
-# What a fork may take on top of what all of them share. An index of six hours takes 100 MB, all else a few.
+# Address space of a fork beyond the shared part. The index of a six-hour file takes 100 MB.
 MAX_DECODER_BYTES = 256 * 1024 * 1024
-# It reads one file and talks over one socket; libav opens none.
+# A fork needs one file and one socket; libav opens no files.
 MAX_DECODER_FILES = 16
 REAP_S = 1.0
 
 
 def main() -> None:
     for name in (signal.SIGINT, signal.SIGTERM):
-        # It ends with the gateway, which may still have files to finish.
+        # The program ends when the gateway closes the socket; until then the gateway may have files to finish.
         signal.signal(name, signal.SIG_IGN)
-    # What is loaded is shared with all forks for as long as nobody touches it.
+    # Keep the garbage collector from writing to memory pages that the forks share.
     gc.collect()
     gc.freeze()
     _Forks(socket.socket(fileno=int(sys.argv[1]))).serve()
 
 
 class _Forks:
+    """Executes the gateway's orders: starts and kills decoder processes."""
+
     def __init__(self, orders: socket.socket) -> None:
         self._orders = orders
+        # Decoder number -> process id.
         self._children: dict[int, int] = {}
 
     def serve(self) -> None:
-        """Until the gateway is gone."""
+        """Execute orders until the gateway closes the socket, then kill all decoders."""
         while True:
             ready, _, _ = select.select([self._orders], [], [], REAP_S if self._children else None)
             self._reap()
@@ -68,7 +71,7 @@ class _Forks:
         if kind == BEGIN and descriptors:
             self._begin(number, descriptors)
         elif kind == END and number in self._children:
-            # Nobody else waits for it, so the number of the process is still its own.
+            # The process id cannot have been reused: only `_reap` waits for children, and it forgets their ids.
             os.kill(self._children[number], signal.SIGKILL)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -78,7 +81,7 @@ class _Forks:
         try:
             pid = os.fork()
         except OSError:
-            return  # the gateway sees that the line is cut
+            return  # the gateway sees that the socket is closed
         if pid == 0:
             self._orders.close()
             line, *files = descriptors
@@ -92,14 +95,14 @@ class _Forks:
 
 
 def _live(line: socket.socket, file: BinaryIO | None) -> None:
-    """The life of a fork."""
+    """Decode one file or stream, then exit: the whole life of a forked process."""
     try:
         _set_bounds()
         _decode(_Line(line), file)
     except (OSError, EOFError):
-        pass  # the gateway does not wait any more
+        pass  # the gateway has closed the socket
     except Exception:
-        # A fault of ours. The gateway sees that the line is cut.
+        # A bug in this program. The gateway sees that the socket is closed.
         traceback.print_exc()
     finally:
         os._exit(0)
@@ -117,7 +120,7 @@ def _set_bounds() -> None:
 
 
 def _address_bytes() -> int:
-    """How much address space the process has now; far more than it uses."""
+    """Bytes of address space of this process now."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -126,9 +129,9 @@ def _address_bytes() -> int:
 
 
 class _Line(ByteReader):
-    """The gateway at the other end: bytes come, samples go, one answer to each order.
+    """The socket to the gateway: receives pieces of bytes, and sends one answer of samples for each of them.
 
-    A stream is read from here; a file has its own descriptor, and orders only say when to go on.
+    Streams are read from it. A file has its own descriptor, and an empty piece only asks for the next samples.
     """
 
     def __init__(self, line: socket.socket) -> None:
@@ -139,7 +142,7 @@ class _Line(ByteReader):
         self._ended = False
 
     def begin(self) -> None:
-        """Wait for the first order."""
+        """Wait for the first piece."""
         self._take()
 
     def read(self, size: int) -> bytes:
@@ -149,7 +152,7 @@ class _Line(ByteReader):
         return self._next(size)
 
     def add(self, block: NDArray[np.float32]) -> None:
-        """Samples; many of them are handed over, and the next ones are made when the gateway has taken them."""
+        """Collect decoded samples. At `STEP_SAMPLES` they are sent, and decoding waits until the gateway asks again."""
         self._made.append(block)
         self._samples += len(block)
         if self._samples >= STEP_SAMPLES:
@@ -166,7 +169,7 @@ class _Line(ByteReader):
         self._line.sendall(ANSWER.pack(kind, len(content)) + content)
 
     def _take(self) -> None:
-        """The next order. Raises EOFError if none will come."""
+        """Receive the next piece. Raises EOFError if the gateway has closed the socket."""
         (length,) = PIECE.unpack(self._receive(PIECE.size))
         self._ended = self._ended or length == NO_MORE
         if length and length != NO_MORE:
@@ -193,12 +196,12 @@ def _decode(line: _Line, file: BinaryIO | None) -> None:
         fault = error
     except MemoryError:
         fault = TooLargeToDecode(
-            "the audio takes more memory to decode than it may; send it in another format, or in shorter pieces"
+            "the audio takes more memory to decode than is allowed; send it in another format, or in shorter pieces"
         )
     if fault is None:
         line.answer(DONE)
         return
-    # Samples from before the fault are good.
+    # Samples decoded before the fault are valid.
     line.hand_over()
     line.answer(FAULT, f"{type(fault).__name__}\n{fault}")
 

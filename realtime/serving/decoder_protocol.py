@@ -1,19 +1,20 @@
-"""What the gateway and the decoders of strangers' audio say to each other, over sockets between processes."""
+"""The messages between the gateway (`isolated_decoder.py`) and the decoder processes (`decoder_process.py`)."""
 
 from __future__ import annotations
 
 import struct
 
-# The program that has libav loaded, and forks a decoder for each file and each stream. The gateway does not load it.
+# The module that is run as the decoder program. The gateway does not import it, so that libav is not loaded there.
 PROGRAM = "realtime.serving.decoder_process"
 
-# What the program is told: begin, with the line to the gateway and maybe a file, or end. Then a decoder's number.
+# Gateway to program: kind, decoder number. BEGIN comes with file descriptors: the decoder's socket, and for an upload
+# the file.
 ORDER = struct.Struct("<cQ")
 BEGIN, END = b"b", b"e"
-# What a decoder is told: so many bytes follow, none to go on, or no more will come.
+# Gateway to decoder: the number of bytes that follow. 0 asks for the next samples, NO_MORE says that the stream ends.
 PIECE = struct.Struct("<I")
 NO_MORE = 0xFFFF_FFFF
-# What a decoder answers to each of these: samples, of which more can be made without more bytes, or not, or never; or
-# what is wrong. Then the length of it.
+# Decoder to gateway, one answer for each piece: kind, length in bytes of the content that follows. FAULT: the error.
+# Else float32 samples, and MORE can be decoded without new bytes, HUNGRY needs new bytes, DONE is the end.
 ANSWER = struct.Struct("<cI")
 MORE, HUNGRY, DONE, FAULT = b"m", b"h", b"d", b"f"

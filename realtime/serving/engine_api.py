@@ -1,4 +1,4 @@
-"""What the gateway needs of the engine, as protocols. `engine.client` fulfils them, and so do the doubles in tests."""
+"""The engine's interface as the gateway uses it. Implemented by `engine.client` and by the fakes in tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from realtime.session.events import Samples
 
 
 class StreamApi(Protocol):
-    """One stream of the engine: audio goes in, outputs come out by iteration, or go to a listener as they come."""
+    """One stream of the engine. Its outputs are read by iteration, or passed to a listener as they arrive."""
 
     @property
     def id(self) -> str: ...
@@ -29,7 +29,7 @@ class StreamApi(Protocol):
 
 
 class EngineApi(Protocol):
-    """The engine as the gateway sees it."""
+    """All engines of the gateway behind one interface."""
 
     @property
     def spec(self) -> ModelSpec: ...

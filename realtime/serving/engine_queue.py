@@ -1,7 +1,7 @@
-"""What a session has for its engine stream and the stream has not taken yet: in order, and bounded.
+"""The queue of commands between a session and its engine stream, and the audio that a client resends after a handoff.
 
-Policy when it is full: the reader of the client's socket waits for room, so a client that sends faster than the engine
-listens is slowed by TCP and never costs memory.
+The queue is bounded. When it is full, the reader of the client's socket waits for room, so TCP slows down a client that
+sends faster than the engine takes audio.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EngineCommand = Feed | FeedGap | FlushEngine | FinishEngine | Reanchor | Reopen 
 
 
 class EngineQueue:
-    """Commands with one taker; putting never waits. Audio counts as queued until the engine has heard it."""
+    """Commands with one consumer; `put` never waits. Audio counts as queued until the engine stream has taken it."""
 
     def __init__(self, max_samples: int, max_commands: int) -> None:
         self.samples = 0
@@ -38,13 +38,13 @@ class EngineQueue:
         if isinstance(command, Feed):
             self.samples += len(command.samples)
         elif isinstance(command, FeedGap):
-            # Declared silence is audio: a model may have to hear every position of it.
+            # Declared silence counts as audio: a model may have to process every position of it.
             self.samples += command.samples
         self._commands.append(command)
         self._wake.set()
 
     def begin_anew(self, reanchor: Reanchor) -> None:
-        """In place of all that waits: that audio is in the replay, and what is owed is asked for anew behind it."""
+        """Replace all queued commands. Their audio is in the replay of this one; flushes are put again after it."""
         for command in self._commands:
             if isinstance(command, Feed | FeedGap):
                 self.heard(len(command.samples) if isinstance(command, Feed) else command.samples)
@@ -56,16 +56,16 @@ class EngineQueue:
 
     @property
     def reanchor(self) -> Reanchor | None:
-        """The new stream that waits to be begun, if there is one."""
+        """The queued command to begin a new stream, if any."""
         return next((command for command in self._commands if isinstance(command, Reanchor)), None)
 
     @property
     def reopen(self) -> Reopen | None:
-        """The change of options that waits, if there is one."""
+        """The queued command to change the stream's options, if any."""
         return next((command for command in self._commands if isinstance(command, Reopen)), None)
 
     def heard(self, samples: int) -> None:
-        """The engine has taken so many samples of a command."""
+        """The engine stream has taken this number of samples."""
         self.samples -= samples
 
     def clear(self) -> None:
@@ -73,37 +73,36 @@ class EngineQueue:
         self.samples = 0
         self._room.set()
 
-    # Waiting, on either side
+    # Waiting
 
     def wake(self) -> None:
-        """Let the taker look again, although nothing was put."""
+        """Wake the consumer although nothing was put."""
         self._wake.set()
 
     def make_room(self) -> None:
-        """Let those who wait for room look again."""
+        """Wake the callers of `wait_for_room`."""
         self._room.set()
 
     def rest(self) -> None:
-        """The taker has looked: what is put from now on wakes it."""
+        """Called by the consumer when it has emptied the queue: the next `put` wakes it."""
         self._wake.clear()
 
     async def wait(self) -> None:
-        """Wait for something to take since the last `rest`."""
+        """Wait until something was put since the last `rest`."""
         await self._wake.wait()
 
     async def wait_for_room(self) -> None:
-        """Wait until somebody makes room after this call."""
+        """Wait for the next call of `make_room`."""
         self._room.clear()
         await self._room.wait()
 
 
-# Audio that a session has counted and its engine has not got, because the process between them was lost.
-#
-# The client sends it again. It is fed, with the flushes that stand in it, and not counted a second time.
-
-
 class ResentAudio:
-    """From sample `start` to `end` of the session; `marks` are the flushes that the engine was not asked for."""
+    """Audio that a session has counted and its engine never received, because the gateway between them died.
+
+    The client sends it again: samples `start` to `end` of the session. It is fed to the engine, together with the
+    flushes that lie in it (`marks`, those that the engine was not asked for), and not counted a second time.
+    """
 
     def __init__(self, start: int, end: int, marks: Iterable[PendingFlush]) -> None:
         self._next = start
@@ -115,7 +114,7 @@ class ResentAudio:
         return self._next >= self._end and not self._marks
 
     def accept(self, audio: Samples | int) -> tuple[list[EngineCommand], Samples | int]:
-        """What the engine gets of this audio without counting it, and what is left of the audio."""
+        """Returns the commands for the resent part of this audio, and the rest of the audio, which is new."""
         commands: list[EngineCommand] = self._due()
         while self._next < self._end and _length(audio):
             until = min([self._end, *(mark.sample for mark in self._marks if mark.sample > self._next)])

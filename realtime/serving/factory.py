@@ -1,4 +1,4 @@
-"""What a gateway has around it, beside its engine and its configuration."""
+"""Makes sessions: new ones, and sessions that are adopted from another gateway process. Used by the registry."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from realtime.session.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class GatewayServices:
-    """A gateway that is alone needs none of it said.
+    """What a gateway shares with other gateways. The defaults are those of a single gateway process.
 
-    `heirs`: other gateways may go on with its sessions, and it with theirs; they share the signer's secret. `house`:
-    who counts the sessions of all.
+    `claimants` is the store for handoffs: with it gateways can adopt each other's sessions, and they share the secret
+    of `signer`. `quota` counts the sessions of all gateways.
     """
 
     metrics: Metrics = field(default_factory=Metrics)
@@ -54,19 +54,16 @@ class GatewayServices:
     quota: SessionQuota | None = None
 
 
-# Ids that are unique and cheap to make, and can be gone on with elsewhere.
-
-
 @dataclass(slots=True)
 class Ids:
-    """The next one is the prefix and the next number."""
+    """Makes ids: a random prefix and a counter. The two are saved with a session, so an adopter continues the ids."""
 
     prefix: str
     number: int = 0
 
     @classmethod
     def anew(cls, name: str) -> Ids:
-        """Nobody else has this prefix."""
+        """Ids with a new random prefix."""
         return cls(f"{name}_{secrets.token_hex(6)}")
 
     def __call__(self) -> str:
@@ -74,11 +71,9 @@ class Ids:
         return f"{self.prefix}{self.number:x}"
 
 
-# Makes sessions: new ones, and those that another process began.
-
 log = logging.getLogger("tickertape.sessions")
 
-# Dialects of sessions that can be resumed, and so be gone on with elsewhere.
+# Dialects whose sessions can be resumed, and so can be adopted by another process.
 RESUMABLE: dict[str, Callable[[SessionFacts], Dialect]] = {
     kind.name: kind for kind in (OpenAIDialect, BetaDialect, VllmDialect)
 }
@@ -94,22 +89,23 @@ class OpenSession:
     facts: SessionFacts
     item_ids: Ids
     started_at: float
-    # Its part of what is counted; the registry gives it, and has it released when the session ends.
+    # Its share of the quota; set by the registry, which releases it when the session ends.
     admission: Admission | None = None
     connection: Connection | None = None
-    # When the socket went away; the session waits to be resumed.
+    # When the socket closed; the session waits to be resumed.
     left_at: float | None = None
+    # Seconds of audio received and heard by the model that the metrics have counted.
     received_s: float = 0.0
     heard_s: float = 0.0
-    # The last frame that its will has.
+    # Sequence number of the last frame in the saved handoff.
     handed_off: int = 0
-    # Another process has it, or whoever adopts it: nothing of it is told here any more.
+    # The session was left to another process: this one sends nothing of it any more.
     is_let_go: bool = False
 
     def count_audio(self, metrics: Metrics) -> None:
-        """Add what came and what was heard since the last call.
+        """Add the audio since the last call to the metrics.
 
-        Called now and then, not with every message: a counter costs as much as everything else about a message.
+        Called by the ticker and not for every message, because a Prometheus counter is expensive.
         """
         received_s, heard_s = self.live.session.source_ms / 1000, self.live.session.heard_seconds
         metrics.audio_in.inc(max(0.0, received_s - self.received_s))
@@ -118,7 +114,7 @@ class OpenSession:
 
 
 class SessionFactory:
-    """Of one gateway. Where it has heirs, its sessions leave their wills with them."""
+    """Makes the sessions of one gateway. With a handoff store, each resumable session gets a `SessionHandoff`."""
 
     def __init__(
         self,
@@ -137,11 +133,11 @@ class SessionFactory:
         self._claimants = around.claimants
 
     def models(self) -> list[str]:
-        """All names that a client may ask for."""
+        """All model names that a client may ask for."""
         return list(dict.fromkeys((*self._own_names(), *self._config.model.aliases)))
 
     def listed_models(self) -> list[str]:
-        """Those that name the model that is served. `publisher/model` names a published model, which may be another."""
+        """The names of the served model. An alias `publisher/model` is left out if it may mean a different model."""
         own = self._own_names()
         known = {_bare(name) for name in own}
         aliases = [name for name in self._config.model.aliases if "/" not in name or _bare(name) in known]
@@ -152,7 +148,7 @@ class SessionFactory:
         return [name for name in names if name != "default"]
 
     def facts(self, caller: str = "", session_id: str | None = None, created: int | None = None) -> SessionFacts:
-        """The facts of one more session, or of one that was begun elsewhere."""
+        """The facts of a new session, or of an adopted one (with its id and its time of creation)."""
         models, resume_s = self.models(), self._config.session.resume_s
         session_id = session_id or f"sess_{secrets.token_hex(12)}"
         return SessionFacts(
@@ -161,7 +157,7 @@ class SessionFactory:
             sample_rate=self._engine.spec.sample_rate,
             model=models[0],
             models=frozenset(models),
-            # Of events without a number: each process that has the session makes ids of its own.
+            # For events without a sequence number: each process that owns the session has its own prefix.
             new_event_id=Ids.anew("event"),
             resume_token=self._signer.resume_token(session_id, caller) if resume_s else "",
             resume_seconds=int(resume_s),
@@ -176,10 +172,10 @@ class SessionFactory:
         return self._entry(facts, dialect, start, caller.name, may_inject, Ids.anew("item"), 1)
 
     def go_on(self, session_id: str, caller: str, adopted: AdoptedSession) -> OpenSession:
-        """A session that another process began. Raises UnreadableValue."""
+        """Continue a session of another process. Raises UnreadableValue."""
         saved = decode_live(adopted.base)
         if saved.caller != caller or saved.dialect not in RESUMABLE:
-            raise UnreadableValue("the value of somebody else's session")
+            raise UnreadableValue("the saved session belongs to another caller, or its dialect cannot be resumed")
         facts = self.facts(caller, session_id, saved.created)
         dialect = RESUMABLE[saved.dialect](facts)
         vars(dialect).update(saved.dialect_state)
@@ -232,15 +228,15 @@ class SessionFactory:
             stall_seconds=config.stall_s,
             keep_seconds=config.keep_s,
             max_turn_seconds=config.turn_s,
-            # Where the engine is the second holder, audio is safe when it has heard it.
+            # With handoffs, audio that the engine has received survives the gateway, so it can be acknowledged.
             ack_margin_samples=None if self._claimants is None else spec.look_back_samples,
         )
         return Session(settings, spec.sample_rate, item_ids, limits)
 
-    # Sessions as values
+    # Saving and loading a session
 
     def _value(self, entry: OpenSession, last: bool, whole: bool) -> tuple[bytes, bytes]:
-        """The session's value, and the frames that were sent since the last one was made, or all that are kept."""
+        """The encoded session, and the encoded frames sent since the last call; with `whole`, all frames kept."""
         live, engine_side = entry.live, entry.live.runner.save(last)
         state = {name: value for name, value in vars(live.dialect).items() if name != "facts"}
         saved = SavedLive(
@@ -264,7 +260,8 @@ class SessionFactory:
         return encode_live(saved), encode_frames(live.sent.sequence - len(frames) + 1, frames)
 
     def _reenact(self, entry: OpenSession, saved: SavedLive, adopted: AdoptedSession) -> None:
-        """Handle again what the other process handled after it made the value, by its clock; then go on by ours."""
+        """Bring the session to the state that the other process left."""
+        # 1. Load the base and the sent frames.
         live, now = entry.live, saved.now
         live.session.load(saved.session, 0.0)
         for chunk in adopted.chunks:
@@ -272,17 +269,20 @@ class SessionFactory:
         live.sent.sequence = saved.sequence
         for name, fields in saved.outbox:
             live.outbox.put(plain(name, fields))
+        # 2. Handle the entries since the base again, on the clock of the other process.
         for line in adopted.entries:
             now, event = decode_entry(line)
             live.write_again() if event is None else live.handle_again(event, now)
+        # 3. Move all times to the clock of this process.
         shift = self._clock() - now
         core = self._core(live.session.settings, entry.item_ids)
         core.load(live.session.save(), shift)
         entry.started_at = saved.started_at + shift
+        # 4. Continue with the engine stream.
         live.take_over(saved, adopted, core, np.frombuffer(saved.rest, np.float32))
         entry.received_s, entry.heard_s = core.source_ms / 1000, core.heard_seconds
 
 
 def _bare(name: str) -> str:
-    """A model's name without its publisher, or the folder it is in."""
+    """A model's name without its publisher or folder, in lower case."""
     return name.rstrip("/").rpartition("/")[2].lower()

@@ -1,8 +1,8 @@
-"""The last frames a client was sent, numbered, for a client that comes back and has missed some.
+"""What makes a session resumable: the log of sent frames, the session as a saved value, and its handoff to the engine.
 
-The id of a numbered event is made of the session and the number. Numbers go on when another process goes on with the
-session, so no id comes twice; and a process that writes an event again, from what the one before it left, gives it the
-same id.
+- `SentLog` keeps the last frames for a client that resumes on a new socket.
+- `SavedLive` is a live session as a value, with its encoding.
+- `SessionHandoff` saves that value with the engine, so that another gateway process can adopt the session.
 """
 
 from __future__ import annotations
@@ -28,20 +28,24 @@ from realtime.session.settings import Settings
 
 
 class SentLog:
-    """Holds the newest frames of a session, at most `max_events` with at most `max_bytes`; older ones are gone."""
+    """The newest sent frames of a session, each with its sequence number; at most `max_events` and `max_bytes`.
+
+    The id of a numbered event is made of the session id and the sequence number. An adopter continues the numbers, so
+    no id is used twice, and an event that it writes again gets the same id.
+    """
 
     def __init__(self, session_id: str, max_events: int, max_bytes: int) -> None:
         self.bytes = 0
-        # The number of the last frame.
+        # Sequence number of the last frame.
         self.sequence = 0
-        # Other ids have no second underscore.
+        # Ids of events without a number have no second underscore, so the two cannot collide.
         self._id_prefix = f"event_{session_id.removeprefix('sess_')}_"
         self._max_events = max_events
         self._max_bytes = max_bytes
         self._frames: deque[tuple[int, str, int]] = deque()
 
     def add(self, body: dict[str, Any]) -> str:
-        """The frame for this body, with the next number in it; an event that has an id gets one of that number."""
+        """Number the event, keep it and return it as a frame. If it has an `event_id`, that is replaced."""
         self.sequence += 1
         numbered = {**body, "seq": self.sequence}
         if "event_id" in body:
@@ -51,14 +55,14 @@ class SentLog:
         return text
 
     def load(self, first: int, frames: list[str]) -> None:
-        """Frames that another process sent, from the one with this number on; some of them may be known."""
+        """Add frames that another process sent; `first` is the number of the first. Known frames are skipped."""
         for number, text in enumerate(frames, start=first):
             if number > self.sequence:
                 self.sequence = number
                 self._keep(text)
 
     def newest(self, count: int) -> list[str]:
-        """The last frames, at most so many; fewer if some of them are gone."""
+        """The last `count` frames; fewer if some of them were dropped."""
         return [text for number, text, _ in self._frames if number > self.sequence - count]
 
     def _keep(self, text: str) -> None:
@@ -69,23 +73,20 @@ class SentLog:
             self.bytes -= self._frames.popleft()[2]
 
     def after(self, sequence: int) -> list[str] | None:
-        """Frames sent after the one with this number; None if some of them are gone."""
+        """Frames sent after the one with this number; None if some of them were dropped."""
         first = self._frames[0][0] if self._frames else self.sequence + 1
         if not first - 1 <= sequence <= self.sequence:
             return None
         return [text for number, text, _ in self._frames if number > sequence]
 
 
-# A live session as a value: the core's, and what the serving layer adds to it.
-#
-# Part of the value: the dialect and its state, ids, events that wait for the client, how far the numbers of the sent
-# ones have come (the sent ones themselves travel beside it), and what the engine was yet to be told. Settled instead
-# of saved: bytes of an unfinished sample, and what a resampler holds back, which the client sends again or which is
-# flushed.
+# A live session as a value. Sent frames are encoded separately, in chunks. Bytes of an incomplete sample are not saved:
+# the client sends them again. Samples in the resampler are flushed before the last save.
 
-# Goes up whenever an older process could misread a value.
+# Increase it whenever an older process could misread a value.
 LIVE_VERSION = 5
 
+# Events that become entries of a handoff. After any other event a new base is saved.
 NOTED = (
     events.Gap,
     messages.Text,
@@ -97,6 +98,7 @@ NOTED = (
     messages.Refused,
     events.Tick,
 )
+# Events that may wait in the outbox.
 _SAID = (
     events.SessionUpdated,
     events.SpeechStarted,
@@ -115,14 +117,17 @@ _SAID = (
     events.Closing,
 )
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in (*NOTED, *_SAID)}
-# In the place of an event: the next one that waited for the client was written.
+# Name of the entry that says: the next event of the outbox was written as frames.
 WROTE = "wrote"
 
 Named = tuple[str, Any]
 
 
 class SavedLive(msgspec.Struct, array_like=True):
-    """Times are on the clock of the process that saved it."""
+    """A live session as a value: the session core, and the state that the serving layer adds to it.
+
+    Times are on the clock of the process that saved it.
+    """
 
     version: int
     session: SavedSession
@@ -135,19 +140,20 @@ class SavedLive(msgspec.Struct, array_like=True):
     dialect_fixed: bool
     item_ids: tuple[str, int]
     outbox: list[Named]
-    # The number of the last event that was sent.
+    # Sequence number of the last sent frame.
     sequence: int
     engine_settings: Settings
     streams_opened: int
-    # The session's sample up to which audio was fed, where there is no stream to tell.
+    # The session's sample up to which audio was fed; used if there is no stream that knows it.
     fed: int
-    # What was decided and not done yet: to begin a new stream here after so many samples, or with other options.
+    # Decided and not carried out yet: begin a new stream at (session sample, samples since then).
     reanchor: tuple[int, int] | None
+    # Decided and not carried out yet: change the stream's options.
     reopen: bool
     now: float
-    # Audio that was fed and has not left for the engine, with what must stand before it; float32.
+    # float32 audio that was fed and not sent to the engine yet, including the audio that must precede it.
     rest: bytes = b""
-    # The stream with the old options was told to end, so audio from here on belongs to the one with the new ones.
+    # The stream with the old options was told to end; audio from here on belongs to a stream with the new options.
     runs_out: bool = False
 
 
@@ -166,9 +172,11 @@ def decode_live(value: bytes) -> SavedLive:
     try:
         saved = _decoder.decode(value)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise UnreadableValue(f"not a session's value: {error}") from None
+        raise UnreadableValue(f"the saved session cannot be decoded: {error}") from None
     if saved.version != LIVE_VERSION:
-        raise UnreadableValue(f"a session's value of version {saved.version}; this server reads {LIVE_VERSION}")
+        raise UnreadableValue(
+            f"the saved session has version {saved.version}, and this server reads version {LIVE_VERSION}"
+        )
     return saved
 
 
@@ -177,11 +185,11 @@ def named(event: Any) -> Named:
 
 
 def plain(name: str, fields: Any) -> Any:
-    """The event of that name."""
+    """The event with this class name and these fields. Raises UnreadableValue."""
     try:
         return msgspec.convert(fields, _TYPES[name])
     except (msgspec.ValidationError, KeyError) as error:
-        raise UnreadableValue(f"not an event of a session: {error}") from None
+        raise UnreadableValue(f"an event of the saved session cannot be decoded: {error}") from None
 
 
 def encode_entry(now: float, name: str, event: Any) -> bytes:
@@ -189,38 +197,33 @@ def encode_entry(now: float, name: str, event: Any) -> bytes:
 
 
 def decode_entry(entry: bytes) -> tuple[float, Any]:
-    """When it was, and the event; None for `WROTE`. Raises UnreadableValue."""
+    """The time and the event of an entry; the event is None for `WROTE`. Raises UnreadableValue."""
     try:
         now, name, fields = _entry_decoder.decode(entry)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise UnreadableValue(f"not an entry of a session: {error}") from None
+        raise UnreadableValue(f"an entry of the saved session cannot be decoded: {error}") from None
     return now, None if name == WROTE else plain(name, fields)
 
 
 def encode_frames(first: int, frames: list[str]) -> bytes:
-    """Frames that were sent, from the one with this number on."""
+    """A chunk of sent frames; `first` is the sequence number of the first one."""
     return _encoder.encode((first, frames)) if frames else b""
 
 
 def decode_frames(chunk: bytes) -> tuple[int, list[str]]:
+    """The sequence number of the first frame, and the frames. Raises UnreadableValue."""
     try:
         return _frames_decoder.decode(chunk)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise UnreadableValue(f"not the frames of a session: {error}") from None
+        raise UnreadableValue(f"the sent frames of the saved session cannot be decoded: {error}") from None
 
 
-# The will of a session: what is entrusted to the engine beside its stream, so that another process can go on.
-#
-# A will is a base, the whole value, and entries since: each event that the session handled, and each that was written
-# for the client. Whoever handles the same entries after the same base says the same, to the number. What a client is
-# told has left for the engine first, so nobody knows more of a session than its will does.
-
-# A base is due after so many entries: reading them again takes a few milliseconds.
+# A new base is saved after this many entries; it bounds the time an adopter needs to handle them again.
 ENTRIES_TO_A_BASE = 256
 
 
 class HandoffStore(Protocol):
-    """Where wills are kept. `EngineClient` fulfils it."""
+    """Where handoffs are saved, and from where sessions are adopted. `EngineClient` implements it."""
 
     handoffs: HandoffClient
 
@@ -232,15 +235,23 @@ class HandoffStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HandoffSettings:
-    """How long a session waits for its client, and how much of what it was sent is kept for it."""
+    """For how many seconds a session waits for its client, and how many bytes of its sent frames are kept."""
 
     keep_s: float
     keep_bytes: int
 
 
 class SessionHandoff:
-    """Of one session. `base` makes its value, with the frames that were sent: all that are kept, or those since the
-    last value; the `last` value holds the audio that has not left too."""
+    """Saves one session with the engine that has its stream, so that another process can adopt it.
+
+    A handoff is a base (the session's whole value) and the entries since: each event that the session handled, and each
+    event that was written for the client. An adopter that handles the same entries after the same base produces the
+    same frames with the same numbers. A frame is sent to the client only after its entries have left for the engine, so
+    a client never knows more of its session than the handoff does.
+
+    `base(last, whole)` returns the encoded session and a chunk of sent frames: those since the last call, or with
+    `whole` all that are kept. With `last`, the session includes audio that was not sent to the engine yet.
+    """
 
     def __init__(
         self,
@@ -252,7 +263,8 @@ class SessionHandoff:
         base: Callable[[bool, bool], tuple[bytes, bytes]],
     ) -> None:
         self._key = key
-        # Rises with each move to another engine, and never as far as the next owner's.
+        # Owner number: the highest one is valid. It grows by 1 with each move to another engine, and by
+        # `messages.NEXT_OWNER` with each new owner.
         self.number = number
         self._engine = engine
         self._settings = settings
@@ -260,27 +272,29 @@ class SessionHandoff:
         self._base = base
         self._entries: list[bytes] = []
         self._since_base = 0
-        # Something happened that is no entry: the next word is a base.
+        # The state changed in a way that no entry describes: the next save is a base.
         self._stale = True
+        # The engine that the last save was sent to.
         self._link: EngineLink | None = None
-        # The engine that is known to have it: what was sent may be lost on the way.
+        # The engine that has confirmed a save; a save that was only sent may be lost on the way.
         self._taken_by: EngineLink | None = None
-        # Whether any engine was ever given it, and those who are to forget it.
+        # Whether a save was ever sent to an engine.
         self._was_placed = False
+        # Tasks that wait to make a former engine drop its copy.
         self._moving: set[asyncio.Task[None]] = set()
-        # The link that asks for the next word when it makes its next batch.
+        # The link that will call `_send_if_due` when it makes its next batch.
         self._due: EngineLink | None = None
         # Whether an engine that was lost may still have a copy.
         self._left_copy = False
-        # Nothing is entrusted any more: the session is over, or another's.
+        # Nothing is saved any more: the session has ended, or another process owns it.
         self._is_closed = False
 
     def note(self, event: Event, now: float, effects: Sequence[Effect]) -> None:
-        """The session has handled this."""
+        """Record an event that the session has handled."""
         if isinstance(event, Tick) and not effects:
             return
         if isinstance(event, Append):
-            # The sound itself is the engine's.
+            # The engine has the samples; the entry needs only their number.
             event = Gap(len(event.samples), event.source_samples, event.source_ms)
         if not isinstance(event, NOTED):
             self.begin_anew()
@@ -289,34 +303,36 @@ class SessionHandoff:
         self._since_base += 1
         if isinstance(event, Gap) or not all(isinstance(effect, Measured) for effect in effects):
             self._send_soon()
-        # Else it was an output that nobody has heard of yet. The engine keeps it until a later word accounts for it.
+        # Else an engine output without visible effect: the engine keeps it until a later save acknowledges it.
 
     def wrote(self, now: float) -> None:
-        """The next event that waited for the client was written."""
+        """Record that the next event of the outbox was written as frames."""
         self._entries.append(encode_entry(now, WROTE, None))
         self._since_base += 1
         self._send_soon()
 
     def begin_anew(self) -> None:
-        """Something changed that is no entry."""
+        """Save a new base: the state changed in a way that no entry describes."""
         self._stale = True
         self._send_soon()
 
     async def left(self) -> None:
-        """Until all of it has left this process; the first time, until an engine has it. With the first word a client
-        is given the token with which it comes back, and any gateway that it comes to must find the session then."""
+        """Wait until everything recorded has left this process; the first time, until an engine has confirmed it.
+
+        The first frame gives the client its resume token, and from then on any gateway must find the session.
+        """
         if self._taken_by is None and self._due is not None:
             await self._due.taken()
         link = self._due or self._link
         if link is not None:
             await link.flushed()
         if self._link is not None and self._link is not link:
-            # It has moved meanwhile.
+            # The session has moved to another engine meanwhile.
             await self._link.flushed()
 
     @property
     def owned(self) -> Owned | None:
-        """What engines know of it; None if none has ever heard of it."""
+        """Key, owner number and engine of the handoff; None if it was never sent to an engine."""
         link = self._taken_by
         is_there = link is not None and link is self._link and link.lost is None
         return Owned(self._key, self.number, link if is_there else None) if self._was_placed else None
@@ -326,17 +342,19 @@ class SessionHandoff:
         return self._engine.handoff_target(self._stream()) is not None
 
     def was_adopted(self, link: EngineLink | None) -> None:
-        """This engine keeps what another gateway left with it, under our number."""
+        """The session was adopted: this engine has its handoff, with our owner number."""
         self._link = self._taken_by = link
         self._was_placed = True
 
     async def renew(self) -> bool:
-        """The client has come back to this process: nobody who asked for the session before is to get it. Returns
-        whether it is still ours. Raises EngineDead if the engine that has it does not say."""
+        """Raise the owner number, because the client has come back to this process: earlier claims become invalid.
+
+        Returns whether the session is still ours. Raises EngineDead if the engine that has it does not answer.
+        """
         link = None if self._link is None or self._link.lost is not None else self._link
         number = await self._engine.renew(Owned(self._key, self.number, link))
         if self._is_closed:
-            # It was taken from us meanwhile. What that engine has now has a higher number than ours, and no owner.
+            # Another process has taken the session meanwhile. The renewed copy has no owner: drop it.
             if number and link is not None:
                 link.send(messages.DropHandoff("", self._key, number))
             return False
@@ -345,29 +363,29 @@ class SessionHandoff:
         moves = max(number % messages.NEXT_OWNER, self.number % messages.NEXT_OWNER)
         self.number = max(self.number, number // messages.NEXT_OWNER * messages.NEXT_OWNER + moves)
         if link is not None and link is not self._link:
-            # It has moved meanwhile, under a number that is lower than what the former engine has now.
+            # The session has moved meanwhile, with a number below the one that the former engine has just got.
             link.send(messages.DropHandoff("", self._key, number))
             self.begin_anew()
         return True
 
     def review(self) -> None:
-        """Called now and then: a session that has moved, or lost its engine, leaves its value with the new one."""
+        """Called by the ticker: save a base if the session's stream is on another engine than the last save."""
         target = self._engine.handoff_target(self._stream())
         if target is not None and target.link is not self._link and self._was_placed:
             self.begin_anew()
 
     def give_up(self) -> None:
-        """The last word: the session waits for whoever adopts it."""
+        """Send the last save of this process: from now on the session waits to be adopted."""
         self._stale = True
         self._send(last=True)
 
     def end(self) -> None:
-        """The session is over, or another's."""
+        """Drop the handoff for good: the session has ended, or another process owns it."""
         self._is_closed = True
         self.close()
 
     def close(self) -> None:
-        """Nobody is to go on with the session for now: it cannot be resumed."""
+        """Drop the handoff because the session cannot be resumed at present."""
         self._due = None
         self._entries = []
         if self._left_copy or (self._link is not None and self._link.lost is not None):
@@ -377,7 +395,7 @@ class SessionHandoff:
             self._link = None
 
     def _send_soon(self) -> None:
-        """With the next batch: what happens until then is one word."""
+        """Send a save with the link's next batch; entries recorded until then go into the same message."""
         if self._is_closed:
             return
         if self._due is not None and self._due.lost is None:
@@ -396,7 +414,7 @@ class SessionHandoff:
             self._send()
 
     def _lose_engine(self) -> None:
-        """What was entrusted is lost. The next engine gets a base."""
+        """No engine is reachable: the saved state is lost, and the next engine gets a base."""
         self._left_copy = self._left_copy or self._link is not None
         self._entries, self._link, self._stale = [], None, True
 
@@ -414,7 +432,7 @@ class SessionHandoff:
         moves = target.link is not former
         self._left_copy = self._left_copy or (former is not None and former.lost is not None)
         if moves and self._was_placed:
-            # Of two engines that have the session, the one with the higher number has it right.
+            # If two engines have a copy of the session, the one with the higher number is valid.
             self.number += 1
         self._was_placed = True
         name = "" if stream is None else stream.id
@@ -428,7 +446,7 @@ class SessionHandoff:
             self._move(former, target.link, stream)
 
     def _move(self, former: EngineLink | None, link: EngineLink, stream: EngineStream | None) -> None:
-        """Have the former engine forget the session, when the new one has it."""
+        """Make the former engine drop its copy once the new one has confirmed the save."""
         number = self.number
 
         async def move() -> None:

@@ -1,4 +1,4 @@
-"""Messages of one client -> events for its session, in the client's dialect and audio format of the moment."""
+"""Turns the messages of one client into events of its session, by the client's current dialect and audio format."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ from realtime.serving.socket_extras import Part
 from realtime.session.events import Answered, Clear, Commit, Configure, End, Injected, Problem
 from realtime.session.settings import Settings
 
-# Long messages are read in pieces of at most this size, and short appends that came together are joined up to it.
+# Long messages are parsed in pieces of at most this size. Short appends that arrive together are joined up to it.
 PIECE_BYTES = 64 * 1024
-# Audio is decoded and fed in such pieces: two seconds of sound in the thriftiest format.
+# Audio is decoded and fed in pieces of this size: two seconds in 8-bit formats at 8 kHz.
 FED_BYTES = 16 * 1024
 
 
 class Inbox:
-    """Turns client messages into core events. Outlives the socket: a reconnected client goes on with the same inbox."""
+    """The reader's side of a session. It outlives the socket: a client that resumes continues with the same inbox."""
 
     def __init__(self, live: LiveSession, facts: SessionFacts, may_inject: bool) -> None:
-        # Whether items prepared elsewhere are taken: not from everybody who may open a socket.
+        # Whether the client may inject prepared items; not every caller that may open a socket may do that.
         self.may_inject = may_inject
         self._live = live
         self._facts = facts
         self._intake = AudioIntake(live.session.settings.format)
         self._control_bytes = live.limits.max_control_bytes
         self.dialect_fixed = False
-        # The client has said that no more audio comes; what comes all the same is not heard.
+        # The client has ended its audio; audio that it sends after that is ignored.
         self._ended = False
-        # Audio of a client that has left was not heard; nothing behind it is, until the client comes back.
+        # The client left within a message, so samples are missing: input is ignored until it resumes.
         self._let_go = False
-        # Audio of messages that came together; decoded together, because each call has its price.
+        # Audio of appends that arrived together; it is decoded in one call to save time.
         self._pending: list[bytes] = []
         self._pending_bytes = 0
-        # A long message whose last part has not come yet, and what is wrong with it.
+        # A long message whose last part has not arrived, and the first mistake in it.
         self._long: LongAppend | None = None
         self._mistake: ClientFault | None = None
 
@@ -65,9 +65,9 @@ class Inbox:
         self._intake.close()
 
     def reconnected(self) -> None:
-        """A new socket has the session: it goes on exactly after the samples that are counted from here on.
+        """Prepare for a new socket. The client continues after the samples that the session has counted.
 
-        It begins with a whole sample and a new message: what was unfinished was lost with the old socket.
+        It begins with a whole sample and a new message; incomplete ones were lost with the old socket.
         """
         self.settle()
         self._long = self._mistake = None
@@ -75,21 +75,21 @@ class Inbox:
         self._intake = self._intake.on_new_socket()
 
     def settle_all(self) -> None:
-        """Hand on everything, also what a resampler holds back: the session goes on elsewhere."""
+        """Submit all audio, including the samples in the resampler: the session will be adopted by another process."""
         self.settle()
         if self._intake.container is None:
             self._live.submit(self._intake.flush())
 
     def settle(self) -> None:
-        """Hand on the audio that was waiting for more of it."""
+        """Submit the audio that was held back to be joined with more."""
         if self._pending:
             audio = self._pending[0] if len(self._pending) == 1 else b"".join(self._pending)
             self._pending, self._pending_bytes = [], 0
             self._live.submit(self._intake.decode(audio))
 
     def take_now(self, text: str) -> bool:
-        """Take a short piece of raw samples without a detour. False if it is anything else, or others wait before it:
-        then it was not taken, and `take` has to look at it."""
+        """Fast path for a short append of raw samples. Returns False, with nothing done, for any other message and if
+        other audio is pending; `take` then has to handle the message."""
         plain = self._live.dialect.has_appends and self._intake.takes_anything and not (self._ended or self._let_go)
         if not plain or self._pending or len(text) > min(self._control_bytes, PIECE_BYTES):
             return False
@@ -99,11 +99,10 @@ class Inbox:
         return bool(audio)
 
     async def take(self, text: str | None, data: bytes | None, gone: Callable[[], bool], *, more: bool = False) -> bool:
-        """Handle one message of the client; its mistakes are answered, never raised. `more`: another one that is there
-        already is taken next, and audio may wait for it.
+        """Handle one message of the client. Returns whether it was a mistake; mistakes are answered, never raised.
 
-        Returns whether it was a mistake. The rest of a long message is let go when the client is `gone`: a container
-        can hold hours of audio in a few bytes, and nobody would hear of them.
+        `more`: another message has already arrived, so audio may be held back to be joined with it. The rest of a
+        long message is dropped when the client is `gone`: a few bytes of a container can be hours of audio.
         """
         if self._let_go:
             return False
@@ -127,7 +126,7 @@ class Inbox:
         return await self._answering(self._part(part, gone))
 
     async def _answering(self, handling: Coroutine[None, None, bool | None]) -> bool:
-        """Whether it was a mistake of the client, who is told."""
+        """Run the handler and send the client its mistake. Returns whether there was one."""
         try:
             return bool(await handling)
         except ClientFault as fault:
@@ -138,11 +137,11 @@ class Inbox:
         self._live.tell(Problem(fault.code, fault.message, fault.param, fault.event_id or event_id))
 
     async def _message(self, raw: str | bytes, gone: Callable[[], bool]) -> bool:
-        """Returns whether there was a mistake in it, of which the client has been told; others are raised."""
+        """Handle a short message. Returns whether it had a mistake that was answered; other mistakes are raised."""
         message = decode_json(raw)
         event_id = event_id_of(message)
         if message.get("type") != AUDIO_MESSAGE:
-            # It may change how audio is read, or end it.
+            # It may change the audio format or end the audio, so pending audio comes first.
             self.settle()
         try:
             if not self.dialect_fixed and not self._live.dialect.fixed:
@@ -162,7 +161,7 @@ class Inbox:
         return False
 
     async def _part(self, part: Part, gone: Callable[[], bool]) -> None:
-        """A mistake ends the reading of a long message, and is told when its last part has come."""
+        """Handle a part. After a mistake the rest of the message is ignored, and the mistake is raised at the end."""
         if self._mistake is None:
             try:
                 if not part.is_text and self._live.session.settings.format.binary:
@@ -177,13 +176,13 @@ class Inbox:
                 raise mistake
 
     async def _append(self, part: Part, gone: Callable[[], bool]) -> None:
-        """A part of a message in JSON."""
+        """Handle a part of a long JSON message."""
         reader = self._long = self._long or LongAppend(self._control_bytes)
         try:
             for start in range(0, len(part.data), PIECE_BYTES):
                 audio = reader.read(part.data[start : start + PIECE_BYTES])
                 if audio and not self._live.dialect.has_appends:
-                    raise ClientFault("message_too_large", "Audio comes in binary frames here.")
+                    raise ClientFault("message_too_large", "This endpoint takes audio in binary frames only.")
                 await self._audio(audio, gone)
             if part.is_last:
                 reader.end()
@@ -202,7 +201,7 @@ class Inbox:
 
     async def _inject(self, request: InjectRequest) -> None:
         if not self.may_inject:
-            text = "Items prepared elsewhere are not taken here; that needs server.inject and an API key."
+            text = "Prepared items are not accepted; the server needs server.inject, and the client needs an API key."
             raise ClientFault("inject_not_allowed", text, param="type", event_id=request.event_id)
         try:
             taken = await self._live.inject(await asyncio.to_thread(parse_items, request.items))
@@ -224,7 +223,7 @@ class Inbox:
         self._live.submit(End())
 
     def _control(self, request: Request) -> bool:
-        """Returns whether there was a mistake in it, of which the client has been told."""
+        """Handle a message that is not audio. Returns whether it had a mistake that was answered."""
         match request:
             case DirectAnswer(body):
                 self._live.tell(Answered(body))
@@ -240,13 +239,14 @@ class Inbox:
                 self._live.submit(self._intake.flush())
                 self._live.submit(self._intake.silence(samples))
             case Commit() | Clear():
-                # The resampler's last samples belong to what is committed or cleared.
+                # The samples in the resampler belong to the audio that is committed or cleared.
                 self._live.submit(self._intake.flush())
                 self._live.submit(request)
         return False
 
     def _update(self, asked: Update) -> bool:
-        """Take what is right of it, and tell what is wrong. Returns whether anything was."""
+        """Apply the valid part of a settings update, and answer the rest with errors. Returns whether there were any
+        errors."""
         taken, refused = self._in_force(asked.settings)
         faults = [*asked.faults, *refused]
         for fault in faults:
@@ -256,7 +256,7 @@ class Inbox:
         return bool(faults)
 
     def _in_force(self, asked: Settings) -> tuple[Settings, list[ClientFault]]:
-        """What the model takes, and what it refuses, as the client wrote it."""
+        """The settings that the model accepts, and a fault for each refused option, by the client's name for it."""
         taken, refused = self._live.in_force(asked)
         for fault in refused:
             fault.param = f"{self._live.dialect.option_path}{fault.param}"
@@ -296,7 +296,7 @@ class Inbox:
                 await self._live.room()
 
     def _choose_dialect(self, message: Json) -> None:
-        """Clients do not name their dialect; the first message that only one dialect has gives it away."""
+        """Recognize the dialect by the first message that only one dialect has; clients do not name it."""
         kind = message.get("type")
         dialect: Dialect | None = None
         if (kind == "session.update" and "session" not in message) or (

@@ -1,4 +1,4 @@
-"""Container audio of a socket for the event loop: decoded in steps, the next one when the last is taken."""
+"""Turns a client's audio bytes into float samples at the engine's rate: raw formats at once, containers in steps."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from realtime.session.settings import AudioFormat
 
 
 class ContainerStream:
-    """Decodes one stream of container bytes, in a process of its own."""
+    """Decodes one stream of container bytes, in a separate process."""
 
     def __init__(self) -> None:
         self._decoder: IsolatedDecoder | None = None
         self._closed = False
 
     async def decode(self, data: bytes | None) -> AsyncGenerator[Samples]:
-        """Samples that a piece completes, in steps; None ends the stream. Raises AudioError.
+        """Decode a piece of the stream, or its end (None), in steps. Raises AudioError.
 
-        A stream that ends before its first byte is no error here: nobody has to speak.
+        The next step is decoded when the caller has taken the last one. A stream without a single byte is no error.
         """
         if self._closed or (data is None and self._decoder is None):
             return
@@ -41,13 +41,11 @@ class ContainerStream:
             samples, more = await self._decoder.ask()
 
     def close(self) -> None:
-        """Nothing more comes, also of a piece that is being decoded now."""
+        """End the decoder, also while it decodes a piece; no more samples come."""
         self._closed = True
         if self._decoder is not None:
             self._decoder.end()
 
-
-# The client's audio bytes -> samples at the engine's rate, sample-exact, for one format at a time.
 
 ENCODINGS = {
     "audio/pcm": Encoding.PCM16,
@@ -58,29 +56,29 @@ ENCODINGS = {
 
 
 class AudioIntake:
-    """Reads one stream of audio. Raw samples are decoded at once; a container is unpacked in steps."""
+    """Decodes the audio of one client in one format. Use `decode` for raw samples and `unpack` for containers."""
 
     def __init__(self, audio_format: AudioFormat) -> None:
         self.format = audio_format
-        # Any bytes at all are samples of this format, so pieces may be joined before they are decoded.
+        # Any bytes are valid samples of this format, so pieces may be joined before they are decoded.
         self.takes_anything = audio_format.type in ("audio/pcm", "audio/pcmu", "audio/pcma")
         self.container = ContainerStream() if audio_format.container else None
         self._raw = None if audio_format.container else _RawReader(audio_format)
 
     def decode(self, data: bytes | memoryview) -> Append:
-        """Decode a piece of raw samples, cut anywhere. Raises ClientFault if it is not audio of this format."""
-        assert self._raw is not None, "a container is unpacked"
+        """Decode a piece of raw samples; it may end within a sample. Raises ClientFault if it is not valid audio."""
+        assert self._raw is not None, "use unpack() for a container"
         try:
             return self._raw.decode(data)
         except AudioError as error:
             raise _fault(error) from error
 
     async def unpack(self, data: bytes | None) -> AsyncGenerator[Append]:
-        """Decode a piece of a container, or its end, in steps: the next one is made when the last is taken.
+        """Decode a piece of a container, or its end (None), in steps. Raises ClientFault.
 
-        Counts samples at the engine's rate: a container has no other count that both ends agree on.
+        Source samples are counted at the engine's rate, the only count that client and server agree on for a container.
         """
-        assert self.container is not None, "raw samples are decoded"
+        assert self.container is not None, "use decode() for raw samples"
         try:
             async with aclosing(self.container.decode(data)) as steps:
                 async for samples in steps:
@@ -89,19 +87,19 @@ class AudioIntake:
             raise _fault(error) from error
 
     def flush(self) -> Append:
-        """What the resampler holds back. The next sample starts a new signal at the same ratio."""
-        # A codec cannot be flushed in the middle of its stream; what it holds comes with the next packet.
+        """The samples left in the resampler. The next sample starts a new signal."""
+        # A codec cannot be flushed within its stream; its samples come with the next packet.
         return _nothing() if self._raw is None else self._raw.flush()
 
     def silence(self, source_samples: int) -> Gap:
-        """Declared silence; rounded to the engine's rate."""
+        """Silence that the client declares instead of sending it, rounded to the engine's rate."""
         rate = self.format.rate
         return Gap((source_samples * MODEL_RATE + rate // 2) // rate, source_samples, source_samples * 1000 / rate)
 
     def on_new_socket(self) -> AudioIntake:
-        """The intake of a client that comes back on another socket, with the samples from where this one stands.
+        """The intake for a client that resumes on another socket.
 
-        Raw samples go on as if nothing had happened, but for the bytes of an unfinished one. A container begins anew.
+        Raw audio continues; only the bytes of an incomplete sample are dropped. A container starts again.
         """
         self.close()
         return AudioIntake(self.format) if self._raw is None else self
@@ -114,6 +112,8 @@ class AudioIntake:
 
 
 class _RawReader:
+    """Decoder and resampler for raw samples."""
+
     def __init__(self, audio_format: AudioFormat) -> None:
         self._rate = audio_format.rate
         self._decoder = Decoder(ENCODINGS[audio_format.type])

@@ -1,7 +1,7 @@
-"""Decoders of what strangers send, each in a process of its own, as the event loop sees them.
+"""The gateway's side of audio decoding in separate processes; `decoder_process.py` is the other side.
 
-Bytes that make libav crash, hang or grow cost their own process: the gateway and its sessions go on. What is in such a
-process is in `decoder_forks.py`.
+Each container stream and each file is decoded in its own process, so bytes that make libav crash, hang or use too much
+memory do not affect the gateway and its sessions.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from audio.errors import AudioError, CorruptAudio, DecodingTooSlow, TooManyDecod
 from realtime.serving.decoder_protocol import ANSWER, BEGIN, DONE, END, FAULT, MORE, NO_MORE, ORDER, PIECE, PROGRAM
 from realtime.session.events import Samples
 
-# Decoders at work at once; more of them would take the processor from live audio.
+# Decoders that may work at the same time; more of them would take CPU time from live audio.
 AT_ONCE = 4
-# A step is 5 s of sound or a piece of bytes, either a matter of milliseconds.
+# Time limit for one step (5 s of audio, or one piece of bytes), which normally takes milliseconds.
 MAX_STEP_S = 20.0
-# A decoder's longest answer: a step, and a packet beyond it.
+# The longest answer of a decoder: one step and one more packet.
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
 STOP_S = 2.0
 
@@ -39,7 +39,7 @@ _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakK
 
 
 class IsolatedDecoder:
-    """One file, or one stream. Ask it for a step at a time."""
+    """Decodes one file or one stream, step by step."""
 
     def __init__(self, line: socket.socket, number: int) -> None:
         self._line = line
@@ -50,7 +50,7 @@ class IsolatedDecoder:
 
     @classmethod
     async def begin(cls, file: BinaryIO | None = None) -> IsolatedDecoder:
-        """For a file, or for a stream whose pieces come with `ask`. Raises TooManyDecoders."""
+        """Start a decoder for a file, or for a stream whose bytes come with `ask`. Raises TooManyDecoders."""
         beginning = _Beginning()
         try:
             return cls(*await asyncio.to_thread(beginning.run, file))
@@ -59,8 +59,11 @@ class IsolatedDecoder:
             raise
 
     async def ask(self, piece: bytes | None = b"") -> tuple[Samples, bool]:
-        """Give a piece, nothing to let it go on, or None for the end. Returns samples, and whether more can be made of
-        what was given already. Raises AudioError, on this and every later call; gives nothing after `end`."""
+        """Send bytes of the stream (none to get the next samples, None for the end of the stream).
+
+        Returns samples, and whether more can be decoded without new bytes; after `end`, no samples. Raises AudioError,
+        and raises it again on every later call.
+        """
         if self._fault is not None:
             raise type(self._fault)(str(self._fault))
         if self._over:
@@ -87,12 +90,12 @@ class IsolatedDecoder:
         return np.frombuffer(content, np.float32), kind == MORE
 
     def end(self) -> None:
-        """Nothing more comes of it, whatever it is doing now. Harmless twice."""
+        """Stop the decoder, also in the middle of a step. May be called twice."""
         self._over = True
         if not self._asking:
             self._close()
         else:
-            # Whoever waits for its answer sees that it is gone.
+            # The pending `ask` sees that the socket is closed.
             _forks.end(self._number)
 
     def _close(self) -> None:
@@ -126,7 +129,7 @@ class IsolatedDecoder:
 
 
 class _Beginning:
-    """A decoder that begins on a thread. Nobody may wait for it any more when it has begun, and then it ends."""
+    """Starts a decoder on a thread, and stops it again if its caller was cancelled meanwhile."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -149,7 +152,7 @@ class _Beginning:
 
 
 async def decoded_file(file: BinaryIO) -> AsyncGenerator[Samples]:
-    """The samples of a file in steps, the next one when the last is taken. Raises AudioError."""
+    """The samples of a file in steps; the next step is decoded when the last one was taken. Raises AudioError."""
     decoder = await IsolatedDecoder.begin(file)
     try:
         more = True
@@ -165,7 +168,7 @@ def _nothing() -> Samples:
 
 
 def _gone() -> AudioError:
-    return CorruptAudio("the decoder did not survive this audio; send it in another format, such as WAV or FLAC")
+    return CorruptAudio("the decoder crashed on this audio; send it in another format, such as WAV or FLAC")
 
 
 def _fault(said: str) -> AudioError:
@@ -175,7 +178,7 @@ def _fault(said: str) -> AudioError:
 
 
 def _begin(file: BinaryIO | None) -> tuple[socket.socket, int]:
-    """A line to a new decoder, and its number; may take as long as a process takes to start. Raises TooManyDecoders."""
+    """Start a decoder; returns the socket to it and its number. Blocks, and raises TooManyDecoders."""
     try:
         ours, theirs = socket.socketpair()
         with theirs:
@@ -193,7 +196,7 @@ def _begin(file: BinaryIO | None) -> tuple[socket.socket, int]:
 
 
 def _shared(file: BinaryIO) -> BinaryIO:
-    """The same file behind a descriptor that can be given away, at its beginning. Raises OSError."""
+    """The same file, at its beginning, behind a descriptor that can be passed to another process. Raises OSError."""
     in_memory = isinstance(file, tempfile.SpooledTemporaryFile) and not getattr(file, "_rolled", True)
     shared: BinaryIO
     if not in_memory:
@@ -214,7 +217,7 @@ def _shared(file: BinaryIO) -> BinaryIO:
 
 
 class _Forks:
-    """The program of `decoder_forks.py`, started when the first decoder is needed, and anew if it is gone."""
+    """The program of `decoder_process.py`: started when the first decoder is needed, and again if it has died."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -224,7 +227,7 @@ class _Forks:
         self._owner = 0
 
     def begin(self, descriptors: list[int]) -> int:
-        """The number of a new decoder. Raises OSError."""
+        """Start a decoder that gets these descriptors; returns its number. Raises OSError."""
         with self._lock:
             number = next(self._numbers)
             order = ORDER.pack(BEGIN, number)
@@ -238,7 +241,7 @@ class _Forks:
             return number
 
     def end(self, number: int) -> None:
-        """Whatever that decoder is doing, it is over. Harmless if it has ended."""
+        """Kill that decoder; does nothing if it has ended."""
         with suppress(OSError):
             if self._orders is not None and self._owner == os.getpid():
                 self._orders.send(ORDER.pack(END, number))
@@ -251,7 +254,7 @@ class _Forks:
         if self._owner == os.getpid():
             self._stop()
         ours, theirs = socket.socketpair()
-        # Nothing of the gateway's secrets goes along.
+        # Do not pass the gateway's secrets to the decoder program.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TICKERTAPE_")}
         environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with theirs:
@@ -267,7 +270,7 @@ class _Forks:
             except BaseException:
                 ours.close()
                 raise
-        # Orders are short, and the program does nothing but take them.
+        # Orders are short and the program reads them at once, so a send never has to wait.
         ours.setblocking(False)
         self._orders, self._owner = ours, os.getpid()
 

@@ -1,4 +1,10 @@
-"""Errors of what runs outside a task on behalf of a task group."""
+"""One session on asyncio: `LiveSession` connects the session core with its client and with its engine stream.
+
+The core is called synchronously, from the client's messages and from the engine's outputs, and its effects are applied
+at once. Commands for the engine go through one ordered queue, which `StreamRunner` executes. The queue holds at most
+`max_audio_in_flight_s` of audio; when it is full, `LiveSession.room` makes the reader of the socket wait. A resumable
+session outlives its socket.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +56,7 @@ from realtime.session.settings import INCLUDE_RESUME, Settings
 
 
 def fail(group: asyncio.TaskGroup, error: Exception) -> None:
-    """End the group as if a task of it had met this error. Whoever called does not notice."""
+    """End the group as if one of its tasks had raised this error; the caller itself continues."""
     failing = _raise(error)
     try:
         group.create_task(failing)
@@ -62,28 +68,27 @@ async def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-# Bounds of what one session may hold, and a client's delay on the model's clock.
-
-# What the names of the OpenAI scale mean here; the medium is the model's own default.
+# The delay names of the OpenAI API in milliseconds. "medium" is the model's own default.
 DELAY_MS = {"minimal": 160, "low": 320, "high": 960, "xhigh": 2400}
 
 
 @dataclass(frozen=True, slots=True)
 class LiveLimits:
-    """Bounds of what one session may hold."""
+    """Limits for the memory of one session."""
 
+    # Seconds of audio in the engine queue.
     max_audio_in_flight_s: float = 60.0
     max_commands: int = 4096
     max_outbox_events: int = 1024
     max_outbox_bytes: int = 2_000_000
     max_log_events: int = 4096
     max_log_bytes: int = 4 * 1024 * 1024
-    # Longest message that is not audio.
+    # Longest message that is not audio, in bytes.
     max_control_bytes: int = 64 * 1024
 
 
 def delay_positions(delay: str | int | None, spec: ModelSpec) -> int | None:
-    """A client's delay on the model's clock; None leaves it to the model."""
+    """A client's delay in positions of the model, rounded up; None means the model's default."""
     milliseconds = DELAY_MS.get(delay) if isinstance(delay, str) else delay
     if milliseconds is None or spec.max_delay_positions == 0:
         return None
@@ -91,16 +96,15 @@ def delay_positions(delay: str | int | None, spec: ModelSpec) -> int | None:
     return max(1, min(positions, spec.max_delay_positions))
 
 
-# Carries out what a session wants of its engine stream, command by command, and hands on what the stream says.
-
 log = logging.getLogger("tickertape.session")
 
+# Outputs after which a stream sends nothing more.
 FINAL = (messages.Closed, messages.Failed, messages.Dead)
 NOT_FOR_SESSIONS = (messages.StreamState, messages.SessionOutput)
 
 
 class StreamRunner:
-    """One stream at a time. `submit` takes what the stream says."""
+    """Executes a session's commands on its engine stream, one stream at a time. Outputs are passed to `submit`."""
 
     def __init__(
         self, session_id: str, session: Session, engine: EngineApi, limits: LiveLimits, submit: Callable[[Event], None]
@@ -108,23 +112,24 @@ class StreamRunner:
         self.session = session
         self.queue = EngineQueue(int(limits.max_audio_in_flight_s * session.sample_rate), limits.max_commands)
         self.stream: StreamApi | None = None
-        # The options that streams are opened with. Later changes come with a Reopen, in their place among the audio.
+        # The options for the next stream. Changes come as a Reopen command, in order with the audio.
         self.settings = session.settings
         self._id = session_id
         self._engine = engine
         self._submit = submit
-        # Done with the stream's last output, or when nobody wants to hear more of it.
+        # Done at the stream's last output, or when its outputs are not wanted any more.
         self._said_all: asyncio.Future[None] | None = None
-        # Another stream with other options comes when this one has said all.
+        # The stream was told to finish; a stream with other options follows it.
         self._runs_out = False
-        # All commands so far were carried out, and the next one is waited for.
+        # All commands were executed and `work` waits for the next one.
         self._rests = False
-        # Outputs of a stream that was left behind must not reach the core; each stream has its number.
+        # Grows when a stream is abandoned, so that its late outputs do not reach the core.
         self._generation = 0
+        # Number of streams opened so far; part of the stream's name.
         self._opened = 0
-        # The session's samples at which the stream began and up to which audio was fed.
+        # Session samples: where the stream began, and up to where audio was fed.
         self._base, self._fed = 0, 0
-        # Of a stream that came from another process: answers to flushes that the core knows of, then to others.
+        # Of an adopted stream: outstanding flushes that the core knows, and later ones that it does not know.
         self._known_flushes, self._strange_flushes = 0, 0
 
     @property
@@ -136,7 +141,7 @@ class StreamRunner:
         return self.stream if isinstance(self.stream, EngineStream) else None
 
     def leave_for(self, reanchor: Reanchor) -> None:
-        """What the stream still says is not wanted: another one comes, with the options of now."""
+        """Abandon the current stream and begin a new one with the session's current options."""
         self._generation += 1
         self.settings, self._runs_out = self.session.settings, False
         if self._said_all is not None and not self._said_all.done():
@@ -144,12 +149,12 @@ class StreamRunner:
         self.queue.begin_anew(reanchor)
 
     def put(self, command: EngineCommand) -> None:
-        """Audio that nothing stands before and that the stream has room for is fed at once; all else waits its turn."""
+        """Queue a command. Audio is fed at once if the queue is empty and the stream has room."""
         if not (self._rests and isinstance(command, Feed) and not self.queue and self._hear_now(command.samples)):
             self.queue.put(command)
 
     def save(self, last: bool) -> dict[str, Any]:
-        """What a session's value says of its stream; `last`: with the audio that has not left for the engine."""
+        """The fields of `SavedLive` about the stream; with `last`, including audio not sent to the engine yet."""
         reanchor, stream = self.queue.reanchor, self.engine_stream
         return {
             "engine_settings": self.settings,
@@ -162,7 +167,7 @@ class StreamRunner:
         }
 
     def load(self, saved: SavedLive, adopted: AdoptedSession) -> int:
-        """Go on with the stream of another process. Returns the session's sample from which on audio is to be fed."""
+        """Continue with an adopted stream. Returns the session sample from which audio has to be fed."""
         self.settings, self._opened = saved.engine_settings, saved.streams_opened
         self.stream, self._runs_out = adopted.stream, saved.runs_out
         known = len(self.session.marks)
@@ -173,28 +178,29 @@ class StreamRunner:
         return self._fed
 
     def lay_down(self) -> None:
-        """The stream goes on in another process."""
+        """Leave the stream running in the engine: another process adopts it."""
         stream, self.stream = self.engine_stream, None
         if stream is not None:
             stream.lay_down()
 
     def drop(self) -> None:
-        """The session goes on in another process, without this stream: if an engine runs it for us, it is to end. The
-        one that another process has by now is not ours to end, and engines know that."""
+        """End the stream if an engine runs it for this process. Another process owns the session now; engines ignore
+        this for a stream that was adopted."""
         stream, self.stream = self.engine_stream, None
         if stream is not None:
             stream.drop()
 
     async def abandon(self) -> None:
-        """End the stream, if there still is one."""
+        """End the stream, if there is one, and empty the queue."""
         stream, self.stream = self.stream, None
         if stream is not None:
             await self._abort(stream)
         self.queue.clear()
 
     async def work(self, group: asyncio.TaskGroup) -> None:
+        """Execute commands until the session is closed. Errors from the stream's listener end the group."""
         if self.stream is not None and self.queue.reanchor is None:
-            # It came from another process.
+            # An adopted stream.
             self._listen_to(self.stream, group)
         clock = asyncio.get_running_loop().time
         while not self.session.closed:
@@ -204,7 +210,7 @@ class StreamRunner:
                 if not self.full:
                     self.queue.make_room()
                 if clock() - began >= SHARE_S:
-                    # A minute of audio may wait here, and a stream that has room for it does not make us wait.
+                    # The queue may hold a minute of audio, and feeding a stream that has room never yields by itself.
                     await asyncio.sleep(0)
                     began = clock()
             self.queue.rest()
@@ -261,7 +267,7 @@ class StreamRunner:
                 self._fed += len(audio)
                 await self.stream.feed(audio)
         except StreamError as error:
-            # The stream's own last output says so too, and the core answers that with a new stream.
+            # The stream's last output reports the same error to the core, which answers with a new stream.
             log.debug("session %s: %s", self._id, error)
 
     def _hear_now(self, samples: Samples) -> bool:
@@ -310,13 +316,13 @@ class StreamRunner:
 
         def hear(output: messages.Output) -> None:
             if isinstance(output, messages.Closed) and self.stream is stream:
-                # At once: whoever goes on with the session from here on must not wait for this stream to say anything.
+                # Before the output is handled: if the session is saved there, its value must not contain this stream.
                 self.stream = None
             try:
                 if generation == self._generation:
                     self._hand_on(output)
             except Exception as error:
-                # As if the runner had met it: the session ends, and nobody else's.
+                # Same result as an error in the runner: this session ends, others are not affected.
                 fail(group, error)
             over = isinstance(output, FINAL) or generation != self._generation or self.session.closed
             if over and not said_all.done():
@@ -325,9 +331,9 @@ class StreamRunner:
         stream.listen(hear)
 
     def _hand_on(self, output: messages.Output) -> None:
-        assert not isinstance(output, NOT_FOR_SESSIONS), "they are the client's"
+        assert not isinstance(output, NOT_FOR_SESSIONS), "handled by the engine client"
         if self._runs_out and isinstance(output, messages.Closed):
-            # The end of this stream, but not of the session: the next one goes on from here.
+            # The end of this stream and not of the session: the next stream continues from here.
             self._submit(EngineSwitched(self._fed))
         elif not (isinstance(output, messages.Flushed) and self._is_strange_flush()):
             self._submit(output)
@@ -335,7 +341,8 @@ class StreamRunner:
             self.queue.wake()
 
     def _is_strange_flush(self) -> bool:
-        """Whether a process before this one asked for it and the core does not know; the next one is known again."""
+        """Whether this answer is for a flush of the previous owner that the core does not know. Answers come in order:
+        first those to flushes that the core knows, then the unknown ones."""
         if not self._strange_flushes:
             return False
         if self._known_flushes:
@@ -345,7 +352,7 @@ class StreamRunner:
         return True
 
     async def _leave(self) -> None:
-        """Give up the stream: its outputs are muted already."""
+        """Abort the stream; its outputs are ignored already."""
         stream, self.stream, self._said_all = self.stream, None, None
         if stream is not None:
             await self._abort(stream)
@@ -357,15 +364,8 @@ class StreamRunner:
             log.debug("session %s: %s", self._id, error)
 
 
-# One session with its engine stream: carries out what the core decides. It outlives a socket if it can be resumed.
-#
-# The core is called synchronously from two sides, the client's messages and the engine's outputs; its effects are
-# applied at once. Commands for the engine go through one queue in order, which holds at most `max_audio_in_flight_s`
-# of audio; when it is full, `room()` makes the reader of the socket wait.
-
-
 class LiveSession:
-    """The asyncio side of one session."""
+    """One session with its outbox and its engine stream: applies the effects that the session core decides."""
 
     def __init__(
         self,
@@ -389,21 +389,21 @@ class LiveSession:
         self._task: asyncio.Task[None] | None = None
         self._stopped: asyncio.Task[None] | None = None
         self.sent = SentLog(session_id, limits.max_log_events, limits.max_log_bytes)
-        # What is entrusted to the engine, where other processes may go on with the session.
+        # Set if other processes may adopt the session.
         self.handoff: SessionHandoff | None = None
-        # Of a session that another process began: audio that its engine never got, and a new stream decided on.
+        # Of an adopted session: audio that its engine never received, and the new stream that was decided on.
         self._resent: ResentAudio | None = None
         self._reanchor: Reanchor | None = None
 
     # The client's side
 
     def in_force(self, asked: Settings) -> tuple[Settings, list[ClientFault]]:
-        """What the model takes of it, and what it refuses: that stays as it was."""
+        """The settings that the model accepts, and a fault for each option it refuses; those keep their old value."""
         if asked == self.session.settings:
             return asked, []
         taken, faults = asked.in_force_after(self.session.settings, self._engine.spec)
         if missing := asked.untaken(taken):
-            log.info("session %s: the model takes no %s", self.id, ", no ".join(missing))
+            log.info("session %s: the model does not support %s", self.id, ", ".join(missing))
         return taken, faults
 
     @property
@@ -420,7 +420,7 @@ class LiveSession:
         return self.runner.queue.samples / self.session.sample_rate
 
     def submit(self, event: Event) -> None:
-        """Hand an event to the core and apply what it decides. A closed session takes nothing more."""
+        """Pass an event to the core and apply the effects. Ignored if the session is closed."""
         if self.session.closed:
             return
         if self._resent is not None and isinstance(event, Append | Gap):
@@ -437,13 +437,13 @@ class LiveSession:
             self.handoff.close()
 
     def tell(self, event: ServerEvent) -> None:
-        """Something that the client is told beside what the core decides."""
+        """Send the client an event that does not come from the core."""
         self.outbox.put(event)
         if self.handoff is not None and self.resumable:
             self.handoff.begin_anew()
 
     def adopt(self, settings: Settings) -> None:
-        """Begin anew with a dialect's settings, without an answer to the client."""
+        """Apply the initial settings of a dialect, without an answer to the client."""
         for effect in self.session.handle(Configure(settings), self.clock()):
             if not isinstance(effect, Send):
                 self._apply(effect)
@@ -451,7 +451,7 @@ class LiveSession:
             self.handoff.begin_anew()
 
     async def inject(self, items: Sequence[messages.Item | None]) -> int:
-        """Put items prepared elsewhere into the engines' caches; how many were taken."""
+        """Put prepared items into the caches of the engines; returns how many were accepted."""
         return await self._engine.inject(items)
 
     def tick(self) -> None:
@@ -464,7 +464,7 @@ class LiveSession:
         self.submit(Drain(deadline))
 
     async def room(self) -> None:
-        """Wait until the engine has taken enough of the queue."""
+        """Wait until the engine queue is not full."""
         while self.full:
             await self.runner.queue.wait_for_room()
 
@@ -473,14 +473,14 @@ class LiveSession:
         return self.runner.full
 
     async def next_frames(self) -> list[str] | Hangup:
-        """What the writer sends next."""
+        """The next frames for the client, or the Hangup that ends the session."""
         event = await self.outbox.get()
         if isinstance(event, Hangup):
             return event
         frames = self._write(event)
         if self.handoff is not None and self.resumable:
             self.handoff.wrote(self.clock())
-            # Nobody is told what only this process knows.
+            # The handoff leaves before the client sees the frames, so an adopter knows all that the client knows.
             await self.handoff.left()
         return frames
 
@@ -491,11 +491,11 @@ class LiveSession:
         return self.sent.add(body) if self.resumable else encode_json(body)
 
     def frames_after(self, sequence: int) -> list[str] | None:
-        """Frames sent after the one with this number; None if some of them are gone."""
+        """Frames sent after the one with this number; None if some of them were dropped."""
         return self.sent.after(sequence)
 
     def greeting_again(self) -> str:
-        """The first frame of a socket that goes on with this session: where it stands."""
+        """The first frame on a socket that resumes this session: `session.resumed` with the samples received so far."""
         settings = self.session.settings
         body = self.dialect.created(settings) or {}
         body["type"] = "session.resumed"
@@ -532,10 +532,10 @@ class LiveSession:
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name=f"session {self.id}")
 
-    # A session that moves from one process to another
+    # Handoff to another process
 
     def handle_again(self, event: Event, now: float) -> None:
-        """What another process did with this event, without what the engine was told then."""
+        """Handle an entry of a handoff: apply its effects for the client, and not those for the engine again."""
         for effect in self.session.handle(event, now):
             if isinstance(effect, Send):
                 self.outbox.put(effect.event)
@@ -545,20 +545,23 @@ class LiveSession:
                 self._reanchor = effect
 
     def write_again(self) -> bool:
-        """The next event that waits for the client becomes frames that it was sent; False if none waits."""
+        """Write the next event of the outbox into the log of sent frames; False if none waits."""
         event = self.outbox.take()
         if event is not None:
             self._write(event)
         return event is not None
 
     def take_over(self, saved: SavedLive, adopted: AdoptedSession, core: Session, rest: Samples) -> None:
-        """Go on with the stream of another process. What its engine never got is asked of the client again."""
+        """Continue with the stream of another process. The client resends the audio that the engine never received.
+
+        `core` is the session on the clock of this process; `rest` is audio that the previous owner did not send.
+        """
         self.session = self.runner.session = core
         queue, fed = self.runner.queue, self.runner.load(saved, adopted)
         if saved.reanchor is not None:
             self._reanchor = Reanchor(saved.reanchor[0], ())
         if self._reanchor is not None:
-            # Nobody has the audio any more.
+            # A new stream was decided on, and its replay audio is lost: silence takes its place.
             base = self._reanchor.base
             self.runner.leave_for(Reanchor(base, (core.appended - base,)))
             for mark in core.marks:
@@ -570,7 +573,7 @@ class LiveSession:
             for command in self._resent.accept(rest)[0]:
                 queue.put(command)
             core.rewind(min(fed + len(rest), core.appended))
-        if core.appended:  # else the stream is yet to be opened, by what the settings are then
+        if core.appended:  # else the stream is not open yet, and opens with the settings of that moment
             queue.put(FollowTurns(core.settings))
         if saved.reopen and not saved.runs_out and self._reanchor is None:
             queue.put(Reopen(core.settings))
@@ -580,7 +583,7 @@ class LiveSession:
             self._start()
 
     def _take_resent(self, event: Append | Gap, resent: ResentAudio) -> Append | Gap:
-        """Feed what the core has counted before; returns what it has not."""
+        """Feed the part of the audio that the core has counted before; returns the new part."""
         commands, rest = resent.accept(event.samples)
         for command in commands:
             self._command(command)
@@ -591,26 +594,28 @@ class LiveSession:
         return Append(rest, event.source_samples, event.source_ms)
 
     async def let_go(self, is_fenced: bool) -> None:
-        """The session goes on in another process: end it here without a word to its engine stream. If it was taken from
-        us, this process may have begun another stream for it since."""
+        """End the session here without ending its engine stream: another process continues it.
+
+        `is_fenced`: another process took the session over. A stream that this one has opened since then is ended.
+        """
         if is_fenced:
             self.runner.drop()
         else:
             self.runner.lay_down()
         await self.close()
 
-    # The engine's side
+    # The task that runs the engine stream
 
     def stop(self) -> None:
-        """End the session now, without a word to the client. Harmless when done twice."""
-        # Nothing that still comes in, a tick for one, may start anything again.
+        """End the session now, without a message to the client. May be called twice."""
+        # A closed core ignores later events, such as a tick, that would start the task again.
         self.session.abandon()
         if self._task is not None:
             self._task.cancel()
             self._stopped, self._task = self._task, None
 
     async def close(self) -> None:
-        """Stop, and wait until the engine stream is given back. A cancellation while waiting does not undo the stop."""
+        """Stop, and wait until the engine stream has ended. The stop stays in effect if the wait is cancelled."""
         self.stop()
         if self._stopped is not None:
             await asyncio.wait((self._stopped,))
@@ -620,11 +625,11 @@ class LiveSession:
             async with asyncio.TaskGroup() as group:
                 await self.runner.work(group)
         except* AtCapacity:
-            # No error event: clients take that for their own mistake and do not come back.
+            # No error event: clients take one for a mistake of their own and do not try again.
             self._end(Hangup(CloseCode.TRY_LATER, "at capacity; try again", "capacity"))
         except* OptionsRefused as refused:
             self.outbox.put(Problem("invalid_value", f"{refused.exceptions[0]}."))
-            self._end(Hangup(CloseCode.POLICY, "the model does not take these options", "options"))
+            self._end(Hangup(CloseCode.POLICY, "the model does not support these options", "options"))
         except* EngineError as errors:
             log.warning("session %s: %s", self.id, errors.exceptions[0])
             self.submit(messages.Dead("the engine stopped"))

@@ -1,8 +1,8 @@
-"""What a client has still to be sent: bounded, and kind to a slow reader.
+"""The bounded queue of events that wait to be sent to a client.
 
-Policy when the client reads too slowly: a delta that waits behind another delta of the same item is merged into it, so
-a slow reader gets fewer, longer deltas and no text is lost. When even that grows past the limits, the outbox is
-overrun and the socket is closed. Every event counts, with the bytes of its fields as JSON.
+If the client reads slowly, a delta is merged into a waiting delta of the same item: the client gets fewer and longer
+deltas, and no text is lost. Beyond the limits the outbox is overrun, and the socket is closed. An event counts with the
+size of its fields as JSON.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from realtime.session.events import Acknowledged, Delta, Hangup, ServerEvent
 
 
 class Outbox:
-    """A queue of core events with one reader; putting never waits."""
+    """A queue of events with one reader; `put` never waits."""
 
     def __init__(self, max_events: int, max_bytes: int) -> None:
         self.bytes = 0
         self._max_events = max_events
         self._max_bytes = max_bytes
-        # Each event with its size.
+        # (event, size in bytes)
         self._events: deque[tuple[ServerEvent, int]] = deque()
         self._hangup: Hangup | None = None
         self._overrun = False
-        # Told once when the reader has fallen too far behind.
+        # Called when the limits are exceeded.
         self.on_overrun: Callable[[], None] | None = None
-        # Set when there is something to take. Outboxes with one reader share one.
+        # Set when an event or the hang-up was put. The outboxes of several channels share one.
         self.wake = asyncio.Event()
 
     def __len__(self) -> int:
@@ -37,12 +37,12 @@ class Outbox:
 
     @property
     def has_next(self) -> bool:
-        """The next event, or the end, can be taken without a wait."""
+        """Whether `get` would return without waiting."""
         return bool(self._events) or self._hangup is not None
 
     @property
     def overrun(self) -> bool:
-        """The reader fell too far behind; nothing more is taken."""
+        """The limits were exceeded; further events are dropped."""
         return self._overrun
 
     def put(self, event: ServerEvent) -> None:
@@ -65,13 +65,13 @@ class Outbox:
             self.on_overrun()
 
     def hang_up(self, hangup: Hangup) -> None:
-        """Close the socket after everything that was put before."""
+        """Close the socket after the events that were put before. Later events are dropped."""
         if self._hangup is None:
             self._hangup = hangup
             self.wake.set()
 
     async def get(self) -> ServerEvent | Hangup:
-        """The next event; the hang-up comes last and again on every later call."""
+        """The next event. The hang-up comes after all events, and again on every later call."""
         while not self.has_next:
             self.wake.clear()
             await self.wake.wait()
@@ -82,7 +82,7 @@ class Outbox:
         return self._hangup
 
     def take(self) -> ServerEvent | None:
-        """The next event, if one waits."""
+        """The next event; None if there is none."""
         if not self._events:
             return None
         event, size = self._events.popleft()
@@ -90,4 +90,5 @@ class Outbox:
         return event
 
     def waiting(self) -> list[ServerEvent]:
+        """All waiting events, without removing them."""
         return [event for event, _ in self._events]

@@ -1,4 +1,8 @@
-"""Who a session belongs to."""
+"""Counts sessions against the limits of the server and of each caller: `SessionQuota` and its use, `Admission`.
+
+A server with one process counts by itself (`LocalQuota`). With several gateway processes the parent process counts for
+all of them (`realtime.workers.shared_quota`).
+"""
 
 from __future__ import annotations
 
@@ -13,29 +17,26 @@ from realtime.session.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who is asking: a name to count by that is not the key itself, and the settings a client secret carries."""
+    """The caller of a request: a name to count by, which is not the API key, and the settings of its client secret."""
 
     name: str
     settings: Settings | None = None
 
     @property
     def is_secret(self) -> bool:
-        """A browser that was given a client secret. It may open sockets, and nothing else."""
+        """The caller has a client secret, for example a browser. It may open sockets and do nothing else."""
         return self.settings is not None
 
 
-# What all gateway processes of a server share: who has how many sessions, and how many sessions wait for a stream.
-#
-# One process counts for itself. Several leave it to the one that started them, which counts for all.
-
 RATE_WINDOW_S = 60.0
-# Callers whose new sessions are counted; beyond so many in a minute, those that came first are counted anew.
+# Callers whose new sessions are counted; beyond this number the oldest caller's count is dropped.
 MAX_COUNTED_CALLERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of the sessions of one process, or of several. `waiting` have no stream yet, and came lately."""
+    """Numbers of sessions of one process or of several. `streamless` have no engine stream yet; `waiting` are those of
+    them that began recently."""
 
     sessions: int = 0
     connected: int = 0
@@ -55,8 +56,8 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class QuotaDecision:
-    """Whether one more session may come: if not, `reason` says why and `retry_s` when to try again. `others` are the
-    sessions of the other processes."""
+    """Whether new sessions are admitted: if not, `reason` names the limit and `retry_s` the seconds until a retry.
+    `others` are the figures of the other processes."""
 
     reason: str | None = None
     retry_s: int = 0
@@ -64,10 +65,10 @@ class QuotaDecision:
 
 
 class Admission:
-    """The right to some sessions of one caller, which are counted for as long as it is held.
+    """The sessions of one caller that are counted in the quota until `release`.
 
-    It exists before anything is counted. `release` gives back what it holds, and a second `release` gives back nothing.
-    A session that is made gets a part of its own (`part`).
+    It begins empty; `enter` counts sessions. `release` uncounts them, and has no effect the second time. Each session
+    that is made gets its own admission with `part`.
     """
 
     __slots__ = ("_caller", "_quota", "_sessions")
@@ -78,14 +79,14 @@ class Admission:
         self._sessions = 0
 
     async def enter(self, sessions: int) -> QuotaDecision:
-        """Ask for this number of sessions. They are counted if the answer has no `reason`."""
+        """Ask for this number of sessions. They are counted if the decision has no `reason`."""
         answer = await self._quota.enter(self._caller, sessions)
         if answer.reason is None:
             self._sessions += sessions
         return answer
 
     def enter_again(self) -> None:
-        """A session came from another process."""
+        """Count an adopted session; limits do not apply to it."""
         self._quota.enter_again(self._caller)
         self._sessions += 1
 
@@ -103,7 +104,7 @@ class Admission:
 
 
 class SessionQuota(Protocol):
-    """`others` are the figures of the other processes, as far as they are known."""
+    """Counts the sessions of a server. `others` are the last known figures of the other processes."""
 
     others: Figures
 
@@ -111,17 +112,17 @@ class SessionQuota(Protocol):
         """Count this number of sessions of the caller, unless a limit forbids it. Nothing is counted if this raises."""
 
     def enter_again(self, caller: str) -> None:
-        """A session came from another process."""
+        """Count an adopted session; limits do not apply to it."""
 
     def leave(self, caller: str, sessions: int = 1) -> None:
-        """So many sessions have gone."""
+        """Uncount this number of sessions."""
 
     def tick(self, own: Figures) -> None:
-        """Called now and then."""
+        """Called by the ticker with the figures of this process."""
 
 
 class Counts:
-    """Sessions at once and new sessions in a minute, by caller and by process."""
+    """Open sessions and new sessions per minute, by caller and by process."""
 
     def __init__(self, limits: LimitsConfig, clock: Callable[[], float]) -> None:
         # May be replaced while sessions are counted.
@@ -131,7 +132,7 @@ class Counts:
         self._arrivals: dict[str, deque[float]] = {}
 
     def enter(self, process: int, caller: str, sessions: int) -> tuple[str, int] | None:
-        """Count so many more sessions; or say which limit they would break, and in how many seconds to try again."""
+        """Count new sessions; or return the limit that they would exceed, and the seconds until a retry."""
         limits = self.limits
         most, per_caller = limits.max_sessions, limits.sessions_per_key
         if per_caller and sum(counts[caller] for counts in self._by_process.values()) + sessions > per_caller:
@@ -154,11 +155,11 @@ class Counts:
             del counts[caller]
 
     def total(self) -> int:
-        """Sessions at once, of all callers and processes."""
+        """Open sessions of all callers and processes."""
         return sum(counts.total() for counts in self._by_process.values())
 
     def forget(self, process: int) -> None:
-        """It has ended, and its sessions with it."""
+        """Drop the counts of a process that has ended."""
         self._by_process.pop(process, None)
 
     def tick(self) -> None:
@@ -183,7 +184,7 @@ class Counts:
 
 
 class LocalQuota:
-    """Of a server that is one process."""
+    """The quota of a server with a single process."""
 
     others = Figures()
 

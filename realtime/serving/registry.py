@@ -1,6 +1,6 @@
-"""All sessions of the gateway: who is admitted, who may resume, who is told to leave.
+"""The registry of all sessions of a gateway: admission, resuming, adoption from other gateways, time limits, drain.
 
-Admission is decided before a socket is accepted: a refusal costs the client one round trip and the others nothing.
+Admission is decided before a socket is accepted, so a refusal is one HTTP answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from realtime.session.settings import Settings
 log = logging.getLogger("tickertape.sessions")
 
 TICK_S = 0.25
-# A server with few sessions gives them up so fast.
+# Longest pause between two handoffs of a drain, so that a server with few sessions does not drain slowly.
 FEW_SPREAD_S = 0.02
 TAKEN_OVER = Hangup(CloseCode.TAKEN_OVER, "resumed on another connection", "taken_over")
 RESTARTING = Hangup(CloseCode.RESTART, "the server is restarting", "drain")
@@ -36,14 +36,14 @@ RESTARTING = Hangup(CloseCode.RESTART, "the server is restarting", "drain")
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """A session of another process on its way here, and whether those who wait for it have left."""
+    """An adoption in progress; `waiting` has one `has_left` for each request that waits for the session."""
 
     task: asyncio.Task[OpenSession | None]
     waiting: list[Callable[[], bool]]
 
 
 class Sessions:
-    """The registry. One ticker serves every session, so an idle one costs no task of its own."""
+    """The sessions of one gateway, by id. One ticker serves all of them, so an idle session needs no task."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class Sessions:
         self._maker = SessionFactory(engine, config, clock, wall_clock, around)
         self._claimants = around.claimants
         self._entries: dict[str, OpenSession] = {}
-        # Sessions of other processes that are on their way here, and sessions of ours that are on their way out.
+        # Adoptions in progress by session id, and tasks that end sessions which other processes adopt.
         self._coming: dict[str, _Coming] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._quota: SessionQuota = around.quota or LocalQuota(config.limits, clock)
-        # Whether sessions that can be resumed are left to other processes when this one stops.
+        # Whether a drain leaves resumable sessions to other processes.
         self.hands_over = False
         self.standstill: Standstill | None = None
         if self._claimants is not None:
@@ -97,7 +97,7 @@ class Sessions:
         return self._maker.listed_models()
 
     def facts(self) -> SessionFacts:
-        """The facts of a session that may be opened later."""
+        """The facts for answers about a session that is not open yet."""
         return self._maker.facts()
 
     # Admission
@@ -106,10 +106,10 @@ class Sessions:
     async def open(
         self, caller: Caller, settings: Settings, dialects: Sequence[Callable[[SessionFacts], Dialect]]
     ) -> AsyncIterator[tuple[OpenSession, ...]]:
-        """New sessions of this caller, one for each dialect; raises a Refusal if they cannot be served well now.
+        """Open sessions of this caller, one for each dialect. Raises Refusal if they are not admitted.
 
-        At the end of the block, also after an exception, sessions that have no socket are ended, and the count of
-        sessions that were not made is given back.
+        At the end of the block, also after an exception, sessions that never got a socket are ended, and the quota of
+        sessions that were not made is released.
         """
         admission = Admission(self._quota, caller.name)
         entries: list[OpenSession] = []
@@ -127,7 +127,7 @@ class Sessions:
             await self.end(*(entry for entry in entries if entry.connection is None and entry.left_at is None))
 
     async def _admit(self, admission: Admission, sessions: int) -> None:
-        """Count this number of sessions, or raise a Refusal."""
+        """Count this number of sessions in the quota. Raises Refusal."""
         if self.draining:
             raise self._refusal("draining", 503, "server_shutting_down", "The server is restarting.", 5)
         if not self.engine.ready:
@@ -147,8 +147,8 @@ class Sessions:
         self._check_capacity(answer.others, sessions)
 
     def _check_capacity(self, others: Figures, sessions: int) -> None:
-        """Sessions without a stream have yet to send audio. Their places are taken all the same, and while they are new
-        they are expected to speak."""
+        """Raise Refusal if the engines have no room. A session that has not sent audio yet has no stream, but it needs
+        a place in an engine; while it is new it also counts as a speaker."""
         capacity, figures = self.engine.capacity(), self.figures() + others
         places, speakers = capacity.total - capacity.used, capacity.free
         if figures.streamless + sessions > places or figures.waiting + sessions > speakers:
@@ -159,14 +159,14 @@ class Sessions:
         return self._refusal("capacity", 503, "server_busy", "The server is at capacity; try again.", retry_s)
 
     def figures(self) -> Figures:
-        """Of the sessions of this process."""
+        """The figures of this process."""
         entries = self._entries.values()
         streamless = [entry for entry in entries if not entry.live.has_stream]
         waiting = sum(entry.started_at > self._clock() - COUNTED_SECONDS for entry in streamless)
         return Figures(len(entries), self.connected, self.speaking, len(streamless), waiting)
 
     def all_figures(self) -> Figures:
-        """Of the sessions of the server."""
+        """The figures of all processes of the server."""
         return self.figures() + self._quota.others
 
     def _refusal(self, reason: str, status: int, code: str, message: str, retry_s: int) -> Refusal:
@@ -174,24 +174,29 @@ class Sessions:
         kind = "rate_limit_error" if status == 429 else "server_error"
         return Refusal(status, code, message, retry_after_s=retry_s, kind=kind)
 
-    # Life of a session
+    # Resuming and ending
 
     async def find(self, token: str, caller: Caller, has_left: Callable[[], bool] = lambda: False) -> OpenSession:
-        """The session a resume token belongs to, wherever it is. Tokens work for the caller they were given to, and for
-        nobody else. A client that has left takes nothing: it may have its session on another connection by now."""
+        """The session of a resume token; it is adopted if another process has it. Raises Refusal.
+
+        A token is valid only for the caller that it was given to. A client that `has_left` gets no session, because it
+        may have resumed it on another connection since.
+        """
         session_id = self._signer.session_of(token, caller.name)
         entry = None
         if session_id is not None:
             try:
                 entry = await self._owned_or_adopted(session_id, caller.name, has_left)
             except EngineDead as error:
-                # Nobody has said that it is gone.
-                raise self._refusal("not_ready", 503, "engine_not_ready", "Try again in a moment.", 1) from error
+                # The session may still exist in an engine that does not answer: not 410.
+                raise self._refusal(
+                    "not_ready", 503, "engine_not_ready", "The engine of this session does not answer; try again.", 1
+                ) from error
             if has_left():
                 raise self._refusal("left", 503, "client_left", "The connection was closed; try again.", 1)
         if entry is None or not entry.live.resumable:
             if session_id is not None and self._claimants is not None and self.draining:
-                # Nobody has said that it is gone: it may be on its way to another.
+                # The session may be on its way to another process: not 410.
                 raise self._refusal("draining", 503, "server_shutting_down", "The server is restarting.", 1)
             self._metrics.refused.labels("resume").inc()
             if session_id is not None and self._claimants is not None:
@@ -200,21 +205,21 @@ class Sessions:
         return entry
 
     def attach(self, entries: Sequence[OpenSession], connection: Connection) -> None:
-        """Give sessions their socket; a socket one still has is closed: the client has come back on another one."""
+        """Give sessions their connection. A connection that a session still has is closed with `TAKEN_OVER`."""
         for entry in entries:
             if entry.connection is not None:
                 entry.connection.hang_up(TAKEN_OVER)
             entry.connection, entry.left_at = connection, None
 
     async def detach(self, entries: Sequence[OpenSession], connection: Connection) -> None:
-        """The socket is gone. A session that can be resumed waits, unless its client said goodbye; any other ends."""
+        """The socket is closed. A resumable session waits for its client unless that closed with 1000; others end."""
         over = []
         for entry in entries:
             if entry.connection is not connection:
                 continue
             entry.connection = None
             may_return = entry.live.resumable and not connection.said_goodbye
-            # One that drains hands it over in a moment, if it hands over at all.
+            # During a drain a session waits only if it can be handed off.
             if may_return and self._config.session.resume_s and (not self.draining or self.hands_over):
                 entry.left_at = self._clock()
             else:
@@ -222,8 +227,8 @@ class Sessions:
         await self.end(*over)
 
     async def end(self, *entries: OpenSession) -> None:
-        """End sessions. All of them are removed and stopped before the first await, so that a cancellation there leaves
-        none of them running."""
+        """End sessions. All of them are removed and stopped before the first await, so that a cancellation cannot leave
+        one of them running."""
         ended = [entry for entry in entries if self._remove(entry)]
         for entry in ended:
             if entry.live.handoff is not None:
@@ -241,24 +246,24 @@ class Sessions:
         entry.inbox.close()
         return True
 
-    # Sessions that move between processes
+    # Handoff between processes
 
     async def _owned_or_adopted(self, session_id: str, caller: str, has_left: Callable[[], bool]) -> OpenSession | None:
-        """A session that is here, if it is still ours; else it is adopted. Raises EngineDead."""
+        """The session of this process if it still owns it; else the session is adopted. Raises EngineDead."""
         if self._claimants is None or self.draining:
             return self._entries.get(session_id)
         assert self.standstill is not None
         await self.standstill.over()
         entry = self._entries.get(session_id)
         if entry is not None and entry.live.resumable and (handoff := entry.live.handoff) is not None:
-            # Another gateway may have it by now, and the word of that be on its way; or ask for it at this moment.
+            # Another gateway may have adopted it without our knowing yet, or may claim it at this moment.
             if not await handoff.renew():
                 self._fenced(session_id, handoff.number + 1)
         entry = self._entries.get(session_id)
         return entry if entry is not None else await self._adopt_saved(session_id, caller, has_left)
 
     async def _adopt_saved(self, session_id: str, caller: str, has_left: Callable[[], bool]) -> OpenSession | None:
-        """A session of another process. Those who ask for the same one at once get the same."""
+        """Adopt a session of another process. Concurrent requests for the same session share one adoption."""
         coming = self._coming.get(session_id)
         if coming is None:
             waiting = [has_left]
@@ -281,9 +286,9 @@ class Sessions:
                 await adopted.stream.abort()
             if not isinstance(error, UnreadableValue | IllegalEvent):
                 raise
-            log.error("session %s cannot be gone on with: %s", session_id, error)
+            log.error("session %s cannot be adopted: %s", session_id, error)
             return None
-        # Until its client is here, it waits as one does whose client has left.
+        # Until its client is attached, it waits like a session whose client has left.
         entry.left_at = self._clock()
         entry.admission = Admission(self._quota, caller)
         self._entries[session_id] = entry
@@ -291,14 +296,17 @@ class Sessions:
         return entry
 
     def _owned(self) -> list[Owned]:
-        """What engines know as ours."""
+        """The handoffs that engines have from this process."""
         handoffs = [entry.live.handoff for entry in self._entries.values() if entry.live.resumable]
         return [owned for handoff in handoffs if handoff is not None and (owned := handoff.owned) is not None]
 
     def _wanted(self, session_id: str, number: int) -> bool:
-        """Another process asks for a session: its client is there. Returns whether it asks for an outdated copy. What
-        was asked before this process stood still may have come over a connection that is lost, and so would the last
-        word be: engines take what they have, or ask again."""
+        """Another process claims a session, because its client resumes there. Returns whether the claim is for an
+        outdated copy.
+
+        After a standstill nothing is given up until the owners are known: the claim may have come over a connection
+        that is lost by now, and the last save would be lost too. The engine uses the copy it has, or asks again.
+        """
         entry = self._entries.get(session_id)
         if entry is None or entry.live.handoff is None or (self.standstill is not None and self.standstill.is_unsure):
             return False
@@ -309,7 +317,7 @@ class Sessions:
         return False
 
     def _give_up(self, entry: OpenSession, hangup: Hangup) -> None:
-        """Leave a session to whoever adopts it. In one go: nothing may happen to it after its last word."""
+        """Save a session for the last time and let it go. Without an await: it must not change after the last save."""
         handoff = entry.live.handoff
         assert handoff is not None
         entry.inbox.settle_all()
@@ -317,11 +325,10 @@ class Sessions:
         self._let_go(entry, hangup)
 
     def _fenced(self, session_id: str, number: int) -> None:
-        """A session is another process's by now, if that has a higher number: whatever is still done with it here
-        counts for nothing."""
+        """Another process owns a session with this number: if it is higher than ours, the session ends here."""
         entry = self._entries.get(session_id)
         if entry is not None and entry.live.handoff is not None and entry.live.handoff.number < number:
-            log.warning("session %s goes on in another process", session_id)
+            log.warning("session %s was taken over by another process; it ends here", session_id)
             entry.live.handoff.end()
             self._let_go(entry, TAKEN_OVER, is_fenced=True)
 
@@ -334,17 +341,17 @@ class Sessions:
         leaving.add_done_callback(self._leaving.discard)
 
     async def _leave(self, entry: OpenSession, hangup: Hangup, is_fenced: bool) -> None:
-        # The last word is on its way before the client looks for another process.
+        # The last save leaves before the client is disconnected and resumes elsewhere.
         assert entry.live.handoff is not None
         await entry.live.handoff.left()
         if entry.connection is not None:
             entry.connection.hang_up(hangup)
         await entry.live.let_go(is_fenced)
 
-    # Time
+    # The ticker
 
     async def run_ticker(self) -> None:
-        """Tick every session, enforce what depends on time, and measure how late the event loop is."""
+        """Tick every session, enforce time limits, and measure the lag of the event loop; runs until cancelled."""
         while True:
             due = self._clock() + TICK_S
             await asyncio.sleep(TICK_S)
@@ -354,7 +361,7 @@ class Sessions:
                     self.standstill.tick()
                 await self.tick()
             except Exception:
-                log.exception("a tick failed; the next one comes all the same")
+                log.exception("a tick of the session registry failed; the ticker continues")
 
     async def tick(self) -> None:
         now = self._clock()
@@ -370,7 +377,7 @@ class Sessions:
         self._update_gauges()
 
     async def _tick_live(self, entry: OpenSession) -> None:
-        """Let time pass for one session. One that fails at it ends, and the others do not notice."""
+        """Tick one session. If that raises, the session ends and the others are not affected."""
         try:
             entry.live.tick()
         except Exception:
@@ -398,10 +405,11 @@ class Sessions:
         self._metrics.queued.set(sum(entry.live.queued_seconds for entry in entries))
         self._metrics.outbox.set(sum(len(entry.live.outbox) for entry in entries))
 
-    # The end
+    # Drain
 
     async def drain(self, seconds: float) -> None:
-        """Take no new sessions, let running turns finish for so many seconds, then end what is left."""
+        """Admit no new sessions, hand off resumable sessions, let turns finish within this time, then end the rest."""
+        # 1. Sessions that cannot be handed off finish their turns.
         self.draining = True
         deadline = self._clock() + seconds
         movable = [entry for entry in self._entries.values() if self.hands_over and _can_move(entry)]
@@ -410,16 +418,18 @@ class Sessions:
                 await self.end(entry)
             else:
                 entry.live.drain(deadline)
+        # 2. The others are handed off.
         await self._hand_over(movable, deadline)
         await asyncio.gather(*self._leaving, return_exceptions=True)
-        # Turns that are cut off at the deadline still need a moment to come out.
+        # 3. Wait for the turns; those cut off at the deadline get 2 s for their last text.
         while self._entries and self._clock() < deadline + 2.0:
             await asyncio.sleep(0.05)
             for entry in list(self._entries.values()):
                 await self._tick_live(entry)
+        # 4. End what is left.
         for entry in list(self._entries.values()):
             if self.hands_over and _can_move(entry):
-                # It was on its way here when the drain began.
+                # Its adoption was in progress when the drain began.
                 self._give_up(entry, RESTARTING)
                 continue
             if entry.connection is not None:
@@ -428,8 +438,8 @@ class Sessions:
         await asyncio.gather(*self._leaving, return_exceptions=True)
 
     async def _hand_over(self, entries: list[OpenSession], deadline: float) -> None:
-        """Leave sessions to whoever adopts them, one after the other: their clients do not all come back at once. One
-        that is just moving from engine to engine is waited for."""
+        """Hand off sessions one after the other, so that their clients do not all reconnect at once. A session that is
+        migrating between engines is waited for."""
         pause_s = min(self._config.server.drain_spread_s / max(1, len(entries)), FEW_SPREAD_S)
         for entry in entries:
             while _can_move(entry) and not _has_place(entry) and self._clock() < deadline:  # noqa: ASYNC110

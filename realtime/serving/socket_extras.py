@@ -1,51 +1,51 @@
-"""What a socket can do beyond ASGI, and what the connection does without where the server is not ours."""
+"""Functions of a socket beyond ASGI. Our WebSocket class provides them; with another ASGI server defaults apply."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Where a scope's extensions have it.
+# Key of the `SocketExtras` in the extensions of an ASGI scope.
 EXTENSION = "tickertape.socket"
 
-# Where a received message has a part of a long one, in place of `text` or `bytes`.
+# Key of a `Part` in a received message, in place of `text` or `bytes`.
 PART = "tickertape.part"
 
-# Takes a message at once, or says that it has to be read in its turn.
+# Handles a text message at once, or returns False: then the reader has to read it.
 Taker = Callable[[str], bool]
 
 
 def _no_abort() -> None:
-    """There is no way to cut the socket."""
+    """The socket cannot be aborted."""
 
 
 def _unknown() -> bool:
-    """Nothing is known of messages that wait."""
+    """It is not known whether messages wait."""
     return True
 
 
 def _not_known_to_be_gone() -> bool:
-    """A client that has left is noticed when its messages have been handled."""
+    """It is not known that the client has left; the reader finds out after the messages before it."""
     return False
 
 
 def _no_wait() -> float:
-    """Nobody knows how long a request has waited."""
+    """It is not known how long a request has waited."""
     return 0.0
 
 
 def _no_hurry(text: str) -> bool:
-    """Everything is sent in its turn."""
+    """Not sent: every message goes through the ASGI `send`."""
     return False
 
 
-def _nobody_is_asked(taker: Taker) -> None:
-    """Everything is read in its turn."""
+def _no_offers(taker: Taker) -> None:
+    """The taker is never called: every message goes through the ASGI `receive`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The next bytes of a message that is too long to be handled in one go. The others come in order."""
+    """The next bytes of a message that is too long to be handled as a whole. Parts come in order."""
 
     data: bytes
     is_text: bool
@@ -54,15 +54,19 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class SocketExtras:
-    """`abort` cuts the socket; `nothing_waits` says that no further message has arrived yet; `gone`, that the client
-    has left, and `has_closed` says so even if what it sent before was not read yet. `waited_s` is for how long the last
-    bytes have been here. `send_now` sends a text if nothing has to be waited for, and says whether it did. `offer_to`
-    names who is asked to take a text message at once when the reader waits for one."""
+    """What a connection can ask of its socket beyond ASGI."""
 
+    # Close the socket without a close frame.
     abort: Callable[[], None] = _no_abort
+    # Whether no further message has arrived.
     nothing_waits: Callable[[], bool] = _unknown
+    # Whether the client has left.
     gone: Callable[[], bool] = _not_known_to_be_gone
+    # The same, but True even while bytes that the client sent before it closed are unread.
     has_closed: Callable[[], bool] = _not_known_to_be_gone
+    # Seconds since the last bytes arrived, read or not.
     waited_s: Callable[[], float] = _no_wait
+    # Send a text if that needs no waiting; returns whether it was sent.
     send_now: Callable[[str], bool] = _no_hurry
-    offer_to: Callable[[Taker], None] = _nobody_is_asked
+    # Register the taker that is offered a text message when the reader is waiting for one.
+    offer_to: Callable[[Taker], None] = _no_offers

@@ -1,12 +1,12 @@
-"""Notices that this process stood still, and holds its sockets until it knows which sessions are still its own.
+"""Detects that this process was paused, and holds its sockets until it knows which sessions it still owns.
 
-A process that was stopped, or did not get the processor, goes on as if no time had passed: messages of its clients wait
-in its sockets, and so do requests of clients that have long gone to another gateway. Engines give a session to another
-gateway when its owner has not answered for `RELEASE_SECONDS`. So whoever stood still for nearly that long asks them
-first, and until they have answered nothing is read from clients, nothing is told to them, and no session is resumed.
+A process that was stopped, or got no CPU time, continues as if no time had passed: its sockets contain messages of its
+clients, and requests of clients that have moved to another gateway since. An engine gives a session to another gateway
+if the owner has not answered for `RELEASE_SECONDS`. So a gateway that stood still for nearly that long first asks the
+engines which sessions are still its own. Until they answer, it reads nothing from clients, sends them nothing and
+resumes no session.
 
-The check is made where something would be said or taken, not by a timer: the first thing that a woken process does
-finds out that it stood still, whichever that is.
+The check is made at every read and send and not by a timer, because after a standstill any of them may run first.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from realtime.serving.socket_extras import SocketExtras, Taker
 
 log = logging.getLogger("tickertape.sessions")
 
-# More than this between two ticks is a standstill. It is less than the time after which engines take a session away
-# from an owner that does not answer, and more than a loop with much to do is late.
+# Seconds between two ticks that count as a standstill: less than the time after which engines take a session from an
+# owner that does not answer, and more than the lag of a busy event loop.
 STANDSTILL_S = 0.75
 
 Message = MutableMapping[str, Any]
@@ -31,34 +31,37 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class Standstill:
-    """`confirm` returns when it is known which sessions are still ours. It begins with the first tick."""
+    """The detector. `confirm` asks the engines which sessions are still ours. Detection begins with the first tick."""
 
     def __init__(self, clock: Callable[[], float], confirm: Callable[[], Awaitable[None]]) -> None:
         self._clock = clock
         self._confirm = confirm
         self._ticked_at: float | None = None
-        # Whether it stood still since engines were last asked.
+        # Whether there was a standstill since the engines were last asked.
         self._unasked = False
         self._asking: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
 
     @property
     def is_unsure(self) -> bool:
-        """Whether sessions that were ours may be another's by now."""
+        """Whether another process may own some of our sessions by now."""
         return self._asking is not None or self._is_late(self._clock())
 
     async def over(self) -> None:
-        """Until it is known which sessions are still ours."""
+        """Wait until it is known which sessions are still ours."""
         while self.is_unsure:
             self._over.clear()
             await self._over.wait()
 
     def tick(self) -> None:
-        """Called all the time; the more often, the sooner an end of a standstill is noticed."""
+        """Called by the ticker; starts to ask the engines if the last call was too long ago."""
         now = self._clock()
         if self._is_late(now):
             assert self._ticked_at is not None
-            log.warning("this process stood still for %.1f s; asking whose its sessions are", now - self._ticked_at)
+            log.warning(
+                "this process stood still for %.1f s; asking the engines which sessions it still owns",
+                now - self._ticked_at,
+            )
             self._unasked = True
             if self._asking is None:
                 self._asking = asyncio.create_task(self._ask(), name="whose sessions")
@@ -67,8 +70,10 @@ class Standstill:
     def guard(
         self, receive: Receive, send: Send, extras: SocketExtras, is_ours: Callable[[], bool]
     ) -> tuple[Receive, Send, SocketExtras]:
-        """The same socket, held while it is not known whose its session is. It can be closed all the same. Words of a
-        session that is not ours any more are dropped: whoever has it tells them."""
+        """Wrap a socket so that it is held while the owner of its session is not known; closing is not held.
+
+        Messages of a session that is not ours any more are dropped: the new owner sends them.
+        """
 
         async def receive_surely() -> Message:
             message = await receive()
@@ -100,10 +105,10 @@ class Standstill:
             while self._unasked:
                 self._unasked = False
                 await self._confirm()
-                # It may have stood still again meanwhile, with the answers before it.
+                # Another standstill after the engines answered makes their answers worthless.
                 self._unasked = self._unasked or self._is_late(self._clock())
         except Exception:
-            log.exception("engines cannot be asked whose the sessions are")
+            log.exception("the engines could not be asked which sessions this process still owns")
         finally:
             self._asking = None
             self._over.set()

@@ -1,9 +1,8 @@
-"""What keeps an eager client from taking more than its share: a pace for one client, a turnstile for all of them.
+"""Fair sharing of the event loop: `Pace` limits the message rate of one client, `FairTurns` alternates between clients.
 
-A client that sends too many messages is slowed by its pace, not refused. A client whose messages come faster than they
-are handled would keep the event loop busy for as long as any of them wait. So a client that has had its share goes
-through the turnstile, which lets one client by in each round of the loop: a client that sends a message now and then
-waits for one share at most, however many others crowd.
+A client that sends too many messages is slowed by its pace and not refused. A client whose messages arrive faster than
+they are handled would occupy the event loop without end. So after `SHARE_S` it waits in `FairTurns`, which lets one
+client continue in each iteration of the loop. A client that sends rarely then waits for one share at most.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-# How long a client's messages are handled at a stretch.
+# Seconds for which one client's messages are handled without yielding.
 SHARE_S = 0.0002
 
 
 class Pace:
-    """A token bucket: lets `per_second` messages through on average, and a second's worth at once."""
+    """A token bucket: `per_second` messages on average, with bursts of one second's worth."""
 
     def __init__(self, per_second: float, clock: Callable[[], float]) -> None:
         self._per_second = per_second
@@ -26,7 +25,7 @@ class Pace:
         self._filled_at = clock()
 
     def delay(self) -> float:
-        """Take one token; how long to wait before going on."""
+        """Take one token; returns the seconds to wait."""
         now = self._clock()
         self._tokens = min(max(1.0, self._per_second), self._tokens + (now - self._filled_at) * self._per_second)
         self._filled_at = now
@@ -34,7 +33,7 @@ class Pace:
         return max(0.0, -self._tokens / self._per_second)
 
     def may_pass(self) -> bool:
-        """Whether a token could be taken without a wait. Takes none."""
+        """Whether a token is available now; takes none."""
         return self._tokens + (self._clock() - self._filled_at) * self._per_second >= 1
 
     async def wait(self) -> None:
@@ -44,13 +43,13 @@ class Pace:
 
 
 class FairTurns:
-    """One for all sockets of a server."""
+    """A queue of busy clients, shared by all sockets of a gateway."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def wait(self) -> None:
-        """Until all who came before have had another turn."""
+        """Wait until every client that called this before has continued."""
         loop = asyncio.get_running_loop()
         mine: asyncio.Future[None] = loop.create_future()
         self._waiting.append(mine)

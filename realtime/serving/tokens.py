@@ -1,5 +1,6 @@
-"""Values that the server signs and hands out, so that no process has to remember them: any that has the secret reads
-them. They say nothing that their bearer may not know; they cannot be made or changed without the secret.
+"""Signed tokens: resume tokens and client secrets that no process has to store.
+
+Every process with the same secret can verify them. Their content is readable, but cannot be forged without the secret.
 """
 
 from __future__ import annotations
@@ -18,36 +19,36 @@ RESUME_PREFIX = "rt_"
 
 
 class Signer:
-    """Signs for one server, or for all that share its secret."""
+    """Signs and verifies tokens with one secret, which several gateways may share. Without one, a random secret."""
 
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secret or secrets.token_bytes(32)
 
     def sign(self, purpose: str, value: bytes, bearer: str = "") -> str:
-        """The value as text, with what proves that we said it, for this purpose and this bearer."""
+        """A token with this value, valid for this purpose and this bearer only."""
         return _text(self._mac(purpose, value, bearer) + value)
 
     def read(self, purpose: str, text: str, bearer: str = "") -> bytes | None:
-        """The value, or None if we never signed it for that."""
+        """The value of a token; None if it was not signed with our secret for this purpose and bearer."""
         try:
             signed = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
         except (binascii.Error, ValueError):
             return None
         mac, value = signed[:MAC_BYTES], signed[MAC_BYTES:]
-        # One text for each value: what decodes to the same bytes by leniency was not made here.
+        # Base64 decoding is lenient: accept only the one text that `sign` makes for these bytes.
         if _text(signed) != text or not hmac.compare_digest(mac, self._mac(purpose, value, bearer)):
             return None
         return value
 
     def alias(self, value: bytes) -> str:
-        """A name for a value that must not be told: the same wherever the secret is the same."""
+        """A name for a confidential value, such as an API key; the same for all processes with the same secret."""
         return _text(self._mac("alias", value, ""))
 
     def resume_token(self, session_id: str, caller: str) -> str:
         return RESUME_PREFIX + self.sign("resume", session_id.encode(), caller)
 
     def session_of(self, token: str, caller: str) -> str | None:
-        """The session that a token resumes for this caller; None if it is not one of ours, or another's."""
+        """The session id of a resume token; None if the token is not valid for this caller."""
         if not token.startswith(RESUME_PREFIX):
             return None
         value = self.read("resume", token.removeprefix(RESUME_PREFIX), caller)
@@ -59,7 +60,7 @@ class Signer:
 
 
 def fleet_secret(config: Config) -> bytes | None:
-    """Raises ConfigError if the file that was named cannot be used."""
+    """The content of `fleet.secret_file`; None if it is not set. Raises ConfigError if it cannot be used."""
     if config.fleet.secret_file is None:
         return None
     try:
@@ -69,7 +70,7 @@ def fleet_secret(config: Config) -> bytes | None:
 
 
 def signing_secret(config: Config) -> bytes:
-    """What this server signs with; empty if it is to make one up."""
+    """The secret for tokens; empty if none is configured, and then the signer makes a random one."""
     secret = fleet_secret(config)
     return config.auth.secret.reveal().encode() if secret is None else derive(secret, "tokens")
 

@@ -1,7 +1,7 @@
-"""The metrics of all gateway processes of a server as one: whichever process is asked, the answer is the same.
+"""Adds up the metrics of all gateway processes, so that every process answers a scrape with the same numbers.
 
-Each process reports what it has counted, and one adds up: counters and histograms over all processes that there ever
-were, gauges over those that live. Figures of the engines are not added up, since every process sees the same ones.
+Each process reports its metrics (`report`), and one process adds them up (`Totals`): counters and histograms over all
+processes that ever ran, gauges over the running ones. Engine metrics are not added up: all processes see the same ones.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-# When a counter was made: a moment of one process, which says nothing about several.
+# Suffix of samples with the creation time of a counter, which is meaningless for a sum over processes.
 CREATED = "_created"
 
-# A sample is known by one text: the name of its family, its own name, and its labels by name and value. Tuples would
-# take most of the time of a scrape: their hash is worked out at every look.
+# The key of a sample is one string: family name, sample name, label names and values. Strings cache their hash, which
+# tuples do not.
 _BETWEEN = "\0"
 
 
 class _Sample(msgspec.Struct, array_like=True, frozen=True):
     name: str
     labels: dict[str, str]
-    # JSON has no word for values that are no numbers; they are left out.
+    # None for NaN and infinity, which JSON cannot express.
     value: float | None
 
 
@@ -32,7 +32,7 @@ class _Family(msgspec.Struct, array_like=True, frozen=True):
     name: str
     text: str
     kind: str
-    # Every process sees the same values.
+    # Every process sees the same values, as for engine metrics.
     seen_alike: bool
     samples: list[_Sample]
 
@@ -42,7 +42,7 @@ _decoder = msgspec.json.Decoder(list[_Family])
 
 
 def report(metrics: Iterable[tuple[Metric, bool]]) -> msgspec.Raw:
-    """What a process has counted, for `Totals.hear`; with each metric, whether every process sees the same values."""
+    """The metrics of a process for `Totals.hear`. Each comes with a flag: every process sees the same values."""
     families = [
         _Family(metric.name, metric.documentation, metric.type, seen_alike, _samples(metric))
         for metric, seen_alike in metrics
@@ -64,25 +64,27 @@ def _key(family: _Family, sample: _Sample) -> str:
 
 
 class Totals:
-    """The last report of each living process, and what those that have ended had counted.
+    """The last report of each running process, and the sums of the counters of processes that have ended.
 
-    What is kept does not grow with the number of processes that have ended, and no counter ever goes down: the last
-    report of a process counts on after its end. What it counted after that report is lost if it was killed.
+    Memory does not grow with the number of ended processes, and counters never decrease: the last report of a process
+    stays in the sums. Counts after that report are lost if the process was killed.
     """
 
     def __init__(self) -> None:
-        # Every family that was ever reported, without its samples.
+        # Every family ever reported, without samples.
         self._families: dict[str, _Family] = {}
+        # Values by sample key, of each running process and of all ended processes together.
         self._living: dict[int, dict[str, float]] = {}
         self._ended: dict[str, float] = {}
-        # The highest value of each counter that every process sees alike.
+        # The highest value shown so far of each counter that all processes see alike.
         self._highest: dict[str, float] = {}
 
     def __len__(self) -> int:
-        """How many numbers are kept."""
+        """Number of values kept."""
         return len(self._ended) + len(self._highest) + sum(map(len, self._living.values()))
 
     def hear(self, process: int, reported: msgspec.Raw) -> None:
+        """Take the newest report of a process."""
         values: dict[str, float] = {}
         for family in _decoder.decode(reported):
             self._families[family.name] = msgspec.structs.replace(family, samples=[])
@@ -92,14 +94,14 @@ class Totals:
         self._living[process] = values
 
     def forget(self, process: int) -> None:
-        """It has ended. What it counted stays in the sums."""
+        """A process has ended: add its counters to the sums."""
         for key, value in self._living.pop(process, {}).items():
             family = self._families[key.partition(_BETWEEN)[0]]
             if family.kind != "gauge" and not family.seen_alike:
                 self._ended[key] = self._ended.get(key, 0.0) + value
 
     def exposition(self) -> bytes:
-        """All figures as Prometheus reads them."""
+        """All metrics in the Prometheus text format."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Collected(self._collect()))
         return generate_latest(registry)

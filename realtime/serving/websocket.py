@@ -1,4 +1,11 @@
-"""What may stand in a header that the gateway sends: one line of plain text, whatever a client has put into it."""
+"""uvicorn's HTTP and WebSocket protocol classes, hardened for a public realtime server.
+
+- `PatientHttp`: deadlines for slow requests and for responses that the client does not read.
+- `RealtimeWebSocket`: a liveness check that spares clients which send without reading, long messages in parts, and
+  limits on the memory and the CPU time that one client can use without a pause.
+- `FrameSplitter` and `text_of_whole_frame`: fast handling of typical frames, and fragments of long ones.
+- `clean_headers`: response headers without control characters.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +34,7 @@ from websockets.protocol import State
 
 from realtime.serving.socket_extras import EXTENSION, PART, Part, SocketExtras, Taker
 
-# A header is no place for long texts: proxies refuse answers with large heads.
+# Proxies refuse responses with large headers.
 MAX_HEADER_CHARACTERS = 500
 
 _CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
@@ -36,12 +43,12 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
 def header_text(text: str) -> str:
-    """A text that may repeat a client's words, as the value of a header."""
+    """A text that may contain the client's input, made safe as a header value: ASCII, one line, bounded length."""
     return _escaped(text[:MAX_HEADER_CHARACTERS].encode("ascii", "backslashreplace")).decode("ascii")
 
 
 def clean_headers(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """All headers of an answer, right before it is sent: no value of any of them can begin another line."""
+    """The headers of a response with control characters escaped, so that no value can start another header line."""
     return [(name, _escaped(value)) for name, value in headers]
 
 
@@ -49,18 +56,15 @@ def _escaped(value: bytes) -> bytes:
     return _CONTROL.sub(lambda found: b"\\x%02x" % found[0][0], value)
 
 
-# What the system knows of a client's socket before anybody has read it.
-#
-# A request may wait in a socket while this process stands still, and its client may have closed the socket since.
-# That is known here even if bytes that came before are yet to be read.
+# Socket state from the kernel. After a standstill of this process a request may wait in a socket that its client has
+# closed since; the kernel knows that even while bytes are unread.
 
-# Of Linux's `struct tcp_info`: eight bytes, then numbers of four bytes; the twelfth says how many milliseconds ago data
-# came.
+# `tcpi_last_data_recv` of Linux's `struct tcp_info`: milliseconds since the last data, after 8 bytes and 11 integers.
 _LAST_DATA = struct.Struct("8x44xI")
 
 
 def peer_has_closed(transport: asyncio.BaseTransport) -> bool:
-    """Whether the other side has closed, or at least sends no more. Not known everywhere: then it has not."""
+    """Whether the peer has closed the connection, or its sending half. False where the system cannot tell."""
     found = transport.get_extra_info("socket")
     if found is None or not hasattr(select, "POLLRDHUP"):
         return False
@@ -72,7 +76,7 @@ def peer_has_closed(transport: asyncio.BaseTransport) -> bool:
 
 
 def seconds_since_data(transport: asyncio.BaseTransport) -> float:
-    """How long ago the last bytes came, whether they were read or not. Not known everywhere: then just now."""
+    """Seconds since the last bytes arrived, read or not. 0 where the system cannot tell."""
     found = transport.get_extra_info("socket")
     if found is None or found.fileno() < 0 or not hasattr(socket, "TCP_INFO"):
         return 0.0
@@ -83,26 +87,22 @@ def seconds_since_data(transport: asyncio.BaseTransport) -> float:
     return float(_LAST_DATA.unpack(info)[0]) / 1000 if len(info) == _LAST_DATA.size else 0.0
 
 
-# Where frames begin in what a client sends: the short way for one that came whole, and fragments of one that is long.
-#
-# Nearly every append is one frame that arrives by itself. To read it as such costs less than the parser that can read
-# anything.
+# WebSocket frames. Nearly every append is one frame that arrives in one read; it is decoded here, without the parser.
 
-# As the parser itself has it: in C where that was built.
-
-# A text that is all of its message, with a mask and a length of two bytes.
+# First two bytes of such a frame: a final text frame; masked, with a length of two bytes.
 _WHOLE_TEXT, _MASKED_MIDDLE_LENGTH = 0x81, 0xFE
 _HEAD_BYTES = 8
+# Shortest payload with a length of two bytes.
 _SHORTEST = 126
-# The payload of a frame reaches the parser in fragments of at most so many bytes: to take a mask off, to copy and to
-# decode more than that would keep everybody else waiting. A multiple of the mask's length.
+# The parser gets the payload of a frame in fragments of at most this size, because unmasking, copying and decoding more
+# at once would delay other clients. A multiple of the mask's length (4).
 PART_BYTES = 64 * 1024
 _FINAL, _OPCODE, _MASKED = 0x80, 0x0F, 0x80
 _CONTINUED, _FIRST_CONTROL = 0x0, 0x8
 
 
 def text_of_whole_frame(data: bytes, max_size: int) -> str | None:
-    """The text, if the data is one frame with a whole text of some length, and nothing else."""
+    """The text if the data is exactly one final, masked text frame with a two-byte length; else None."""
     length = len(data) - _HEAD_BYTES
     if not _SHORTEST <= length <= max_size or data[0] != _WHOLE_TEXT or data[1] != _MASKED_MIDDLE_LENGTH:
         return None
@@ -115,29 +115,30 @@ def text_of_whole_frame(data: bytes, max_size: int) -> str | None:
 
 
 class FrameSplitter:
-    """Follows a client's bytes from frame to frame, and makes fragments of frames that are long.
+    """Rewrites a client's byte stream so that long frames reach the parser as fragments of `PART_BYTES`.
 
-    RFC 6455 lets anybody on the way cut a message like that, so the parser sees nothing unusual. A frame that makes its
-    message longer than `max_size` is passed on as it is: the parser refuses it by its head.
+    RFC 6455 allows intermediaries to fragment messages, so the result is valid. A frame that makes its message longer
+    than `max_size` is passed on unchanged: the parser refuses it by its header.
     """
 
     def __init__(self, max_size: int) -> None:
         self._max_size = max_size
         self._head = b""
-        # Bytes of the fragment that goes on now, and of the frame behind it.
+        # Payload bytes left in the current fragment, and in the frame after it.
         self._left = 0
         self._later = 0
+        # FIN bit of the frame that is being split.
         self._final = 0
         self._mask = b""
         self._message_size = 0
 
     @property
     def at_start(self) -> bool:
-        """The next byte is the first of a frame."""
+        """Whether the next byte is the first byte of a frame."""
         return not self._left and not self._later and not self._head
 
     def split(self, data: bytes) -> bytes:
-        """What the parser is to see of the next bytes."""
+        """The bytes to give to the parser in place of `data`."""
         if len(data) <= self._left:
             self._left -= len(data)
             return data
@@ -159,7 +160,7 @@ class FrameSplitter:
         return b"".join(seen)
 
     def _begin(self, head: bytes) -> bytes:
-        """The head of a frame, or of its first fragment."""
+        """The header to give to the parser: of the whole frame, or of its first fragment."""
         opcode, length = head[0] & _OPCODE, _length(head)
         if opcode < _FIRST_CONTROL:
             self._message_size = length + (self._message_size if opcode == _CONTINUED else 0)
@@ -171,7 +172,7 @@ class FrameSplitter:
         return self._fragment(head[0] & ~_FINAL)
 
     def _fragment(self, first_byte: int) -> bytes:
-        """The head of the next fragment; the last one ends the message if its frame does."""
+        """The header of the next fragment; the last one has the FIN bit of the frame."""
         self._left = min(PART_BYTES, self._later)
         self._later -= self._left
         if not self._later:
@@ -188,7 +189,7 @@ def _masked_length(length: int) -> bytes:
 
 
 def _missing(head: bytes) -> int:
-    """How many bytes the head of a frame lacks, as far as it can be told."""
+    """Bytes missing to complete the header of a frame, as far as its bytes tell."""
     if len(head) < 2:
         return 2 - len(head)
     mask_bytes = 4 if head[1] & 0x80 else 0
@@ -204,35 +205,31 @@ def _length(head: bytes) -> int:
     return int.from_bytes(head[2 : 2 + size]) if size else head[1] & 0x7F
 
 
-# uvicorn's protocol classes, with what a public realtime server needs on top.
-#
-# They add deadlines for slow requests, a liveness check that spares clients which send but do not read, a way to cut
-# a socket whose peer reads nothing at all, and bounds on what a peer can have us hold or do at a stretch.
-
-# Messages and bytes that may wait for the application before the socket is read no further. uvicorn stops reading after
-# every single message, which costs two system calls each.
+# Messages and bytes that may wait for the application before reading pauses. uvicorn pauses after every message, at the
+# cost of two system calls each.
 MAX_WAITING = 32
 MAX_WAITING_BYTES = 256 * 1024
-# Bytes are parsed in such pieces, for so long at a stretch: they may hold hundreds of frames that are no messages. An
-# append of 80 ms at 16 kHz, or of 50 ms at 24 kHz, is one piece.
+# WebSocket bytes are parsed in pieces of this size, for at most this time in seconds before yielding: they may contain
+# hundreds of control frames. One append of 80 ms at 16 kHz, or of 50 ms at 24 kHz, fits into a piece.
 PIECE_BYTES = 3584
 PARSING_S = 0.0005
 
 UNREADABLE_HEAD = (
     b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: text/plain\r\n\r\n"
-    b"The headers of the upgrade are too long or too many.\n"
+    b"The headers of the upgrade request are too long or too many.\n"
 )
-# Requests are parsed in pieces: of this size at first, and smaller where they take long, as in a body of tiny chunks.
+# HTTP bytes are parsed in pieces that start with this size and adapt to the parse time, which is long for tiny chunks.
 HTTP_PIECE_BYTES = 2048
 MIN_HTTP_PIECE_BYTES = 256
 MAX_HTTP_PIECE_BYTES = 64 * 1024
-# Bytes a second that a body has to bring, and how many times the deadline of a head an answer may wait to be read.
+# Minimum rate of a request body in bytes per second.
 MIN_BODY_RATE = 1024
+# A response that the client does not read is cut off after this many times `handshake_s`.
 UNREAD_TIMES = 6
 
 
 class _Mailbox:
-    """A queue with one reader, cheaper than asyncio's; takes the place of uvicorn's."""
+    """A queue of received messages with one reader; replaces uvicorn's asyncio queue because it is faster."""
 
     def __init__(self) -> None:
         self._messages: deque[Any] = deque()
@@ -261,7 +258,7 @@ class _Mailbox:
 
     @property
     def is_waited_for(self) -> bool:
-        """The reader has had everything and waits for more."""
+        """The queue is empty and the reader waits in `get`."""
         return not self._messages and self._waiter is not None and not self._waiter.done()
 
     @property
@@ -275,18 +272,18 @@ def _size(message: Any) -> int:
 
 
 class _Incoming:
-    """A message whose last fragment has not come yet."""
+    """A message whose last fragment has not arrived."""
 
     def __init__(self, is_text: bool) -> None:
         self.is_text = is_text
-        # What has not been handed on. Fragments are joined: thousands of tiny ones must not cost more than their bytes.
+        # Bytes not passed on yet; one buffer, so that thousands of tiny fragments take no more than their bytes.
         self.held = bytearray()
-        # It turned out to be too long to be handled in one go.
+        # Longer than `whole_bytes`: it is passed on in parts.
         self.is_long = False
         self._decoder: codecs.IncrementalDecoder | None = None
 
     def check(self, data: bytes, *, final: bool) -> None:
-        """Raise UnicodeDecodeError if a text goes on with bytes that are none."""
+        """Raise UnicodeDecodeError if the message is a text and these next bytes are not valid UTF-8."""
         if not self.is_text or (self._decoder is None and data.isascii()):
             return
         if self._decoder is None:
@@ -295,15 +292,16 @@ class _Incoming:
 
 
 class RealtimeWebSocket(WebSocketsSansIOProtocol):
-    """A WebSocket that counts any byte from its peer as a sign of life, not only pongs.
+    """uvicorn's WebSocket protocol with limits for each client.
 
-    A client that only sends stops reading after a few messages and then answers no ping; it is alive all the same.
+    Any byte from the client counts as a sign of life and not only a pong: a client that sends without reading answers
+    no pings, but it is alive.
 
-    What was read and not parsed yet waits as bytes, and the socket is read no further meanwhile. A ping that comes
-    while the peer does not read is answered when it reads again, if no later one has come.
+    Bytes that were read and not parsed yet are kept, and reading pauses until they are parsed. If the client does not
+    read, only the pong to its latest ping is sent when it reads again.
 
-    A message longer than `whole_bytes` is handed on part by part, as it arrives: neither the work at a stretch nor the
-    memory grows with its length.
+    A message longer than `whole_bytes` is passed on in parts as it arrives, so neither memory nor the time without a
+    yield grows with its length.
     """
 
     whole_bytes = PART_BYTES
@@ -317,12 +315,12 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         self._parsing_later: asyncio.Handle | None = None
         self._unsent_pong = b""
         self._taker: Taker | None = None
-        # The first message of what was read together may be taken at once. Who sends more waits for its share.
+        # Only the first message of each read may be offered to the taker; the others wait for the reader and its share.
         self._may_be_taken = False
         self._max_size = self.config.ws_max_size
         self._splitter = FrameSplitter(self._max_size)
         self._incoming: _Incoming | None = None
-        # Bytes since the deadline of a message that has begun was set.
+        # Bytes received since the deadline of an incomplete message was set.
         self._message_bytes = 0
         self._message_deadline: asyncio.TimerHandle | None = None
 
@@ -337,7 +335,7 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
             self._parse()
 
     def _parse(self) -> None:
-        """Parse what was read, until the mailbox is full or others must have their turn."""
+        """Parse the bytes that were read, until the mailbox is full or `PARSING_S` has passed."""
         self._parsing_later = None
         started, taken = self.loop.time(), 0
         data = self._unparsed
@@ -349,7 +347,7 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
             super().data_received(self._splitter.split(piece) if self.handshake_initiated else piece)
             taken += PIECE_BYTES
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
-            # A head that our HTTP parser takes and that of `websockets` does not: uvicorn would never answer it.
+            # A header that h11 accepts and `websockets` refuses: uvicorn would never answer it.
             self.transport.write(UNREADABLE_HEAD)
             self.transport.close()
         self._unparsed = data[taken:]
@@ -362,7 +360,7 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         self._watch_message()
 
     def _watch_message(self) -> None:
-        """A message that has begun has to go on, at the pace of a request's body."""
+        """Set or cancel the deadline of an incomplete message, which must arrive at `MIN_BODY_RATE` like a body."""
         if self._incoming is None and self._splitter.at_start:
             if self._message_deadline is not None:
                 self._message_deadline.cancel()
@@ -376,11 +374,11 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         if self.close_sent or self.transport.is_closing():
             return
         assert self.ping_timeout is not None
-        # While we do not read, silence is our own doing.
+        # While reading is paused, missing bytes are not the client's fault.
         if self.read_paused or self._message_bytes >= MIN_BODY_RATE * self.ping_timeout:
             self._watch_message()
         else:
-            self.conn.fail(1008, "a message that has begun must go on")
+            self.conn.fail(1008, "the rest of a message did not arrive in time")
             self.handle_parser_exception()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -390,7 +388,7 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
 
     @property
     def _takes_more(self) -> bool:
-        # After our close frame messages are thrown away, and the peer's close frame is what we wait for.
+        # After our close frame messages are discarded, and reading continues until the peer's close frame.
         return (self.close_sent or not self._mailbox.full) and not self.transport.is_closing()
 
     def _read_on(self) -> None:
@@ -418,7 +416,7 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         self._take_fragment(self._incoming, event)
 
     def handle_cont(self, event: Frame) -> None:
-        # The parser has refused a continuation of nothing.
+        # The parser refuses a continuation without a first frame.
         assert self._incoming is not None
         self._take_fragment(self._incoming, event)
 
@@ -474,14 +472,15 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
             self._unsent_pong = b""
 
     def _taken_whole(self, data: bytes) -> bool:
-        """Whether the data was one message that somebody took, without the parser, which is between two frames."""
+        """Fast path: whether the data was exactly one text frame and the taker handled it. The parser is bypassed,
+        which is possible only between two frames."""
         if not self._splitter.at_start or self._unparsed or self._incoming or self.conn.state is not State.OPEN:
             return False
         text = None if self.close_sent or self.read_paused else text_of_whole_frame(data, self._max_size)
         return text is not None and self._is_taken(text)
 
     def _is_taken(self, text: str) -> bool:
-        """Whether somebody took it without a task being woken for it."""
+        """Offer a text to the taker; returns whether it was handled without waking the reader."""
         may_be_taken, self._may_be_taken = self._may_be_taken, False
         return may_be_taken and self._taker is not None and self._mailbox.is_waited_for and self._taker(text)
 
@@ -492,7 +491,7 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         silent_for = self.loop.time() - self._heard_at
         timeout = self.ping_timeout
         if timeout is not None and silent_for < timeout or self.read_paused:
-            # Reading is paused while the session is busy: silence is then our own doing.
+            # The client sent something lately, or reading is paused and its silence says nothing.
             self.pong_timer = None
             self.pending_ping_payload = None
             self.schedule_ping()
@@ -500,9 +499,9 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         super().keepalive_timeout()
 
     async def send(self, message: Any) -> None:
-        # The transport knows of a lost peer before the protocol is told, and a bad frame closes the socket by itself.
+        # The transport knows of a lost peer before the protocol does, and an invalid frame closes the socket.
         if self.transport.is_closing() or self.close_sent:
-            # A client that left before the handshake was complete is no error; uvicorn would log one.
+            # Keep uvicorn from logging an error for a client that left before the handshake was complete.
             self.handshake_complete = True
             raise ClientDisconnected
         if "headers" in message:
@@ -511,7 +510,7 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         if self.close_sent and self._unparsed and self._parsing_later is None:
             self._parse()
         if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
-            # A refusal is an answer too; uvicorn would log an error for each of them.
+            # Keep uvicorn from logging an error for each refused handshake.
             self.handshake_complete = True
 
     def _send_now(self, text: str) -> bool:
@@ -520,7 +519,7 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         try:
             self.conn.send_text(text.encode())
         except InvalidState:
-            return False  # the peer has said goodbye; whoever sends in its turn is told so
+            return False  # the peer is closing; the ordinary `send` reports that
         self.transport.write(b"".join(self.conn.data_to_send()))
         return True
 
@@ -539,17 +538,17 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
 
 
 class _Sends(Enum):
-    """What the client of a connection has to send now."""
+    """What the server expects from an HTTP client now."""
 
     HEAD = auto()
     BODY = auto()
-    # A body whose answer is written already, most often a refusal.
+    # The rest of a body whose response was already sent, usually a refusal.
     UNWANTED_BODY = auto()
     NOTHING = auto()
 
 
 class _HeldFlow(FlowControl):
-    """Reading goes on when nobody has paused it and nothing that was read waits to be parsed."""
+    """Flow control with a second reason to pause reading: bytes that were read wait to be parsed (`hold`)."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
@@ -572,13 +571,13 @@ class _HeldFlow(FlowControl):
 
 
 class PatientHttp(H11Protocol):
-    """HTTP that gives each request only so long for its head. Bodies that trickle and answers nobody reads are cut off.
+    """uvicorn's HTTP protocol with deadlines: for the header of a request, for slow bodies, and for unread responses.
 
-    uvicorn has a deadline for the pause between two requests, and none for a request that has begun. It also parses all
-    that was read in one go: a body in chunks of a byte each would keep everybody waiting. Here it is parsed in pieces,
-    whose size follows from how long they take.
+    uvicorn limits only the pause between two requests. It also parses everything that was read at once, so a body of
+    one-byte chunks would delay all clients. Here bytes are parsed in pieces whose size adapts to the parse time.
     """
 
+    # Seconds for the header of a request.
     handshake_s = 10.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -610,7 +609,7 @@ class PatientHttp(H11Protocol):
             self._parse()
 
     def _parse(self) -> None:
-        """Parse what was read, until others must have their turn."""
+        """Parse the bytes that were read, for at most `PARSING_S`."""
         self._parsing_later = None
         data, taken = self._unparsed, 0
         began = started = self.loop.time()
@@ -626,7 +625,7 @@ class PatientHttp(H11Protocol):
                 self._piece_bytes = max(MIN_HTTP_PIECE_BYTES, self._piece_bytes // 2)
             elif took < PARSING_S / 4:
                 self._piece_bytes = min(MAX_HTTP_PIECE_BYTES, self._piece_bytes * 2)
-        # What comes behind an upgrade is nothing that anybody waits for.
+        # Bytes after an upgrade request are dropped: a client sends none before the handshake is complete.
         self._unparsed = data[taken:] if self._parsing_later is not None else b""
         if not self._no_longer_http and not self.transport.is_closing():
             self._held_flow.hold(bool(self._unparsed))
@@ -643,7 +642,7 @@ class PatientHttp(H11Protocol):
         super().handle_websocket_upgrade(event)
 
     def send_400_response(self, msg: str) -> None:
-        """A request that turns bad in its body has an application behind it, which must not answer as well."""
+        """Answer an invalid request. If its body is invalid, the application runs already and must not answer too."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -664,7 +663,7 @@ class PatientHttp(H11Protocol):
         super().resume_writing()
 
     def _watch(self) -> None:
-        """Set the deadline of what the client sends now; one that is set already goes on."""
+        """Set the deadline for what the client has to send now; if that has not changed, the deadline stays."""
         sends = self._now_sends()
         if sends is not self._sends:
             self._sends = sends
@@ -675,7 +674,7 @@ class PatientHttp(H11Protocol):
                 self._set_deadline()
 
     def _now_sends(self) -> _Sends:
-        # Between two requests uvicorn's own deadline holds, until the first byte of the next.
+        # Between two requests uvicorn's own deadline applies, until the first byte of the next request.
         if self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None and not self._no_longer_http:
             return _Sends.HEAD
         if self.conn.their_state is h11.SEND_BODY and not self._no_longer_http:
@@ -688,7 +687,7 @@ class PatientHttp(H11Protocol):
 
     def _time_is_over(self) -> None:
         fast_enough = self._bytes >= MIN_BODY_RATE * self.handshake_s
-        # While we do not read, silence is our own doing.
+        # While reading is paused, missing bytes are not the client's fault.
         if self._sends is _Sends.BODY and (fast_enough or self.flow.read_paused or self._unparsed):
             self._set_deadline()
         else:
@@ -696,5 +695,5 @@ class PatientHttp(H11Protocol):
 
 
 def realtime_websocket(control_bytes: int) -> type[RealtimeWebSocket]:
-    """The WebSocket protocol that hands on whole what a message that is not audio may have; uvicorn takes a class."""
+    """The WebSocket protocol class for uvicorn; messages of up to `control_bytes` bytes are passed on whole."""
     return type("RealtimeWebSocket", (RealtimeWebSocket,), {"whole_bytes": max(PART_BYTES, control_bytes)})

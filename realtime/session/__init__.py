@@ -1,5 +1,5 @@
 """One session as a state machine without I/O: no socket, no clock, no asyncio, no wire dialect.
 
-Runs in the gateway. Imports `audio.speech_edges`, `engine.messages` (what the engine says) and `realtime.errors`, and
-no other room of the gateway.
+Part of the gateway. It imports `audio.speech_edges`, `engine.messages`, `engine.options`, `engine.spec` and
+`realtime.errors`, and nothing else of the gateway.
 """

@@ -1,7 +1,11 @@
-"""When a turn begins and ends, from speech probabilities and, for semantic detection, from what was said. Pure.
+"""Where turns and utterances begin and end, and the events that tell the client so. No I/O; used by the session core.
 
-Semantic detection ends a turn soon after a sentence that reads as finished, and gives an unfinished one time to go on,
-up to the caps of the OpenAI interface: 8, 4 and 2 seconds of silence for low, medium (auto) and high eagerness.
+- `TurnWatch` finds the turns from speech probabilities and, with semantic detection, from the text. Semantic detection
+  ends a turn soon after a complete sentence and waits longer after an incomplete one: up to the limits of the OpenAI
+  API, which are 8, 4 and 2 seconds of silence for low, medium (auto) and high eagerness.
+- `UtteranceWatch` finds gaps in the text after the last word.
+- `Boundaries` counts the audio of a session and applies both. All audio before its boundary is committed or cleared.
+  Without turn detection all later audio is the open turn; with it, speech opens a turn and a pause ends it.
 """
 
 from __future__ import annotations
@@ -31,27 +35,30 @@ from realtime.session.settings import Settings, TurnDetection
 from realtime.session.turns import SavedTurns, Turn, Turns
 from realtime.session.words import ends_sentence
 
-# Shorter sounds are clicks, not speech.
+# Shorter sounds are clicks and not speech.
 MIN_SPEECH_MS = 64
-# After a pause this long the model is asked for all it has heard, so that the text can be judged.
+# After a pause of this length the engine is flushed, so that semantic detection can judge the whole text.
 PROBE_MS = 250
+# Semantic detection: silence that ends a turn after a complete and after an incomplete sentence, by eagerness.
 FINISHED_MS = {"high": 300, "medium": 500, "auto": 500, "low": 900}
 UNFINISHED_MS = {"high": 2000, "medium": 4000, "auto": 4000, "low": 8000}
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
+    """A turn begins at `sample`."""
+
     sample: int
 
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """The speaker paused inside a turn; the model's whole text is wanted now."""
+    """There is a pause within a turn: the engine has to be flushed, so that the text is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The turn ends at `sample`, with the silence in which nobody has spoken since `speech_end`."""
+    """The turn ends at `sample`; there has been silence since `speech_end`."""
 
     sample: int
     speech_end: int
@@ -62,7 +69,7 @@ TurnSign = Started | Paused | Stopped
 
 @dataclass(frozen=True, slots=True)
 class SavedWatch:
-    """A watch as a value."""
+    """A `TurnWatch` as a value."""
 
     base: int
     edges: EdgeMemory
@@ -71,7 +78,7 @@ class SavedWatch:
 
 
 def turn_rule(detection: TurnDetection | None, sample_rate: int) -> TurnRule | None:
-    """What the engine takes for the end of a turn: silence after which the watch asks for the text."""
+    """The rule by which the engine expects the end of a turn: the silence after which the watch asks for a flush."""
     if detection is None:
         return None
     silence_ms = PROBE_MS if detection.semantic else detection.silence_duration_ms
@@ -79,10 +86,10 @@ def turn_rule(detection: TurnDetection | None, sample_rate: int) -> TurnRule | N
 
 
 class TurnWatch:
-    """Follows the turns of one session from sample `start` on."""
+    """Finds the turns of one session from speech probabilities."""
 
     def __init__(self, detection: TurnDetection, sample_rate: int, start: int, *, first_frame: int) -> None:
-        """`first_frame` is where the next frame begins; turns begin at `start`, which may lie ahead of it."""
+        """The next frame begins at sample `first_frame`. No turn begins before `start`, which may be later."""
         self._detection = detection
         self._rate = sample_rate
         self._base = first_frame
@@ -95,12 +102,12 @@ class TurnWatch:
         return SavedWatch(self._base, self._detector.save(), self._silent_samples, self._probed)
 
     def load(self, saved: SavedWatch) -> None:
-        """Go on where another watch stopped."""
+        """Continue from a saved watch."""
         self._base, self._silent_samples, self._probed = saved.base, saved.silent_samples, saved.probed
         self._detector.load(saved.edges)
 
     def watch(self, probability: float, samples: int, text: str) -> list[TurnSign]:
-        """Take the next frame; `text` is the end of what the open turn says so far."""
+        """Take the next frame; `text` is the last text of the open turn."""
         if self._detection.semantic:
             self._detector.settings = self._settings(text)
         found = self._detector.judge(probability, samples)
@@ -114,31 +121,31 @@ class TurnWatch:
         return signs
 
     def change(self, detection: TurnDetection) -> None:
-        """Judge by other settings from the next frame on; an open turn stays open."""
+        """Use other settings from the next frame on; an open turn stays open."""
         self._detection = detection
         self._detector.settings = self._settings("")
 
     @property
     def quiet(self) -> bool:
-        """Nobody speaks, and nobody may just have begun to."""
+        """There is no speech, and the last frames are not the possible start of speech either."""
         return self._detector.state is EdgeState.QUIET
 
     def may_have_stopped(self, samples: int) -> bool:
-        """Whether the open turn may have ended in so many samples that were not judged yet."""
+        """Whether the open turn could have ended within this number of samples, which have no probabilities yet."""
         chosen = self._detection
         silence_ms = FINISHED_MS[chosen.eagerness] if chosen.semantic else chosen.silence_duration_ms
         return samples > 0 and (self._detector.silent_samples + samples) * 1000 >= silence_ms * self._rate
 
     def resume_turn(self) -> None:
-        """A turn is open that another watch heard begin."""
+        """Start with an open turn."""
         self._detector.state = EdgeState.SPEAKING
 
     def restart(self, sample: int) -> None:
-        """Forget an open turn; the next one begins at `sample` at the earliest."""
+        """Drop the open turn; the next one begins at `sample` at the earliest."""
         self._detector.reset(max(sample - self._base, self._detector.sample))
 
     def _pause_needs_text(self, samples: int) -> bool:
-        """True once in every pause inside a turn."""
+        """True once in every pause within a turn."""
         if self._detector.state is not EdgeState.STOPPING:
             self._silent_samples, self._probed = 0, False
             return False
@@ -161,25 +168,19 @@ class TurnWatch:
         )
 
 
-# When nothing more was said for a while after the last word; pure.
-#
-# The end of a turn is what speech detection hears. The end of an utterance is a gap in the text: it needs the text of
-# all audio in the gap, which models give late. So the engine is asked for it when the gap may have passed: at a
-# pause, or, where noise sounds like speech, when words would have come by now.
-
-# A frame that is at least so likely speech may become a word.
+# Frames with at least this speech probability may become words.
 SPEECH = 0.5
-# So long nobody speaks before the engine is asked for what it has.
+# Length of a pause after which the engine is flushed.
 PAUSE_SECONDS = 0.25
-# So long after the gap words may still be on their way while somebody seems to speak.
+# While the audio sounds like speech, words of the gap are expected for this long after it.
 LATE_SECONDS = 2.0
-# The engine is asked again after so long: a stream that was replaced has forgotten the question.
+# The engine is flushed again after this time, because a stream that was replaced lost the first flush.
 ASK_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class SavedUtterances:
-    """A watch as a value."""
+    """An `UtteranceWatch` as a value."""
 
     last_word: int | None
     last_speech: int
@@ -188,42 +189,49 @@ class SavedUtterances:
 
 
 class UtteranceWatch:
-    """Finds gaps of `gap_ms` after words. Samples are those of the session."""
+    """Finds gaps of `gap_ms` after words: the ends of utterances. Samples are those of the session.
+
+    The end of a turn is found in the audio, the end of an utterance in the text. For that the text of all audio in the
+    gap is needed, and models are late with it. So the engine is flushed when the gap may have passed: at a pause, or in
+    noise that sounds like speech, when its words should have arrived.
+    """
 
     def __init__(self, gap_ms: int, sample_rate: int) -> None:
         self._gap = gap_ms * sample_rate // 1000
         self._rate = sample_rate
-        # Where the last word ended, until the client was told that nothing followed.
+        # End of the last word; None once its utterance has ended.
         self._last_word: int | None = None
+        # End of the last frame with speech.
         self._last_speech = 0
-        # All that was said before this has become text.
+        # All text of the audio before this sample has arrived.
         self._settled = 0
+        # The sample at which `ask` last returned a flush.
         self._asked: int | None = None
 
     def save(self) -> SavedUtterances:
         return SavedUtterances(self._last_word, self._last_speech, self._settled, self._asked)
 
     def load(self, saved: SavedUtterances) -> None:
-        """Go on where another watch stopped."""
+        """Continue from a saved watch."""
         self._last_word, self._last_speech = saved.last_word, saved.last_speech
         self._settled, self._asked = saved.settled, saved.asked
 
     def say(self, words: Sequence[TimedWord]) -> int | None:
-        """New words; returns the end of the utterance before them, if the gap lies in between."""
+        """Take new words. Returns the end of the utterance before them, if the gap lies between."""
         last, self._last_word = self._last_word, words[-1].end
         return last if last is not None and words[0].start - last >= self._gap else None
 
     def hear(self, probability: float, heard: int) -> None:
-        """A frame that ends at `heard`, and how likely it is speech."""
+        """Take the speech probability of the frame that ends at sample `heard`."""
         if probability >= SPEECH:
             self._last_speech = heard
 
     def settle(self, sample: int) -> None:
-        """The engine has said all about the audio before this sample."""
+        """All text of the audio before this sample has arrived."""
         self._settled = max(self._settled, sample)
 
     def ended(self, heard: int) -> int | None:
-        """Where an utterance ended that nothing followed for the gap; each is returned once."""
+        """The end of the last utterance, if the gap after it has passed; each is returned once."""
         last = self._last_word
         if last is None:
             return None
@@ -234,7 +242,7 @@ class UtteranceWatch:
         return last
 
     def ask(self, heard: int) -> bool | None:
-        """Whether the engine must be asked for its text now: at a pause (True), in spite of sound (False), or not."""
+        """Whether the engine must be flushed now: True at a pause, False while audio sounds like speech, else None."""
         last = self._last_word
         if last is None or heard < last + self._gap:
             return None
@@ -247,14 +255,8 @@ class UtteranceWatch:
         return paused
 
 
-# Where a session's turns begin and end, and what the client is told about it.
-#
-# `Boundaries` counts the audio of a session: what was appended, what speech detection has judged (`covered`), and the
-# boundary, before which everything is committed or cleared. Without turn detection all uncommitted audio is the open
-# turn; with it, speech opens a turn and a pause ends it.
-
-# How far speech detection may be behind the audio for the end of a turn to be worth a flush at once, and how far if
-# the pause has lasted a while already (a busy engine).
+# A turn that has ended is flushed only if speech detection is at most this far behind the audio; after a long pause
+# (with a busy engine) at most `BUSY_SECONDS`.
 CAUGHT_UP_SECONDS = 0.6
 BUSY_SECONDS = 3.0
 LONG_PAUSE_SECONDS = 1.0
@@ -262,18 +264,18 @@ LONG_PAUSE_SECONDS = 1.0
 
 @dataclass(slots=True)
 class AudioCount:
-    """Samples at the engine's rate, and the client's own audio they came from."""
+    """How much audio a session has: at the engine's rate, and as the client sent it (`source`)."""
 
     appended: int = 0
     source_samples: int = 0
     source_ms: float = 0.0
-    # Audio before this has been judged by speech detection.
+    # Sample up to which speech probabilities have arrived.
     covered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SavedBoundaries:
-    """The boundaries as a value."""
+    """`Boundaries` as a value."""
 
     audio: AudioCount
     turns: SavedTurns
@@ -284,7 +286,8 @@ class SavedBoundaries:
 
 
 class Boundaries:
-    """`do` carries an effect out, `flush` asks the engine for all text of the audio so far."""
+    """The turns of a session in its audio. `do` records an effect; `flush` asks the engine for all text so far, with
+    the sample of the pause if there is one."""
 
     def __init__(
         self,
@@ -318,7 +321,8 @@ class Boundaries:
 
     @property
     def may_commit(self) -> bool:
-        """Whether it is known what a commit ends now: an open turn, unless audio that nobody has judged may end it."""
+        """Whether a commit can be answered now. With turn detection that needs an open turn which cannot have ended in
+        the audio without speech probabilities."""
         if self._watch is None:
             return True
         unjudged = self.audio.appended - self.audio.covered
@@ -330,7 +334,7 @@ class Boundaries:
         return SavedBoundaries(self.audio, self.turns.save(), self.boundary, self._boundary_ms, watch, utterances)
 
     def load(self, saved: SavedBoundaries, shift: float) -> None:
-        """Go on where another session stopped, on a clock that shows `shift` more."""
+        """Continue from a saved session; `shift` is our clock minus its clock."""
         self.audio = saved.audio
         self.turns.load(saved.turns, shift)
         self.boundary, self._boundary_ms = saved.boundary, saved.boundary_ms
@@ -344,7 +348,7 @@ class Boundaries:
         assert 0 <= self.boundary <= self.audio.appended
         assert 0 <= self.audio.covered <= self.audio.appended
 
-    # What the client does
+    # Client events
 
     def configure(self, new: Settings) -> None:
         old, self._settings = self._settings, new
@@ -363,7 +367,7 @@ class Boundaries:
         self._open_without_detection()
 
     def commit(self, event_id: str | None, now: float) -> None:
-        """Commit the open turn, or without one all uncommitted audio, up to here."""
+        """Commit the open turn, or if there is none all uncommitted audio, up to the last sample."""
         if self.turns.current is None:
             self.turns.open(self.boundary)
         turn = self._end(self.audio.appended, now, event_id=event_id)
@@ -381,7 +385,7 @@ class Boundaries:
         self._send(Cleared())
 
     def commit_late(self, sample: int, source_ms: float, event_id: str | None, now: float) -> None:
-        """A commit at `sample` whose audio has been heard only now."""
+        """Answer a commit at `sample` that had to wait for speech probabilities."""
         if self.turns.current is None:
             self.refuse_commit(0.0, event_id)
         else:
@@ -401,10 +405,10 @@ class Boundaries:
         )
         self._send(Problem("input_audio_buffer_commit_empty", text, event_id=event_id))
 
-    # What is heard
+    # Engine outputs
 
     def hear(self, probability: float, samples: int, now: float) -> None:
-        """The next frame of audio, and how likely it is speech."""
+        """Take the speech probability of the next frame, which has this many samples."""
         self.audio.covered += samples
         if self._watch is not None:
             self._hear_turns(self._watch, probability, samples, now)
@@ -419,7 +423,7 @@ class Boundaries:
                 self._flush(self.audio.covered)
             elif self.turns.current is not None:
                 end = max(sign.sample, self.boundary)
-                # Times of words are not exact, and nobody spoke in this silence: its middle is the safest place.
+                # Word times are not exact: the middle of the silence is the safest border between the words.
                 self._end(end, now, words_until=(sign.speech_end + end) // 2)
                 self._set_boundary(end, end * 1000 / self._rate)
         detection = self._settings.turn_detection
@@ -430,23 +434,23 @@ class Boundaries:
         heard = self.audio.covered
         watch.hear(probability, heard)
         self._end_utterance(watch.ended(heard))
-        # As for turns: audio that is ahead of speech detection may be in the middle of a word.
+        # As in `flush_ended`: audio without probabilities may end within a word, and a flush would cut it.
         if self.audio.appended - heard <= CAUGHT_UP_SECONDS * self._rate:
             paused = watch.ask(heard)
             if paused is not None:
                 self._flush(heard if paused else None)
 
     def settle(self, sample: int) -> None:
-        """The engine has said all about the audio before this sample, and the client has been told."""
+        """All text of the audio before this sample has arrived and was sent to the client."""
         if self._utterances is not None:
             self._utterances.settle(sample)
             self._end_utterance(self._utterances.ended(self.audio.covered))
 
     def flush_ended(self) -> None:
-        """Ask for the rest of turns that speech detection ended.
+        """Flush the engine for turns that speech detection has ended.
 
-        While a client sends faster than real time, audio of later turns is already with the engine; a flush there
-        could cut a word in two, so it waits until detection has caught up and nobody is speaking.
+        If a client sends faster than real time, the engine already has audio of later turns, and a flush there could
+        cut a word in two. So the flush waits until speech detection has caught up and there is silence.
         """
         if self.turns.current is not None or all(turn.flushed for turn in self.turns.ended):
             return
@@ -458,11 +462,12 @@ class Boundaries:
                 turn.flushed = True
 
     def end_open(self, now: float) -> None:
-        """No more audio will come: a turn that is open ends with it."""
+        """End the open turn at the last sample: no more audio will come."""
         if self.turns.current is not None:
             self._end(self.audio.appended, now)
 
     def tell(self, events: list[ServerEvent], now: float) -> None:
+        """Send events of the turns to the client, with the ends of utterances between them."""
         for event in events:
             if isinstance(event, Delta) and event.words and self._utterances is not None:
                 self._end_utterance(self._utterances.say(event.words))
@@ -473,10 +478,8 @@ class Boundaries:
             elif isinstance(event, Completed):
                 self._do(Measured("final_seconds", now - event.ended_at))
 
-    # Inside
-
     def _open_without_detection(self) -> None:
-        """Without turn detection all uncommitted audio is the open turn; its item is reserved from the first sample."""
+        """Without turn detection all uncommitted audio is the open turn: open it with the first sample."""
         waiting = self.turns.current is None and self.audio.appended > self.boundary
         if self._settings.turn_detection is None and waiting:
             self.turns.open(self.boundary)
@@ -490,7 +493,7 @@ class Boundaries:
         self.tell(self.turns.release(), now)
 
     def _end(self, end: int, now: float, *, words_until: int | None = None, event_id: str | None = None) -> Turn:
-        """Close the open turn at `end` and announce its item."""
+        """Commit the open turn at sample `end`. Words before `words_until` belong to it (None: all until the flush)."""
         self._stop_announced(end)
         previous = self.turns.last_committed
         turn = self.turns.end(end, now, words_until)
@@ -498,7 +501,7 @@ class Boundaries:
         return turn
 
     def _end_silence(self, timeout_ms: int, now: float) -> None:
-        """Commit the silence since the last turn if it has lasted so long."""
+        """Commit the silence since the last turn as an item, if it has lasted for `timeout_ms`."""
         end = self.audio.covered
         quiet = self.turns.current is None and self._watch is not None and self._watch.quiet
         if quiet and (end - self.boundary) * 1000 >= timeout_ms * self._rate:

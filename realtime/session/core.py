@@ -1,4 +1,14 @@
-"""Where a session can stand, and which events have an answer there. Data only; `Session` in `core` has the answers."""
+"""The session core: one session as a pure state machine, `Session.handle(event, now) -> effects`.
+
+No I/O, no clock, no asyncio. `realtime.serving.live_session` passes client events and engine outputs in order, and
+applies the effects in order. One engine stream serves the whole session, and turns are parts of it:
+
+- At the end of a turn the engine is flushed; text that arrives before the answer belongs to that turn.
+- If speech detection has ended a turn, the engine may already have audio of the next one, so words are assigned to
+  turns by their times.
+- Turns send text one at a time: text of a later turn is held until every earlier turn is completed.
+- Samples are counted and not timed: each appended sample is fed to the engine once.
+"""
 
 from __future__ import annotations
 
@@ -43,17 +53,18 @@ from realtime.session.stall import SavedStall, StallGuard
 
 
 class Phase(Enum):
-    """Where a session stands."""
+    """The states of a session."""
 
-    # Audio and control events are answered as they come.
+    # Audio and control events are handled at once.
     ACTIVE = auto()
-    # A commit waits until speech detection has seen all audio before it; later commits and clears queue behind it.
+    # A commit waits for the speech probabilities of all audio before it; later commits and clears wait behind it.
     COMMITTING = auto()
-    # No more audio; the engine runs out.
+    # No more audio comes; the engine stream finishes its text.
     FINISHING = auto()
     CLOSED = auto()
 
 
+# Allowed transitions.
 MOVES: dict[Phase, frozenset[Phase]] = {
     Phase.ACTIVE: frozenset({Phase.COMMITTING, Phase.FINISHING, Phase.CLOSED}),
     Phase.COMMITTING: frozenset({Phase.ACTIVE, Phase.FINISHING, Phase.CLOSED}),
@@ -73,7 +84,7 @@ _ENGINE = {
     EngineSwitched: "_engine_switched",
 }
 
-# Which method answers an event in a phase. What is not in the table is illegal there.
+# The method that handles an event in a phase. An event that is not in the table is illegal in that phase.
 TABLE: dict[Phase, dict[type, str]] = {
     Phase.ACTIVE: {
         Configure: "_configure",
@@ -97,7 +108,7 @@ TABLE: dict[Phase, dict[type, str]] = {
         Tick: "_tick",
         **_ENGINE,
     },
-    # What a client still sends while its session runs out has no effect.
+    # Client events have no effect while the session finishes.
     Phase.FINISHING: {
         **dict.fromkeys((Configure, Append, Gap, Commit, Clear, End, Drain), "_ignore"),
         Tick: "_tick",
@@ -107,34 +118,25 @@ TABLE: dict[Phase, dict[type, str]] = {
 }
 
 
-# Numbers of the configuration that the session core itself needs.
-
-
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Seconds, unless a name says otherwise."""
+    """The part of the configuration that the session core needs."""
 
+    # Seconds of speech without text that count as a stall, and seconds of audio kept for the replay after it.
     stall_seconds: float = 8.0
     keep_seconds: float = 30.0
     ack_interval_seconds: float = 0.25
-    # Audio is acknowledged when it came, or (a number) when the engine has heard it and so many samples beyond it.
+    # None: audio is acknowledged when it arrives. Else when the engine has heard it and this many samples after it.
     ack_margin_samples: int | None = None
-    # Failures of engine streams in a row, without a word in between, that end the session.
+    # Consecutive failures of engine streams, without text between them, that end the session.
     max_engine_failures: int = 3
-    # A turn that lasts longer ends after a word, and the next one goes on.
+    # A longer turn is ended after a word, and the next turn continues.
     max_turn_seconds: float = 3600.0
-
-
-# A session as a value: all that decides what it says next, as plain data that another process can go on with.
-#
-# Not part of it: the sample rate and the limits, which are the server's, and the sound that the stall guard keeps. Of
-# that, only its length is saved: a stream that has to hear it again after a move hears silence there, and times stay
-# right. Everything else in a value is bounded by what bounds a session: the longest turn, and the audio in flight.
 
 
 @dataclass(frozen=True, slots=True)
 class PendingFlush:
-    """A flush that the engine has yet to answer, and the sample at which it stands."""
+    """A flush that the engine has not answered: its sample, and the sample of its pause if it has one."""
 
     sample: int
     pause: int | None
@@ -142,7 +144,7 @@ class PendingFlush:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A commit (or clear) that cannot be answered yet, and where in the audio it stands."""
+    """A commit or clear that cannot be answered yet, and its place in the audio."""
 
     clears: bool
     event_id: str | None
@@ -152,7 +154,12 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class SavedSession:
-    """Times are on the clock of the process that saved it."""
+    """A session as a value: all state that decides its next effects, so that another process can continue it.
+
+    The sample rate and the limits are the server's and not part of it. Of the audio that the stall guard keeps, only
+    the length is saved: a replay after a handoff has silence there, so that times stay right. The size is bounded by
+    the longest turn and the audio in flight. Times are on the clock of the process that saved it.
+    """
 
     settings: Settings
     phase: Phase
@@ -168,19 +175,8 @@ class SavedSession:
     engine_failures: int
 
 
-# The heart of the gateway: one session as a pure state machine, `handle(event, now) -> effects`.
-#
-# No I/O, no clock, no asyncio: the shell delivers client events and engine outputs in order and carries the effects
-# out in order. One engine stream runs through the whole session; turns are cut inside it:
-#
-# - a turn that ends asks the engine to flush; text that arrives before the answer belongs to that turn; - where
-# speech detection ends a turn, audio of the next one may already be with the engine, so words are told apart by their
-# times; - turns speak one at a time: text of a later turn waits until every earlier turn is completed; - samples are
-# counted, never timed: each appended sample is fed to the engine once.
-
-
 class Session:
-    """One client's session. See the module for the rules it keeps."""
+    """One client's session; the rules are in the module docstring."""
 
     def __init__(
         self, settings: Settings, sample_rate: int, new_item_id: Callable[[], str], limits: SessionLimits | None = None
@@ -197,12 +193,11 @@ class Session:
         self._stall = StallGuard(sample_rate, self.limits.stall_seconds, self.limits.keep_seconds)
         self._marks: deque[PendingFlush] = deque()
         self._waiting: deque[Waiting] = deque()
+        # Speech probabilities of audio after the first waiting commit or clear.
         self._held_speech: list[messages.Speech] = []
         self._engine_start = self._engine_failures = 0
         self._acked_samples, self._acked_at = 0, 0.0
         self._drain_deadline: float | None = None
-
-    # What the shell may ask
 
     @property
     def closed(self) -> bool:
@@ -215,7 +210,7 @@ class Session:
 
     @property
     def source_samples(self) -> int:
-        """Samples of the client's own that they came from."""
+        """Samples received, at the client's rate."""
         return self._audio.source_samples
 
     @property
@@ -224,17 +219,17 @@ class Session:
 
     @property
     def heard_seconds(self) -> float:
-        """How much of the audio the engine has listened to."""
+        """Seconds of audio with speech probabilities from the engine."""
         return self._audio.covered / self.sample_rate
 
     @property
     def marks(self) -> list[PendingFlush]:
-        """Flushes that the engine has yet to answer."""
+        """Flushes that the engine has not answered."""
         return list(self._marks)
 
     @property
     def engine_start(self) -> int:
-        """The session's sample that is the first of the engine stream."""
+        """The session sample at which the engine stream began."""
         return self._engine_start
 
     @property
@@ -243,34 +238,34 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        """Nothing is open and nothing is owed to the client."""
+        """No turn is open, and no event for the client is outstanding."""
         return self._turns.current is None and not self._turns.ended and not self._waiting
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Answer one event. An event that is illegal in this phase raises and changes nothing."""
+        """Handle one event; returns its effects. Raises IllegalEvent, with nothing changed, if the phase forbids it."""
         handler = TABLE[self.phase].get(type(event))
         if handler is None:
-            raise IllegalEvent(f"{type(event).__name__} has no answer in phase {self.phase.name}")
+            raise IllegalEvent(f"{type(event).__name__} is not allowed in phase {self.phase.name}")
         self._effects = effects = list[Effect]()
         getattr(self, handler)(event, now)
         return effects
 
     def abandon(self) -> None:
-        """The shell cannot go on: no event has an answer any more."""
+        """Close the session without effects: every later event is illegal."""
         self.phase = Phase.CLOSED
 
     def check_integrity(self) -> None:
-        """Recompute what must hold between the parts; for tests and for idle moments."""
+        """Assert the invariants between the parts; for tests."""
         self._boundaries.check_integrity()
         assert self.phase is not Phase.COMMITTING or self._waiting
         marks = [mark.sample for mark in self._marks]
         assert all(mark <= self.appended for mark in marks)
         assert marks == sorted(marks)
 
-    # A session as a value
+    # Saving and loading
 
     def save(self) -> SavedSession:
-        """The session as it is now. It shares its turns with this one: encode it before anything else happens."""
+        """The session as a value. It shares mutable turns with the session: encode it before the next event."""
         return SavedSession(
             settings=self.settings,
             phase=self.phase,
@@ -287,7 +282,7 @@ class Session:
         )
 
     def load(self, saved: SavedSession, shift: float) -> None:
-        """Go on where another session with these settings stopped, on a clock that shows `shift` more."""
+        """Continue from a saved session with the same settings; `shift` is our clock minus its clock."""
         self.phase = saved.phase
         self._boundaries.load(saved.boundaries, shift)
         self._audio = self._boundaries.audio
@@ -299,12 +294,12 @@ class Session:
         self._engine_failures = saved.engine_failures
 
     def rewind(self, samples: int) -> None:
-        """The client sends its audio behind this sample again: it is counted as its own again, but not as ours."""
+        """The client will resend the audio after this sample: set the source counts back, not the engine's counts."""
         self._audio.source_samples = self._source_at(samples)
         self._audio.source_ms = samples * 1000 / self.sample_rate
 
     def _source_at(self, samples: int) -> int:
-        """How many of the client's own samples lie before this one of ours."""
+        """The number of source samples before this sample at the engine's rate."""
         chosen = self.settings.format
         rate = self.sample_rate if chosen.container else chosen.rate
         behind_ms = self.source_ms - samples * 1000 / self.sample_rate
@@ -313,7 +308,7 @@ class Session:
     # Client events
 
     def _ignore(self, event: Event, now: float) -> None:
-        """Nothing to do."""
+        """The event has no effect."""
 
     def _configure(self, event: Configure, now: float) -> None:
         old, new = self.settings, event.settings
@@ -348,7 +343,7 @@ class Session:
         elif self._boundaries.may_commit:
             self._boundaries.commit(event.event_id, now)
         else:
-            # Speech detection has yet to see the end of the buffer; who spoke until when is known at the flush.
+            # Speech probabilities of the last audio are missing; they have arrived when the flush is answered.
             self._defer(event, now)
             self._move(Phase.COMMITTING)
 
@@ -360,7 +355,7 @@ class Session:
         self._flush()
 
     def _end(self, event: End, now: float) -> None:
-        """Turns that are open, or that speech detection still finds, are committed when the engine has run out."""
+        """Finish the engine stream. Turns that are open, or are still found, are committed when it is closed."""
         self._move(Phase.FINISHING)
         self._effects.append(FinishEngine())
 
@@ -393,20 +388,20 @@ class Session:
         for number, probability in enumerate(event.probabilities):
             frame_start = start + number * event.frame_samples
             if self._waiting and frame_start >= self._waiting[0].sample:
-                # Audio behind a waiting commit must not open a turn before the commit is answered.
+                # Audio after a waiting commit must not open a turn before the commit is answered.
                 rest = event.probabilities[number:]
                 frame = event.sample + number * event.frame_samples
                 self._held_speech.append(messages.Speech(event.stream, frame, event.frame_samples, rest))
                 break
             self._frame(frame_start + event.frame_samples, probability, now)
-        if self._audio.covered // self.sample_rate > second:  # a histogram is too dear for every frame
+        if self._audio.covered // self.sample_rate > second:  # once per second: a histogram is too slow for each frame
             self._effects.append(Measured("lag_seconds", (self.appended - self._audio.covered) / self.sample_rate))
         if not self.speaking:
             self._stall.quiet(self._audio.covered)
         self._boundaries.flush_ended()
 
     def _frame(self, end: int, probability: float, now: float) -> None:
-        # A replay shows frames again, and a flush may round the last one up.
+        # A replay repeats frames, and the last frame before a flush may reach beyond the audio.
         end = min(end, self.appended)
         samples = end - self._audio.covered
         if samples > 0:
@@ -415,7 +410,7 @@ class Session:
 
     def _flushed(self, event: messages.Flushed, now: float) -> None:
         if not self._marks:
-            raise IllegalEvent("the engine answered a flush that nobody asked for")
+            raise IllegalEvent("the engine answered a flush that was not requested")
         mark = self._marks.popleft().sample
         self._boundaries.tell(self._turns.settle(), now)
         while self._waiting and self._waiting[0].sample <= mark:
@@ -428,7 +423,7 @@ class Session:
         self._drain_if_idle()
 
     def _recall_speech(self, now: float) -> None:
-        """Judge the speech that had to wait for a commit or clear before it."""
+        """Handle the speech probabilities that waited for a commit or clear."""
         held, self._held_speech = self._held_speech, []
         for speech in held:
             self._speech(speech, now)
@@ -446,14 +441,14 @@ class Session:
             self._close_finished()
 
     def _engine_failed(self, event: messages.Failed | messages.Refused, now: float) -> None:
-        """This stream failed: committed items fail with it, and the session goes on with a new stream."""
+        """The stream failed: committed items fail with it, and the session continues with a new stream."""
         self._engine_failures += 1
         self._effects.append(Measured("engine_failures", 1))
         self._fail_items("transcription_failed", event.message)
         if self.phase is Phase.FINISHING or self._engine_failures >= self.limits.max_engine_failures:
             self._close(CloseCode.INTERNAL, "transcription failed", "stream_failure")
         else:
-            # The failed items have had their answer; the new stream hears what came after them.
+            # The failed items are answered; the new stream gets only the audio after them.
             self._stall.forget_before(self._boundaries.boundary)
             self._reanchor(now)
 
@@ -466,22 +461,22 @@ class Session:
         self._engine_start = event.base
 
     def _resolve(self, waiting: Waiting, now: float) -> None:
-        """Answer a commit or clear: the engine has said everything about the audio before it."""
+        """Answer a commit or clear: all text and speech probabilities of the audio before it have arrived."""
         if waiting.clears:
             self._boundaries.clear_late(waiting.sample, waiting.source_ms)
         else:
             self._boundaries.commit_late(waiting.sample, waiting.source_ms, waiting.event_id, now)
 
-    # The engine and the way out
+    # Engine commands and closing
 
     def _flush(self, pause: int | None = None) -> None:
-        # A stream that is being finished says everything anyway.
+        # A stream that is being finished sends all its text anyway.
         if self.phase is not Phase.FINISHING:
             self._marks.append(PendingFlush(self.appended, pause))
             self._effects.append(FlushEngine(pause))
 
     def _reanchor(self, now: float) -> None:
-        """Go on with a new stream; what the old one still owed is asked of the new one."""
+        """Continue with a new stream; if text is outstanding, flush the new one."""
         self._effects.append(self._stall.reanchor(self.appended, now))
         self._marks.clear()
         if self._turns.ended or self._waiting:
@@ -516,7 +511,7 @@ class Session:
 
     def _move(self, to: Phase) -> None:
         if to not in MOVES[self.phase]:
-            raise IllegalEvent(f"a session cannot go from {self.phase.name} to {to.name}")
+            raise IllegalEvent(f"a session cannot change from {self.phase.name} to {to.name}")
         self.phase = to
 
     def _send(self, event: ServerEvent) -> None:

@@ -1,7 +1,7 @@
-"""What goes into the session core and what comes out of it, free of any wire dialect.
+"""The inputs and effects of the session core, independent of wire dialects.
 
-Samples are counted at the engine's rate from the first sample of the session, unless a name says `source`: those are
-counted at the rate of the client's own format.
+Samples are counted at the engine's rate from the first sample of the session. Names with `source` are counts at the
+rate of the client's format.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Configure:
     event_id: str | None = None
 
 
-# Not frozen, because one is made for every message: that takes a third of the time.
+# Not frozen, because one is made for every message, and a frozen dataclass takes three times as long to make.
 @dataclass(slots=True)
 class Append:
-    """Decoded audio, already at the engine's rate. `source_samples` and `source_ms` are what the client sent for it."""
+    """Decoded audio at the engine's rate. `source_samples` and `source_ms` are its length as the client sent it."""
 
     samples: Samples
     source_samples: int
@@ -38,7 +38,7 @@ class Append:
 
 @dataclass(slots=True)
 class Gap:
-    """Silence the client declares instead of sending it."""
+    """Silence that the client declares instead of sending it."""
 
     samples: int
     source_samples: int
@@ -57,24 +57,24 @@ class Clear:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """No more audio will come; finish what is there, then close."""
+    """No more audio will come: transcribe the rest, then close."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """The server is going away: finish the running turn before `deadline`, then close."""
+    """The server shuts down: finish the running turn before `deadline`, then close."""
 
     deadline: float
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """Sent by the ticker, so that the core can act on time."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSwitched:
-    """From now on engine outputs are of a new stream whose first sample is the session's sample `base`."""
+    """Later engine outputs come from a new stream, whose first sample is the session sample `base`."""
 
     base: int
 
@@ -104,14 +104,15 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class TimedWord:
-    """A word and the samples it spans. If the model tells: how likely it found each token of the word, and the word."""
+    """A word with its first sample and the sample after its last."""
 
     text: str
     start: int
     end: int
+    # (bytes, log-probability) of each token, and the probability of the word; empty and None if the model has none.
     chances: tuple[messages.Chance, ...] = ()
     confidence: float | None = None
-    # The code of its language, and how likely the model found that nobody spoke there.
+    # Language code, and the model's probability that there was no speech.
     language: str = ""
     no_speech: float | None = None
 
@@ -135,7 +136,7 @@ class SpeechStopped:
 
 @dataclass(frozen=True, slots=True)
 class TimedOut:
-    """Nobody spoke for as long as the client wanted to wait; the silence becomes an item of its own."""
+    """There was no speech for the client's idle timeout; the silence becomes an item."""
 
     item_id: str
     start: int
@@ -146,7 +147,7 @@ class TimedOut:
 class Committed:
     item_id: str
     previous_item_id: str | None
-    # The client event that asked for it; None where speech detection did.
+    # Id of the client's commit event; None if speech detection ended the turn.
     event_id: str | None = None
 
 
@@ -170,15 +171,15 @@ class Completed:
     start: int
     end: int
     tokens: int
-    # The session's time at which the turn was committed.
+    # When the turn was committed, on the session's clock.
     ended_at: float
-    # The turn was only too long: the next one goes on with its next word.
+    # The turn was cut because it was too long; the next turn continues with the next word.
     goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class UtteranceEnded:
-    """No word followed the one that ends at `sample` for as long as the client wanted to wait."""
+    """No word followed the one that ends at `sample` within the client's `utterance_end_ms`."""
 
     sample: int
 
@@ -192,7 +193,7 @@ class ItemFailed:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The client made a mistake; the session goes on."""
+    """The client made a mistake; the session continues."""
 
     code: str
     message: str
@@ -202,28 +203,28 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """So many of the client's own samples are safe with the server."""
+    """The client need not keep this many of its samples: the server has them safely."""
 
     source_samples: int
 
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """So many items prepared elsewhere are in the engines' caches now."""
+    """This many prepared items were put into the caches of the engines."""
 
     items: int
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What a dialect answered by itself, in its place among the other events."""
+    """A direct answer of a dialect, in order with the other events."""
 
     body: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Everything is said; `sample` is where the audio ended."""
+    """All text has been sent; `sample` is the end of the audio."""
 
     sample: int
 
@@ -254,7 +255,7 @@ ServerEvent = (
     | Closing
 )
 
-# Core -> shell
+# Effects: what the live session has to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +263,7 @@ class Send:
     event: ServerEvent
 
 
-# Not frozen, because one is made for every message: that takes a third of the time.
+# Not frozen, for the same reason as Append.
 @dataclass(slots=True)
 class Feed:
     samples: Samples
@@ -275,7 +276,8 @@ class FeedGap:
 
 @dataclass(frozen=True, slots=True)
 class FlushEngine:
-    """All that was said must become text; `pause`: of what was said before this sample, at which nobody spoke."""
+    """The engine must send all text of the audio so far; with `pause`, of the audio before this sample, which is in a
+    silence."""
 
     pause: int | None = None
 
@@ -287,10 +289,9 @@ class FinishEngine:
 
 @dataclass(frozen=True, slots=True)
 class Reanchor:
-    """Leave the engine stream behind and open a new one that first hears `replay` (audio, or counts of silent
-    samples), which begins at sample `base`.
+    """Abandon the engine stream and open a new one that first gets `replay`, which begins at sample `base`.
 
-    Outputs of the old stream must not be delivered any more.
+    `replay` consists of samples, or numbers of silent samples. Outputs of the old stream must not be delivered then.
     """
 
     base: int
@@ -299,21 +300,21 @@ class Reanchor:
 
 @dataclass(frozen=True, slots=True)
 class Reopen:
-    """The model's options changed: let the stream run out, then go on with a new one. Nothing is replayed."""
+    """The model's options changed: finish the stream, then continue with a new one. Nothing is replayed."""
 
     settings: Settings
 
 
 @dataclass(frozen=True, slots=True)
 class FollowTurns:
-    """Turns end by another rule from here on."""
+    """Turn detection changed: the engine gets another rule for the end of turns."""
 
     settings: Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Hangup:
-    """Close the socket once everything sent before has gone out. `cause` is what the metrics count it under."""
+    """Close the socket after the events sent before. `cause` is its label in the metrics."""
 
     code: int
     reason: str
@@ -322,7 +323,7 @@ class Hangup:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A figure for the metrics; `name` is one of `MEASURES`."""
+    """A value for the metrics; `name` is one of `MEASURES`."""
 
     name: str
     value: float

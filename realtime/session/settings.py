@@ -1,4 +1,4 @@
-"""What a client may choose for its session, as one frozen value. Dialects build it from their own shapes."""
+"""The settings of a session, as one frozen value. Dialects build it from their own messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIN_RATE = 8_000
 MAX_RATE = 48_000
 G711_RATE = 8_000
 
-# Values of `include` that switch something on.
+# Values of `include` that have an effect.
 INCLUDE_LOGPROBS = "item.input_audio_transcription.logprobs"
 INCLUDE_WORDS = "item.input_audio_transcription.words"
 INCLUDE_ACKS = "input_audio_buffer.acks"
@@ -34,16 +34,16 @@ INCLUDED = (INCLUDE_LOGPROBS, INCLUDE_WORDS, INCLUDE_ACKS, INCLUDE_RESUME)
 # Settings that the model may refuse.
 MODEL_OPTIONS = ("language", "languages", "prompt", "keywords", "task")
 
-# A term has at most so many words; what is longer between two commas, or than a keyword may be, is prose.
+# A prompt counts as a list of keywords if no entry has more words than this (or characters than a keyword may have).
 TERM_WORDS = 4
 
-# Each with its boost.
+# (word, boost)
 Words = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AudioFormat:
-    """How the client's audio bytes are to be read. `binary` says that binary frames carry audio, not JSON."""
+    """The format of the client's audio. `binary`: binary frames carry audio, and not JSON."""
 
     type: str = "audio/pcm"
     rate: int = 24_000
@@ -51,22 +51,22 @@ class AudioFormat:
 
     @property
     def container(self) -> bool:
-        """The bytes are a file format that says its own rate and packet sizes."""
+        """The audio is in a container, which has its own sample rate and packets."""
         return self.type in ("audio/webm", "audio/ogg")
 
 
 @dataclass(frozen=True, slots=True)
 class TurnDetection:
-    """Server-side turn detection. `semantic` ends a turn by the text and the pause, otherwise by the pause alone."""
+    """Server-side turn detection. `semantic` ends a turn by text and pause, otherwise the pause alone ends it."""
 
     semantic: bool = False
     threshold: float = 0.5
     prefix_padding_ms: int = 300
     silence_duration_ms: int = 500
     eagerness: str = "auto"
-    # Silence that lasts so long is committed as an empty item, and the client is told; None turns that off.
+    # Silence of this length is committed as an empty item; None turns that off.
     idle_timeout_ms: int | None = None
-    # Sub-fields that change nothing here (create_response, ...) but are echoed as the client sent them.
+    # Sub-fields without effect (create_response, ...), echoed as the client sent them.
     extra: tuple[tuple[str, Any], ...] = ()
 
 
@@ -76,38 +76,37 @@ class Settings:
 
     format: AudioFormat = field(default_factory=AudioFormat)
     model: str | None = None
-    # Of the model's options from here on, None: not asked for, or the model does not take it.
+    # Options of the model. None: not requested, or not supported by the model.
     language: str | None = None
     prompt: str | None = ""
-    # Those that may be spoken, where the model finds out which.
+    # Candidate languages for a model that detects the language.
     languages: tuple[str, ...] | None = ()
-    # Words to expect, each with its boost.
     keywords: Words | None = ()
-    # Words of the prompt, where the model takes them as keywords. The prompt is kept: another one replaces them.
+    # Words of the prompt that the model gets as keywords. The prompt is kept, because a new prompt replaces them.
     prompt_words: Words = ()
     task: str | None = None
-    # A name of the OpenAI scale (minimal .. xhigh) or a number of milliseconds.
+    # A name of the OpenAI API (minimal .. xhigh) or milliseconds.
     delay: str | int | None = None
     noise_reduction: Any = None
     turn_detection: TurnDetection | None = field(default_factory=TurnDetection)
-    # The client has said what it wants of turn detection; until then a default may depend on the model's name.
+    # The client has set turn detection; until then the default may depend on the model's name.
     turns_chosen: bool = False
     include: tuple[str, ...] | None = None
-    # OpenAI items are shown with a trimmed start; vLLM promises the raw concatenation.
+    # Remove white space at the start of an item, as OpenAI does; vLLM promises the raw concatenation.
     trim_start: bool = True
-    # Tell the client when no word followed the last one for so long; None leaves that to turns.
+    # Send an event when no word followed the last one for this time; None: only turns are reported.
     utterance_end_ms: int | None = None
-    # Least audio a commit must find in the buffer; vLLM closes empty utterances too.
+    # Least audio in the buffer for a commit; vLLM accepts empty ones.
     minimum_commit_ms: int = 100
 
     def wants(self, value: str) -> bool:
         return self.include is not None and value in self.include
 
     def in_force(self, spec: ModelSpec) -> Settings:
-        """These settings as this model takes them. What it does not take is None.
+        """These settings as this model supports them; an option that it does not support becomes None.
 
-        Raises ClientFault for what no model could take, and for a language or a task that this one lacks: a client that
-        goes on without it would get other words than it asked for. `param` is the option's name.
+        Raises ClientFault for an invalid value, and for a language or task that the model lacks, because without it the
+        client would get a different text than it asked for. `param` of the fault is the option's name.
         """
         options = spec.options
         words = _keywords(self.keywords or ())
@@ -123,13 +122,13 @@ class Settings:
             keywords=words if options.keywords or not words else None,
             task=_task(self.task, options),
             delay=self.delay if spec.max_delay_positions else None,
-            # Nobody reduces noise here: the models were trained on what microphones hear.
+            # Not implemented: the models were trained on noisy microphone audio.
             noise_reduction=None,
             include=None if self.include is None else tuple(name for name in self.include if name in INCLUDED),
         )
 
     def in_force_after(self, current: Settings, spec: ModelSpec) -> tuple[Settings, list[ClientFault]]:
-        """The same for a change of settings that are in force: an option that is refused stays as it was."""
+        """Like `in_force`, for a change of `current`: a refused option keeps its current value and gives a fault."""
         asked, faults = self, list[ClientFault]()
         kept: set[str] = set()
         while True:
@@ -137,19 +136,19 @@ class Settings:
                 return asked.in_force(spec), faults
             except ClientFault as fault:
                 faults.append(fault)
-                # One that is refused as it was does not go together with another that is new.
+                # The current value was refused too: it conflicts with another new option, so all keep their values.
                 refused = MODEL_OPTIONS if fault.param in kept or fault.param is None else (fault.param,)
                 kept.update(refused)
                 asked = replace(asked, **{name: getattr(current, name) for name in refused})
 
     def untaken(self, taken: Settings) -> list[str]:
-        """What was asked for here and is not in force there."""
+        """The names of options that are set here and not in `taken`."""
         asked = ("prompt", "keywords", "noise_reduction")
         return [name for name in asked if getattr(self, name) and getattr(taken, name) is None]
 
     @property
     def all_keywords(self) -> Words | None:
-        """Those of settings that are in force, with the words of the prompt that are not among them."""
+        """The keywords of settings that are in force, together with the words of the prompt."""
         if not self.prompt_words or self.keywords is None:
             return self.keywords
         given = {word for word, _ in self.keywords}
@@ -157,11 +156,11 @@ class Settings:
 
     @property
     def shown_prompt(self) -> str | None:
-        """The prompt that the model is told as such."""
+        """The prompt for the model; empty if its words are given as keywords."""
         return "" if self.prompt_words else self.prompt
 
     def engine_options(self) -> dict[str, str]:
-        """Options for the model, of settings that are in force."""
+        """The options for the engine; only for settings that are in force."""
         options = {
             "language": self.language,
             "languages": None if self.language else ",".join(self.languages or ()),
@@ -180,12 +179,12 @@ def _language(written: str | None, options: Options) -> str | None:
     except ValueError as error:
         raise _fault("language", f"{error}. {_what_there_is(options)}") from None
     if code is not None and code not in options.languages:
-        raise _fault("language", f"The model has no language {code!r}. {_what_there_is(options)}")
+        raise _fault("language", f"The model does not support the language {code!r}. {_what_there_is(options)}")
     return code
 
 
 def _languages(written: Sequence[str], options: Options) -> tuple[str, ...] | None:
-    """Those of them that the model has: the others are not what it hears."""
+    """The codes of those languages that the model supports; None if it cannot choose among languages."""
     if not written:
         return ()
     if not options.languages:
@@ -196,7 +195,7 @@ def _languages(written: Sequence[str], options: Options) -> tuple[str, ...] | No
         raise _fault("languages", f"{error}. {_what_there_is(options)}") from None
     known = tuple(code for code in codes if code in options.languages)
     if not known and None not in codes:
-        raise _fault("languages", f"The model has none of these languages. {_what_there_is(options)}")
+        raise _fault("languages", f"The model supports none of these languages. {_what_there_is(options)}")
     return known if options.detects_language else None
 
 
@@ -204,12 +203,12 @@ def _prompt(text: str) -> str:
     if len(text) > MAX_PROMPT_CHARACTERS:
         raise _fault("prompt", f"A prompt may have at most {MAX_PROMPT_CHARACTERS} characters.")
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise _fault("prompt", "The prompt holds half a character.")
+        raise _fault("prompt", "The prompt contains half of a surrogate pair.")
     return text
 
 
 def listed_words(prompt: str) -> Words:
-    """The words of a prompt that is a list and nothing else, with a heading or without; none of one that is prose."""
+    """The words of a prompt that is only a list, with or without a heading such as `Names:`; empty for prose."""
     heading, colon, rest = prompt.partition(":")
     headed = bool(colon) and heading.strip().replace(" ", "").isalpha() and len(heading.split()) <= TERM_WORDS
     words = [word.strip().removesuffix(".") for word in re.split("[,;\n]", rest if headed else prompt)]
@@ -226,7 +225,7 @@ def _is_term(word: str) -> bool:
 def _keywords(words: Words) -> Words:
     _check(words, "keywords")
     plain = tuple((_plain(word), boost) for word, boost in words)
-    # Some letters are longer then.
+    # Normalization may make a word longer.
     _check(plain, "keywords")
     return plain
 
@@ -239,7 +238,7 @@ def _check(words: Words, option: str) -> None:
 
 
 def _plain(word: str) -> str:
-    """As models write it: single spaces between words, and each letter one character with its accent."""
+    """The spelling that models use: single spaces, and Unicode normal form NFC."""
     return normalize("NFC", " ".join(word.split()))
 
 
@@ -247,14 +246,14 @@ def _task(task: str | None, options: Options) -> str | None:
     if task in (None, "", "transcribe"):
         return None
     if task != TRANSLATE:
-        raise _fault("task", f"The task can be transcribe or {TRANSLATE}.")
+        raise _fault("task", f"The task must be transcribe or {TRANSLATE}.")
     if not options.translates:
-        raise _fault("task", "The model writes what is said, in the language it is said in; it does not translate.")
+        raise _fault("task", "The model transcribes in the language that is spoken; it does not translate.")
     return task
 
 
 def _what_there_is(options: Options) -> str:
-    return f"There is {', '.join(options.languages)}."
+    return f"It supports {', '.join(options.languages)}."
 
 
 def _fault(option: str, message: str) -> ClientFault:

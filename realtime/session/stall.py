@@ -1,6 +1,6 @@
-"""The stall guard notices that speech is heard and no text comes, although everything looks healthy. Pure.
+"""Detects a stall: the engine reports speech, but sends no text. No I/O; used by the session core.
 
-It keeps the audio since the last text, bounded, so that a fresh engine stream can hear it again.
+The guard keeps the audio since the last text, up to a limit, so that a new engine stream can process it again.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from engine import messages
 from realtime.session.events import Reanchor, Samples
 
 SPEECH_PROBABILITY = 0.6
-# Kept before the last sure point, so that a replay does not begin inside a word.
+# Audio kept before the last silence, so that a replay does not begin within a word.
 MARGIN_SECONDS = 1.0
-# Shorter pieces of audio are kept together.
+# Pieces of audio are joined up to this length.
 JOINED_SAMPLES = 1600
 
 
 @dataclass(frozen=True, slots=True)
 class SavedStall:
-    """A guard as a value: of the kept audio, only where it lies."""
+    """A `StallGuard` as a value. The kept audio itself is not saved, only its place."""
 
     kept_from: int
     kept_samples: int
@@ -39,13 +39,13 @@ class StallGuard:
         self._stall_seconds = stall_seconds
         self._keep_samples = int(keep_seconds * sample_rate)
         self._margin_samples = int(MARGIN_SECONDS * sample_rate)
-        # Audio and declared gaps (a plain count) in order, from sample `_kept_from` on.
+        # Audio from sample `_kept_from` on: samples, or a number of silent samples.
         self._kept: deque[Samples | int] = deque()
         self._kept_from = 0
         self._kept_samples = 0
         self._speech_samples = 0
         self._last_sign: float | None = None
-        # The guard waits twice as long after each firing that brought no text: music is not speech that got lost.
+        # Factor for the stall time; doubles with each stall without text, because music may sound like speech.
         self._patience = 1
 
     @property
@@ -56,14 +56,14 @@ class StallGuard:
         return SavedStall(self._kept_from, self._kept_samples, self._speech_samples, self._last_sign, self._patience)
 
     def load(self, saved: SavedStall, shift: float) -> None:
-        """Go on where another guard stopped, on a clock that shows `shift` more."""
+        """Continue from a saved guard, with silence for its audio; `shift` is our clock minus its clock."""
         self._kept = deque([saved.kept_samples] if saved.kept_samples else [])
         self._kept_from, self._kept_samples = saved.kept_from, saved.kept_samples
         self._speech_samples, self._patience = saved.speech_samples, saved.patience
         self._last_sign = None if saved.last_sign is None else saved.last_sign + shift
 
     def keep(self, start: int, audio: Samples | int) -> None:
-        """Audio that begins at sample `start` is on its way to the engine; a plain count is declared silence."""
+        """Keep audio that begins at sample `start`; an integer is a number of silent samples."""
         if not self._kept:
             self._kept_from = start
         self._kept_samples += _length(audio)
@@ -78,7 +78,7 @@ class StallGuard:
             self._speech_samples += samples
 
     def heard_text(self, text: messages.Text, base: int, now: float) -> None:
-        """Text came: everything up to its last word is dealt with."""
+        """Text has arrived: audio up to its last word is not needed any more."""
         self._speech_samples = 0
         self._last_sign = now
         self._patience = 1
@@ -86,7 +86,7 @@ class StallGuard:
             self.forget_before(base + text.words[-1].end_sample)
 
     def quiet(self, covered: int) -> None:
-        """Nobody speaks at sample `covered`; if no text is owed either, older audio is of no use."""
+        """There is silence at sample `covered`. If there was no speech since the last text, drop older audio."""
         if self._speech_samples == 0:
             self.forget_before(covered - self._margin_samples)
 
@@ -97,7 +97,7 @@ class StallGuard:
         return self._speech_samples >= limit * self._rate and now - self._last_sign >= limit
 
     def reanchor(self, appended: int, now: float) -> Reanchor:
-        """Start over from the kept audio, which stays kept: the new stream may stall too."""
+        """The command to begin a new stream with the kept audio. That stays kept: the new stream may stall too."""
         self._speech_samples = 0
         self._last_sign = now
         self._patience *= 2
@@ -105,7 +105,7 @@ class StallGuard:
         return Reanchor(base, tuple(self._kept))
 
     def forget_before(self, sample: int) -> None:
-        """Audio before this sample is dealt with, to the sample."""
+        """Drop the audio before this sample."""
         while self._kept and self._kept_from < sample:
             oldest = self._kept.popleft()
             dropped = min(_length(oldest), sample - self._kept_from)
@@ -116,7 +116,7 @@ class StallGuard:
 
 
 def _fit(last: Samples | int, audio: Samples | int) -> bool:
-    """Whether two pieces may become one: tiny ones must not cost more than the samples in them."""
+    """Whether two pieces may be joined; many tiny pieces would need more memory than their samples."""
     if isinstance(last, int) or isinstance(audio, int):
         return isinstance(last, int) and isinstance(audio, int)
     return len(last) + len(audio) <= JOINED_SAMPLES

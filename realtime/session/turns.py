@@ -1,11 +1,11 @@
-"""Which text belongs to which turn: routing text, speaking of one turn at a time, completing turns; pure.
+"""Assigns the engine's text to turns, and completes them. No I/O; used by `boundaries.py` and the session core.
 
-Text comes in the order it was spoken. It goes to the oldest turn that still waits for text, or, where speech detection
-ended that turn and the word was spoken after its end, to a later one. Only the oldest unfinished turn may speak to
-the client; what later turns get is held until then.
+Text arrives in the order of speech. It goes to the oldest turn that still expects text; if speech detection has ended
+that turn and the word is later than its end, it goes to a later turn. Only the oldest unfinished turn sends text to the
+client; text of later turns is held.
 
-What is kept of an open turn is bounded: one that lasts too long ends after a word, is completed at once, and the next
-turn goes on with the word behind it. The engine is not asked for anything, so the cut changes no word.
+The size of an open turn is bounded: one that is too long is ended after a word and completed at once, and the next turn
+continues with the next word. The engine is not flushed for that, so the cut changes no text.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from realtime.session.events import (
 )
 from realtime.session.words import WordCutter, first_word
 
-# Text heard outside any turn joins the next turn if it was spoken this shortly before; otherwise it was not speech.
+# Text outside any turn is added to the next turn if that begins within this time; otherwise it is dropped.
 STRAY_SECONDS = 1.0
-# A turn with more text than this ends, however short it is: about three hours of speech.
+# A turn with more text is ended: about three hours of speech.
 MAX_TURN_CHARACTERS = 150_000
 
 
@@ -42,6 +42,7 @@ class TurnState(Enum):
     CLEARED = auto()
 
 
+# Allowed transitions.
 TURN_MOVES: dict[TurnState, frozenset[TurnState]] = {
     TurnState.OPEN: frozenset({TurnState.COMMITTED, TurnState.CLEARED}),
     TurnState.COMMITTED: frozenset({TurnState.COMPLETED, TurnState.FAILED}),
@@ -53,37 +54,38 @@ TURN_MOVES: dict[TurnState, frozenset[TurnState]] = {
 
 @dataclass(slots=True)
 class Turn:
-    """One utterance, from its first audio to its completed transcript."""
+    """One turn, from its first audio to its completed transcript. `start` and `end` are session samples."""
 
     item_id: str
     start: int
     end: int | None = None
     state: TurnState = TurnState.OPEN
-    # The client was told that speech started.
+    # The client was sent `SpeechStarted`.
     announced: bool = False
-    # Speech detection set the end: words from here on belong to later turns. None: a flush of the engine marks it.
+    # Words from this sample on belong to later turns, because speech detection set the end. None: the flush is the end.
     words_until: int | None = None
-    # The engine was asked for the rest of this turn's text.
+    # The engine was flushed for this turn.
     flushed: bool = False
     ended_at: float = 0.0
+    # Text that was sent to the client, and text that waits for earlier turns.
     sent: list[str] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
     words: list[TimedWord] = field(default_factory=list)
-    # How many of `words` have gone out with a delta.
+    # Number of `words` that were sent with a delta.
     words_sent: int = 0
     tokens: int = 0
-    # Length of all its text, sent and held.
+    # Length of `sent` and `held` together.
     characters: int = 0
 
     def move(self, to: TurnState) -> None:
         if to not in TURN_MOVES[self.state]:
-            raise IllegalEvent(f"a turn cannot go from {self.state.name} to {to.name}")
+            raise IllegalEvent(f"a turn cannot change from {self.state.name} to {to.name}")
         self.state = to
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTurns:
-    """The turns as a value. `loose_turn` is a place in `[*ended, current]`, or `GONE`; None if there is none."""
+    """`Turns` as a value. `loose_turn` is an index into `[*ended, current]`, or `GONE`, or None if there is none."""
 
     current: Turn | None
     ended: list[Turn]
@@ -94,12 +96,12 @@ class SavedTurns:
     loose_turn: int | None
 
 
-# The loose end went to a turn that is over.
+# The incomplete word went to a turn that is not kept any more.
 GONE = 1_000_000
 
 
 class Turns:
-    """The turns of a session that still matter: the open one, and those that wait for their last text."""
+    """The open turn of a session, and the ended turns that wait for their last text."""
 
     def __init__(
         self, new_item_id: Callable[[], str], sample_rate: int, *, trim_start: bool, max_seconds: float
@@ -111,7 +113,7 @@ class Turns:
         self._new_item_id = new_item_id
         self._stray: deque[tuple[str, TimedWord]] = deque(maxlen=256)
         self._cutter = WordCutter()
-        # Where the loose end went; the rest of its word must follow it.
+        # The turn that got the first part of an incomplete word; the rest of the word goes there too.
         self._loose_turn: Turn | None = None
         self._stray_samples = int(STRAY_SECONDS * sample_rate)
         self._max_samples = int(max_seconds * sample_rate)
@@ -127,7 +129,7 @@ class Turns:
         )
 
     def load(self, saved: SavedTurns, shift: float) -> None:
-        """Go on with the turns of another session, on a clock that shows `shift` more. They are this one's now."""
+        """Continue from saved turns, which then belong to this object; `shift` is our clock minus the saved one."""
         self.current, self.ended, self.last_committed = saved.current, deque(saved.ended), saved.last_committed
         self._stray.extend(saved.stray)
         self._cutter.load(saved.loose, saved.given)
@@ -138,7 +140,7 @@ class Turns:
             turn.ended_at += shift
 
     def open(self, start: int) -> Turn:
-        """Reserve an item for audio from `start` on."""
+        """Open a turn, with a new item id, for the audio from sample `start` on."""
         assert self.current is None
         self.current = turn = Turn(self._new_item_id(), start)
         while self._stray:
@@ -149,18 +151,18 @@ class Turns:
         return turn
 
     def end(self, end: int, now: float, words_until: int | None) -> Turn:
-        """Close the open turn at sample `end`; it now waits for its last text, of the words before `words_until`."""
+        """End the open turn at sample `end`; it then waits for the words before sample `words_until`."""
         assert self.current is not None
         turn, self.current = self.current, None
         turn.move(TurnState.COMMITTED)
-        # Detection may see a pause before the last word, where a long turn was cut.
+        # After a long turn was cut, detection may report an end before the start of the next turn.
         turn.end, turn.ended_at, turn.words_until = max(end, turn.start), now, words_until
         self.last_committed = turn.item_id
         self.ended.append(turn)
         return turn
 
     def clear(self, start: int, end: int) -> None:
-        """Forget the open turn; text that still comes for audio before `end` goes nowhere."""
+        """Drop the open turn; text of audio before sample `end` that arrives later is dropped too."""
         turn = self.current or Turn("", start)
         self.current = None
         self._stray.clear()
@@ -169,20 +171,20 @@ class Turns:
         self.ended.append(turn)
 
     def drop(self) -> None:
-        """Forget the open turn, whose text has all come."""
+        """Drop the open turn; all its text has arrived."""
         if self.current is not None:
             self.current.move(TurnState.CLEARED)
         self.current = None
         self._stray.clear()
 
     def current_text(self) -> str:
-        """What the open turn says so far, sent or not; only its last pieces matter to callers."""
+        """The last pieces of the open turn's text, sent or not; enough to judge whether a sentence is complete."""
         if self.current is None:
             return ""
         return "".join(self.current.sent[-4:] + self.current.held[-4:])
 
     def route(self, text: messages.Text, base: int, now: float) -> list[ServerEvent]:
-        """Route new text of the engine stream whose first sample is `base`."""
+        """Assign new text to turns; `base` is the session sample at which its engine stream began."""
         taker = self.ended[0] if self.ended else self.current
         if taker is not None:
             taker.tokens += len(text.tokens)
@@ -196,7 +198,7 @@ class Turns:
         return out + self.release()
 
     def release(self) -> list[ServerEvent]:
-        """Send what may go out now: text of the oldest unfinished turn."""
+        """The deltas that may be sent now: held text of the oldest unfinished turn."""
         if not self.ended and self.current is not None:
             loose = self._cutter.take_loose()
             if loose:
@@ -206,7 +208,7 @@ class Turns:
         return [] if front is None else self._speak(front)
 
     def settle(self) -> list[ServerEvent]:
-        """The engine has said all about the audio so far: the loose end is complete."""
+        """The engine has sent all text so far: an incomplete word is complete as it is."""
         loose = self._cutter.cut_loose()
         taker = self.ended[0] if self.ended else self.current
         if loose and taker is not None and taker.state is not TurnState.CLEARED:
@@ -214,14 +216,14 @@ class Turns:
         return self.release()
 
     def complete_until(self, sample: int) -> list[ServerEvent]:
-        """Finish every ended turn whose audio lies before `sample`."""
+        """Complete every ended turn whose audio lies before `sample`."""
         out: list[ServerEvent] = []
         while self.ended and self.ended[0].end is not None and self.ended[0].end <= sample:
             out += self._complete(self.ended.popleft())
         return out + self.release()
 
     def fail_ended(self) -> list[Turn]:
-        """Give up on the turns that wait for text; returns those the client was promised an answer for."""
+        """Drop the turns that wait for text; returns the committed ones, for which the client expects an answer."""
         failed = [turn for turn in self.ended if turn.state is TurnState.COMMITTED]
         for turn in failed:
             turn.move(TurnState.FAILED)
@@ -251,14 +253,14 @@ class Turns:
         return first_word(word) if self.trim_start and not turn.words else word
 
     def _is_too_long(self, word: TimedWord) -> bool:
-        """Whether the open turn must end after this word. Not if it was given the beginning of the next word too."""
+        """Whether the open turn must end after this word. False if it has the first part of the next word already."""
         turn = self.current
         if turn is None or self.ended or self._cutter.gave_loose:
             return False
         return word.end - turn.start >= self._max_samples or turn.characters >= MAX_TURN_CHARACTERS
 
     def _cut_after(self, word: TimedWord, now: float) -> list[ServerEvent]:
-        """End the open turn after its last word, and go on with another."""
+        """End the open turn after this word, complete it and open the next one."""
         assert self.current is not None
         out, previous = self._speak(self.current), self.last_committed
         turn = self.end(word.end, now, words_until=word.end)
@@ -274,10 +276,10 @@ class Turns:
         return out
 
     def _complete_passed(self, word: TimedWord) -> list[ServerEvent]:
-        """Finish turns that no flush was asked for, once a word was spoken after their end.
+        """Complete turns that were not flushed, once a word after their end arrives.
 
-        Text comes in order, so nothing more belongs to them. Word times need not be exact: the silence that ended a
-        turn lies between its last word and its end.
+        Text arrives in order, so they get no more. Word times need not be exact, because the silence that ended a turn
+        lies between its last word and its end.
         """
         out: list[ServerEvent] = []
         while self.ended and not self.ended[0].flushed and not _within(word, self.ended[0]):

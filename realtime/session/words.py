@@ -1,8 +1,4 @@
-"""Text of an engine stream cut into words with times; pure.
-
-The engine sends text in deltas that may end inside a word, and names a word with its times once it is complete. The
-cutter keeps both together, so that a turn can get the words that were spoken in it.
-"""
+"""Words with times: from the engine's text deltas (`WordCutter`), and as subtitles in SubRip or WebVTT. No I/O."""
 
 from __future__ import annotations
 
@@ -19,35 +15,40 @@ SENTENCE_ENDS = (".", "?", "!", "…", "。", "？", "！")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A complete word with the white space before it. `fresh` is the part nobody has been given yet."""
+    """A complete word with the white space before it. `fresh` is the part that was not returned before."""
 
     fresh: str
     word: TimedWord
-    # Part of the word was given away while it was still incomplete; the rest belongs to the same place.
+    # The first part of the word was returned by `take_loose`; the rest belongs to the same turn.
     continues: bool
 
 
 class WordCutter:
-    """Splits a stream's deltas into complete words, and a loose end whose word is still to come."""
+    """Splits a stream's text into words.
+
+    The engine sends deltas that may end within a word, and sends a word with its times once it is complete. The text
+    after the last complete word is the loose end; it can be taken before its word is complete.
+    """
 
     def __init__(self) -> None:
         self._loose = ""
+        # Characters of the loose end that were already taken.
         self._given = 0
 
     def save(self) -> tuple[str, int]:
-        """The loose end, and how much of it was given away."""
+        """The loose end, and the number of its characters that were taken."""
         return self._loose, self._given
 
     def load(self, loose: str, given: int) -> None:
         self._loose, self._given = loose, given
 
     def cut_words(self, said: messages.Text, base: int) -> list[Piece]:
-        """Take a delta and the words it completed (times counted from `base`); returns those words as pieces."""
+        """Take a delta; returns the words that it completes. `base` is the session sample where the stream began."""
         self._loose += said.delta
         pieces = []
         for word, timed in zip(said.words, timed_words(said, base), strict=True):
             found = self._loose.find(word.text)
-            # A word that is not in the text (a model that normalises) takes what there is: no text is lost.
+            # If the word is not in the text (a model that normalizes), it gets the whole loose end: no text is lost.
             cut = found + len(word.text) if found >= 0 else len(self._loose)
             text, self._loose = self._loose[:cut], self._loose[cut:]
             given, self._given = min(self._given, cut), max(0, self._given - cut)
@@ -56,43 +57,43 @@ class WordCutter:
 
     @property
     def gave_loose(self) -> bool:
-        """Part of a word that is still to come was given away."""
+        """Whether part of an incomplete word was taken."""
         return self._given > 0
 
     def take_loose(self) -> str:
-        """Give the loose end away now; the rest of its word will follow it."""
+        """Take the loose end now; the rest of its word follows as a piece that `continues`."""
         text = self._loose[self._given :]
         self._given = len(self._loose)
         return text
 
     def cut_loose(self) -> str:
-        """Give the loose end away and forget it: the engine says that nothing more belongs to it."""
+        """Take the loose end and clear it: no more text belongs to it."""
         text = self.take_loose()
         self._loose, self._given = "", 0
         return text
 
 
 def timed_word(word: messages.Word, base: int = 0) -> TimedWord:
-    """A word of an engine stream whose first sample is the session's sample `base`."""
+    """A word of the engine with session times; `base` is the session sample where its stream began."""
     start, end, chances = base + word.start_sample, base + word.end_sample, tuple(word.chances)
-    # What the model thinks of the marks behind a word says nothing of the word.
+    # The probabilities of punctuation say nothing about the word.
     spoken = [log for piece, log in chances if any(map(str.isalnum, piece.decode(errors="ignore")))]
     counted = spoken or [log for _, log in chances]
     return TimedWord(word.text, start, end, chances, math.exp(math.fsum(counted)) if counted else None)
 
 
 def timed_words(text: messages.Text, base: int = 0) -> list[TimedWord]:
-    """The words that a text completed, with what the model thinks of what it heard."""
+    """The words that a text completed, with its language and no-speech probability."""
     if not text.language and text.no_speech is None:
         return [timed_word(word, base) for word in text.words]
-    language, nobody = text.language, text.no_speech
-    return [replace(timed_word(word, base), language=language, no_speech=nobody) for word in text.words]
+    language, no_speech = text.language, text.no_speech
+    return [replace(timed_word(word, base), language=language, no_speech=no_speech) for word in text.words]
 
 
 def first_word(word: TimedWord) -> TimedWord:
-    """A word that a text begins with: its tokens have no space before it either, so that they are the text."""
+    """The first word of a text, without white space at the start of its tokens, so that the tokens equal the text."""
     spelled = b"".join(piece for piece, _ in word.chances)
-    # Some spaces have several bytes, and tokens may be cut inside of them.
+    # A space may have several bytes, and a token may end within it.
     text = spelled.decode(errors="surrogateescape").lstrip().encode(errors="surrogateescape")
     spaces, chances = len(spelled) - len(text), []
     for piece, log in word.chances:
@@ -103,12 +104,12 @@ def first_word(word: TimedWord) -> TimedWord:
 
 
 def languages_of(words: Iterable[TimedWord]) -> list[str]:
-    """Codes of the languages that some words are in, in their order; none if the model does not say."""
+    """The language codes of these words, in order of appearance; empty if the model reports none."""
     return list(dict.fromkeys(word.language for word in words if word.language))
 
 
 def word_fields(word: TimedWord, sample_rate: int) -> dict[str, Any]:
-    """A word as people read it in JSON, with times in seconds; `confidence` where the model tells one."""
+    """A word as JSON fields, with times in seconds; `confidence` if the model has one."""
     fields: dict[str, Any] = {
         "word": word.text.strip(),
         "start": round(word.start / sample_rate, 3),
@@ -120,7 +121,7 @@ def word_fields(word: TimedWord, sample_rate: int) -> dict[str, Any]:
 
 
 def token_logprobs(words: Iterable[TimedWord]) -> list[dict[str, Any]] | None:
-    """The tokens of some words and their log-probabilities, as OpenAI writes them; None where the model tells none."""
+    """The tokens of these words with log-probabilities, in OpenAI's format; None if the model has none."""
     chances = [chance for word in words for chance in word.chances]
     tokens = [
         {"token": piece.decode(errors="replace"), "logprob": round(log, 5), "bytes": list(piece)}
@@ -130,20 +131,18 @@ def token_logprobs(words: Iterable[TimedWord]) -> list[dict[str, Any]] | None:
 
 
 def ends_sentence(text: str) -> bool:
-    """The text reads as finished: its last sentence has its full stop."""
+    """Whether the text ends with a complete sentence."""
     return text.rstrip(" \n\"')”’").endswith(SENTENCE_ENDS) and not text.rstrip().endswith(("...", "…"))
 
 
-# Words with times -> subtitles to read: grouped into lines, and written as SubRip or WebVTT; pure.
-
-# A longer subtitle is hard to read in the time it is shown.
+# Subtitles. Longer ones are hard to read in the time they are shown.
 MAX_SUBTITLE_CHARACTERS = 84
 MAX_SUBTITLE_SECONDS = 6.0
 
 
 @dataclass(frozen=True, slots=True)
 class Subtitle:
-    """A line to show from `start` to `end`, in seconds."""
+    """One subtitle, shown from `start` to `end` (seconds)."""
 
     start: float
     end: float
@@ -152,12 +151,12 @@ class Subtitle:
 
 
 def subtitles(words: Iterable[TimedWord], sample_rate: int) -> list[Subtitle]:
-    """Group words into subtitles: a sentence each, or less where a sentence is too long to read."""
+    """Group words into subtitles: one sentence each, or a part of a sentence that is too long."""
     return list(each_subtitle(words, sample_rate))
 
 
 def each_subtitle(words: Iterable[TimedWord], sample_rate: int) -> Iterator[Subtitle]:
-    """The same one by one, as they are asked for. Each has a bounded number of words."""
+    """Like `subtitles`, as an iterator."""
     line: list[TimedWord] = []
     length = 0
     for word in words:
@@ -188,14 +187,14 @@ def _clock(seconds: float, separator: str) -> str:
 
 
 def srt_blocks(lines: Iterable[Subtitle]) -> Iterator[str]:
-    """The parts of a SubRip file, one after the other."""
+    """The blocks of a SubRip file."""
     for number, line in enumerate(lines, start=1):
         before = "\n" if number > 1 else ""
         yield f"{before}{number}\n{_clock(line.start, ',')} --> {_clock(line.end, ',')}\n{line.text}\n"
 
 
 def vtt_blocks(lines: Iterable[Subtitle]) -> Iterator[str]:
-    """The parts of a WebVTT file, one after the other."""
+    """The blocks of a WebVTT file."""
     yield "WEBVTT\n\n"
     for number, line in enumerate(lines):
         before = "\n" if number else ""
@@ -203,7 +202,7 @@ def vtt_blocks(lines: Iterable[Subtitle]) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """As WebVTT wants it: what stands between `<` and `>` would be a tag, and `-->` would begin another cue."""
+    """Text for WebVTT, where `<...>` is a tag and `-->` begins another cue."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 

@@ -1,4 +1,7 @@
-"""How many workers a server gets if nobody says it: as many as the streams call for and the cores leave."""
+"""The parent of several workers: it holds the port and the engine, starts workers, and replaces those that die.
+
+On request it replaces all workers one by one. It serves no clients itself. `workers_for` chooses the number of workers.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +39,16 @@ from realtime.workers.worker_link import (
     encode_config,
 )
 
-# One gateway process was full at about 280 paced streams on one core; half of that leaves room for bursts.
+# About half of the live streams that one gateway process can serve on one core, which leaves room for bursts.
 STREAMS_PER_WORKER = 150
-# What an accelerator's engine is expected to hold if nobody says how many streams it may.
+# Expected streams of an engine on an accelerator, if no limit is configured.
 STREAMS_OF_AN_ENGINE = 600
-# The engine's own thread, and one for everything else.
+# The engine's thread, and one core for everything else.
 CORES_FOR_OTHERS = 2
 
 
 def workers_for(config: Config, cores: int | None = None, has_gpu: bool | None = None) -> int:
-    """The number that was asked for, or one per 150 expected streams, never more than the cores leave."""
+    """The configured number of workers; else one per `STREAMS_PER_WORKER` expected streams, limited by the cores."""
     if config.server.workers:
         return config.server.workers
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
@@ -57,27 +60,25 @@ def workers_for(config: Config, cores: int | None = None, has_gpu: bool | None =
     return max(1, min(-(-expected // STREAMS_PER_WORKER), cores - CORES_FOR_OTHERS))
 
 
-# The parent of several workers: it holds the port and the engine, replaces a worker that dies, and all of them one by
-# one when asked. It serves nobody itself.
-
 log = logging.getLogger("tickertape.workers")
 
+# Seconds before a worker that died is started again; doubles with each death.
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.25, 10.0
-# A worker that lived so long was well: the wait before the next one is the first again.
+# After a life of this many seconds the backoff starts again at `FIRST_BACKOFF_S`.
 WELL_AFTER_S = 10.0
 STOP_POLL_S = 0.05
-# What a worker said before it ended may still wait to be read; then it is read for so long at most.
+# Seconds to read the remaining messages of a worker that has ended.
 LAST_WORDS_S = 1.0
-# Workers have numbers from 1.
+# The parent's number in `Totals`; workers are numbered from 1.
 PARENT = 0
 
 
 class WorkerFailed(Exception):
-    """A worker cannot start; its own log says why."""
+    """A worker cannot be started, or ended before it was ready."""
 
 
 class Worker:
-    """One worker process."""
+    """A worker process, with the line to it."""
 
     def __init__(self, number: int, process: asyncio.subprocess.Process, line: Line) -> None:
         self.number = number
@@ -87,13 +88,13 @@ class Worker:
         self.hearing: asyncio.Task[None] | None = None
 
     async def wait_until_ready(self) -> None:
-        """Raises WorkerFailed if it ends before."""
+        """Wait until the worker is ready. Raises WorkerFailed if it ends before that."""
         ended = asyncio.create_task(self._end())
         await asyncio.wait((ended, self.ready), return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
         if not self.ready.done():
             status = self.process.returncode
-            raise WorkerFailed(f"a worker ended with {status} before it was ready; its log above says why")
+            raise WorkerFailed(f"a worker ended with status {status} before it was ready; see its log lines above")
 
     async def _end(self) -> None:
         await self.process.wait()
@@ -104,8 +105,11 @@ class Worker:
 
 
 class Parent:
-    """`engines` are the addresses of engines that run already. `engine_counters` reports what they counted, if this
-    process has followed them from their start."""
+    """Starts, supervises and replaces the workers.
+
+    `engines` are addresses of running engines. `engine_counters` reports their counters, if this process has been
+    connected to them from their start.
+    """
 
     def __init__(
         self,
@@ -131,7 +135,7 @@ class Parent:
         self.totals = Totals()
 
     async def start(self) -> None:
-        """Returns when all workers listen and have an engine. Raises a group of WorkerFailed."""
+        """Start all workers; returns when they listen and have an engine. Raises an ExceptionGroup of WorkerFailed."""
         workers = [await self._spawn() for _ in range(self._wanted)]
         async with asyncio.TaskGroup() as group:
             for worker in workers:
@@ -140,12 +144,12 @@ class Parent:
             self._keep(worker)
 
     def restart(self) -> None:
-        """Replace all workers, one by one; their sessions go on in the others."""
+        """Rolling restart: replace all workers one by one; the other workers adopt their sessions."""
         if self._restarting is None or self._restarting.done():
             self._restarting = asyncio.create_task(self._replace_all(), name="rolling restart")
 
     def reload(self, new: Config) -> Changes:
-        """Take over another configuration here and in all workers, without closing a socket. Raises ConfigError."""
+        """Apply another configuration here and in all workers, without closing a socket. Raises ConfigError."""
         changes = take_over(self.config, new)
         set_log_level(self.config.server.log_level)
         encoded = encode_config(self.config)
@@ -154,10 +158,10 @@ class Parent:
         return changes
 
     async def stop(self, force: Callable[[], bool]) -> None:
-        """Let running turns finish, unless `force` says that there is no time for that."""
+        """Stop all workers and let their turns finish; when `force` returns True they are killed."""
         self.stopping.set()
         told: set[int] = set()
-        # Whoever is just starting a worker still does so, and sees then that it is to stop.
+        # Tasks that are starting a worker finish that first, and then notice the stop.
         while self.workers or self._keepers or not (self._restarting is None or self._restarting.done()):
             for worker in list(self.workers.values()):
                 if worker.process.returncode is not None:
@@ -169,15 +173,13 @@ class Parent:
                     worker.signal(signal.SIGTERM)
             await asyncio.sleep(STOP_POLL_S)
 
-    # Inside.
-
     async def _spawn(self) -> Worker:
-        """Raises WorkerFailed if the system has no process, no memory or no descriptor for it."""
+        """Start a worker. Raises WorkerFailed if the system has no process, memory or descriptor for it."""
         try:
             process, line = await self._start_process()
         except (OSError, MemoryError) as error:
             reason = getattr(error, "strerror", None) or "out of memory"
-            text = f"a worker cannot be started: {reason}; raise the limits on processes, memory and open files"
+            text = f"a worker cannot be started: {reason}; raise the limits for processes, memory and open files"
             raise WorkerFailed(text) from error
         self._numbers += 1
         worker = Worker(self._numbers, process, line)
@@ -194,7 +196,7 @@ class Parent:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable, "-m", "realtime.workers.worker", str(theirs.fileno()),
                     pass_fds=(theirs.fileno(),),
-                    # Ctrl-C reaches the parent alone, which decides.
+                    # Ctrl-C must reach only the parent.
                     start_new_session=True,
                 )  # fmt: skip
             except BaseException:
@@ -203,14 +205,14 @@ class Parent:
         return process, await Line.over(ours)
 
     async def _spawn_again(self) -> Worker | None:
-        """A worker in the place of one that ended, as soon as the system can start it; None if the server stops."""
+        """Start a worker, and retry until the system can start it; None if the server stops."""
         backoff, has_said = FIRST_BACKOFF_S, False
         while True:
             try:
                 return await self._spawn()
             except WorkerFailed as error:
                 if not has_said:
-                    log.error("%s; it is tried again until it works", error)
+                    log.error("%s; the parent keeps trying", error)
                 has_said = True
             if await self._stops_within(backoff):
                 return None
@@ -253,7 +255,9 @@ class Parent:
             if self.stopping.is_set() or worker.number in self._retiring:
                 self._retiring.discard(worker.number)
                 return
-            log.error("worker %d ended with %d; its clients resume at the others", worker.number, status)
+            log.error(
+                "worker %d ended with status %d; its clients can resume at the other workers", worker.number, status
+            )
             backoff = FIRST_BACKOFF_S if clock() - began >= WELL_AFTER_S else min(2 * backoff, MAX_BACKOFF_S)
             if await self._stops_within(backoff):
                 return
@@ -263,7 +267,7 @@ class Parent:
             worker, began = next_one, clock()
 
     async def _forget(self, worker: Worker) -> None:
-        """It has ended; its last report counts on."""
+        """Remove a worker that has ended; its last metrics stay in the totals."""
         self.workers.pop(worker.number, None)
         if worker.hearing is not None:
             await asyncio.wait((worker.hearing,), timeout=LAST_WORDS_S)
@@ -280,7 +284,7 @@ class Parent:
                 new = await self._spawn()
                 await new.wait_until_ready()
             except WorkerFailed as error:
-                log.error("the rolling restart ends here: %s; worker %d stays", error, old.number)
+                log.error("the rolling restart was stopped: %s; worker %d stays", error, old.number)
                 if new is not None:
                     await self._forget(new)
                 return
@@ -288,14 +292,14 @@ class Parent:
             self._retiring.add(old.number)
             old.line.send(Retire())
             await old.process.wait()
-            log.info("worker %d has taken the place of worker %d", new.number, old.number)
+            log.info("worker %d has replaced worker %d", new.number, old.number)
 
 
 @asynccontextmanager
 async def reserved_port(host: str, port: int) -> AsyncIterator[socket.socket]:
-    """Hold a port for workers without listening on it. Raises OSError if others have it."""
+    """Reserve a port for the workers without listening on it. Raises OSError if it is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # First alone: whoever else listens there, even one of ours, is noticed.
+    # First without SO_REUSEPORT, which fails if any other process listens there, even another server of ours.
     with socket.create_server((host, port), family=family) as alone:
         port = alone.getsockname()[1]
     with socket.socket(family) as held:

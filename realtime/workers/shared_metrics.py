@@ -1,4 +1,4 @@
-"""The metrics of a server with several workers: they report to the parent, which adds up, and ask it for the sums."""
+"""The worker's side of shared metrics: it reports its metrics to the parent, and asks the parent for the sums."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from prometheus_client.core import Metric
 from realtime.serving.totals import report
 from realtime.workers.worker_link import Counted, Line, Scrape, Scraped
 
-# How often a worker reports. What a worker that is killed counted after its last report is lost.
+# Interval of reports. If a worker is killed, its counts since the last report are lost.
 REPORT_S = 0.25
-# A parent that does not answer for so long is gone, and this worker with it.
+# Timeout for an answer of the parent.
 ANSWER_S = 5.0
 
 
 class SharedMetrics:
-    """The worker's side. `families` are its own metrics, and with each whether all workers see the same values."""
+    """Reports and asks for metrics. `families` returns the worker's metrics, each with a flag: all workers see the same
+    values."""
 
     def __init__(self, line: Line, families: Callable[[], Iterable[tuple[Metric, bool]]]) -> None:
         self._line = line
@@ -34,7 +35,7 @@ class SharedMetrics:
         self._line.send(Counted(report(self._families())))
 
     async def of_all(self) -> bytes:
-        """The figures of the server, with those of this worker as they are now. Raises TimeoutError."""
+        """The metrics of all workers as Prometheus text, with the current ones of this worker. Raises TimeoutError."""
         self._number = number = self._number + 1
         self._asked[number] = asked = asyncio.get_running_loop().create_future()
         self._line.send(Scrape(number, report(self._families())))
@@ -44,6 +45,6 @@ class SharedMetrics:
             del self._asked[number]
 
     def hear(self, message: Scraped) -> None:
-        """What the parent says."""
+        """Take an answer of the parent."""
         if message.number in self._asked and not self._asked[message.number].done():
             self._asked[message.number].set_result(message.text.encode())

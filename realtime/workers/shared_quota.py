@@ -1,4 +1,5 @@
-"""Who has how many sessions, over all workers: the parent counts, and a worker asks it."""
+"""The quota of several workers: the parent counts all sessions (`QuotaCoordinator`), and workers ask it
+(`SharedQuota`)."""
 
 from __future__ import annotations
 
@@ -11,22 +12,22 @@ from realtime.config import LimitsConfig
 from realtime.serving.quota import Counts, Figures, QuotaDecision
 from realtime.workers.worker_link import Enter, Entered, Leave, Line, Others, Own
 
-# How often a worker tells its figures.
+# Interval at which a worker sends its figures.
 TELL_S = 1.0
-# A parent that does not answer for so long is gone, and this worker with it.
+# Timeout for an answer of the parent.
 ANSWER_S = 5.0
-# Questions that may wait for an answer; while a parent is that far behind, further sessions are refused at once.
+# Most requests without an answer; beyond it new sessions are refused at once.
 MOST_QUESTIONS = 1024
 
 
 @dataclass(slots=True)
 class _Question:
-    """A request for sessions of a caller. The parent answers every request, and counts what it grants."""
+    """A request to admit sessions of a caller. The parent answers every request, and counts the granted sessions."""
 
     caller: str
     sessions: int
     answer: asyncio.Future[QuotaDecision]
-    # The task that asked does not wait any more.
+    # The task that asked was cancelled or timed out.
     given_up: bool = False
 
     @property
@@ -35,13 +36,13 @@ class _Question:
 
 
 class SharedQuota:
-    """The worker's side."""
+    """The quota as a worker sees it."""
 
     def __init__(self, line: Line, clock: Callable[[], float]) -> None:
         self.others = Figures()
         self._line = line
         self._clock = clock
-        # Each stays until its answer has come, also after a timeout or a cancellation: a late grant is given back.
+        # Requests stay here until they are answered, also after a timeout or cancellation: a late grant is returned.
         self._asked: dict[int, _Question] = {}
         self._number = 0
         self._told_at = 0.0
@@ -55,7 +56,7 @@ class SharedQuota:
         self._line.send(Enter(number, caller, sessions))
         try:
             async with asyncio.timeout(ANSWER_S):
-                # Shielded: a cancellation here must not cancel the answer, which still comes.
+                # Shielded, because a cancellation must not cancel the future, which still gets its answer.
                 return await asyncio.shield(question.answer)
         except TimeoutError:
             self._give_up(question)
@@ -81,7 +82,7 @@ class SharedQuota:
             self._line.send(Own(own))
 
     def hear(self, message: Entered | Others) -> None:
-        """What the parent says."""
+        """Take a message of the parent."""
         if isinstance(message, Others):
             self.others = message.figures
         elif (question := self._asked.pop(message.number, None)) is not None:
@@ -91,12 +92,12 @@ class SharedQuota:
 
 
 class QuotaCoordinator:
-    """The parent's side; workers are known by numbers of their own."""
+    """The quota in the parent. Workers are identified by their numbers."""
 
     def __init__(self, limits: LimitsConfig, clock: Callable[[], float]) -> None:
         self.counts = Counts(limits, clock)
         self._lines: dict[int, Line] = {}
-        # The last figures of each worker, and the sessions it was granted since.
+        # The last figures of each worker, plus the sessions granted to it since.
         self._figures: dict[int, Figures] = {}
 
     def add(self, worker: int, line: Line) -> None:
@@ -108,7 +109,7 @@ class QuotaCoordinator:
         self.counts.forget(worker)
 
     def hear(self, worker: int, message: Enter | Leave | Own) -> None:
-        """What a worker says. One that has ended may have said something before: nothing of it counts any more."""
+        """Take a message of a worker; ignored if the worker was removed."""
         if worker not in self._lines:
             return
         match message:
@@ -129,7 +130,7 @@ class QuotaCoordinator:
         others = self._others(worker)
         if refused is not None:
             return QuotaDecision(*refused, others)
-        # Until the worker says more, these are sessions that will speak.
+        # Until the worker sends new figures, the granted sessions count as waiting for a stream.
         count = asked.sessions
         self._figures[worker] += Figures(sessions=count, streamless=count, waiting=count)
         return QuotaDecision(others=others)

@@ -1,6 +1,6 @@
-"""One gateway process of several: `python -m realtime.workers.worker FD`, started by the parent.
+"""A worker, one gateway process of several: `python -m realtime.workers.worker FD`, started by the parent.
 
-It listens on the server's port beside the others, uses the engine that the parent started, and ends with the parent.
+It listens on the same port as the other workers, uses the parent's engine, and ends when the parent ends.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ log = logging.getLogger("tickertape.worker")
 
 
 def port_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens on a port which others of ours listen on too; the system spreads connections over them."""
+    """A listening socket on the port that all workers share; the kernel distributes connections among them."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, reuse_port=True, backlog=2048)
 
 
 async def work(end: socket.socket) -> None:
+    """Serve until the parent ends or tells this worker to stop; `end` is the socket to the parent."""
     line = await Line.over(end)
     messages = aiter(line)
     start = await anext(messages)
-    assert isinstance(start, Start), "a parent says first what to do"
+    assert isinstance(start, Start), "the parent's first message is Start"
     config = decode_config(start.config)
     set_log_level(config.server.log_level)
     quota = SharedQuota(line, asyncio.get_running_loop().time)
@@ -55,7 +56,7 @@ async def work(end: socket.socket) -> None:
                     shared.hear(message)
                 elif isinstance(message, Reload):
                     _reload(server.server, share_of(decode_config(message.config)))
-            log.warning("the parent is gone; stopping")
+            log.warning("the parent process has ended; this worker stops")
             server.server.should_exit = True
 
         hearing = asyncio.create_task(hear(), name="what the parent says")
@@ -67,23 +68,23 @@ async def work(end: socket.socket) -> None:
         finally:
             hearing.cancel()
             reporting.cancel()
-    # All sockets are closed and counted.
+    # The last report, after all sockets were closed.
     shared.tell()
     await line.drain()
     line.close()
 
 
 def _reload(server: Server, config: Config) -> None:
-    """The parent has checked and logged it."""
+    """Apply a configuration, which the parent has checked and logged."""
     try:
         server.reload(config)
     except (ConfigError, OSError) as error:
-        log.error("this worker did not take over the configuration: %s", error)
+        log.error("this worker could not apply the new configuration: %s", error)
 
 
 def main() -> None:
     set_up_logging(WITH_PROCESS)
-    # The parent is told, and tells its workers.
+    # Reload and restart signals are for the parent, which tells its workers.
     for number in (signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     end = socket.socket(fileno=int(sys.argv[1]))

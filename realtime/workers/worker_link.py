@@ -1,4 +1,4 @@
-"""What a parent and a worker say to each other: messages over a socket pair, in order, until either side is gone."""
+"""The messages between the parent and a worker, and `Line`, which carries them over a socket pair as JSON lines."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import msgspec
 from realtime.config import Config, Secret
 from realtime.serving.quota import Figures, QuotaDecision
 
-# The longest message is the first: the configuration.
+# Bytes of the longest message, which is the configuration.
 LONGEST_LINE = 1024 * 1024
 
 
 class Start(msgspec.Struct, tag="start"):
-    """First word of a parent. `config` is the whole configuration, as `encode_config` writes it."""
+    """The parent's first message. `config` is made by `encode_config`."""
 
     config: msgspec.Raw
     secret: bytes
@@ -30,11 +30,12 @@ class Start(msgspec.Struct, tag="start"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The worker listens, and an engine is there."""
+    """The worker listens and has an engine."""
 
 
 class Enter(msgspec.Struct, tag="enter"):
-    """May so many more sessions of this caller come? `again`: they are there already. Answered by `Entered` if not."""
+    """Request to admit new sessions of a caller, answered by `Entered`. With `again` the sessions were adopted and are
+    only counted, without an answer."""
 
     number: int
     caller: str
@@ -53,25 +54,25 @@ class Leave(msgspec.Struct, tag="leave"):
 
 
 class Own(msgspec.Struct, tag="own"):
-    """Figures of the worker that says it."""
+    """The session figures of the sending worker."""
 
     figures: Figures
 
 
 class Others(msgspec.Struct, tag="others"):
-    """Figures of all other workers."""
+    """The session figures of all other workers."""
 
     figures: Figures
 
 
 class Counted(msgspec.Struct, tag="counted"):
-    """The metrics of the worker that says it, as `realtime.serving.totals.report` writes them."""
+    """The metrics of the sending worker, made by `realtime.serving.totals.report`."""
 
     report: msgspec.Raw
 
 
 class Scrape(msgspec.Struct, tag="scrape"):
-    """The worker is asked for the metrics of the server; these are its own. Answered by `Scraped`."""
+    """Request for the metrics of all workers, with the sender's own in `report`. Answered by `Scraped`."""
 
     number: int
     report: msgspec.Raw
@@ -83,7 +84,7 @@ class Scraped(msgspec.Struct, tag="scraped"):
 
 
 class Reload(msgspec.Struct, tag="reload"):
-    """Take over this configuration, as `encode_config` writes it."""
+    """Apply this configuration, made by `encode_config`."""
 
     config: msgspec.Raw
 
@@ -92,7 +93,7 @@ class Reload(msgspec.Struct, tag="reload"):
 
 
 class Retire(msgspec.Struct, tag="retire"):
-    """Stop, and leave sessions that can be resumed to the other workers."""
+    """Stop, and hand off resumable sessions to the other workers."""
 
 
 Message = Start | Ready | Enter | Entered | Leave | Own | Others | Counted | Scrape | Scraped | Reload | Retire
@@ -102,7 +103,7 @@ _decoder = msgspec.json.Decoder(Message)
 
 
 def encode_config(config: Config) -> msgspec.Raw:
-    """The whole configuration with its secrets, for a worker and for nobody else."""
+    """The whole configuration including its secrets; only for a worker."""
     return msgspec.Raw(msgspec.json.encode(config, enc_hook=Secret.reveal))
 
 
@@ -111,7 +112,7 @@ def decode_config(encoded: msgspec.Raw) -> Config:
 
 
 class Line:
-    """One end of it."""
+    """One end of the connection between the parent and a worker."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -122,12 +123,12 @@ class Line:
         return cls(*await asyncio.open_connection(sock=end, limit=LONGEST_LINE))
 
     def send(self, message: Message) -> None:
-        """Both sides read all the time, and what they say is bounded by what sessions come and go."""
+        """Send without waiting. The buffer stays small: both sides always read, and messages follow sessions."""
         if not self._writer.is_closing():
             self._writer.write(_encoder.encode(message) + b"\n")
 
     async def __aiter__(self) -> AsyncIterator[Any]:
-        """Until the other side is gone."""
+        """Messages until the other side is gone."""
         while True:
             try:
                 line = await self._reader.readline()
@@ -138,7 +139,7 @@ class Line:
             yield _decoder.decode(line)
 
     async def drain(self) -> None:
-        """Until what was said has left, or the other side is gone."""
+        """Wait until all messages have been sent, or the other side is gone."""
         with contextlib.suppress(OSError):
             await self._writer.drain()
 

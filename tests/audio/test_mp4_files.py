@@ -201,7 +201,7 @@ def test_boxes_without_end_or_sense_are_refused(data: bytes, text: str) -> None:
 
 def test_places_behind_the_end_of_any_file_are_refused() -> None:
     far = track().replace(struct.pack(">I", 2000), b"\xff\xff\xff\xff")
-    assert "behind the end" in str(refused(TYPE + box(b"mdat", bytes(3000)) + index(far)))
+    assert "beyond the end" in str(refused(TYPE + box(b"mdat", bytes(3000)) + index(far)))
 
 
 def test_pictures_cost_no_memory() -> None:

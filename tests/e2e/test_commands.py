@@ -94,10 +94,10 @@ async def test_what_the_servers_model_does_not_take_is_said_once(serve: Serve, t
         running.engine.takes(replace(MULTILINGUAL, prompt=False))
         wishes = ["--language", "de", "--keyword", "tape", "--server", running.http]
         code, _, said = await run("transcribe", *wishes, *files)
-        assert code == 0 and said.count("fake-model takes no keywords; going on without") == 1
+        assert code == 0 and said.count("fake-model does not support keywords; continuing without") == 1
         assert [opened["options"] for opened in running.engine.opened] == [{"language": "de"}] * 2
         code, shown, said = await run("transcribe", "--live", *wishes, files[0])
-        assert code == 0 and said.count("takes no keywords") == 1 and "w1 w2" in shown
+        assert code == 0 and said.count("does not support keywords") == 1 and "w1 w2" in shown
         assert running.engine.opened[-1]["options"] == {"language": "de"}
 
 
@@ -226,8 +226,8 @@ async def test_microphone_says_what_is_wrong_before_it_records(
 ) -> None:
     (tmp_path / "there.srt").write_text("1\n")
     for arguments, code, told in (
-        (("--output", str(tmp_path / "there.srt")), 2, "is there already"),
-        (("--output", str(tmp_path / "talk")), 2, "in which format to save"),
+        (("--output", str(tmp_path / "there.srt")), 2, "exists already"),
+        (("--output", str(tmp_path / "talk")), 2, "is not known; end its name in"),
         (("--format", "srt"), 2, "add --output FILE"),
         (("--output", str(tmp_path / "new.srt"), "--server", "http://127.0.0.1:9"), 1, "no server answers"),
     ):

@@ -85,7 +85,7 @@ async def check(server: Served, sockets: ExitStack) -> None:
         while await refused(server) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     said = [line for line in server.said.splitlines() if "file descriptors run out" in line]
-    assert len(said) == 1 and "LimitNOFILE=" in said[0] and f"of {LIMIT} are taken" in said[0], server.said
+    assert len(said) == 1 and "LimitNOFILE=" in said[0] and f"of {LIMIT} are in use" in said[0], server.said
 
 
 async def refused(server: Served) -> float:

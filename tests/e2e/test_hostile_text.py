@@ -250,7 +250,7 @@ async def test_a_client_cannot_flood_the_log(serve: Serve, log: io.StringIO) -> 
         while updated < 300:
             updated += json.loads(await socket.recv())["type"] == "session.updated"
         lines = log.getvalue().splitlines()
-        assert len(lines) == MOST_LINES and "the model takes no prompt" in lines[0]
+        assert len(lines) == MOST_LINES and "the model does not support prompt" in lines[0]
 
 
 @settings(deadline=None)

@@ -61,8 +61,8 @@ async def test_what_only_the_engine_can_refuse_is_the_clients_mistake_too(
 @pytest.mark.parametrize(
     ("wish", "param", "text"),
     [
-        ({"language": "klingon"}, "language", "There is en, zh, de"),
-        ({"language": "yue"}, "language", "no language 'yue'"),
+        ({"language": "klingon"}, "language", "It supports en, zh, de"),
+        ({"language": "yue"}, "language", "the language 'yue'"),
         ({"task": "sing"}, "task", "transcribe or translate"),
         ({"keywords": ["w"] * 10_000}, "keywords", "At most 500"),
         ({"keywords": [""]}, "keywords", "empty"),
@@ -110,14 +110,14 @@ async def test_a_mistake_is_named_as_the_client_of_the_beta_wrote_it(
 @pytest.mark.parametrize(
     ("path", "options", "fields", "param", "text"),
     [
-        ("transcriptions", ENGLISH, {"language": "de"}, "language", "no language 'de'. There is en."),
+        ("transcriptions", ENGLISH, {"language": "de"}, "language", "the language 'de'. It supports en."),
         ("transcriptions", ENGLISH, {"language": "xx"}, "language", "not a language"),
         ("transcriptions", MULTILINGUAL, {"prompt": "x" * 16_385}, "prompt", "at most 16384 characters"),
         ("transcriptions", WITH_WORDS, {"keywords[]": ["w"] * 501}, "keywords", "At most 500"),
         ("transcriptions", WITH_WORDS, {"keywords[]": ""}, "keywords", "empty"),
         ("transcriptions", WITH_WORDS, {"keywords[]": "x" * 10_000}, "keywords", "at most 64"),
         ("transcriptions", WITH_WORDS, {"keywords[]": "a\u0007"}, "keywords", "control"),
-        ("transcriptions", ENGLISH, {"languages[]": "de"}, "languages", "none of these languages. There is en."),
+        ("transcriptions", ENGLISH, {"languages[]": "de"}, "languages", "none of these languages. It supports en."),
         ("transcriptions", ENGLISH, {"temperature": "5"}, "temperature", "from 0 to 1"),
         ("transcriptions", ENGLISH, {"temperature": "nan"}, "temperature", "from 0 to 1"),
         ("transcriptions", ENGLISH, {"temperature": "hot"}, "temperature", "from 0 to 1"),
@@ -128,7 +128,7 @@ async def test_a_mistake_is_named_as_the_client_of_the_beta_wrote_it(
             "timestamp_granularities",
             "word and segment",
         ),
-        ("transcriptions", ENGLISH, {"include[]": "everything"}, "include", "can hold logprobs"),
+        ("transcriptions", ENGLISH, {"include[]": "everything"}, "include", "can contain logprobs"),
         (
             "transcriptions",
             ENGLISH,
@@ -171,7 +171,7 @@ async def test_a_hint_that_the_model_does_not_take_changes_nothing_on_either_sid
     ("query", "text"),
     [
         ("language=klingon", "not a language"),
-        ("language=de", "There is en."),
+        ("language=de", "It supports en."),
         ("keyterm=", "empty"),
         ("&".join(["keyterm=w"] * 501), "At most 500"),
         ("keyterm=" + "x" * 5_000, "at most 64"),
@@ -211,8 +211,8 @@ async def test_a_task_that_the_model_cannot_do_is_told_and_the_session_goes_on(s
         (["x" * 10_000], "CONFIGURE_KEYTERM_LIMIT_EXCEEDED", "at most 64"),
         ([""], "CONFIGURE_KEYTERM_LIMIT_EXCEEDED", "empty"),
         (["a\u0007"], "CONFIGURE_KEYTERM_LIMIT_EXCEEDED", "control"),
-        ([1], "CONFIGURE_INTERNAL_ERROR", "must be a text"),
-        ("tape", "CONFIGURE_INTERNAL_ERROR", "list of keyterms"),
+        ([1], "CONFIGURE_INTERNAL_ERROR", "must be a string"),
+        ("tape", "CONFIGURE_INTERNAL_ERROR", "as a list"),
     ],
 )
 async def test_keyterms_that_cannot_be_used_leave_the_others_in_force(

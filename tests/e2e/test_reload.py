@@ -132,7 +132,7 @@ async def test_a_server_that_waits_for_its_engine_survives_both_signals(tmp_path
         server.process.send_signal(signal.SIGHUP)
         await server.until_it_says("the configuration was reloaded: nothing has changed")
         server.process.send_signal(signal.SIGUSR2)
-        await server.until_it_says("SIGUSR2 replaces workers, and this server has none")
+        await server.until_it_says("SIGUSR2 replaces workers, but this server has none")
         assert await server.stop() == 0
 
 
@@ -160,7 +160,7 @@ async def test_workers_take_the_configuration_over_and_only_sigusr2_replaces_the
         await until(lambda: len(set(server.workers()) - before) == 1 and len(server.workers()) == 2)
         write(file, NEW, sessions_per_key=1)
         server.process.send_signal(signal.SIGUSR2)
-        await server.until_it_says("has taken the place of worker", 2)
+        await server.until_it_says("has replaced worker", 2)
         assert not set(server.workers()) & before
         async with greeted_client(server.ws, **bearer(NEW)):
             assert {await status_of(server.ws, NEW) for _ in range(6)} == {429}

@@ -227,8 +227,13 @@ async def test_two_servers_on_one_port_are_one_sentence(tmp_path: Path, engine_a
             "server.tls_cert: there is no file",
         ),
         (["--server.tls-cert", "{folder}/c.toml", "--server.tls-key", "{folder}/c.toml"], {}, 2, "must be PEM files"),
-        ([], {"TMPDIR": "{folder}/none"}, 1, "where no file can be made: No such file or directory; create the folder"),
-        ([], {"TMPDIR": "{folder}/c.toml"}, 1, "where no file can be made: Not a directory; create the folder"),
+        (
+            [],
+            {"TMPDIR": "{folder}/none"},
+            1,
+            "where no file can be created: No such file or directory; create the folder",
+        ),
+        ([], {"TMPDIR": "{folder}/c.toml"}, 1, "where no file can be created: Not a directory; create the folder"),
         (
             ["--host", "192.0.2.1", "--no-auth"],
             {},

@@ -95,7 +95,7 @@ def test_down_without_a_cluster_ends_what_is_here(
 ) -> None:
     pretend(monkeypatch, "2.60.0")
     assert cli.main(["fleet", "down", "--file", fleet_file(tmp_path)]) == 0
-    assert "nothing of it runs on this machine" in capsys.readouterr().out
+    assert "nothing of the fleet runs on this machine" in capsys.readouterr().out
 
 
 def test_a_file_that_is_wrong_is_the_users_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,11 +44,14 @@ from realtime.config import (
         ({"auth.keys": [1]}, "auth.keys must be a list of texts"),
         ({"auth.keys": "short"}, "at least 8 characters"),
         ({"auth.keys": "long-enough", "auth.no_auth": True}, "contradicts"),
-        ({"server.host": "0.0.0.0"}, "can be reached by others"),
-        ({"server.host": "example.org"}, "can be reached by others"),
+        ({"server.host": "0.0.0.0"}, "can be reached by other machines"),
+        ({"server.host": "example.org"}, "can be reached by other machines"),
         ({"server.tls_cert": "x.pem"}, "belong together"),
         ({"server.log_level": "loud"}, "server.log_level must be one of debug, info, warning, error, not 'loud'"),
-        ({"model.spare": True, "model.engines": "tcp://gpu1:5555"}, "model.spare is for an engine of our own"),
+        (
+            {"model.spare": True, "model.engines": "tcp://gpu1:5555"},
+            "model.spare needs an engine that this server starts",
+        ),
         ({"server.tls_cert": "x.pem", "server.tls_key": "y.pem"}, "there is no file 'x.pem'"),
         ({"server.drain_s": 10**400}, "server.drain_s is too large a number"),
         ({"server.handshake_s": 0}, "server.handshake_s must be more than 0"),
@@ -225,7 +228,7 @@ def test_a_configuration_that_is_good_alone_is_refused_beside_what_stays_as_it_i
     """The new one has no keys, on a loopback address. The address needs a restart, and others can reach the old one."""
     config = Config(server=ServerConfig(host="0.0.0.0"), auth=AuthConfig(keys=(MARK,)))
     new = load_config(environment={}, flags={"limits.max_sessions": 7})
-    with pytest.raises(ConfigError, match=r"server.host '0.0.0.0' can be reached by others"):
+    with pytest.raises(ConfigError, match=r"server.host '0.0.0.0' can be reached by other machines"):
         take_over(config, new)
     assert config.auth.keys == (MARK,) and config.limits.max_sessions == 0, "nothing has changed"
 

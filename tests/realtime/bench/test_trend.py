@@ -9,7 +9,7 @@ from realtime.bench.trend import percentile, trend
 
 def test_trend_needs_points_and_matching_lengths() -> None:
     assert trend([1.0] * 5, [1.0] * 5) is None and trend([2.0] * 20, list(range(20))) is None
-    with pytest.raises(ValueError, match="2 places but 1 values"):
+    with pytest.raises(ValueError, match="2 x values but 1 y values"):
         trend([1.0, 2.0], [1.0])
 
 

@@ -104,7 +104,7 @@ class Failing(io.BytesIO):
 @pytest.mark.parametrize(
     ("file", "size", "said"),
     [
-        (io.BytesIO(b"abc"), 10, "became shorter while it was sent: 3 of 10 bytes"),
+        (io.BytesIO(b"abc"), 10, "became shorter while it was sent: it has 3 instead of 10 bytes"),
         (Failing(), 10, "cannot be read: Input/output error"),
         (Failing(), None, "cannot be read: Input/output error"),
     ],

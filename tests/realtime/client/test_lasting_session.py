@@ -128,7 +128,7 @@ async def test_session_taken_over_elsewhere_is_not_fought_for() -> None:
         await wire.socket.close(4409, "resumed on another connection")
 
     async with server(first) as url:
-        with pytest.raises(CannotConnect, match="goes on in another place"):
+        with pytest.raises(CannotConnect, match="was resumed by another client"):
             await talk(LastingSession(url, None, WISHES))
 
 

@@ -22,7 +22,7 @@ async def nothing() -> None:
 
 async def test_nothing_that_comes_back_is_given_up() -> None:
     began = asyncio.get_running_loop().time()
-    with pytest.raises(CommandFailed, match=r"nothing came back for 0\.5 s"):
+    with pytest.raises(CommandFailed, match=r"no text arrived for 0\.5 s"):
         await captions._both(nothing(), forever(), lambda: 0.0)
     assert asyncio.get_running_loop().time() - began < 10
 

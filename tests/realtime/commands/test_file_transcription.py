@@ -93,7 +93,7 @@ def test_terminal_is_no_pipe(
         monkeypatch.setattr(sys, "stdin", file)
         assert cli.main(["transcribe", "-"]) == 2
     os.close(controller)
-    assert "standard input is a terminal; pipe sound into it" in capsys.readouterr().err
+    assert "standard input is a terminal; pipe audio into it" in capsys.readouterr().err
 
 
 def test_pipe_that_closes_too_early_gives_its_good_part_and_fails(

@@ -61,7 +61,7 @@ async def test_sound_comes_in_chunks_until_the_program_ends(no_recorder: Path, t
     recorder = find_recorder()
     assert isinstance(recorder, Program) and recorder.name == "parec"
     heard = []
-    with pytest.raises(CommandFailed, match="it ended without a word"):
+    with pytest.raises(CommandFailed, match="it ended without a message"):
         async for chunk in recorder.record("usb"):
             heard.append(chunk)  # noqa: PERF401 (the error must not lose what came before it)
     assert [len(chunk) for chunk in heard] == [CHUNK_SAMPLES] * 3

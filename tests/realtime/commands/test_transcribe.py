@@ -24,7 +24,7 @@ from tests.realtime.gateway_doubles import MULTILINGUAL, FakeEngine
     [
         (["--srt", "--vtt", "a.wav"], "cannot both go to standard output"),
         (["--srt", "a.wav", "b.wav"], "several files cannot go to standard output"),
-        (["-", "a.wav", "-"], "standard input can be read once only"),
+        (["-", "a.wav", "-"], "standard input can be read only once"),
         (["--live", "--json", "a.wav"], "--live shows captions"),
         (["--output-dir", "o", "x/a.wav", "y/a.mp3"], "would both be written to a.txt"),
     ],
@@ -51,9 +51,12 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--language", "de"], "error: The model has no language 'de'. There is en."),
+        (["--language", "de"], "error: The model does not support the language 'de'. It supports en."),
         (["--language", "klingon"], "error: 'klingon' is not a language"),
-        (["--language", "de", "--model", "whisper-base.en"], "error: The model has no language 'de'. There is en."),
+        (
+            ["--language", "de", "--model", "whisper-base.en"],
+            "error: The model does not support the language 'de'. It supports en.",
+        ),
         (["--translate"], "it does not translate"),
         (["--keyword", "a\x00b"], "holds control characters"),
         (["--keyword", "x" * 65], "a keyword has at most 64 characters"),
@@ -83,7 +86,10 @@ sys.exit(99 if "torch" in sys.modules else code)
     file = write_wav(tmp_path / "a.wav", sound(0.5))
     command = [sys.executable, "-c", script, "transcribe", "--language", "de", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (1, "error: The model has no language 'de'. There is en.\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: The model does not support the language 'de'. It supports en.\n",
+    )
 
 
 def test_files_that_cannot_be_read_are_said_before_the_model_is_loaded(
@@ -115,7 +121,7 @@ def test_outputs_that_cannot_be_written_are_said_before_the_model_is_loaded(
     assert capsys.readouterr().err.startswith("error: cannot write to /proc: ")
     (tmp_path / "out" / "a.srt").mkdir(parents=True)
     assert cli.main(["transcribe", "--srt", "--output-dir", str(tmp_path / "out"), file]) == 1
-    assert "a.srt: a folder of that name is there" in capsys.readouterr().err
+    assert "a.srt: a folder with that name exists" in capsys.readouterr().err
 
 
 def test_bad_files_are_named_and_the_others_are_done(
@@ -210,12 +216,12 @@ def test_what_the_model_does_not_take_is_said_once_and_left_out(
         engine.opened.clear()
         assert cli.main(["transcribe", *mode, *transcription_options, *files[: 1 if mode else 2]]) == 0
         said = capsys.readouterr().err
-        assert said.count("note: fake-model takes no prompt, no keywords; going on without") == 1
+        assert said.count("note: fake-model does not support prompt, keywords; continuing without") == 1
         assert all(opened["options"] == {"language": "de"} for opened in engine.opened)
     engine.takes(replace(MULTILINGUAL, keywords=2))
     assert cli.main(["transcribe", *transcription_options, files[0]]) == 0
     assert engine.opened[-1]["options"] == {"language": "de", "prompt": "Hello.", "keywords": "tape\t1\nticker\t1"}
-    assert "takes no" not in capsys.readouterr().err
+    assert "does not support" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", [[], ["--live"]])

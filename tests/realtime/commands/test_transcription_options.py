@@ -13,7 +13,7 @@ MODEL = ModelSpec("m", 16_000, 1280, options=Options(languages=("en",), keywords
 
 def test_what_a_model_does_not_take_is_said_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert TranscriptionOptions(prompt="We talk of mines in the north.").options_for(MODEL) == {}
-    assert "m takes no prompt; going on without" in capsys.readouterr().err
+    assert "m does not support prompt; continuing without" in capsys.readouterr().err
 
 
 def test_a_prompt_that_is_a_list_of_words_is_taken_as_keywords(capsys: pytest.CaptureFixture[str]) -> None:

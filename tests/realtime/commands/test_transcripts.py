@@ -25,14 +25,14 @@ def words(text: str = TEXT) -> list[TimedWord]:
 def test_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     path = tmp_path / "talk.srt"
     path.write_text("an hour of work")
-    with pytest.raises(UsageError, match=r"talk\.srt is there already"):
+    with pytest.raises(UsageError, match=r"talk\.srt exists already"):
         TranscriptFile(path, "srt", False)
     assert path.read_text() == "an hour of work"
 
 
 @pytest.mark.parametrize("path", ["no/such/folder/talk.txt", "."])
 def test_place_that_cannot_be_written_is_said(path: str, tmp_path: Path) -> None:
-    with pytest.raises((CommandFailed, UsageError), match="cannot write|is there already"):
+    with pytest.raises((CommandFailed, UsageError), match="cannot write|exists already"):
         TranscriptFile(tmp_path / path, "txt", False)
 
 
@@ -73,7 +73,7 @@ def test_full_disk_is_said_once_and_nothing_is_missing_once_there_is_room(
     disk(60)
     for word in spoken[5:14]:
         file.add([word])
-    assert len(troubles) == 1 and "No space left on device; captions go on" in troubles[0]
+    assert len(troubles) == 1 and "No space left on device; captions continue" in troubles[0]
     disk(None)
     for word in spoken[14:]:
         file.add([word])

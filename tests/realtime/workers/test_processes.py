@@ -205,7 +205,7 @@ async def test_a_worker_that_cannot_be_started_for_a_while_is_started_later(
         parent.restart()
         assert parent._restarting is not None
         await parent._restarting
-        assert set(parent.workers) == before and "the rolling restart ends here" in caplog.text
+        assert set(parent.workers) == before and "the rolling restart was stopped" in caplog.text
         # Or one that ends before it listens.
         monkeypatch.setattr(parents.sys, "executable", "/bin/false")
         parent.restart()
