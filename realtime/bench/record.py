@@ -1,4 +1,4 @@
-"""Statistics of load tests: word errors, trends, the figures of a recorded run, and the search for the largest load.
+"""The record of a load test, its figures, and the search for the largest load.
 
 - Time to final: from the end of speech to the final transcript. The end of speech is the server's end of the turn minus
   its silence setting, so the wait for silence is part of the time, as it is for a user.

@@ -29,7 +29,7 @@ def trend(xs: Sequence[float], ys: Sequence[float]) -> Trend | None:
     """Least squares; None with too few points to say anything."""
     count = len(xs)
     if count != len(ys):
-        raise ValueError(f"{count} places but {len(ys)} values")
+        raise ValueError(f"{count} x values but {len(ys)} y values")
     if count < FEWEST_POINTS:
         return None
     mean_x, mean_y = sum(xs) / count, sum(ys) / count

@@ -170,7 +170,7 @@ SHORT = {
     "--model": ("model.name", "a name from `tickertape models`, or a path to a checkpoint"),
     "--device": ("model.device", "auto, cpu, cuda, or cuda:1 for the second GPU"),
     "--max-streams": ("model.max_streams", "most streams at once (default: as many as the machine can serve)"),
-    "--threads": ("model.threads", "CPU threads of the model (default: one per core)"),
+    "--threads": ("model.threads", "CPU threads of the model (default: chosen by the model)"),
     "--engine": ("model.engines", "addresses of running engines, separated by commas"),
     "--engine-table": (
         "fleet.table",
