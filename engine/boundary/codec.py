@@ -1,8 +1,8 @@
-"""The messages between gateway and engine as bytes: a header frame, then a frame with the payloads one after another.
+"""Encodes and decodes the messages between gateway and engine: a header frame, then one frame with all payloads.
 
-Headers are msgpack arrays with a tag, decoded into checked types. Payloads are float32 data of a few kilobytes: they
-share a frame, because a frame costs the sockets more than it costs to copy them, and are copied out of it, so that one
-that is kept for long does not keep the others.
+Headers are msgpack arrays with a tag, decoded into checked types. Payloads are float32 data of a few kilobytes. They
+share a frame because an additional frame is more expensive than a copy, and each is copied out of it so that a payload
+that is kept does not keep the whole frame in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.errors import BadItem, BadOption
 from engine.messages import Message
 from engine.spec import ModelSpec
 
-# Goes up whenever an older peer could misread what is sent.
+# Raise it whenever an older peer could misread a message.
 WIRE_VERSION = 13
 
 Frames = Sequence[Any]
@@ -28,18 +28,18 @@ Payload = NDArray[np.float32]
 
 
 class WireError(Exception):
-    """Bytes that are not a message of this protocol."""
+    """The received bytes are not a message of this protocol."""
 
 
 class Progress(Message):
-    """How far a stream is: positions below `computed` are done."""
+    """Progress of a stream: positions below `computed` are done."""
 
     stream: str
     computed: int
 
 
 class Status(Message):
-    """What an engine has and how busy it is."""
+    """Capacity, load and counters of an engine."""
 
     slots_used: int = 0
     slots_total: int = 0
@@ -49,20 +49,21 @@ class Status(Message):
     encoder_queries: int = 0
     encoder_hits: int = 0
     steps: int = 0
-    # Nanoseconds of all steps, by part.
+    # Nanoseconds of all steps together, by part of the step.
     step_ns: dict[str, int] = {}
-    # Tokens that the guard against blank ruts changed.
+    # Tokens changed by the guard against endless blanks.
     blank_guard: int = 0
-    # Live streams that speak or did so lately, and what steps cost them, as shares of the engine's time.
+    # Live streams with speech now or a short time ago, and the cost of a step and of each such stream, as shares of
+    # the engine's time.
     counted: int = 0
     load_per_step: float = 0.0
     load_per_stream: float = 0.0
-    # It takes no new streams and wants to be rid of those it has.
+    # The engine takes no new streams, and its streams are to be migrated.
     draining: bool = False
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    """First word of a gateway. A map, so that any version can read any other's."""
+    """First message of a gateway. Greetings are maps, so that every version can read every other version's."""
 
     wire: int
     version: str
@@ -72,7 +73,7 @@ class Hello(msgspec.Struct, tag="hello"):
 
 
 class Welcome(msgspec.Struct, tag="welcome"):
-    """First word of an engine: it is warm, and its caches for this gateway are empty."""
+    """First message of an engine: it is warm, and its caches for this gateway are empty."""
 
     wire: int
     version: str
@@ -82,27 +83,27 @@ class Welcome(msgspec.Struct, tag="welcome"):
 
 
 class Unwelcome(msgspec.Struct, tag="unwelcome"):
-    """The engine does not talk to this gateway (any more)."""
+    """The engine refuses this gateway, or ends the connection with it."""
 
     message: str
 
 
 class PayloadPlace(Message):
-    """The audio of one item of a message: a hash, and where in the message its bytes are."""
+    """The audio of one item of a message: its hash, and the place of its bytes in the payload frame."""
 
     key: bytes
-    # Where its bytes begin in the frame of payloads; None: the receiver holds it.
+    # Byte offset in the payload frame; None: the receiver's cache holds the payload.
     start: int | None
     size: int
-    # Rows of a payload with two axes (features); None for samples.
+    # Number of rows of a two-dimensional payload (features); None for samples.
     rows: int | None
 
 
 class Batch(Message, tag="batch"):
-    """What a gateway has to say in one tick, for all its streams.
+    """The commands of a gateway in one tick, for all its streams.
 
-    The audio of all commands stands beside them: whether a command can be read changes nothing for either cache, and
-    audio that no command refers to is for the receiver's cache alone. `commands` are read one by one.
+    The audio of all commands is listed apart from them, so that an unreadable command does not make the two caches
+    differ. Audio that no command refers to is for the receiver's cache only. `commands` are decoded one by one.
     """
 
     seq: int
@@ -112,7 +113,7 @@ class Batch(Message, tag="batch"):
 
 
 class Update(Message, tag="update"):
-    """What an engine has to say after a step, for all streams of one gateway."""
+    """The outputs of an engine after a step, for all streams of one gateway."""
 
     seq: int
     ack: int
@@ -122,7 +123,7 @@ class Update(Message, tag="update"):
 
 
 class Beat(Message, tag="beat"):
-    """Alive; `sent` is the last numbered message, `ack` the last one taken."""
+    """Heartbeat. `sent` is the number of the last message sent, `ack` that of the last one accepted."""
 
     sent: int
     ack: int
@@ -130,20 +131,20 @@ class Beat(Message, tag="beat"):
 
 
 class Again(Message, tag="again"):
-    """Numbered messages from `seq` on did not arrive: send them again."""
+    """Request to send the numbered messages from `seq` on again."""
 
     seq: int
 
 
 class Missing(Message, tag="missing"):
-    """All hashes of batch `seq` that the receiver does not hold."""
+    """All hashes of batch `seq` that are not in the receiver's cache."""
 
     seq: int
     keys: list[bytes]
 
 
 class Repair(Message, tag="repair"):
-    """The data of those hashes; `gone` are those the sender has no data for."""
+    """Answers `Missing` with the data of these hashes; `gone` are hashes whose data the sender no longer has."""
 
     seq: int
     data: list[PayloadPlace]
@@ -151,7 +152,7 @@ class Repair(Message, tag="repair"):
 
 
 class Bye(Message, tag="bye"):
-    """The gateway leaves; its streams are forgotten."""
+    """The gateway disconnects; the engine drops its streams."""
 
 
 ToEngine = Batch | Beat | Again | Repair | Bye
@@ -169,13 +170,13 @@ _greeting_decoder = msgspec.msgpack.Decoder(Hello | Welcome | Unwelcome)
 
 
 def encode(header: msgspec.Struct, payloads: Iterable[memoryview] = ()) -> list[Any]:
-    """Frames ready for the socket."""
+    """Return the frames to send."""
     joined = b"".join(payloads)
     return [_encoder.encode(header), joined] if joined else [_encoder.encode(header)]
 
 
 def decode(frames: Frames, to_engine: bool) -> Any:
-    """The header of a message to an engine or to a gateway: greetings are maps, everything else is an array."""
+    """Decode the header: greetings are maps, all other messages are arrays. Raises WireError."""
     if not frames:
         raise WireError("a message without a header")
     header = memoryview(frames[0])
@@ -188,7 +189,7 @@ def decode(frames: Frames, to_engine: bool) -> Any:
 
 
 def payload_of(data: PayloadPlace, frames: Frames) -> Payload | None:
-    """A copy of an item's data, if the message carries it. Frame 0 is the header."""
+    """Return a copy of an item's payload, or None if the message does not carry it. Raises WireError."""
     start, size = data.start, data.size
     if start is None:
         return None
@@ -205,21 +206,21 @@ def payload_of(data: PayloadPlace, frames: Frames) -> Payload | None:
 
 
 def rows_of(payload: Payload | None) -> int | None:
-    """What must be said of a payload's shape beside its bytes."""
+    """Return the value for `PayloadPlace.rows`."""
     return None if payload is None or payload.ndim == 1 else int(payload.shape[0])
 
 
-# Commands of a batch are encoded and decoded one by one: a command that cannot be written or read, because of what a
-# client sent, ends its own stream, and the other commands of the batch are taken.
+# Commands of a batch are encoded and decoded one by one: if what a client sent makes a command unencodable or
+# undecodable, only its own stream ends, and the other commands of the batch are executed.
 
 _UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
-# Begins an array in MessagePack, before its length in four bytes.
+# MessagePack prefix of an array; its length follows in four bytes.
 _ARRAY = b"\xdd"
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadableCommand:
-    """A command of which at most the stream can be told, and whether it was to open it."""
+    """A command that cannot be decoded: its stream, if that can be read, and whether it opens the stream."""
 
     stream: str | None
     opens: bool
@@ -227,19 +228,19 @@ class UnreadableCommand:
 
 
 def code_of(opens: bool) -> str:
-    """What a command that cannot be written or read is called: an opening is made of options, all others of items."""
+    """Return the error code for a command that cannot be encoded or decoded: only an Open has options."""
     return BadOption.__name__ if opens else BadItem.__name__
 
 
 def encode_command(command: messages.Command, items: list[messages.Item]) -> msgspec.Raw:
-    """Raises whatever the encoder makes of values that are not what their types say."""
+    """Encode a command with these items. Raises the encoder's error if a value does not match its type."""
     if isinstance(command, messages.Feed | messages.Open):
         command = msgspec.structs.replace(command, items=items)
     return msgspec.Raw(_encoder.encode(command))
 
 
 def decode_commands(commands: list[msgspec.Raw]) -> list[messages.Command | UnreadableCommand]:
-    """All of a batch at once, or one by one if one of them cannot be read."""
+    """Decode all commands of a batch at once, or one by one if one of them cannot be decoded."""
     try:
         return [*_commands_decoder.decode(b"".join([_ARRAY, len(commands).to_bytes(4, "big"), *commands]))]
     except _UNREADABLE:
@@ -255,7 +256,7 @@ def _decode_alone(raw: msgspec.Raw) -> messages.Command | UnreadableCommand:
 
 
 def _guess(raw: msgspec.Raw) -> tuple[str | None, bool]:
-    """Whose command it seems to be, and whether it opens a stream."""
+    """Return the stream that the command seems to be for, if any, and whether it opens the stream."""
     try:
         parts: Any = _any_decoder.decode(raw)
     except _UNREADABLE:
