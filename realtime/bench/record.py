@@ -1,4 +1,14 @@
-"""Does something grow? A straight line through points, and how sure we are of its slope."""
+"""Records of benchmark runs: what each client saw, the figures of a run, and whether it meets an objective.
+
+`read_run` reads the files that a load generator wrote; `RunRecord` computes the figures, and `Objective` and `largest`
+find how many streams a server can hold. Nothing here reads a clock.
+
+- Time to final: from the end of speech to the final transcript. The end of speech is where the server detected the end
+  of the turn minus the silence it waited for, so that this wait is part of the time, as it is for a user.
+- Lag: from the end of the last word in a piece of text to its arrival, if the server sends word times; otherwise from
+  the end of a turn to the event that reports it.
+- Failure: anything a user would notice: no connection, an error, a turn without a final, a session that ended early.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +21,13 @@ from typing import Any
 from realtime.bench.trend import Trend, percentile, trend
 from realtime.client.wire_client import COMPLETED, DELTA, FAILED, LAST_COMMIT
 
-# Word errors: both texts in the form of Whisper's English normaliser, then the shortest edit path between them.
-
-
-# From the record of a run to its figures. Pure: reads lines, knows no clock.
-#
-# - Time to final: from the end of speech to the final transcript. The end of speech is where the server heard the
-# turn stop, less the silence it waited for, so that wait is part of the time, as it is for a user. - Lag: from the
-# end of the last word in a piece of text to its arrival, where the server gives word times; elsewhere from the end of
-# a turn to the news of it. - A failure is anything a user would notice: no connection, an error, a turn without a
-# final, a session cut short.
-
 SPEECH_STOPPED = "input_audio_buffer.speech_stopped"
 COMMITTED = "input_audio_buffer.committed"
 
 
 @dataclass(slots=True)
 class ClientRecord:
-    """What one client saw. Points are (moment, value) in seconds."""
+    """The record of one client. Points are (time, value) in seconds."""
 
     client: int
     finals: list[tuple[float, float]] = field(default_factory=list)
@@ -56,7 +55,7 @@ class ClientRecord:
             self.ended = True
 
     def close(self) -> None:
-        """No more entries: what is still open is missing."""
+        """No more entries follow: turns without a final are failures."""
         self.failures += [f"no final for the turn {item}" for item in sorted(self._waiting)]
         if not self.ended:
             self.failures.append("the generator stopped before the client was done")
@@ -75,7 +74,7 @@ class ClientRecord:
             item = event["item_id"]
             self._waiting.discard(item)
             speech_end = self._speech_ends.pop(item, None)
-            # A turn that turned out to be noise has nothing to wait for.
+            # A turn without text was noise and has no final to measure.
             if speech_end is not None and event["transcript"]:
                 self.finals.append((t, t - speech_end))
             if event["transcript"]:
@@ -89,7 +88,7 @@ class ClientRecord:
 
 @dataclass(slots=True)
 class RunRecord:
-    """One run: so many clients at once."""
+    """One run with `streams` clients at once; points before `warm_up_s` are ignored."""
 
     streams: int
     clients: list[ClientRecord]
@@ -101,7 +100,7 @@ class RunRecord:
 
     @property
     def lags(self) -> list[tuple[float, float]]:
-        """(moment, lag), from word times if the server gives any."""
+        """(time, lag) in seconds, from word times if the server sends them."""
         words = [point for client in self.clients for point in client.word_lags]
         points = words or [point for client in self.clients for point in client.turn_lags]
         return [point for point in points if point[0] >= self.warm_up_s]
@@ -112,7 +111,7 @@ class RunRecord:
 
     @property
     def lag_trend(self) -> Trend | None:
-        """In milliseconds a minute."""
+        """Growth of the lag in milliseconds per minute."""
         points = self.lags
         return trend([t / 60 for t, _ in points], [1000 * lag for _, lag in points])
 
@@ -139,7 +138,7 @@ def _percentiles(values: list[float]) -> dict[str, float | None]:
 
 
 def read_run(paths: Iterable[Path], clients: Sequence[int], silence_s: float, warm_up_s: float) -> RunRecord:
-    """Read a run's files. A client that left no trace is a failure too."""
+    """Read the files of a run. A client without any entry is a failure too."""
     records = {client: ClientRecord(client) for client in clients}
     for path in paths:
         with path.open(encoding="utf-8") as file:
@@ -151,21 +150,18 @@ def read_run(paths: Iterable[Path], clients: Sequence[int], silence_s: float, wa
     return RunRecord(len(records), list(records.values()), warm_up_s)
 
 
-# The largest number of streams that meets the objective: double until it fails, then bisect.
-
-
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a run must keep; times in seconds, the slope in milliseconds of lag a minute."""
+    """Limits that a run must meet; times in seconds, the slope in milliseconds of lag per minute."""
 
     final_p95_s: float
     lag_p95_s: float
     slope_ms_per_minute: float = 100.0
-    # Chunks that the generator itself sends later than this make a run worthless.
+    # If the load generator itself sends audio later than this, the run is invalid.
     generator_p99_ms: float = 100.0
 
     def missed(self, run: RunRecord) -> list[str]:
-        """What was not kept, in words; empty if all was."""
+        """Describe each limit that was missed; empty if the run met all of them."""
         missed = []
         if run.failures:
             missed.append(f"{len(run.failures)} failures, the first: {run.failures[0]}")
@@ -178,7 +174,7 @@ class Objective:
         if lag is not None and lag > self.lag_p95_s:
             missed.append(f"lag p95 {lag:.2f} s is above {self.lag_p95_s:g} s")
         growth = run.lag_trend
-        # Only where even the low end of the interval says so: short runs say little about growth.
+        # Use the low end of the confidence interval: short runs say little about growth.
         if growth is not None and growth.low > self.slope_ms_per_minute:
             missed.append(f"lag grows by {growth.slope:.0f} ms a minute")
         late = percentile([value for client in run.clients for value in client.late_ms], 99)
@@ -188,7 +184,8 @@ class Objective:
 
 
 def largest(meets: Callable[[int], bool], most: int) -> int:
-    """The largest n up to `most` with `meets(n)`, 0 if not even one; assumes that fewer streams are never harder."""
+    """Return the largest n up to `most` with `meets(n)`, or 0: doubles until it fails, then bisects. Assumes that
+    fewer streams are never harder."""
     good, bad = 0, 1
     while bad <= most and meets(bad):
         good, bad = bad, min(2 * bad, most) if bad < most else most + 1
