@@ -175,7 +175,7 @@ def windowed_device(name: str, in_blocks: bool) -> torch.device:
     device = require_device(name)
     if in_blocks and device.type != "cpu":
         raise BadDevice(
-            f"this model encodes each stream in blocks and runs on the CPU only, not on {name!r}: leave the device "
+            f"this model encodes each stream in blocks and runs on the CPU, not on {name!r}: leave the device "
             "out, or use moonshine-base, which runs there in batches"
         )
     return device
