@@ -1,6 +1,7 @@
 """Pages of keys and values: a pool that all streams share, and one ring table per stream and group.
 
-A ring holds one window and the page being written. Once it is full, the page that leaves the window is reused for the
+A group is a set of layers that share one attention window. A block is a run of consecutive positions of a stream; a page
+is the place where a block is stored. A ring holds one window and the page being written. Once it is full, the page that leaves the window is reused for the
 next block, so a table never grows. The pages of a whole ring are reserved when a stream is admitted, so an admitted
 stream never waits for a page.
 """
@@ -40,7 +41,7 @@ class PagePool:
 
 
 class RingTable:
-    """The pages of a stream: block b is at ring index b % ring_pages."""
+    """The pages of one stream in one group: block b is at ring index b % ring_pages."""
 
     __slots__ = ("_page_positions", "_pool", "_ring_pages", "covered", "pages")
 

@@ -1,7 +1,7 @@
-"""Attention over keys and values that live in pages, with one ring table per stream.
+"""Attention over keys and values that are stored in pages, with one ring table per stream.
 
-A *row* is one step of a stack's own clock (an encoder frame, a decoder token) and has an absolute number that never
-restarts. Block b = row // page_rows of a stream is in the page at index b % ring_pages of the stream's table.
+A *row* is one encoder frame or one decoder token, numbered from the beginning of its stream without a restart. Block
+b = row // page_rows of a stream is in the page at index b % ring_pages of the stream's table.
 
 `PagedAttention.attend` is the one entry. On CUDA, live steps and chunks of rebuilt streams run the Triton kernels
 in `kernels.py`; everything else (CPU, and the openings, which are longer) gathers the ring and calls torch's attention,
@@ -74,17 +74,19 @@ def gather_ring(layer: int, pages: KvPages, span: Span, dtype: torch.dtype) -> t
     index = torch.arange(ring_pages, device=tables.device)
     block = last_block - (last_block - index) % ring_pages  # newest block at each ring index
     rows = (block[:, :, None] * page_rows + torch.arange(page_rows, device=tables.device)).flatten(1)
-    rows = torch.where(rows < span.first[:, None], rows, -1)  # the rest of the block in use is from a lap ago
+    rows = torch.where(
+        rows < span.first[:, None], rows, -1
+    )  # the rest of the current block is from the ring's previous lap
 
     scales = None if pages.scales is None else pages.scales[layer][tables].movedim(-1, 2)
     held = unpack(pages.data[layer][tables], scales, dtype)  # [streams, ring_pages, 2, heads, page_rows, dim]
     held = held.permute(0, 1, 4, 2, 3, 5).flatten(1, 2)  # [streams, ring, 2, heads, dim]
-    # A page may hold another stream's leftovers, even NaN, which a masked weight of zero would not keep out.
+    # A page may hold old data of another stream, even NaN, which a weight of zero would not remove.
     return held.masked_fill((rows < 0)[:, :, None, None, None], 0.0), rows
 
 
 def store_rows(layer: int, pages: KvPages, span: Span, rows: Tensor, values: Tensor, scales: Tensor | None) -> None:
-    """Write packed rows [streams * rows, 2, heads, dim] to their pages. A chunk longer than the ring leaves its end."""
+    """Write packed rows [streams * rows, 2, heads, dim] to their pages; of a chunk longer than the ring, its end."""
     ring_pages, page_rows = span.tables.shape[1], pages.page_rows
     kept = rows >= span.first[:, None] + span.rows - ring_pages * page_rows  # [streams, rows]
     ring_index = (rows // page_rows) % ring_pages
@@ -96,16 +98,16 @@ def store_rows(layer: int, pages: KvPages, span: Span, rows: Tensor, values: Ten
 
 
 def pack(rows: Tensor, pages: KvPages) -> tuple[Tensor, Tensor | None]:
-    """Rows [..., dim] as they are stored: 8-bit values with bfloat16 scales [...], or the pages' own type.
+    """Convert rows [..., dim] to the stored form: 8-bit values with bfloat16 scales [...], or the pages' own type.
 
-    What is not finite becomes zero: it shows in the stream's logits in this very step, and must not stay behind in a
-    page, where the kernels read whole pages and rely on weight zero times anything being zero.
+    Values that are not finite become zero. The stream's logits of this step already show them, and they must not stay
+    in a page: the kernels read whole pages and rely on zero times any stored value being zero.
     """
     rows = torch.where(rows.isfinite(), rows, 0.0)
     if pages.scales is None:
         return rows.to(pages.data.dtype), None
     scales = (rows.float().abs().amax(-1) / FP8_MAX).clamp(min=SMALLEST_SCALE).bfloat16()
-    # Rounding the scale down may push the largest value past the format's end, where a cast gives NaN.
+    # A scale that was rounded down may push the largest value out of the format's range, where a cast gives NaN.
     scaled = (rows.float() / scales.float().unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
     return scaled.to(torch.float8_e4m3fn), scales
 

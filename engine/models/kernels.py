@@ -1,9 +1,9 @@
-"""Triton kernels for a live step: norm, gate, rotary + store, attention over pages. CUDA only.
+"""Triton kernels for live steps and rebuilt chunks: norm, gate, rotary + store, attention over pages. CUDA only.
 
-Each function computes what its namesake in `layers.py` or `attention.py` computes. Keys and values are read once per
-step and stream, and that is most of a step's traffic, so the attention kernel is built to keep many loads in flight:
-one program per stream, key head and slice of the window, one page per turn of its loop. A page is read whole, without
-masks, and the scores of rows that are not in the window are dropped; so pages hold finite numbers only, always.
+Each function computes the same as its namesake in `layers.py` or `attention.py`. Reading the keys and values of each
+stream is most of a step's memory traffic, so the attention kernel keeps many loads in flight: one program per stream,
+key head and slice of the window, one page per iteration. A page is read whole, without masks, and the scores of rows
+outside the window are dropped; therefore pages must hold finite numbers only.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -20,14 +20,14 @@ from torch import Tensor
 
 from engine.models.operands import FP8_MAX, SMALLEST_SCALE, Heads, KvPages, RowScale, Span
 
-# Warps that keep the memory system busy: about eight per multiprocessor of the largest current parts.
+# Warps that keep the memory system busy: about eight per multiprocessor of the largest current GPUs.
 WANTED_WARPS = 1024
 # A longer slice of a window leaves multiprocessors idle when the last programs run out.
 LONGEST_SLICE_ROWS = 1024
 # (head dim, 8-bit storage) -> warps, pipeline stages; by benchmarks/kernels.py on an H200.
 SHAPES = {(64, False): (2, 2), (128, False): (2, 2), (64, True): (1, 3), (128, True): (1, 3)}
 DEFAULT_SHAPE = (2, 2)
-# A tensor core multiplies 16 rows at least; a live step has 4 query rows per key head, the rest is padding. A chunk of
+# A tensor core multiplies at least 16 rows; a live step has 4 query rows per key head, the rest is padding. A chunk of
 # a rebuilt stream has up to 64.
 LIVE_QUERY_ROWS, QUERY_TILE, LARGEST_QUERY_TILE = 4, 16, 64
 # Warps and pipeline stages of the larger tile.
@@ -47,7 +47,7 @@ def _add_norm_kernel(
     value = tl.load(residual + row * width + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
         value += tl.load(delta + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        # The stored sum is the rounded one, so the norm must be of the rounded one too.
+        # The sum is stored rounded, so the norm must use the rounded sum too.
         value = value.to(total.dtype.element_ty).to(tl.float32)
         tl.store(total + row * width + column, value, mask=inside)
     mean_square = tl.sum(value * value, axis=0) / width
@@ -106,7 +106,7 @@ def _rotate_store_kernel(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, EIGHT_BIT: tl.constexpr, FORMAT_MAX: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
-    """One new row, TILE heads of it: queries go out rotated; keys (rotated) and values go to the row's page."""
+    """Process TILE heads of one new row: write rotated queries, and store rotated keys and values in the row's page."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     half = tl.arange(0, DIM // 2)
@@ -125,13 +125,13 @@ def _rotate_store_kernel(
         tl.store(target, low)
         tl.store(target + DIM // 2, high)
     else:
-        # What is not finite shows in the stream's logits in this very step; it must not stay behind in a page.
+        # Values that are not finite show in this step's logits; they must not stay in a page.
         low = tl.where(tl.abs(low) < float("inf"), low, 0.0)
         high = tl.where(tl.abs(high) < float("inf"), high, 0.0)
         number = tl.load(first + row // ROWS) + row % ROWS
         slot = tl.load(slots + row // ROWS)
         page = tl.load(table + slot * ring_pages + (number // PAGE) % ring_pages).to(tl.int64)
-        # head counts on from keys to values, and so does the page's memory: [2, heads, page rows, dim]
+        # Heads are numbered through keys and then values, like the page's memory: [2, heads, page rows, dim].
         both = head - QUERIES
         line = (page * 2 * KEYS + both) * PAGE + number % PAGE
         if EIGHT_BIT:
@@ -152,14 +152,14 @@ def _rotate_store_kernel(
 def _add_page(
     q, k, v, pair, visible, softmax_scale, acc, running_max, running_sum, EIGHT_BIT: tl.constexpr
 ):  # fmt: skip
-    """One page of keys and values into the running softmax; `pair` holds both scales of each row in one word."""
+    """Add one page of keys and values to the running softmax; `pair` holds both scales of each row in one word."""
     if EIGHT_BIT:
         # Two bfloat16 in one word: a bfloat16 is the upper half of a float32.
         scores = tl.dot(q, tl.trans(k.to(tl.float16)))
         scores *= (pair << 16).to(tl.float32, bitcast=True)[None, :]
     else:
         scores = tl.dot(q, tl.trans(k))
-    scores *= softmax_scale  # in units of log 2, so that exp2 serves
+    scores *= softmax_scale  # includes log2(e), so that exp2 can be used
     scores = tl.where(visible, scores, -float("inf"))
     new_max = tl.maximum(running_max, tl.max(scores, axis=1))
     safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
@@ -169,7 +169,7 @@ def _add_page(
     acc *= decay[:, None]
     if EIGHT_BIT:
         value_scale = (pair & -65536).to(tl.float32, bitcast=True)
-        weight *= value_scale[None, :] * 64.0  # keeps small weights above float16's smallest
+        weight *= value_scale[None, :] * 64.0  # keeps small weights above float16's smallest number
         acc = tl.dot(weight.to(tl.float16), v.to(tl.float16), acc)
     else:
         acc = tl.dot(weight.to(v.dtype), v, acc)
@@ -183,7 +183,7 @@ def _paged_attention_kernel(
     GROUP: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, EIGHT_BIT: tl.constexpr,
 ):  # fmt: skip
-    """Query rows of one stream and key head against one slice of the window.
+    """Attention of the query rows of one stream and key head over one slice of the window.
 
     Query tile row m is row m // GROUP of the step and head m % GROUP of the group.
     """
@@ -243,7 +243,7 @@ def _paged_attention_kernel(
 def _combine_kernel(
     partial, partial_max, partial_sum, out, DIM: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Join the slices of one query head; a slice that saw no row has weight zero."""
+    """Combine the slices of one query head; a slice without visible rows has weight zero."""
     line = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, TILE)
     d = tl.arange(0, DIM)
@@ -256,22 +256,22 @@ def _combine_kernel(
 
 
 def split_count(streams: int, heads: Heads, page_rows: int, warps: int) -> int:
-    """Slices of the window that give the GPU enough to do; a slice keeps at least two pages."""
+    """Return the number of slices of the window that keeps the GPU busy; a slice has at least two pages."""
     most = max(1, heads.window // (2 * page_rows))
     wanted = max(-(-WANTED_WARPS // (warps * streams * heads.keys)), -(-heads.window // LONGEST_SLICE_ROWS))
     return min(most, wanted)
 
 
 def attend(fused: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads, **tuning: Any) -> Tensor:
-    """At most 64 query rows per key head, and no more rows than the ring has beyond the window: they are stored first.
-    `tuning` overrides the launch shape, for benchmarks."""
+    """Rotate, store and attend. Takes at most 64 query rows per key head, and no more rows than the ring has beyond the
+    window, because they are stored first. `tuning` overrides the launch shape, for benchmarks."""
     query = fused.new_empty(fused.shape[0], heads.queries * heads.dim)
     store(fused, query, layer, pages, span, heads)
     return attend_stored(query, layer, pages, span, heads, **tuning)
 
 
 def store(fused: Tensor, query: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads) -> None:
-    """Rotate; queries to `query`, keys and values to their pages."""
+    """Write rotated queries to `query`, and store rotated keys and values in their pages."""
     tile = min(HEADS_PER_STORE, heads.keys)
     data, scales = _layer_of(pages, layer)
     _rotate_store_kernel[(fused.shape[0], (heads.queries + 2 * heads.keys) // tile)](
@@ -285,7 +285,8 @@ def attend_stored(
     query: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads,
     warps: int | None = None, stages: int | None = None, splits: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of rotated queries [streams * rows, queries * dim] over rows that are all stored."""
+    """Attention of rotated queries [streams * rows, queries * dim] over stored rows. Raises ValueError if there are too
+    many query rows for one tile."""
     group = heads.queries // heads.keys
     tile = max(QUERY_TILE, triton.next_power_of_2(span.rows * group))
     if tile > LARGEST_QUERY_TILE:
@@ -294,7 +295,7 @@ def attend_stored(
     shape = live_shape if tile == QUERY_TILE else CHUNK_SHAPE
     warps, stages = warps or shape[0], stages or shape[1]
     streams = span.first.shape[0]
-    # Chunks come for many streams at once. One slice keeps their kernels few: each number of slices is a kernel.
+    # Chunks come for many streams at once, so one slice is enough; each number of slices would need its own kernel.
     chunk = span.rows * group > LIVE_QUERY_ROWS
     splits = splits or (1 if chunk else split_count(streams, heads, pages.page_rows, warps))
     out = torch.empty_like(query)
@@ -318,6 +319,6 @@ def attend_stored(
 
 
 def _layer_of(pages: KvPages, layer: int) -> tuple[Tensor, Tensor]:
-    """One layer's pages and scales; without 8-bit storage the second is never read."""
+    """Return one layer's pages and scales; without 8-bit storage the second is never read."""
     data = pages.data[layer]
     return data, data if pages.scales is None else pages.scales[layer]

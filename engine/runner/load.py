@@ -1,4 +1,7 @@
-"""Which runner a checkpoint needs, on which device, and how many streams it can take there."""
+"""Loads a checkpoint: chooses the runner and the device, builds the runner, and computes the limits for the scheduler.
+
+The engine process calls `load_runner` and `load_detector` at its start.
+"""
 
 from __future__ import annotations
 
@@ -32,42 +35,42 @@ from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.pretrained import load_speech_model, load_streaming_weights
 from engine.weights.registry import STREAMING_ENCODER
 
-# A windowed stream needs a few megabytes, one in blocks up to 29 while somebody speaks: a CPU runs out of time long
-# before it runs out of memory.
+# A windowed stream needs a few megabytes (up to 29 during speech with an encoder in blocks): a CPU runs out of time
+# long before it runs out of memory.
 WINDOWED_STREAMS = 64
 WINDOW_POSITIONS = 192
 FILE_WINDOW_POSITIONS = 350
 STRIDE_POSITIONS = 10
-# A model that hears each frame once: frames of 24 ms in a block.
+# Frames of 24 ms in a block, for an encoder that processes each frame once.
 BLOCK_FRAMES = 26
-# Encoder-cache rows beyond what streams hold: room for audio that comes again.
+# Encoder-cache rows beyond those that streams hold: room for repeated audio.
 SPARE_EMBEDS = 512
-# A windowed model reads at most so many whole windows side by side: of live streams in a step, or of backlog.
+# Most windows that a windowed model reads in one step, of live streams or of uploads.
 WINDOWS_PER_STEP = 8
 
 
-# Numbers of windowed models on a GPU. Whisper was trained with these; they round eight times finer than bfloat16, so
-# that words come out as they do on a CPU.
+# Data type of windowed models on a GPU. Whisper was trained with it, and it rounds eight times finer than bfloat16, so
+# that words are the same as on a CPU.
 DEVICE_DTYPE = torch.float16
 
 
 class BadDevice(EngineError):
-    """The model cannot run on the device that was asked for."""
+    """The model cannot run on the requested device."""
 
 
 def load_runner(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
-    """The runner of a checkpoint, and the limits to schedule it by."""
+    """Return the runner of a checkpoint, and the limits for its scheduler."""
     threads = config.threads or torch.get_num_threads()
     if _family(path) == "voxtral_realtime":
         torch.set_num_threads(threads)
         return _load_voxtral(path, config)
-    # Streams run side by side, each on one thread.
+    # Streams run in parallel, each on one thread.
     compute_on_one_thread()
     return _load_windowed(path, config, threads)
 
 
 def load_detector(runner: Runner, max_streams: int) -> SpeechDetector | DeviceSpeechDetector:
-    """The speech detector that goes with a runner: on a GPU it runs where the model does."""
+    """Return the speech detector for a runner; if the model is on a GPU, the detector is too."""
     if not isinstance(runner, (VoxtralRunner, WindowedRunner)) or runner.device.type != "cuda":
         return SpeechDetector(load_silero(), max_streams)
     if isinstance(runner, WindowedRunner):
@@ -78,7 +81,8 @@ def load_detector(runner: Runner, max_streams: int) -> SpeechDetector | DeviceSp
 
 
 def _family(path: Path) -> str:
-    """The family that a checkpoint names. A checkpoint without a configuration belongs to a windowed model."""
+    """Return the model family of a checkpoint; empty without a configuration: then it is a windowed model. Raises
+    BadCheckpoint."""
     file = path / "config.json"
     if not file.is_file():
         return ""
@@ -102,7 +106,7 @@ def _load_voxtral(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
 
 
 def frames_limits(memory: MemoryPlan) -> Limits:
-    """A step has room for a position of every stream, and for streams that are rebuilt."""
+    """Limits with room in a step for one position of every stream, and for rebuilds."""
     positions = memory.streams + REBUILD_POSITIONS
     return Limits(
         max_streams=memory.streams,
@@ -129,7 +133,7 @@ def _load_windowed(path: Path, config: EngineConfig, threads: int) -> tuple[Runn
 def _load_in_blocks(
     path: Path, model: Moonshine, pieces: list[bytes], max_streams: int, threads: int
 ) -> tuple[Runner, Limits]:
-    # Whole windows of files are heard best, and for less, by the encoder as it was published.
+    # For whole windows of uploads, the encoder as it was published is more accurate and cheaper.
     whole = deepcopy(model)
     whole.decoder = model.decoder
     whole.quantise()
@@ -149,13 +153,13 @@ def _load_in_blocks(
 def windowed_on_cpu(
     name: str, model: Moonshine | Whisper, pieces: list[bytes], max_streams: int, threads: int, ample: bool = False
 ) -> tuple[WindowedRunner, Limits]:
-    """A runner that reads windows stream by stream, on so many threads."""
+    """Return a runner that reads windows stream by stream, on this many threads."""
     spec = windowed_spec(name, WINDOW_POSITIONS, STRIDE_POSITIONS, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords))
     limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
     policy = Policy()
-    # A file's window is heard once, so it can be heard as the model was trained to: with little silence behind a short
-    # one, Whisper says its sentence again and again. The copies have the same weights.
+    # A window of an upload is read once, so it can be padded as in the model's training: with little silence after a
+    # short window, Whisper repeats its sentence. The copies share the weights.
     whole, to_end = copy(model), copy(model)
     model.go_live(ample)
     to_end.go_live(ample, to_end=True)
@@ -165,14 +169,14 @@ def windowed_on_cpu(
 
 
 def windowed_device(name: str, in_blocks: bool) -> torch.device:
-    """Where a windowed model runs. A model that hears in blocks does so for one stream at a time, on a CPU."""
+    """Return the device of a windowed model. An encoder in blocks processes one stream at a time, and needs a CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() and not in_blocks else "cpu"
     device = require_device(name)
     if in_blocks and device.type != "cpu":
         raise BadDevice(
-            f"this model hears each stream in blocks of its own and runs on the CPU, not on {name!r}: leave the device "
-            "out, or use moonshine-base, whose windows are read as batches there"
+            f"this model encodes each stream in blocks and runs on the CPU, not on {name!r}: leave the device "
+            "out, or use moonshine-base, which runs there in batches"
         )
     return device
 
@@ -180,7 +184,7 @@ def windowed_device(name: str, in_blocks: bool) -> torch.device:
 def _load_on_device(
     name: str, model: Moonshine | Whisper, pieces: list[bytes], device: torch.device, config: EngineConfig
 ) -> tuple[Runner, Limits]:
-    # Engines that share a device plan with their parts of it, so that each takes as many streams as the others.
+    # Engines that share a device plan with equal parts of it, so that all take the same number of streams.
     room = free_memory(device) if config.share_of == 1 else total_memory(device) // config.share_of
     return windowed_on_device(name, model, pieces, device, DEVICE_DTYPE, room, config.max_streams or None)
 
@@ -195,7 +199,7 @@ def windowed_on_device(
     max_streams: int | None,
     ample: bool = True,
 ) -> tuple[WindowedRunner, Limits]:
-    """A runner that reads windows as batches. Raises before anything is allocated if the memory will not do."""
+    """Return a runner that reads windows in batches. Raises NotEnoughMemory before anything is allocated."""
     spec = windowed_spec(name, WINDOW_POSITIONS, STRIDE_POSITIONS, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords))
     policy = Policy()
@@ -203,7 +207,7 @@ def windowed_on_device(
     longest = longest_window(spec, policy)
     memory = plan_windows(model, spec, room, dtype=dtype, longest=longest, max_streams=max_streams)
     limits = _windowed_limits(spec, memory.streams, memory.windows_per_step)
-    # cuDNN plans attention anew for every shape, for some 60 ms, and windows and texts always have other lengths.
+    # cuDNN plans attention anew for every shape, which takes long, and windows and texts keep changing their lengths.
     torch.backends.cuda.enable_cudnn_sdp(False)
     model.move(device, dtype)
     windows = DeviceWindows(

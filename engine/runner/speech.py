@@ -1,4 +1,9 @@
-"""Which streams a speech detector listens to, each with a slot of the detector's state; the same for every detector."""
+"""Speech detectors for many streams at once, used by the engine's `Listener`.
+
+`SpeechDetector` keeps the state of its streams on the host, wherever the model runs, so that it can be saved: it serves
+windowed models. `DeviceSpeechDetector` keeps it on the GPU and never makes the host wait: it serves frame-synchronous
+models. `DetectorSlots` assigns the slots of the state tensors to streams, for both.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +36,15 @@ StreamState = TypeVar("StreamState", bound=HasSlot)
 
 
 class DetectorSlots(Generic[StreamState]):
-    """An ear is what the detector knows of one stream, on the host."""
+    """Open streams of a detector: the slot and the host-side state of each."""
 
     def __init__(self, max_streams: int) -> None:
         self.stream_states: dict[str, StreamState] = {}
         self._free = list(range(max_streams - 1, -1, -1))
 
     def open(self, stream: str, stream_state_in: Callable[[int], StreamState]) -> int:
-        """The slot that the stream has from now on. What its last stream left there is the caller's to clear."""
+        """Assign a slot and return it; the caller clears what its last stream left there. Raises DuplicateStream or
+        AtCapacity."""
         if stream in self.stream_states:
             raise DuplicateStream(stream, "is open in the speech detector already")
         if not self._free:
@@ -54,7 +60,7 @@ class DetectorSlots(Generic[StreamState]):
         self._free.append(stream_state.slot)
 
     def check(self, batch: list[tuple[str, Samples]]) -> None:
-        """Raises for what cannot be listened to, before anything of the batch is heard."""
+        """Raise UnknownStream or BadItem for a bad batch, before any of it is processed."""
         if len(dict(batch)) < len(batch):
             ((twice, _),) = Counter(stream for stream, _ in batch).most_common(1)
             raise BadItem(twice, "comes twice in one batch of the speech detector")
@@ -65,20 +71,10 @@ class DetectorSlots(Generic[StreamState]):
                 raise BadItem(stream, f"speech detection takes one row of float32 samples, not {samples.dtype}")
 
 
-# Speech probabilities for many streams at once.
-#
-# A stream's samples come in pieces of any length; the detector works in frames, so each stream carries the samples
-# that do not fill a frame yet. All frames that are due, of all streams, pass the stateless part of the model in one
-# batch; the recurrent part goes frame by frame with all streams side by side. A stream that sends nothing costs
-# nothing.
-#
-# What a stream has heard stays on the host, where it is saved from, wherever the model runs. This is the detector of
-# windowed models, whose streams are saved; `device_speech` is the one for frame-synchronous models on a GPU.
-
-# After this many frames of digital silence (one second) the detector's opinion no longer changes; it is kept, and
-# nothing is computed until a sample differs from zero. A muted microphone is free.
+# After this many frames of digital silence (one second) the probability no longer changes: it is kept, and nothing is
+# computed until a sample differs from zero.
 SETTLED_FRAMES = 32
-# More frames than this go through the model in several passes, so that a long backlog piece stays inside CPU caches.
+# More frames than this go through the model in several passes, so that a long piece of an upload fits into CPU caches.
 _FRAMES_PER_PASS = 256
 
 _SPAN_SAMPLES = CONTEXT_SAMPLES + FRAME_SAMPLES
@@ -86,12 +82,12 @@ _SPAN_SAMPLES = CONTEXT_SAMPLES + FRAME_SAMPLES
 
 @dataclass(slots=True)
 class _Stream:
-    """What one stream has heard: its place in the state tensors and the samples that wait for a full frame."""
+    """One stream: its slot in the state tensors, and the samples that wait for a full frame."""
 
     slot: int
     # First sample of the next frame.
     sample: int
-    # The context of the next frame, and what is there of the frame itself.
+    # The context of the next frame, and the samples of the frame itself that have arrived.
     carried: Samples
     silent_frames: int = 0
     probability: float = 0.0
@@ -103,15 +99,20 @@ class _Piece:
 
     stream_state: _Stream
     frames: Samples
-    # Which of them the model must see; the others repeat the probability before them.
+    # Which frames the model must compute; the others repeat the probability before them.
     due: list[bool]
-    # What the ear holds after them.
+    # The stream's state after these frames.
     carried: Samples
     silent_frames: int
 
 
 class SpeechDetector(Detector):
-    """Streams are opened, fed in batches, and closed; at most `max_streams` are open at a time."""
+    """Detector with its state on the host; at most `max_streams` streams are open at a time.
+
+    Samples come in pieces of any length, so each stream carries those that do not fill a frame yet. The complete frames
+    of all streams pass the stateless part of the model in one batch; the recurrent part runs frame by frame, with all
+    streams in one batch. A stream that sends nothing costs nothing.
+    """
 
     def __init__(self, model: SileroVad, max_streams: int) -> None:
         self._model = model
@@ -128,7 +129,7 @@ class SpeechDetector(Detector):
         self._cell[slot].zero_()
 
     def save(self, stream: str) -> Saved:
-        """All that decides what is heard next."""
+        """Return the state of a stream."""
         stream_state = self._stream_states[stream]
         return {
             "sample": stream_state.sample,
@@ -140,7 +141,7 @@ class SpeechDetector(Detector):
         }
 
     def resume(self, stream: str, saved: Saved) -> None:
-        """Listen on from a saved state, in a stream that is open."""
+        """Restore a saved state in an open stream."""
         stream_state = self._stream_states[stream]
         stream_state.sample, stream_state.silent_frames, stream_state.probability = (
             saved["sample"],
@@ -156,9 +157,10 @@ class SpeechDetector(Detector):
 
     @torch.inference_mode()
     def launch(self, batch: list[tuple[str, Samples]]) -> Callable[[], list[Speech]]:
-        """New samples of some streams, each stream once -> the frames they complete, in the order of the batch.
+        """Process new samples, each stream at most once. Returns a call for the frames that they complete, in the order
+        of the batch.
 
-        If it raises, nothing was heard of any of them: they can be sent again, without the one that is to blame.
+        If it raises, no stream has changed: the samples can be passed again without the stream that failed.
         """
         self._slots.check(batch)
         pieces = [self._take(stream, samples) for stream, samples in batch]
@@ -185,7 +187,7 @@ class SpeechDetector(Detector):
         return Speech(stream, sample, frames * FRAME_SAMPLES, [stream_state.probability] if frames else [])
 
     def _take(self, stream: str, samples: Samples) -> _Piece:
-        """Cut the frames that are complete now; the rest is for the next call. Changes nothing."""
+        """Cut the complete frames; the rest is carried over to the next call. Changes no state."""
         stream_state = self._stream_states[stream]
         heard = np.concatenate((stream_state.carried, samples))
         count = (len(heard) - CONTEXT_SAMPLES) // FRAME_SAMPLES
@@ -201,17 +203,17 @@ class SpeechDetector(Detector):
         return _Piece(stream_state, frames if all(due) else frames[due], due, rest, silent_frames)
 
     def _compute(self, pieces: list[_Piece]) -> list[list[float]]:
-        """Probabilities of each piece's due frames.
+        """Return the probabilities of each piece's due frames.
 
-        Streams are put in order of their frame counts, the longest first, and frames in order of time: frame k of all
-        streams that have one is then a slice, and those streams are the first rows of the state.
+        Streams are sorted by frame count, the longest first, and frames by time: frame k of all streams that have one
+        is then a slice, and these streams are the first rows of the state.
         """
         order = sorted((i for i, piece in enumerate(pieces) if len(piece.frames)), key=lambda i: -len(pieces[i].frames))
         results: list[list[float]] = [[] for _ in pieces]
         if not order:
             return results
         counts = [len(pieces[i].frames) for i in order]
-        # starts[k] is the row of frame k of the first stream; its frame k + 1 comes after frame k of all the others.
+        # starts[k] is the row of frame k of the first stream; its frame k + 1 follows frame k of all other streams.
         starts = np.zeros(counts[0] + 1, np.int64)
         for count in counts:
             starts[1 : count + 1] += 1
@@ -236,13 +238,13 @@ class SpeechDetector(Detector):
         for start, end in pairwise(starts):
             streams = end - start
             if streams < len(hidden):
-                # The streams behind these have no more frames: their state is complete.
+                # The streams after these have no more frames: their state is final.
                 complete.append((slots[streams:], hidden[streams:], cell[streams:]))
                 slots, hidden, cell = slots[:streams], hidden[:streams], cell[:streams]
             hidden, cell = self._model.step(gates[start:end], hidden, cell)
             after_each.append(hidden)
         values: NDArray[np.float32] = self._model.probability(torch.cat(after_each)).cpu().numpy()
-        # Only now: what raised before this has changed nothing.
+        # Store the state last, so that an error before this changes nothing.
         for state in [*complete, (slots, hidden, cell)]:
             self._keep(*state)
         return values
@@ -254,8 +256,7 @@ class SpeechDetector(Detector):
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Whatever the model uses: at this size threads wait for each other longer than they compute, and the more cores a
-    machine has the longer."""
+    """Use one thread, whatever the model uses: at this size threads wait for each other longer than they compute."""
     threads = torch.get_num_threads()
     if threads == 1:
         yield
@@ -267,49 +268,50 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-# Speech probabilities for many streams at once, on the device that also runs the model.
-#
-# What a stream has heard stays on the device, by slot: the recurrent state, the samples that do not fill a frame yet,
-# the length of its digital silence. A round takes at most `ROUND_SAMPLES` new samples of each stream and computes the
-# up to three frames that they complete, those of all streams side by side, in places that do not move: on CUDA a
-# round is a recording. The host counts samples and never waits for a probability before somebody asks for it.
-#
-# Samples are uploaded for this once more, although those of most items lie in the buffers of a step: audio that is in
-# the encoder cache already, a gap, and audio that no step will read have to be listened to as well.
-
-# What a live stream hears at once. Longer pieces, which only backlog has, take several rounds.
+# Samples of a live stream in one piece. Longer pieces, which only uploads have, take several rounds.
 ROUND_SAMPLES = 1280
-# More streams than this take turns.
+# Most streams in one round; more streams take several rounds.
 LARGEST_ROUND = 512
 
-# A frame may lack one sample before the new ones come.
+# Up to a frame less one sample may wait before the new samples.
 _ROW_SAMPLES = CONTEXT_SAMPLES + FRAME_SAMPLES - 1 + ROUND_SAMPLES
 _MOST_FRAMES = (FRAME_SAMPLES - 1 + ROUND_SAMPLES) // FRAME_SAMPLES
 
 
 @dataclass(slots=True, eq=False)
 class _DeviceStream:
-    """What the host knows of one stream."""
+    """The host's state of one stream."""
 
     slot: int
-    # First sample of the next frame, and how many of its samples are there.
+    # First sample of the next frame, and how many of its samples have arrived.
     sample: int
     waiting: int = 0
 
 
 @dataclass(slots=True)
 class _Round:
-    """Who took part in a round, where each one's first frame starts, how many frames there were, and the answers."""
+    """One round: its streams and their results."""
 
     streams: Sequence[str]
     stream_states: Sequence[_DeviceStream]
+    # First sample of each stream's first frame.
     samples: list[int]
+    # Number of frames that each stream completed.
     frames: list[int]
     answers: Download
 
 
 class DeviceSpeechDetector(Detector):
-    """Streams are opened, fed in batches, and closed; at most `max_streams` are open at a time."""
+    """Detector on the device that also runs the model; at most `max_streams` streams are open at a time.
+
+    The device holds, by slot, the recurrent state, the samples that do not fill a frame yet, and the length of the
+    digital silence. A round takes at most `ROUND_SAMPLES` new samples of each stream and computes the up to three
+    frames that they complete, for all streams in one batch, in fixed buffers: on CUDA a round is a recorded graph. The
+    host counts samples, and waits for probabilities only when they are read.
+
+    Samples are uploaded separately, although a step's buffers hold those of most items: audio that is already in the
+    encoder cache, gaps, and audio that no step reads must be processed too.
+    """
 
     overlaps_steps = True
 
@@ -319,12 +321,12 @@ class DeviceSpeechDetector(Detector):
         rows = max_streams + 1  # the last slot belongs to the empty rows of a padded round
         self._hidden = torch.zeros(rows, STATE_SIZE, device=device)
         self._cell = torch.zeros(rows, STATE_SIZE, device=device)
-        # The context of the next frame and what is there of the frame itself, from the left.
+        # The context of the next frame and its samples so far, left-aligned.
         self._carried = torch.zeros(rows, _SPAN_SAMPLES, device=device)
         self._silent_frames = torch.zeros(rows, dtype=torch.int64, device=device)
         self._probability = torch.zeros(rows, device=device)
         self._capacity = min(max_streams, LARGEST_ROUND)
-        # Of each row: its slot, the samples that waited, the samples that are new.
+        # For each row: its slot, the number of waiting samples, the number of new samples.
         self._numbers = torch.zeros(3, self._capacity, dtype=torch.int64, device=device)
         self._numbers[0] = max_streams
         self._samples = torch.zeros(self._capacity, ROUND_SAMPLES, device=device)
@@ -352,8 +354,8 @@ class DeviceSpeechDetector(Detector):
 
     @torch.inference_mode()
     def launch(self, batch: list[tuple[str, Samples]]) -> Callable[[], list[Speech]]:
-        """New samples of some streams, each stream once. Returns at once; the call that it returns waits for what was
-        found, and leaves out streams that were closed meanwhile. If it raises, nothing was heard of any stream."""
+        """Process new samples, each stream at most once, without waiting for the device. The returned call waits for
+        the results, and leaves out streams that were closed meanwhile. If it raises, no stream has changed."""
         self._slots.check(batch)
         self._begin_fresh()
         rounds: list[_Round] = []
@@ -376,7 +378,7 @@ class DeviceSpeechDetector(Detector):
         return Speech(stream, sample, frames * FRAME_SAMPLES, probabilities)
 
     def _begin_fresh(self) -> None:
-        """Streams that were opened since the last round have heard nothing."""
+        """Clear the state of streams that were opened since the last round."""
         if self._fresh:
             slots = upload(np.array(self._fresh, np.int64), self._device)
             self._fresh = []
@@ -384,7 +386,7 @@ class DeviceSpeechDetector(Detector):
                 state.index_fill_(0, slots, 0)
 
     def _run(self, batch: list[tuple[str, Samples]]) -> _Round:
-        """One round, with at most `ROUND_SAMPLES` of each stream."""
+        """Run one round, with at most `ROUND_SAMPLES` of each stream."""
         streams, pieces = zip(*batch, strict=True)
         stream_states = [self._stream_states[stream] for stream in streams]
         count = len(stream_states)
@@ -425,7 +427,7 @@ class DeviceSpeechDetector(Detector):
         self._samples[: len(pieces)].copy_(host, non_blocking=True)
 
     def _read_all(self, rounds: Sequence[_Round]) -> list[Speech]:
-        """One answer for each stream, however many rounds it took part in."""
+        """Return one Speech per stream, joined over all rounds."""
         found: dict[str, Speech] = {}
         for part in rounds:
             for speech in self._read(part):
@@ -446,9 +448,9 @@ class DeviceSpeechDetector(Detector):
         ]
 
     def _round(self, size: int) -> None:
-        """The first `size` rows. Reads and writes fixed places only, so that it can be recorded."""
+        """Compute the first `size` rows. Reads and writes fixed buffers only, so that it can be recorded."""
         slots, waiting, new = self._numbers[:, :size].unbind()
-        # What waited, then what is new: the new samples move up to where the waiting ones end.
+        # The waiting samples, then the new ones, moved to where the waiting ones end.
         come = torch.cat([self._carried[slots], self._samples[:size]], dim=1)
         waits_until = (CONTEXT_SAMPLES + waiting)[:, None]
         source = torch.where(self._columns < waits_until, self._columns, self._columns + _SPAN_SAMPLES - waits_until)
@@ -462,7 +464,7 @@ class DeviceSpeechDetector(Detector):
         for frame in range(_MOST_FRAMES):
             is_there = frame < complete
             silent = torch.where(is_there, torch.where(audible[:, frame], 0, silent + 1), silent)
-            # A settled silence changes nothing, neither the answer nor what is remembered.
+            # A settled silence changes neither the probability nor the state.
             due = is_there & (silent <= SETTLED_FRAMES)
             next_hidden, next_cell = self._model.step(gates[:, frame], hidden, cell)
             probability = torch.where(due, self._model.probability(next_hidden), probability)

@@ -1,11 +1,11 @@
-"""The engine's heartbeat: listen -> plan -> execute -> commit.
+"""The engine's main loop (`EngineLoop`): each step detects speech, plans, executes and commits.
 
-Single-threaded: a shell (a thread, a process) hands commands in and sends one message per step out. A device that works
-by itself computes a plan while the one before it is committed and the next one is made: a frame-synchronous step needs
-nothing from the step before that is not on the device already, and no stream is in both.
+It is single-threaded: the host submits commands and sends the outputs of each step. An asynchronous device computes one
+plan while the host commits the plan before it and makes the next one: a frame-synchronous step needs nothing from the
+step before that is not on the device already, and no stream is in both.
 
-A command that is in error ends its own stream alone, and so does an error nobody foresaw in work for one stream. A
-runner that fails altogether ends the engine, once, and so do books that do not add up any more.
+A bad command ends only its own stream, and so does an unexpected error in the work for one stream. If the runner fails,
+or the scheduler's bookkeeping is inconsistent after an error, the engine stops.
 """
 
 from __future__ import annotations
@@ -56,29 +56,31 @@ from engine.server.stream_state import StreamStates
 
 logger = logging.getLogger(__name__)
 
-# Errors that say "not now" or "not that one" and leave an open stream as it was.
+# Errors that refuse a command and leave an open stream unchanged.
 _REFUSALS = (DuplicateStream, UnknownStream, StreamFinished)
-# Steps that may be under way while the next one is planned, if the runner can do that.
+# Steps that may be under way while the next one is planned, if the runner overlaps steps.
 STEPS_AHEAD = 1
-# The same while all streams are rebuilt or late. A rebuilding step takes the host long to begin: the device has another
-# one to do by then, and nobody is on time who would have to wait for both.
+# The same while all streams are rebuilt or late. The host needs long to launch a rebuilding step, so the device gets a
+# second one to work on; no stream is on time that would have to wait for both.
 STEPS_AHEAD_FOR_NOBODY = 2
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step that may still be computed: its plan, the answers to wait for, how often the detector had been told to
-    listen by then, and when it began."""
+    """A step that the device may still be computing."""
 
     plan: StepPlan
+    # Waits for the results.
     answers: Callable[[], list[DecodeResult]]
+    # Number of detector launches before this step.
     launches: int
+    # Start time in nanoseconds.
     began: int
 
 
 @contextmanager
 def _runner_failures() -> Iterator[None]:
-    """What the runner raises concerns all streams."""
+    """Turn an error of the runner into EngineDead: it concerns all streams."""
     try:
         yield
     except Exception as error:
@@ -86,8 +88,11 @@ def _runner_failures() -> Iterator[None]:
 
 
 class EngineLoop:
-    """`detector` hears speech for turn detection; with `gate` settings, a model hears only what the gate lets by. With
-    `cut` settings, a frame-synchronous model does not hear long silences."""
+    """Executes commands and runs steps over all streams of an engine.
+
+    `detector` computes speech probabilities. With `gate` settings, a windowed model only gets audio that passes the
+    speech gate. With `cut` settings, a frame-synchronous model skips long silences.
+    """
 
     def __init__(
         self,
@@ -104,7 +109,7 @@ class EngineLoop:
         self._launched: deque[LaunchedStep] = deque()
         self._uploads = UploadBudget(scheduler, self.meter.position_cost, runner.pauses_uploads, clock)
         self._rebuild = RebuildBudget(scheduler)
-        # Called with the streams and positions about to be computed: if the engine dies now, they are the suspects.
+        # Called with the streams and positions about to be computed: if the engine dies now, they are crash suspects.
         self.announce: Callable[[list[Target]], None] | None = None
         self._outbox: list[Output] = []
         self._cut = SilenceSkipper(scheduler, None if detector is None else cut, self._say)
@@ -112,14 +117,14 @@ class EngineLoop:
         if detector is not None:
             hear = self._cut.judge
             self._listener = Listener(scheduler, detector, gate, self._say, self._announce, self._blame, hear)
-        # Windowed models save their state; one with a token per position is replayed by its tokens.
+        # Streams of windowed models are rebuilt from saved states, those of frame-synchronous models from their tokens.
         self._states: StreamStates | None = None
         if runner.saves_state:
             self._states = StreamStates(scheduler, runner, self._listener, self._blame)
-        # Whether a stream in which nobody speaks takes part in no steps.
+        # Whether silent streams take part in no steps.
         self.silence_is_free = gate is not None
         self._dead = False
-        # Somebody was blamed: the books are to be checked. If they do not add up, this is why.
+        # A stream was ended by an unexpected error: check the bookkeeping. `_broken` is why the engine must stop.
         self._in_doubt = False
         self._broken: Exception | None = None
         self._steps = 0
@@ -133,7 +138,7 @@ class EngineLoop:
         }
 
     def submit(self, commands: Iterable[Command], now: int) -> None:
-        """Take commands in; `now` is their arrival and decides who goes first. Errors come out with the next step."""
+        """Execute commands; `now` is their time of arrival. Errors are reported with the next step's outputs."""
         self._check_alive()
         handlers = self._handlers
         for command in commands:
@@ -144,7 +149,7 @@ class EngineLoop:
             except StreamError as error:
                 self.scheduler.fail(error)
             except EngineDead as error:
-                self._broken = error  # the next step says so
+                self._broken = error  # the next step reports it
                 return
             except Exception as error:
                 self._blame(command.stream, error)
@@ -153,7 +158,7 @@ class EngineLoop:
         self._check_books()
 
     def step(self) -> StepOutput | None:
-        """Run one step over everything that is due; None if there was nothing to do or say."""
+        """Run one step over all streams with work. Returns None if there are no outputs."""
         self._check_alive()
         outputs: list[Output] = []
         if self._broken is None:
@@ -167,7 +172,7 @@ class EngineLoop:
         return self._message(outputs) if outputs else None
 
     def _run_step(self, outputs: list[Output]) -> None:
-        """All there is to say comes into `outputs`, also if this raises: then nobody in particular is to blame."""
+        """Run one step and append its outputs, also if this raises. An error here concerns all streams."""
         self.meter.begin()
         live_share = self._listen()
         self.meter.times.speech_ns = self.meter.lap()
@@ -190,7 +195,7 @@ class EngineLoop:
         self._forget_ended(outputs)
 
     def _say_the_rest(self, outputs: list[Output]) -> None:
-        """Nothing is under way and nothing is to be planned."""
+        """Append the remaining outputs when nothing is under way and nothing is to be planned."""
         if self._listener is not None:
             self._listener.collect(self._listener.launches)
             outputs += self._take_outbox()
@@ -199,19 +204,19 @@ class EngineLoop:
 
     @property
     def _most_ahead(self) -> int:
-        """Steps that may be under way after one was planned. A stream that may have killed an engine is computed while
-        nothing else is: if the engine dies again, it is clear who it was."""
+        """Steps that may be under way after one was planned. A crash suspect is computed while nothing else is, so that
+        a second crash identifies the stream."""
         if not self.runner.overlaps_steps or self.scheduler.suspect_is_near:
             return 0
         return STEPS_AHEAD_FOR_NOBODY if self._rebuild.has_the_device else STEPS_AHEAD
 
     @property
     def is_flying(self) -> bool:
-        """Whether a step is under way: what it holds may still be the end of the engine."""
+        """Whether a step is under way: its streams are still crash suspects if the engine dies."""
         return bool(self._launched)
 
     def has_work(self) -> bool:
-        """Whether another step would do something without another command."""
+        """Whether another step would do something without a new command."""
         listening = self._listener is not None and self._listener.has_work
         saying = self._outbox or self._broken is not None or self.scheduler.has_replies()
         return bool(self._launched or listening or saying or self.scheduler.has_work())
@@ -221,7 +226,7 @@ class EngineLoop:
             raise EngineDead("the engine has failed; start it anew")
 
     def _listen(self) -> float:
-        """Returns what part of the listening was for live streams."""
+        """Run the speech detector. Returns the share of the audio that belongs to live streams."""
         if self._listener is None or not self._listener.has_work:
             return 0.0
         self._listener.listen()
@@ -238,7 +243,7 @@ class EngineLoop:
         return plan
 
     def _targets(self, plans: Iterable[StepPlan]) -> list[Target]:
-        """What the runner is about to do, or does: positions to compute, and streams to open, which may have states."""
+        """Return what the runner computes in these plans: positions, and streams to open, which may restore a state."""
         found = [(task.stream, task.start, task.end) for part in plans for task in part.decode]
         computed = {name for name, *_ in found}
         for part in plans:
@@ -255,7 +260,8 @@ class EngineLoop:
             return LaunchedStep(plan, self.runner.launch(plan, self._uploads.time_is_up), launches, began)
 
     def _commit(self, outputs: list[Output], most_ahead: int) -> StepPlan | None:
-        """Take in the oldest steps until so many are under way; the last one that was. Waits for the device."""
+        """Commit the oldest steps until `most_ahead` are under way; returns the plan committed last. Waits for the
+        device."""
         meter, plan = self.meter, None
         while len(self._launched) > most_ahead:
             launched = self._launched.popleft()
@@ -276,7 +282,7 @@ class EngineLoop:
         return plan
 
     def _judged(self, plan: StepPlan, outputs: list[Output]) -> list[Output]:
-        """The same outputs; texts say what the model thinks of what it heard, if it does."""
+        """Add language and no-speech probability to the texts, if the model provides them. Returns the outputs."""
         if self.runner.judges_windows:
             slots = {task.stream: task.slot for task in plan.decode}
             for output in outputs:
@@ -289,7 +295,7 @@ class EngineLoop:
             self.announce(self._cut.on_gateway_count(targets))
 
     def reached(self, name: str) -> int:
-        """How far an open stream is on its gateway's count; what was cut out of it is done."""
+        """Return the computed position of an open stream on its gateway's count; skipped silence counts as computed."""
         return self._cut.gateway_count(name, self.scheduler.streams[name].computed)
 
     # Commands.
@@ -355,18 +361,18 @@ class EngineLoop:
                 self._forget(output.stream)
 
     def _forget(self, name: str) -> None:
-        """Harmless for a stream that was never there. At once: the next command may open another of this name."""
+        """Drop all state of a stream, if any. Done at once: the next command may open a stream of the same name."""
         self._cut.close(name)
         if self._listener is not None:
             self._listener.close(name)
         if self._states is not None:
             self._states.forget(name)
 
-    # Errors nobody foresaw.
+    # Unexpected errors.
 
     def _blame(self, name: str, error: Exception) -> None:
-        """It came up in work for this stream, so this stream ends; the others do not notice."""
-        logger.error("stream %s ends because of an error nobody foresaw; the others go on", name, exc_info=error)
+        """End the stream whose work raised an unexpected error; other streams continue."""
+        logger.error("stream %s ends because of an unexpected error; other streams go on", name, exc_info=error)
         text = f"the engine failed on this stream ({type(error).__name__}); its log says why, other streams go on"
         self._in_doubt = True
         try:
@@ -381,17 +387,17 @@ class EngineLoop:
             self._blame(name, error)
 
     def _check_books(self) -> None:
-        """Between steps, after somebody was blamed: go on only if nothing of the other streams was touched."""
+        """After an unexpected error in one stream: stop the engine if the bookkeeping of the others is inconsistent."""
         if not self._in_doubt:
             return
         self._in_doubt = False
         try:
             self.scheduler.check_integrity()
         except Exception as error:
-            self._broken = EngineDead(f"the scheduler's books do not add up after an error: {error}")
+            self._broken = EngineDead(f"the scheduler's bookkeeping is inconsistent after an error: {error}")
 
     def _die(self, outputs: list[Output], error: Exception) -> StepOutput:
         self._dead = True
-        logger.error("the engine stops, for every stream", exc_info=error)
+        logger.error("the engine stops, and with it every stream", exc_info=error)
         why = str(error) if isinstance(error, EngineDead) else f"the engine failed: {type(error).__name__}: {error}"
         return self._message([*outputs, Dead(why)])

@@ -1,9 +1,9 @@
-"""What steps cost, measured as the engine runs: a part for the step and a part for each stream or position in it.
+"""Measures the cost of steps while the engine runs, and derives load, upload and rebuild budgets from it.
 
-How busy an engine is says little about how many more streams it holds: a model that batches is busy all the time long
-before it is full, and one that does not is full when it is busy. The two parts tell them apart. They come from least
-squares over the last steps, older ones counting less and less: a machine that was busy with something else a while
-ago is forgotten.
+The cost of a step has a fixed part and a part per stream (or position). Load alone does not tell how many more streams
+an engine can hold: a model that batches is always busy long before it is full, one that does not is full when it is
+busy. The two parts distinguish them. They come from least squares over the last steps with decreasing weights, so that
+old disturbances are forgotten.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
 from engine.spec import ModelSpec
 
-# Steps that make a measurement.
+# Steps needed for a measurement.
 ENOUGH_STEPS = 8
-# How long steps are remembered, about; but not more of them than this, and the newest alone is never believed.
+# Steps are averaged over about this time. The weight of the newest step stays within these bounds.
 MEMORY_NS = 20e9
 LEAST_SHARE_OF_NEWEST, MOST_SHARE_OF_NEWEST = 1 / 256, 1 / ENOUGH_STEPS
-# Until batches of different sizes have run, a shared cost cannot be told from the streams' own, and all of it counts as
-# the streams' own. At this variance of batch sizes, that assumption and the measured slope weigh the same.
+# Until batches of different sizes have run, the fixed part cannot be separated, and all cost counts as per-stream cost.
+# At this variance of batch sizes, that assumption and the measured slope have equal weight.
 DOUBT = 0.05
-# No stream is free, whatever the steps say.
+# Lower bound of the cost per stream, as a share of the mean cost.
 LEAST_SHARE_OF_MEAN = 0.01
 
 
 class StepCost:
-    """Splits the cost of steps of different sizes, in streams or in positions: a fixed part and a part for each."""
+    """Splits the cost of steps of different sizes (streams or positions) into a fixed part and a part per unit."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -37,7 +37,7 @@ class StepCost:
         self._ns = self._size_squared = self._product = 0.0
 
     def add(self, size: int, ns: float, now_ns: int) -> float:
-        """A step of this size took so long. Returns the share that it has in what is known from now on."""
+        """Add a step of this size that took `ns`. Returns the weight it has in the averages."""
         self._steps += 1
         since_last = (now_ns - self._last_ns) / MEMORY_NS
         self._last_ns = now_ns
@@ -49,8 +49,7 @@ class StepCost:
         return share
 
     def parts(self) -> tuple[float, float] | None:
-        """Nanoseconds that a step takes however small it is, and that each of its size adds; None while too little has
-        been measured."""
+        """Return the nanoseconds of the fixed part and per unit of size; None while too little has been measured."""
         if self._steps < ENOUGH_STEPS:
             return None
         mean = self._ns / self.mean_size
@@ -62,39 +61,36 @@ class StepCost:
 
 
 class LiveCost:
-    """What live streams cost, as shares of the engine's time."""
+    """The cost of live streams, as shares of the engine's time."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: what was measured so far is not how it will be."""
+        """Discard all measurements, because they do not represent normal operation."""
         self._cost = StepCost()
         self._audio_ns = 0.0
 
     def add(self, streams: int, ns: float, audio_ns: float, now_ns: int) -> None:
-        """A step took so long for so many live streams, which heard so much new audio in it, all together."""
+        """Add a step of `ns` for this many live streams, with `audio_ns` of new audio in total."""
         self._audio_ns += self._cost.add(streams, ns, now_ns) * (audio_ns - self._audio_ns)
 
     def shares(self) -> tuple[float, float]:
-        """Of the engine's time: what steps take however few streams there are, and what each stream adds.
+        """Return the shares of the engine's time for the fixed part of steps, and per stream.
 
         Both are 0 while too little has been measured.
         """
         parts = self._cost.parts()
         if parts is None:
             return 0.0, 0.0
-        # How often a stream that speaks takes part in a step.
+        # Nanoseconds between two steps of an active stream.
         period_ns = self._audio_ns / self._cost.mean_size
         return parts[0] / period_ns, parts[1] / period_ns
 
 
-# Where the time of steps goes, part by part, and what of it live streams cause.
-
-
 @dataclass(slots=True)
 class StepTimes:
-    """Where the last step's time went, in nanoseconds, and what it did."""
+    """The time of the last step by part, in nanoseconds, and its size."""
 
     speech_ns: int = 0
     plan_ns: int = 0
@@ -102,14 +98,14 @@ class StepTimes:
     commit_ns: int = 0
     streams: int = 0
     positions: int = 0
-    # The part of it that live streams caused, and what of that was listening for speech.
+    # Time spent on live streams, and the part of it that was speech detection.
     live_ns: float = 0.0
     live_speech_ns: float = 0.0
 
 
 @dataclass(slots=True)
 class StepTotals:
-    """Where all steps' time went since the start, in nanoseconds."""
+    """The time of all steps since the start by part, in nanoseconds."""
 
     steps: int = 0
     speech_ns: int = 0
@@ -134,17 +130,17 @@ class StepTotals:
 
 
 class StepMeter:
-    """One lap for each part of a step. `account` says what a plan cost, and `end` adds the step to the totals."""
+    """Measures the parts of a step (`lap`). `account` records the cost of a plan, `end` adds the step to the totals."""
 
     def __init__(self, spec: ModelSpec, clock: Callable[[], int]) -> None:
         self.times = StepTimes()
         self.totals = StepTotals()
         self.live_cost = LiveCost()
-        # What steps cost for the positions they read, whoever's they are.
+        # Cost of steps by the positions they read, of live streams and uploads.
         self.position_cost = StepCost()
         self._position_ns = spec.samples_per_position * 1e9 / spec.sample_rate
         self._clock = clock
-        # The end of the last lap, and of the last plan that was committed.
+        # Time of the end of the last lap, and of the last commit.
         self.mark = 0
         self._committed_at = 0
 
@@ -153,13 +149,13 @@ class StepMeter:
         self.mark = self._clock()
 
     def lap(self) -> int:
-        """Nanoseconds since the lap before."""
+        """Return the nanoseconds since the previous lap."""
         before, self.mark = self.mark, self._clock()
         return self.mark - before
 
     def account(self, plan: StepPlan, began: int) -> int:
-        """The plan that was begun then is committed now. Plans may overlap: the time for which two were under way
-        counts for the first, which the second had to wait for. Returns the nanoseconds that it took."""
+        """Record a plan that was begun at `began` and is committed now; returns its nanoseconds. If plans overlap, the
+        common time counts for the first one, because the second had to wait for it."""
         times = self.times
         times.streams = len(plan.decode)
         times.positions = sum(task.end - task.start for task in plan.decode)
@@ -170,76 +166,68 @@ class StepMeter:
             self.position_cost.add(read, ns, self.mark)
         live_ns = ns * _live_part(plan, read)
         times.live_ns += live_ns
-        # Streams that heard nothing new cost nothing worth counting: their text was there already.
+        # Streams without new positions cost almost nothing: their text was ready.
         heard = [task.end - task.start for task in plan.decode[: plan.live] if task.end > task.start]
         if heard and not plan.rebuilt:
             self.live_cost.add(len(heard), live_ns, sum(heard) * self._position_ns, self.mark)
         return ns
 
     def end(self, live_share_heard: float) -> None:
-        """The step is over. `live_share_heard` is the part of the listening that was for live streams."""
+        """The step is over. `live_share_heard` is the share of speech detection that was for live streams."""
         self.times.live_speech_ns = self.times.speech_ns * live_share_heard
         self.times.live_ns += self.times.live_speech_ns
         self.totals.add(self.times)
 
 
 def _live_part(plan: StepPlan, read: int) -> float:
-    """What part of a plan's work is for live streams; all of it reads so many positions."""
+    """Return the share of a plan's work that is for live streams; the whole plan reads `read` positions."""
     live = plan.live
     if live in (0, len(plan.decode)):
         return float(live > 0)
     return sum(task.end - task.base for task in plan.decode[:live]) / read
 
 
-# What the next step may spend on backlog, so that live streams do not wait for it.
-#
-# A step is never broken off for a live frame that comes meanwhile: the frame waits until the step is over. So backlog
-# gets a small part of the time that live audio takes to come, in one of two ways:
-#
-# - A runner that can lay backlog aside works on it until its time is up, and goes on in a later step. Live streams
-# have their steps to themselves, so that their words do not wait for backlog that runs beside them. When they leave
-# no step over, backlog gets one piece of work between two of theirs: it never stands still, and the busier live
-# streams are, the longer their steps and the smaller its part. - Other runners compute a step as one batch, in which
-# backlog is cheap. There it gets as many positions as measured steps say fit into its time, and at least what one of
-# its streams needs.
+# Budgets of uploads and rebuilds.
 
-# Of the time in which a live stream hears what makes its next step.
+# Time for uploads in a step, as a share of the duration of a stride.
 SHARE_OF_STRIDE = 0.1
-# Of the same time, a step that rebuilds streams, between two of live ones: while most live streams are on time, and
-# while more of them are rebuilt. And the fewest positions that it rebuilds.
+# The same for a step that rebuilds streams: while most live streams are on time, and while most are being rebuilt. And
+# the fewest positions of such a step.
 SHARE_FOR_REBUILDING, SHARE_FOR_MOST = 0.25, 0.5
 LEAST_REBUILD_POSITIONS = 256
-# While nobody is on time, it rebuilds so many for each stream that lost its engine: some streams at a time.
+# Positions per recovering stream in a rebuilding step while no stream is on time.
 POSITIONS_A_STREAM = 16
-# One step in so many takes twice as much: steps of one size do not show what a position costs.
+# One step in this many gets twice the positions: steps of equal size do not show the cost of a position.
 PROBE_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Who takes part in the next step: live streams or not, and backlog with how many positions (None: any number)."""
+    """What the next step contains: live streams or not, and how many positions of uploads (None: any number)."""
 
     live: bool = True
     upload_positions: int | None = None
 
 
 class RebuildBudget:
-    """Streams that lost their engine are computed again in steps of their own, between two of live streams: a live
-    frame never waits for more than one of them. While nobody else is live, or was rebuilt and has not caught up, such a
-    step takes all that its limit allows; beside streams that are on time, what keeps it short, by what the last ones
-    took."""
+    """Decides how many positions the next step rebuilds.
+
+    Rebuilds run in steps of their own, between two steps of live streams, so that live audio never waits for more than
+    one of them. While no stream is on time, the limit alone bounds such a step; else it is kept short, by the measured
+    cost of the last ones.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         spec = scheduler.spec
         self._scheduler = scheduler
         self._most = scheduler.limits.rebuild_positions
         self._stride_ns = spec.stride_positions * spec.samples_per_position * 1e9 / spec.sample_rate
-        # What a position costs, by the last steps; the first one is small.
+        # Measured nanoseconds per position. The initial value keeps the first step small.
         self._position_ns = SHARE_FOR_REBUILDING * self._stride_ns / LEAST_REBUILD_POSITIONS
         self._is_next = False
 
     def positions(self) -> int:
-        """Positions that the step about to be planned rebuilds, and nothing else; 0: it rebuilds none."""
+        """Return the positions of a step that only rebuilds; 0: the next step rebuilds nothing."""
         scheduler = self._scheduler
         if not scheduler.rebuild_waits:
             self._is_next = False
@@ -250,25 +238,36 @@ class RebuildBudget:
         self._is_next = False
         on_time = scheduler.on_time
         if not on_time:
-            # Few streams take turns in smaller steps: else all of them would be rebuilt at the end, and none before.
+            # With few streams smaller steps: else all of them would be ready only at the end.
             return min(self._most, max(self._most // 4, POSITIONS_A_STREAM * len(scheduler.recovering)))
         share = SHARE_FOR_REBUILDING if on_time >= len(scheduler.rebuilding) else SHARE_FOR_MOST
         return min(self._most, max(LEAST_REBUILD_POSITIONS, int(share * self._stride_ns / self._position_ns)))
 
     @property
     def has_the_device(self) -> bool:
-        """Whether streams are rebuilt and nobody is on time."""
+        """Whether streams are being rebuilt and no stream is on time."""
         return bool(self._scheduler.rebuilding) and not self._scheduler.on_time
 
     def account(self, rebuilt: int, ns: int) -> None:
-        """A step that rebuilt so many positions took so long. One step that took much longer than those before, such as
-        one that loaded a kernel, changes little."""
+        """Record a step that rebuilt this many positions in `ns`. An outlier, such as a step that loaded a kernel,
+        changes the estimate by a bounded factor."""
         if rebuilt >= LEAST_REBUILD_POSITIONS // 2:
             found = min(max(ns / rebuilt, 0.5 * self._position_ns), 2.0 * self._position_ns)
             self._position_ns += 0.5 * (found - self._position_ns)
 
 
 class UploadBudget:
+    """Decides how much of the next step uploads get, so that live streams do not wait for them.
+
+    A step is not interrupted for live audio that arrives meanwhile, so uploads get a small share of a stride's time:
+
+    - A runner that can pause uploads works on them until the time is up, and continues in a later step. Live streams
+      have steps of their own, so their words do not wait for uploads. When live streams always wait, one piece of
+      uploads runs between two of their steps: uploads always make progress, and less of it the busier live streams are.
+    - Other runners compute a step as one batch, in which uploads are cheap. They get as many positions as fit into
+      their time by the measured cost, and at least what one upload needs.
+    """
+
     def __init__(self, scheduler: Scheduler, position_cost: StepCost, pauses: bool, clock: Callable[[], int]) -> None:
         spec = scheduler.spec
         self._scheduler = scheduler
@@ -282,7 +281,7 @@ class UploadBudget:
         self._bounded_steps = 0
 
     def shares(self) -> Shares:
-        """For the step that is about to be planned."""
+        """Return the shares of the step that is about to be planned."""
         scheduler = self._scheduler
         if not scheduler.uploads_wait:
             return Shares()

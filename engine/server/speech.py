@@ -1,22 +1,9 @@
-"""Which stretches of a stream a windowed model should hear at all, from speech probabilities.
+"""Finds speech in the streams of an engine and decides which audio the model gets.
 
-A model that rereads a window makes up words when nobody speaks, and a window without speech is wasted work. The gate
-stands in front of it: it lets silence and noise go by unheard, holds audio back while it is in doubt, opens when it is
-convinced, and says where an utterance has ended, so that its text becomes final.
-
-    QUIET --evidence above zero--> DOUBTFUL --enough evidence--> OPEN --quiet for the hang-over--> QUIET
-                                       `--evidence back at zero--> QUIET
-
-An utterance of a file may be longer than what a model can hear at once. It is cut where it is quiet then, and goes on.
-
-A pause in an utterance is told long before it has lasted for the hang-over. The model can hear the utterance up to
-there meanwhile; if nobody speaks on, it ends at the pause, and its text is there without another look.
-
-Evidence is a running sum of the frames' log-odds of speech, never below zero. Coughs and music reach high probabilities
-now and then; people who speak reach very high ones and stay there, so their evidence mounts many times faster. How much
-is enough depends on what went before: in a conversation a short "yes" is likely, and little evidence will do.
-
-Pure: time is a count of samples, and the cut of the audio into calls changes nothing but when the caller hears of it.
+`Listener` runs the speech detector over all pending audio before a step is planned, sends the result as `Speech`, and
+applies the decisions of the gates to the scheduler. `SpeechGate` decides for one stream of a windowed model,
+`PendingAudio` holds audio that the detector has not seen, `LastSpeech` finds the end of the last speech for
+frame-synchronous models, and `TurnEnds` finds the ends of turns.
 """
 
 from __future__ import annotations
@@ -43,13 +30,13 @@ from engine.spec import ModelSpec
 _SAMPLE_RATE = 16_000
 _SAMPLES_PER_MS = _SAMPLE_RATE // 1000
 
-# Log-odds that count neither for nor against speech (a probability of 0.73), and the most one frame can add or take.
+# Log-odds that count neither for nor against speech (a probability of 0.73), and the most a frame can add or subtract.
 _NEUTRAL_LOG_ODDS = 1.0
 _MOST_FOR = 6.0
 _MOST_AGAINST = -1.0
-# Frames over which it must be calm where an utterance is cut.
+# Frames over which the probability is averaged to find where a long utterance is split.
 _CALM_FRAMES = 8
-# Keeps the odds finite.
+# Probabilities are clamped this far from 0 and 1, so that the log-odds stay finite.
 _SURE = 1e-4
 
 
@@ -59,24 +46,24 @@ class GateSettings:
 
     # Evidence that opens the gate: a quarter of a second that leaves no doubt, or a second at a probability of 0.9.
     evidence: float = 1.5
-    # Evidence that is enough if somebody spoke within the last `conversation_samples`.
+    # Evidence that is enough if there was speech within the last `conversation_samples`.
     conversation_evidence: float = 0.2
     conversation_samples: int = 10_000 * _SAMPLES_PER_MS
-    # Audio kept from before the first evidence: soft beginnings of words are noticed late.
+    # Audio kept from before the first evidence: soft beginnings of words are detected late.
     pre_roll_samples: int = 512 * _SAMPLES_PER_MS
-    # Below this probability nobody speaks. Quiet of `pause_samples` is a pause of the utterance, and quiet of
-    # `hang_over_samples` is its end.
+    # A frame below this probability is silence. Silence of `pause_samples` is a pause of the utterance; silence of
+    # `hang_over_samples` ends it.
     stop_threshold: float = 0.35
     pause_samples: int = 96 * _SAMPLES_PER_MS
     hang_over_samples: int = 608 * _SAMPLES_PER_MS
-    # Audio is held back for doubt no longer than this.
+    # Doubtful audio is held back no longer than this.
     hold_samples: int = 5_000 * _SAMPLES_PER_MS
-    # An utterance longer than this is cut where it was quietest since it was half as long (None: it is never cut).
+    # A longer utterance is split at the quietest place in its second half (None: it is never split).
     longest_samples: int | None = None
 
     def for_files(self, longest_samples: int) -> GateSettings:
-        """Nobody waits for the next word of a file, so pauses stay in its windows: a model that hears a pause and what
-        follows it knows best whether a sentence ended there. A long silence would be wasted work."""
+        """Return the settings for uploads. Latency does not matter there, so pauses stay in the windows: a model that
+        gets a pause and the audio after it decides better whether a sentence ended. Long silences are skipped."""
         return replace(
             self,
             pre_roll_samples=1_000 * _SAMPLES_PER_MS,
@@ -98,35 +85,35 @@ class GateSettings:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Audio before `sample` need not be heard. The stream is held: what follows may turn out to be speech."""
+    """The model does not need audio before `sample`. The stream is held: the audio after it may be speech."""
 
     sample: int
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Somebody speaks. The model should hear the stream from `sample` on, until the utterance ends."""
+    """An utterance begins: the model gets the audio from `sample` on, until the utterance ends."""
 
     sample: int
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """The utterance pauses: hear it up to `sample`, then hold. It will end there unless somebody speaks on soon."""
+    """The utterance pauses: compute it up to `sample`, then hold. It ends there unless speech follows soon."""
 
     sample: int
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """The utterance goes on after a pause; at `sample` that became clear."""
+    """The utterance continues after a pause; this was detected at `sample`."""
 
     sample: int
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The utterance is over: commit everything before `sample`, then hold. Speech itself ended at `speech_end`."""
+    """The utterance has ended: commit everything before `sample`, then hold. Speech itself ended at `speech_end`."""
 
     sample: int
     speech_end: int
@@ -134,7 +121,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class SplitUtterance:
-    """The utterance goes on behind `sample`, but it has become too long to be heard as one: commit what lies before."""
+    """The utterance continues after `sample`, but is too long for one window: commit everything before `sample`."""
 
     sample: int
 
@@ -149,7 +136,24 @@ class GateState(Enum):
 
 
 class SpeechGate:
-    """Follows one stream, from the sample its first frame starts at."""
+    """Decides from speech probabilities which audio of one stream a windowed model gets.
+
+    A windowed model makes up words in silence, and a window without speech is wasted work. The gate skips silence and
+    noise, holds doubtful audio back, opens when there is enough evidence of speech, and ends utterances, so that their
+    text becomes final:
+
+        QUIET --evidence above zero--> DOUBTFUL --enough evidence--> OPEN --silence for the hang-over--> QUIET
+                                           `--evidence back at zero--> QUIET
+
+    Evidence is a running sum of the frames' log-odds of speech, never below zero. Coughs and music reach high
+    probabilities for short times; speech reaches very high ones and stays there, so its evidence grows many times
+    faster. In a conversation, where a short "yes" is likely, less evidence is enough.
+
+    A pause is reported long before it has lasted for the hang-over, so that the model can already compute the utterance
+    up to it. If no speech follows, the utterance ends at the pause, and its text is ready.
+
+    Time is a count of samples from the first frame on. The decisions do not depend on how frames are split into calls.
+    """
 
     def __init__(self, settings: GateSettings, sample: int = 0, is_open: bool = False) -> None:
         self.settings = settings
@@ -163,16 +167,16 @@ class SpeechGate:
         self._speech_end = sample
         self._paused_at: int | None = None
         self._last_utterance_end: int | None = None
-        # The last probabilities, and how loud and where the calmest place was at which the utterance could be cut.
+        # The last probabilities; (sum of probabilities, sample) of the best place to split the utterance.
         self._recent: list[float] = []
         self._calmest: tuple[float, int] | None = None
 
     def save(self) -> dict[str, Any]:
-        """All that decides what comes next, as plain data."""
+        """Return the state as plain data."""
         return {**vars(self), "settings": None, "state": self.state.name}
 
     def resume(self, saved: dict[str, Any]) -> None:
-        """Take over the state of a saved gate; the settings stay this gate's own."""
+        """Restore a saved state; the settings stay this gate's own."""
         vars(self).update(saved, settings=self.settings, state=GateState[saved["state"]])
 
     @property
@@ -180,7 +184,7 @@ class SpeechGate:
         return self.state is GateState.OPEN
 
     def judge(self, probabilities: Iterable[float], frame_samples: int) -> list[Decision]:
-        """Take the next frames. Decisions are in order of time, with at most one Skip, the last."""
+        """Judge the next frames. Returns decisions in order of time, with at most one Skip, at the end."""
         decisions: list[Decision] = []
         may_cut = self.settings.longest_samples is not None
         for probability in probabilities:
@@ -200,10 +204,10 @@ class SpeechGate:
         return decisions
 
     def flush(self, sample: int) -> list[Decision]:
-        """Text for everything before `sample` is wanted now: end what is open, give up what is doubtful.
+        """Text for everything before `sample` is wanted now: end an open utterance, skip doubtful audio.
 
         `sample` may lie ahead of the frames seen so far, which trail the audio by up to a frame. An utterance that
-        pauses ends at the pause: nobody has spoken since.
+        pauses ends at the pause, because there has been no speech since.
         """
         if sample < self._sample:
             raise ValueError(f"sample {sample} is past: frames up to sample {self._sample} have been judged")
@@ -213,28 +217,28 @@ class SpeechGate:
         return self._skip(sample)
 
     def flush_at_pause(self) -> list[Decision]:
-        """Text for what was said before the last pause is wanted now. What is doubtful may be the beginning of more."""
+        """Text before the last pause is wanted now. Doubtful audio is kept: it may be the beginning of an utterance."""
         if not self.is_open:
             return []
         return [self._end(self._sample if self._paused_at is None else self._paused_at)]
 
     @property
     def began(self) -> int:
-        """Where there was the first sign of what is heard now, or was heard last."""
+        """Sample of the first evidence of the current or last utterance."""
         return self._speech_start
 
     @property
     def certain_until(self) -> int | None:
-        """Audio before this sample belongs to the utterance, whatever comes; None while nobody speaks."""
+        """Audio before this sample certainly belongs to the utterance; None while the gate is not open."""
         return self._speech_end + self.settings.hang_over_samples if self.is_open else None
 
     @property
     def floor(self) -> int:
-        """Audio before this sample has been dropped, or ended with an utterance."""
+        """Audio before this sample was skipped, or belongs to an utterance that has ended."""
         return self._floor
 
     def _weigh(self, probability: float, frame_samples: int) -> Begin | None:
-        """QUIET and DOUBTFUL: is this speech?"""
+        """In QUIET and DOUBTFUL: add the frame's evidence; returns Begin if there is enough."""
         probability = min(max(probability, _SURE), 1 - _SURE)
         odds = math.log(probability / (1 - probability)) - _NEUTRAL_LOG_ODDS
         self._evidence += min(max(odds, _MOST_AGAINST), _MOST_FOR) * frame_samples / _SAMPLE_RATE
@@ -253,7 +257,7 @@ class SpeechGate:
         return Begin(self._floor)
 
     def _follow(self, probability: float) -> Pause | Resume | End | None:
-        """OPEN: does the utterance pause, go on, has it ended?"""
+        """In OPEN: return whether the utterance pauses, continues after a pause, or ends."""
         if probability >= self.settings.stop_threshold:
             self._speech_end = self._sample
             paused, self._paused_at = self._paused_at is not None, None
@@ -267,7 +271,7 @@ class SpeechGate:
         return self._end(self._paused_at) if quiet >= self.settings.hang_over_samples else None
 
     def _cut_if_long(self, probability: float, frame_samples: int) -> SplitUtterance | None:
-        """OPEN: an utterance that has become too long is cut where it was calmest since it was half as long."""
+        """In OPEN: split an utterance that is too long at the quietest place in its second half."""
         longest = self.settings.longest_samples
         if longest is None or not self.is_open:
             return None
@@ -306,48 +310,46 @@ class SpeechGate:
         return [Skip(sample)]
 
 
-# Audio that waits for the speech detector. A silence that was declared is a number, however long it is.
-
 Samples = NDArray[np.float32]
 
-# So much of a declared silence is listened to: by then speech has ended and the detector's answer does not change.
+# Only this much of a declared silence goes through the detector: after it the probability does not change.
 SETTLING_SECONDS = 2
 
 
 @dataclass(slots=True)
 class PendingSpan:
-    """Samples to listen to, and how long a silence follows them that need not be."""
+    """Samples for the detector, and the length of the declared silence after them that it need not process."""
 
     pieces: list[Samples] = field(default_factory=list)
     silence: int = 0
-    # Samples of silence at the end of the pieces.
+    # Samples of declared silence at the end of the pieces.
     settling: int = 0
 
     def samples(self) -> Samples:
         if len(self.pieces) == 1:
-            return self.pieces[0]  # most live streams, most of the time
+            return self.pieces[0]  # the common case of live streams
         return np.concatenate(self.pieces) if self.pieces else np.zeros(0, np.float32)
 
 
 class PendingAudio:
-    """What has come of one stream since it was listened to."""
+    """Audio of one stream that the detector has not processed. A declared silence is kept as a number."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spans = [PendingSpan()]
-        self.length = 0  # samples to listen to
-        self.end = 0  # where the audio ends that has come
+        self.length = 0  # samples for the detector
+        self.end = 0  # sample at which the received audio ends
         self._spec = spec
         self._settling = SETTLING_SECONDS * spec.sample_rate
 
     def add(self, items: Sequence[Item]) -> int:
-        """Returns where the audio ends that has come."""
+        """Add items; returns the sample at which the received audio ends."""
         spec, end = self._spec, 0
         for item in items:
             count = item.length * spec.samples_per_position if item.samples is None else item.samples
             if item.payload is None or item.payload.ndim > 1:
-                self._add_silence(count)  # features cannot be listened to
+                self._add_silence(count)  # the detector cannot process features
             else:
-                # Without look-around and padding.
+                # Without look-back, look-ahead and padding.
                 self._add_samples(item.payload[spec.look_back_samples : spec.look_back_samples + count])
             end = self.end = item.sample + count
         return end
@@ -369,25 +371,26 @@ class PendingAudio:
         span.silence += count - listened
 
 
-# Where somebody was last heard speaking in a stream, and who waits to be told.
-#
-# A pause is asked for when the audio before it has come, and answered when that audio was listened to: the answer
-# depends on the audio alone, not on when the device said what it had found. Nobody waits for the device for it.
-
 # A frame of at least this probability may be speech.
 SPOKEN = GateSettings().stop_threshold
 
 
 class LastSpeech:
-    """Of one stream, in its samples."""
+    """Finds where the last speech of one stream ended, in samples.
+
+    A question about a pause is asked when the audio before it has arrived, and answered when the detector has processed
+    that audio: the answer depends only on the audio, not on when the device returned its results, and the question does
+    not block.
+    """
 
     def __init__(self) -> None:
-        # Up to where the audio has come, and up to where text was wanted of all of it, whatever was said.
+        # End of the received audio, and end of the audio at the last flush without a pause.
         self.came = self.asked_until = 0
+        # End of the last speech.
         self._until = 0
-        # How far it was listened to, and the shortest frame that was.
+        # End of the audio processed, and the length of the shortest frame so far.
         self._judged = self._frame = 0
-        # Ends of the audio behind which a pause was asked for, and whom to tell.
+        # (end of the audio at the time of the question, callback)
         self._asked: deque[tuple[int, Callable[[int], None]]] = deque()
 
     @property
@@ -395,12 +398,12 @@ class LastSpeech:
         return bool(self._asked)
 
     def ask(self, then: Callable[[int], None]) -> None:
-        """Have `then` told where the last speech ended, in the audio that has come."""
+        """Call `then` with the end of the last speech in the audio received so far, as soon as that is known."""
         self._asked.append((self.came, then))
         self._answer()
 
     def answer_all(self) -> None:
-        """By what is known; no more will be listened to before something else is done."""
+        """Answer all questions with what is known now."""
         while self._asked:
             self._asked.popleft()[1](self._until)
 
@@ -410,7 +413,7 @@ class LastSpeech:
             return
         self._frame = min(self._frame, frame) or frame
         if self._asked:
-            self._answer()  # it may be the first frame, so that its length was not known
+            self._answer()  # this may be the first frame; before it the frame length was not known
             for number in range(count):
                 self._take(speech.probabilities[number : number + 1], speech.sample + number * frame, frame)
                 self._answer()
@@ -425,38 +428,36 @@ class LastSpeech:
                 return
 
     def _answer(self) -> None:
-        """What is left of the audio before the pause is less than a frame."""
+        """Answer the questions whose audio has been processed, except for less than a frame."""
         while self._asked and self._asked[0][0] < self._judged + self._frame:
             self._asked.popleft()[1](self._until)
 
 
-# Where turns end in a stream: found here by the rule of its gateway, from the same frames and with the same code.
-#
-# The gateway asks for the text of a turn when it has heard of the turn's end. That may be late: the engine was busy,
-# or another one died and this one caught up. What the model hears as one utterance, and where a sentence ends, must
-# not depend on it. So the engine ends both by itself where the turn ends, and the gateway is only answered.
-
-
 class TurnEnds:
-    """Of one stream."""
+    """Finds where the turns of one stream end, by its gateway's rule, from the same frames and with the same code.
+
+    The gateway's flush at the end of a turn may come late: the engine was busy, or this engine is catching up after
+    the loss of another. Utterances and sentences must not depend on that, so the engine ends both by itself at the end
+    of the turn, and the flush is only answered.
+    """
 
     def __init__(self, rule: TurnRule) -> None:
         self._rule = rule
         self._edges = EdgeDetector(_settings(rule))
-        # The end of the last turn.
+        # End of the last turn, in samples.
         self.last = 0
 
     def change(self, rule: TurnRule) -> None:
-        """Judge by another rule from the next frame on; an open turn stays open."""
+        """Use another rule from the next frame on; an open turn stays open."""
         self._rule = rule
         self._edges.settings = _settings(rule)
 
     def restart(self) -> None:
-        """Text was asked for in the midst of a turn: it ends there."""
+        """A flush ended the turn before its rule did: start again without an open turn."""
         self._edges.reset()
 
     def split(self, speech: Speech) -> Iterator[tuple[list[float], bool]]:
-        """The frames in stretches, each with whether a turn ends with it."""
+        """Yield the probabilities in parts, each with whether a turn ends at its end."""
         edges, frame, start = self._edges, speech.frame_samples, 0
         edges.sample = speech.sample
         for number, probability in enumerate(speech.probabilities, 1):
@@ -489,25 +490,25 @@ def _settings(rule: TurnRule) -> EdgeSettings:
     return EdgeSettings(rule.threshold, rule.min_speech_samples, rule.silence_samples, prefix_samples=0)
 
 
-# Who speaks, and what of it a model should hear: the speech detector, the gates behind it, and audio that waits.
-#
-# The listener promises: each sample of a stream is listened to once, in order, before the step that may read it is
-# planned; what was found goes out as `Speech`; and with gate settings a model hears only what its gate lets by. An
-# error in listening to many streams at once is found out: the stream it belongs to is blamed, the others are heard.
-#
-# A detector on a device that works by itself is told to listen and asked later for what it found (`collect`).
-
-# A stream that is about to be computed, and the positions [start, end).
+# A stream that is about to be computed, and its positions [start, end).
 Target = tuple[str, int, int]
-# Streams in a row that a detector cannot listen to: one more, and it is not their fault.
+# Consecutive streams that may fail in the detector; after one more failure the detector itself is broken.
 MOST_UNHEARD = 3
 
 logger = logging.getLogger(__name__)
 
 
 class Listener:
-    """`say` takes what was found and `heard` acts on it, `announce` is told who is listened to, `blame` ends a stream
-    that went wrong."""
+    """Runs the speech detector and the gates for all streams of an engine.
+
+    The detector processes each sample of a stream once, in order, before the step that may read it is planned. With
+    gate settings, a model gets only audio that passes its gate. If the detector fails on a batch, each stream is tried
+    alone, and only a stream that fails ends. An asynchronous detector is launched first and asked for its results
+    later (`collect`).
+
+    Callbacks: `say` sends an output, `heard` is called with each `Speech`, `announce` with the streams about to be
+    processed, and `blame` ends a stream with an error.
+    """
 
     def __init__(
         self,
@@ -522,15 +523,15 @@ class Listener:
         self._heard = heard
         self._detector = detector
         self._gates: dict[str, SpeechGate] = {}
-        # Of streams with a gate: where their words can be.
+        # For streams with a gate: where their words can be.
         self._times: dict[str, WordTimes] = {}
-        # Of streams with a gate whose gateway said what ends a turn.
+        # For streams with a gate and a turn rule.
         self._turns: dict[str, TurnEnds] = {}
-        # What part of the audio that was listened to last belongs to live streams.
+        # Share of the audio processed last that belongs to live streams.
         self.live_share = 0.0
         self._scheduler = scheduler
         self._gate_settings = gate
-        # Less quiet than this behind the last speech: somebody is still speaking.
+        # An utterance that ends with less silence than this was cut off.
         self._pause_samples = 0 if gate is None else gate.pause_samples
         if gate is not None:
             spec = scheduler.spec
@@ -539,13 +540,13 @@ class Listener:
         self._announce = announce
         self._blame = blame
         self._open: set[str] = set()
-        # What the device has yet to be asked for, in the order of the launches, and how many launches there were.
+        # Results not collected yet, in the order of the launches, and the number of launches so far.
         self._answers: deque[Callable[[], list[Speech]]] = deque()
         self.launches = 0
         self._pending_audio: dict[str, PendingAudio] = {}
-        # Streams, one after the other, that the detector could not listen to.
+        # Consecutive streams on which the detector failed.
         self._unheard_in_a_row = 0
-        # Of streams of a frame-synchronous model.
+        # For streams of a frame-synchronous model.
         self._spoken: dict[str, LastSpeech] = {}
 
     @property
@@ -553,7 +554,7 @@ class Listener:
         return bool(self._pending_audio)
 
     def open(self, name: str, turns: TurnRule | None = None) -> None:
-        """Listen to a stream that was just admitted."""
+        """Start speech detection for a stream that was just admitted."""
         self._detector.open(name)
         self._open.add(name)
         if self._gate_settings is not None:
@@ -566,7 +567,7 @@ class Listener:
             self._spoken[name] = LastSpeech()
 
     def change_turns(self, name: str, rule: TurnRule | None) -> None:
-        """By what its turns end from now on; what has come by now is judged by the rule before."""
+        """Set the turn rule from now on; audio received so far is judged by the old rule."""
         if name in self._gates and name in self._pending_audio:
             self.listen()
         if rule is None or name not in self._gates:
@@ -577,7 +578,7 @@ class Listener:
             self._turns[name] = TurnEnds(rule)
 
     def close(self, name: str) -> None:
-        """Forget a stream. Harmless for one that was never listened to, such as one whose opening was refused."""
+        """Drop a stream. Does nothing for an unknown stream, such as one whose Open was refused."""
         if name in self._open:
             self._open.remove(name)
             self._detector.close(name)
@@ -588,7 +589,7 @@ class Listener:
             self._pending_audio.pop(name, None)
 
     def take(self, name: str, items: Sequence[Item]) -> None:
-        """Audio that has come; it waits for the next `listen`."""
+        """Keep new audio for the next `listen`."""
         pending_audio = self._pending_audio.get(name)
         if pending_audio is None:
             pending_audio = self._pending_audio[name] = PendingAudio(self._scheduler.spec)
@@ -597,7 +598,7 @@ class Listener:
             spoken.came = end
 
     def listen(self) -> None:
-        """Find speech in what has come since the last call, and let the models skip what nobody says."""
+        """Detect speech in the audio received since the last call, and apply the gates' decisions."""
         streams = self._scheduler.streams
         waiting, self._pending_audio = self._pending_audio, {}
         pending_audio = {name: audio for name, audio in waiting.items() if name in streams}
@@ -606,12 +607,12 @@ class Listener:
         self.live_share = live_samples / samples if samples else 0.0
         spans = {name: audio.spans for name, audio in pending_audio.items()}
         for name in self._suspects_among(pending_audio):
-            # It may have killed an engine: listened to alone, it is found out.
+            # A crash suspect is processed alone, so that a second crash identifies it.
             self._hear({name: spans.pop(name)})
         self._hear(spans)
 
     def _suspects_among(self, pending_audio: dict[str, PendingAudio]) -> list[str]:
-        """Streams that may have killed an engine, and whose audio reaches the spot at which it died."""
+        """Return the crash suspects whose pending audio reaches the positions at which an engine died."""
         suspects, streams = self._scheduler.suspects, self._scheduler.streams
         return [
             name
@@ -620,36 +621,37 @@ class Listener:
         ]
 
     def collect(self, launches: int) -> None:
-        """Take in what was found by the first so many launches. Waits for the device."""
+        """Take in the results of the first `launches` launches. Waits for the device."""
         while len(self._answers) > self.launches - launches:
             for speech in self._answers.popleft()():
                 self._found(speech)
 
     def end_at_pause(self, flush: Flush, pause: int, then: Callable[[int | None], None]) -> None:
-        """Nobody spoke at the pause: an utterance open since before it ends. `then` is told the position up to which
-        the stream must be heard; what a gate still holds may be the beginning of the next utterance. Where the turn
-        has ended by itself, the flush only wants its answer.
+        """Handle a flush at a pause (a sample in silence): an utterance that began before it ends.
 
-        A frame-synchronous model must be heard as far behind the last speech as it says its words: audio that comes in
-        any case, so no silence is inserted. Where that is, `then` is told when the audio so far was listened to.
+        `then` is called with the position up to which the stream must be computed. Audio that the gate still holds may
+        be the beginning of the next utterance. If the turn rule has already ended the turn, the flush is only answered.
+
+        A frame-synchronous model must be computed beyond the last speech by its delay. That audio follows in any case,
+        so no silence is inserted. `then` is called when the audio so far has been processed.
         """
         name, scheduler = flush.stream, self._scheduler
         stream, gate, spoken = scheduler.streams[name], self._gates.get(name), self._spoken.get(name)
         if spoken is not None:
             said, clock, asked = scheduler.spec.said_positions_for(stream.delay), stream.clock, spoken.asked_until
-            # Never before what was asked for already, whether that is answered by now or not.
+            # Not before the position of an earlier flush, answered or not.
             spoken.ask(lambda at: then(max(clock.position_at(at) + said, clock.position_at(asked))))
             return
         if name in self._pending_audio:
             self.listen()
         if gate is None:
             then(None)
-        elif name in self._gates:  # else listening was the end of it
+        elif name in self._gates:  # else an error in `listen` has ended the stream
             turns = self._turns.get(name)
             if turns is not None and turns.last >= pause:
                 scheduler.mark(name, flush.tag)
             elif gate.is_open and gate.began >= pause:
-                # No rule has ended the text there. It ends now, unless it has gone on with words of what followed.
+                # No rule has ended the text at the pause. End it now, unless it has words of the next utterance.
                 first = stream.clock.sample_at(stream.clock.position_at(gate.floor))
                 word, start, *_ = stream.text.builder.unfinished
                 scheduler.mark(name, flush.tag, ends_text=bool(stream.flushes or (word and start < first)))
@@ -658,7 +660,7 @@ class Listener:
                 then(min(stream.clock.position_at(gate.floor), stream.available))
 
     def end_now(self, name: str) -> None:
-        """Text is wanted now: what the gate holds open ends here, and what is in doubt will not be heard."""
+        """Text is wanted now: end an open utterance here, and skip doubtful audio."""
         gate, stream, spoken = self._gates.get(name), self._scheduler.streams.get(name), self._spoken.get(name)
         if stream is None or stream.finished:
             return
@@ -677,13 +679,13 @@ class Listener:
                 self._turns[name].restart()
 
     def bound_words(self, outputs: Iterable[Output]) -> None:
-        """Set the times of words right that are about to go out, by what was heard."""
+        """Correct the times of words that are about to be sent, by the detected speech."""
         for output in outputs:
             if isinstance(output, Text) and output.words and output.stream in self._times:
                 self._times[output.stream].bound(output.words)
 
     def save(self, name: str) -> dict[str, Saved]:
-        """All that decides what is heard of a stream from here on, as plain data."""
+        """Return the state of speech detection of a stream, as plain data."""
         parts = {"detector": self._detector.save(name)}
         if name in self._gates:
             parts["gate"] = self._gates[name].save()
@@ -693,19 +695,19 @@ class Listener:
         return parts
 
     def resume(self, name: str, parts: dict[str, Saved]) -> None:
-        """Listen on from a saved state."""
+        """Restore a saved state."""
         self._detector.resume(name, parts["detector"])
         if name in self._gates:
             self._gates[name].resume(parts["gate"])
-            if "times" in parts:  # a state that an older engine saved has none
+            if "times" in parts:  # missing in the states of older engines
                 self._times[name].resume(parts["times"])
-        # The rule of that moment: what the stream was opened with may have changed by then.
+        # Restore the rule of the state: it may have changed since the stream was opened.
         self.change_turns(name, None)
         if "turns" in parts:
             self._turns[name] = TurnEnds.resumed(parts["turns"])
 
     def _hear(self, pending_audio: dict[str, list[PendingSpan]]) -> None:
-        """Listen to streams side by side; almost always all there is of each is one stretch."""
+        """Process streams in batches, one span of each at a time; almost always each stream has one span."""
         streams = self._scheduler.streams
         self._announce((name, streams[name].computed, streams[name].available) for name in pending_audio)
         for turn in range(max((len(spans) for spans in pending_audio.values()), default=0)):
@@ -716,12 +718,12 @@ class Listener:
                 self._found(speech)
             for name, span in present:
                 if span.silence and name in streams:
-                    self.collect(self.launches)  # what was said before the silence comes first
+                    self.collect(self.launches)  # results of the audio before the silence come first
                     self._pass_silence(name, span.silence)
 
     def _detect(self, batch: list[tuple[str, Samples]]) -> list[Speech]:
-        """All streams at once. If that fails nothing was heard, and each is listened to alone: one of them is why, and
-        ends. A detector that hears none of several has failed for all of them, and so has the engine."""
+        """Process all streams as one batch. If that fails, its audio is unprocessed, and each stream is tried alone;
+        those that fail end. Raises EngineDead if all of several streams fail: then the detector is broken."""
         try:
             answers = self._detector.launch(batch)
             if not self._detector.overlaps_steps:
@@ -739,7 +741,7 @@ class Listener:
                     raise EngineDead(f"the speech detector failed: {type(error).__name__}: {error}") from error
                 self._blame(batch[0][0], error)
                 return []
-            logger.warning("streams are listened to one by one, because listening to all failed: %r", error)
+            logger.warning("speech detection failed for a batch of streams, trying them one by one: %r", error)
         return self._detect_apart(batch)
 
     def _detect_apart(self, batch: list[tuple[str, Samples]]) -> list[Speech]:
@@ -796,13 +798,13 @@ class Listener:
                 self._scheduler.mark(name, ends_text=True)
 
     def _apply_decisions(self, name: str, decisions: list[Decision]) -> None:
-        """Have the scheduler do what a gate decided."""
+        """Apply a gate's decisions to the scheduler."""
         scheduler = self._scheduler
         stream, rate = scheduler.streams[name], scheduler.spec.samples_per_position
         clock = stream.clock
 
         def position_behind(sample: int) -> int:
-            """The first position that begins at or behind a sample, of what has come."""
+            """Return the first received position that begins at or after a sample."""
             return min(clock.position_at(sample + rate - 1), stream.available)
 
         for decision in decisions:
@@ -816,7 +818,7 @@ class Listener:
                 case Resume():
                     scheduler.hold(name, False)
                 case End():
-                    # Audio of a burst may be here already from behind the utterance: that is not part of it.
+                    # Audio from after the utterance may have arrived already; it is not part of it.
                     cut_off = decision.sample - decision.speech_end < self._pause_samples
                     scheduler.flush(name, None, position_behind(decision.sample), cut_off=cut_off)
                     scheduler.hold(name, True)

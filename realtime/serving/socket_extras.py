@@ -1,4 +1,7 @@
-"""Functions of a socket beyond ASGI. Our WebSocket class provides them; with another ASGI server defaults apply."""
+"""Our ASGI extension for WebSockets: abort, send at once, look at waiting messages, receive long messages in parts.
+
+`realtime/serving/websocket.py` provides it; with another ASGI server the defaults here apply.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def _not_known_to_be_gone() -> bool:
 
 
 def _no_wait() -> float:
-    """It is not known how long a request has waited."""
+    """It is not known when the last bytes arrived."""
     return 0.0
 
 

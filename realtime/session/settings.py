@@ -72,7 +72,7 @@ class TurnDetection:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The effective configuration of a session."""
+    """The configuration of a session, as the client asked for it or as it is in force (`in_force`)."""
 
     format: AudioFormat = field(default_factory=AudioFormat)
     model: str | None = None

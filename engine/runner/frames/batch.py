@@ -1,8 +1,8 @@
-"""What a step reads: per-slot state that stays on the device, and the few numbers that change with every step.
+"""Inputs of a step of `VoxtralRunner`: per-slot state on the device, the step's buffers, and the encoder slab.
 
-A step uploads one small block of integers and the samples of the items to encode. Everything else (the last token of
-each stream, its delay, its run of blanks, its ring tables) is on the device already and changes by deltas. Nothing here
-waits for the device: the next step can be uploaded while it computes this one.
+A step uploads one small block of integers and the samples of the items to encode. Everything else (each stream's last
+token, delay, run of blanks and ring tables) is on the device already and is updated by deltas. Uploads do not wait for
+the device: the next step can be uploaded while it computes this one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOT_FORCED = -1
 
 
 class SlotState:
-    """State of every stream, by slot; the last slot belongs to the empty rows of a padded batch."""
+    """State of every stream, by slot; the last slot is used by the padding rows of a batch."""
 
     def __init__(self, streams: int, device: torch.device) -> None:
         self.tokens = torch.full((streams + 1,), STREAMING_PAD, dtype=torch.int64, device=device)
@@ -40,7 +40,7 @@ class SlotState:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Rows of one batched step, all of equal length; one entry per stream."""
+    """Numbers of one batched step: one entry per stream in each list."""
 
     slots: Sequence[int]
     positions: Sequence[int]
@@ -53,7 +53,7 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class Payloads:
-    """Positions to encode: the slab row each goes to, and its samples with the look-around that its frames need."""
+    """Positions to encode: the slab row of each, and its samples with look-back and look-ahead."""
 
     rows: list[int]
     samples: list[NDArray[np.float32]]
@@ -61,7 +61,7 @@ class Payloads:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The token of each row, the rows whose logits were broken, and how often the guard acted."""
+    """The token of each row, the rows whose logits were not finite, and how often the blank guard changed a token."""
 
     tokens: list[int]
     failed: list[int]
@@ -69,7 +69,7 @@ class StepOutcome:
 
 
 class StepBuffers:
-    """Fixed places for a step's inputs and outputs, so that a captured graph can read and write them."""
+    """Fixed buffers for a step's inputs and outputs, so that a recorded graph can read and write them."""
 
     def __init__(self, capacity: int, payload_samples: int, padding_slot: int, spare_row: int, device: torch.device):
         self.capacity = capacity
@@ -80,7 +80,7 @@ class StepBuffers:
         self.results = torch.zeros(3, capacity, dtype=torch.int64, device=device)
 
     def upload(self, rows: StepRows, payloads: Payloads) -> None:
-        """Send a step's numbers, and what it encodes."""
+        """Upload a step's numbers, and the samples to encode."""
         numbers = staging((5, self.capacity), torch.int64, self._device)
         view = numbers.numpy()
         for line, values in enumerate((rows.slots, rows.positions, rows.inputs, rows.forced, payloads.rows)):
@@ -99,25 +99,26 @@ class StepBuffers:
         return slots, positions, inputs, forced, targets
 
     def download(self) -> Download:
-        """What becomes of the rows that were sent last, on its way to the host."""
+        """Start the transfer of the step's results to the host."""
         return Download(self.results)
 
 
 def outcome_of(results: Download, count: int) -> StepOutcome:
-    """What became of the first `count` rows. Waits for the device."""
+    """Return the results of the first `count` rows. Waits for the device."""
     tokens, failed, guarded = results.values()[:, :count]
     return StepOutcome(tokens.tolist(), np.flatnonzero(failed).tolist(), int(guarded.sum()))
 
 
-# Encoder input of every position that some stream still needs: one row each, filled by encoding items.
-#
-# Row 0 is the model's silence. The row behind the last one takes what the empty rows of a padded batch encode.
-
-# Items encoded at once outside a batched pass.
+# Positions encoded at once outside a batched pass.
 ENCODE_BATCH = 256
 
 
 class EncoderSlab:
+    """Encoder input of the positions that streams still need: one row each, written when items are encoded.
+
+    Row 0 is the model's silence. The spare row after the last one is written by the padding rows of a batch.
+    """
+
     def __init__(self, model: VoxtralRealtime, spec: ModelSpec, embeds: int) -> None:
         config = model.config
         self._model = model
@@ -134,9 +135,9 @@ class EncoderSlab:
         self.rows[SILENCE_ROW] = self._model.stem_rows(silence)[0]
 
     def payloads(self, tasks: list[EncodeTask]) -> tuple[Payloads, dict[str, str]]:
-        """All samples there are to encode, one position at a time; and what is wrong with an item, by its stream.
+        """Return all samples to encode, by position, and the errors of bad items, by stream.
 
-        Features, which are rare, do not fit into a batched pass and are encoded at once.
+        Items that came as features, which are rare, do not fit into a batched pass and are encoded here.
         """
         payloads = Payloads([], [])
         broken: dict[str, str] = {}
@@ -160,7 +161,7 @@ class EncoderSlab:
         return payloads, broken
 
     def _encode_features(self, task: EncodeTask, length: int) -> str | None:
-        """Encode an item that came as log-mel features; what is wrong with it, if anything."""
+        """Encode an item that came as log-mel features. Returns the error text if it is bad."""
         shape = self._features.of(length)
         if task.payload.dtype != np.float32 or task.payload.shape != shape:
             return f"features of an item of {length} positions must be float32 of shape {shape}"
@@ -174,7 +175,7 @@ class EncoderSlab:
         return None
 
     def _cut(self, samples: NDArray[np.float32], positions: Iterable[int]) -> Iterator[NDArray[np.float32]]:
-        """The samples of each of an item's positions, with their look-around."""
+        """Yield the samples of each of an item's positions, with look-back and look-ahead."""
         for position in positions:
             start = position * self._step_samples
             yield samples[start : start + self.payload_samples]

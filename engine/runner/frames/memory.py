@@ -1,7 +1,8 @@
-"""Keys and values of all streams: pages of both stacks, and the ring tables that say which page is whose.
+"""Device memory of `VoxtralRunner`: the paged keys and values of all streams, and the plan of how many streams fit.
 
-The scheduler hands out pages [0, pages) and slots [0, streams). Those with higher numbers belong to no stream: one page
-and one slot that the empty rows of a padded batch write to, and the pages and slots of the shared openings.
+The scheduler assigns pages [0, pages) and slots [0, streams). Higher numbers belong to no stream: one page and one slot
+for the padding rows of a batch, and the pages and slots of the shared openings. An opening is the silence before every
+stream; its keys and values are computed once and copied.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from engine.runner.bias import BYTES_PER_ROW, BYTES_PER_SLOT
 from engine.runner.device import GIB, NotEnoughMemory, gib, upload
 from engine.spec import FeatureShape, KvGroup, ModelSpec
 
-# One page is one turn of the attention kernel's loop. Smaller pages waste less of a ring (it holds up to one page more
-# than its window) but cost the kernel up to half its speed in 8-bit storage.
+# One page is one iteration of the attention kernel. Smaller pages waste less of a ring (it holds up to one page more
+# than its window) but cost the kernel up to half of its speed with 8-bit storage.
 PAGE_ROWS = 64
-# Openings copied at once; each takes some 40 MB of scratch memory at full dimensions.
+# Openings copied at once; each takes about 40 MB of scratch memory with the full-size model.
 STREAMS_PER_COPY = 4
 
 
 @dataclass(frozen=True, slots=True)
 class StackLayout:
-    """How one stack's keys and values are stored."""
+    """How the keys and values of one stack (encoder or decoder) are stored."""
 
     group: KvGroup
     layers: int
@@ -49,7 +50,7 @@ class StackLayout:
 
 
 def stack_layouts(config: VoxtralConfig, decoder_window: int, kv_dtype: torch.dtype) -> tuple[StackLayout, StackLayout]:
-    """Layouts of the encoder and the decoder; only the decoder's window is a choice."""
+    """Return the layouts of the encoder and the decoder; only the decoder's window is configurable."""
     audio, text = config.audio, config.text
     if not 1 <= decoder_window <= text.heads.window:
         raise ValueError(
@@ -57,7 +58,7 @@ def stack_layouts(config: VoxtralConfig, decoder_window: int, kv_dtype: torch.dt
             f"choose 1 to {text.heads.window}"
         )
     step = config.rows_per_position
-    # The first row of a position still sees window - 1 rows before it.
+    # The first row of a position attends to window - 1 rows before it.
     audio_positions = 1 + -(-(audio.heads.window - 1) // step)
     text_heads = replace(text.heads, window=decoder_window)
     return (
@@ -79,7 +80,7 @@ def _layout(
 class StackCache:
     """Pages and ring tables of one stack.
 
-    Slots: one per stream, then the padding slot, then one per shared opening. Table entries change by deltas only.
+    Slots: one per stream, then the padding slot, then one per shared opening.
     """
 
     def __init__(
@@ -104,11 +105,11 @@ class StackCache:
             start = pages + 1 + opening * opening_pages
             self.host_table[self.opening_slot + opening, :opening_pages] = np.arange(start, start + opening_pages)
         self._opening_pages = opening_pages
-        # On the CPU too this must be a copy: the host's table runs ahead of the device's.
+        # A copy on the CPU too: the host's table runs ahead of the device's.
         self.table = torch.from_numpy(self.host_table.copy()).to(device)
 
     def update_table(self, entries: list[tuple[int, int, int]]) -> None:
-        """Enter (slot, ring index, page) triples."""
+        """Set table entries, given as (slot, ring index, page)."""
         if not entries:
             return
         values = np.array(entries, dtype=np.int64).T
@@ -117,7 +118,7 @@ class StackCache:
         self.table[slots, indices] = pages.int()
 
     def open_streams(self, openings: list[int], slots: list[int]) -> None:
-        """Give streams the keys and values of their openings: the pages are copied into the streams' own."""
+        """Copy the keys and values of openings into the pages of new streams."""
         count = self._opening_pages
         sources = self.host_table[self.opening_slot + np.array(openings), :count]
         targets = self.host_table[np.array(slots), :count]
@@ -127,7 +128,7 @@ class StackCache:
             self.pages.copy_pages(part[0], part[1])
 
     def opening_attention(self, openings: Tensor, count: int, frequencies: Tensor) -> PagedAttention:
-        """Attention for the first `count` positions of openings. Their tables hold these positions and no more."""
+        """Attention for the first `count` positions of openings. Their tables hold only these positions."""
         table = self.table[self.opening_slot :, : self._opening_pages]
         return self._attention(table, openings, torch.zeros_like(openings), count, frequencies, use_kernels=False)
 
@@ -148,24 +149,24 @@ class StackCache:
         return PagedAttention(self.layout.heads, self.pages, span, use_kernels)
 
 
-# How much memory a model and its streams need, and what fits: asked before anything large is allocated.
+# The memory plan: made before anything large is allocated.
 
 LOOK_BACK_SAMPLES = 680
 LOOK_AHEAD_SAMPLES = 40
-# The same in mel frames: those of the position itself, and those before it that its convolutions reach.
+# The same in mel frames: frames of the position itself, and frames before it that its convolutions read.
 FRAMES_PER_POSITION = 8
 CONTEXT_FRAMES = 3
-# Encoder-cache rows beyond what streams hold at once: room for shared and recently released audio.
+# Encoder-cache rows beyond those that streams hold: room for shared and recently released audio.
 SPARE_EMBEDS = 1024
-# Rows of the encoder cache that a stream may hold: those of the longest chunk of known tokens in a step.
+# Encoder-cache rows that a stream may hold: the most positions of a rebuild in one step.
 EMBEDS_PER_STREAM = 64
-# Libraries, kernels, recordings and fragmentation, measured with room to spare.
+# Libraries, kernels, graphs and fragmentation: measured, plus a reserve.
 FIXED_WORKSPACE_BYTES = 2 * GIB
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What one device holds. `group_pages` is for the scheduler, in the order of `spec.kv_groups`."""
+    """How the memory of a device is used. `group_pages` is for the scheduler, in the order of `spec.kv_groups`."""
 
     streams: int
     group_pages: tuple[int, ...]
@@ -199,7 +200,7 @@ def voxtral_spec(config: VoxtralConfig, layouts: tuple[StackLayout, StackLayout]
 
 
 def stream_bytes(spec: ModelSpec) -> int:
-    """Keys and values of one stream whose rings are full."""
+    """Bytes of the keys and values of one stream with full rings."""
     return sum(group.ring_pages * group.page_positions * group.bytes_per_position for group in spec.kv_groups)
 
 
@@ -212,7 +213,8 @@ def plan_memory(
     kv_dtype: torch.dtype,
     max_streams: int | None,
 ) -> MemoryPlan:
-    """Fit `max_streams` streams (or as many as there is room for) into `free_bytes`, weights included."""
+    """Fit `max_streams` streams (None: as many as possible) into `free_bytes`, weights included. Raises
+    NotEnoughMemory."""
     layouts = stack_layouts(config, decoder_window, kv_dtype)
     spec = voxtral_spec(config, layouts, "voxtral")
     per_stream = stream_bytes(spec) + _activation_bytes(config, dtype, spec) + BYTES_PER_SLOT + BYTES_PER_ROW
@@ -252,10 +254,10 @@ def plan_share(
     kv_dtype: torch.dtype,
     max_streams: int | None,
 ) -> MemoryPlan:
-    """The plan of one of `share_of` engines on a device.
+    """Return the plan of one of `share_of` engines on a device. Raises NotEnoughMemory.
 
-    Each plans with its part of the whole device and not with what is free, so that all of them take as many streams as
-    the others and can stand in for one another.
+    Each engine plans with its part of the whole device, not with the free memory, so that all take the same number of
+    streams and can replace one another.
     """
     room = free_bytes if share_of == 1 else total_bytes // share_of
     try:
@@ -276,7 +278,7 @@ def plan_share(
 
 
 def _opening_bytes(spec: ModelSpec) -> int:
-    """Pages that no stream owns: one opening of the encoder, one of the decoder per delay, one of each for padding."""
+    """Bytes of pages that no stream owns: one opening of the encoder, one of the decoder per delay, and padding."""
     total = 0
     for group, openings in zip(spec.kv_groups, (1, MAX_DELAY_POSITIONS), strict=True):
         pages = 1 + openings * -(-spec.prefix_positions // group.page_positions)
@@ -285,7 +287,7 @@ def _opening_bytes(spec: ModelSpec) -> int:
 
 
 def _activation_bytes(config: VoxtralConfig, dtype: torch.dtype, spec: ModelSpec) -> int:
-    """Largest tensors that a step holds at once for one stream, and its rows of the encoder cache."""
+    """Bytes of the largest tensors of a step for one stream, and of its rows of the encoder cache."""
     cached = (spec.embeds_per_stream + 1) * config.audio.width * config.rows_per_position
     feed_forward = 3 * config.audio.ffn * config.rows_per_position + 3 * config.text.ffn
     return (cached + config.vocabulary + feed_forward) * dtype.itemsize

@@ -1,8 +1,8 @@
-"""Greedy choice with a guard against the blank rut, for a whole batch on the device.
+"""The passes of `VoxtralRunner` over the model: one position of many streams, chunks of known tokens, and openings.
 
-The model can fall into emitting blanks for minutes over real speech. In a rut the blank leads by 3.5 to 6.6, in true
-silence by 8.5 and more; so after a long run of blanks the blank's logit is lowered, slowly, to at most 7 below itself:
-enough to leave a rut, too little to invent words in silence.
+Tokens are chosen greedily, with a guard against endless blanks. The model can emit blanks for minutes over real speech.
+The blank's logit then leads by 3.5 to 6.6, in true silence by 8.5 and more. So after a long run of blanks its logit is
+lowered step by step, by at most 7: enough to return to words in speech, too little to invent words in silence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GUARD_MOST = 7.0
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Per stream: the token, whether the logits were broken, and whether the guard changed the outcome."""
+    """Per stream: the token, whether the logits were not finite, and whether the guard changed the token."""
 
     tokens: Tensor
     failed: Tensor
@@ -37,7 +37,8 @@ class Choice:
 
 
 def choose(logits: Tensor, blank_runs: Tensor, guard: bool) -> Choice:
-    """logits [streams, vocabulary] (the blank's column may be changed in place), blank_runs [streams]."""
+    """Choose a token per stream from logits [streams, vocabulary] and blank_runs [streams]; may change the blank's
+    column in place."""
     blank = logits[:, STREAMING_PAD].clone()
     if guard:
         penalty = (GUARD_STEP * (blank_runs - GUARD_AFTER_BLANKS)).clamp(0.0, GUARD_MOST)
@@ -49,20 +50,15 @@ def choose(logits: Tensor, blank_runs: Tensor, guard: bool) -> Choice:
 
 
 def next_blank_runs(blank_runs: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:
-    """Blanks in a row. Positions before the delay has passed (`chosen` is False) do not count."""
+    """Return the new numbers of consecutive blanks. Positions within the delay (`chosen` is False) do not count."""
     longer = torch.where(tokens == STREAMING_PAD, blank_runs + 1, torch.zeros_like(blank_runs))
     return torch.where(chosen, longer, blank_runs)
 
 
-# The passes over the model: one position of many streams, chunks of known tokens, and the openings all streams share.
-#
-# A batched pass reads and writes fixed places only, so that it can be recorded as a CUDA graph.
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive positions of one stream whose tokens are known: `tokens[i]` is fed to `position + i`, whose encoder
-    input is row `inputs[i]`."""
+    """Consecutive positions of one stream with known tokens: `tokens[i]` is the input token of `position + i`, and row
+    `inputs[i]` is its encoder input."""
 
     slot: int
     position: int
@@ -72,7 +68,7 @@ class Chunk:
 
 
 class ChunkBuffers:
-    """Fixed places for the chunks of a pass, all of one length, so that a recording can read and write them."""
+    """Fixed buffers for the chunks of a pass, all of one length, so that a recorded graph can read and write them."""
 
     def __init__(self, length: int, streams: int, padding_slot: int, device: torch.device) -> None:
         self.length, self.streams = length, streams
@@ -80,7 +76,7 @@ class ChunkBuffers:
         self._where = torch.zeros(2, streams, dtype=torch.int64, device=device)
         self._rows = torch.zeros(3, streams * length, dtype=torch.int64, device=device)
         self.upload([])
-        # Written by every pass: when it is there, the pass is over.
+        # Written by every pass: when it has been downloaded, the pass is over.
         self.done = torch.zeros(1, device=device)
 
     def upload(self, chunks: Sequence[Chunk]) -> None:
@@ -89,7 +85,7 @@ class ChunkBuffers:
         self._rows.copy_(upload(rows, self._rows.device))
 
     def numbers(self, streams: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Slots and positions of so many streams; input rows, tokens and delays of their positions."""
+        """Slots and positions of the first `streams` chunks; input rows, tokens and delays of their positions."""
         slots, positions = self._where[:, :streams].unbind()
         inputs, tokens, delays = self._rows[:, : streams * self.length].unbind()
         return slots, positions, inputs, tokens, delays
@@ -104,6 +100,9 @@ def _numbers(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 class ModelPasses:
+    """Runs the model over the caches. `batch` and `recorded_chunks` read and write fixed buffers only, so that they can
+    be recorded as CUDA graphs."""
+
     def __init__(
         self,
         model: VoxtralRealtime,
@@ -124,14 +123,14 @@ class ModelPasses:
         self._state = state
         self._buffers = buffers
         self._bias = bias
-        # A recording is made once, for streams with keywords and without.
+        # A recorded graph must serve streams with keywords and without.
         self._recorded = recorded
         self._prefix = prefix_positions
         self._guard = blank_guard
         self._kernels = model.device.type == "cuda"
 
     def batch(self, size: int) -> None:
-        """One position of each stream in the buffers, `size` rows with the padding; results go to the buffers."""
+        """Compute one position of each stream in the buffers, `size` rows with padding, and store the results there."""
         state, model = self._state, self._model
         slots, positions, inputs, forced, targets = self._buffers.numbers(size)
         self._slab.rows.index_copy_(0, targets, model.stem_rows(self._buffers.samples[:size]))
@@ -152,7 +151,7 @@ class ModelPasses:
         self._buffers.results[:, :size] = torch.stack([tokens, choice.failed.long(), guarded.long()])
 
     def chunks(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Chunks of equal length, as one pass; returns the last hidden rows, [streams * positions, width]."""
+        """Compute chunks of equal length in one pass; returns the last hidden rows, [streams * positions, width]."""
         device, count = self._model.device, len(chunks[0].inputs)
         where, rows = _numbers(chunks)
         slots, positions = upload(where, device)
@@ -160,13 +159,14 @@ class ModelPasses:
         return self._forward(slots, positions, count, inputs, tokens, delays, self._kernels)
 
     def recorded_chunks(self, buffers: ChunkBuffers, streams: int) -> None:
-        """The chunks in the buffers, with the padding."""
+        """Compute the chunks in the buffers, with the padding."""
         slots, positions, inputs, tokens, delays = buffers.numbers(streams)
         hidden = self._forward(slots, positions, buffers.length, inputs, tokens, delays, self._kernels)
         buffers.done.copy_(hidden[0, :1])
 
     def openings(self) -> None:
-        """Keys and values of the silence before every stream, for each delay. The encoder does not know the delay."""
+        """Compute the keys and values of the silence before every stream, for each delay; the encoder's do not depend
+        on the delay."""
         model, positions, count = self._model, self._prefix, MAX_DELAY_POSITIONS
         delays = torch.arange(1, count + 1, device=model.device)
         attention = self._encoder.opening_attention(torch.zeros_like(delays[:1]), positions, model.audio_frequencies)
@@ -186,7 +186,7 @@ class ModelPasses:
         delays: Tensor,
         use_kernels: bool,
     ) -> Tensor:
-        """`count` positions of each stream -> the decoder's last hidden rows, [streams * count, width]."""
+        """Compute `count` positions of each stream; returns the decoder's last hidden rows [streams * count, width]."""
         model = self._model
         attention = self._encoder.attention(slots, positions, count, model.audio_frequencies, use_kernels)
         audio = model.encode(self._slab.rows[inputs], attention)

@@ -2,11 +2,11 @@
 
 A live step is one batched pass over every stream in the plan: encode new items into the slab, gather each stream's
 input row, run encoder and decoder over paged keys and values, choose a token and keep it on the device as the stream's
-next input. On CUDA that pass is a recorded graph. A replayed stream repeats known tokens, so whole stretches of it run
-as one chunk; everything else that has more than one position to do takes turns in further passes.
+next input. On CUDA that pass is a recorded graph. A rebuilt stream repeats known tokens, so many of its positions run
+as one chunk; other streams with more than one position take part in further passes.
 
-`launch` puts a plan's work in the device's queue and reads nothing back: the tokens that the next step is fed are on
-the device, and the host asks for them when it has time.
+`launch` queues a plan's work on the device and reads nothing back: the input tokens of the next step are on the device
+already, and the host reads the results later.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ logger = logging.getLogger(__name__)
 
 # More streams than this in one step run as several passes; the weights are then a small part of the cost.
 LARGEST_BATCH = 512
-# Known tokens are computed in chunks of at most so many positions of a stream, then of a quarter, and so many positions
-# in one pass. Each length of chunks is a kernel of its own.
+# Rebuilds run in chunks of at most LONGEST_CHUNK positions of a stream, then of a quarter of that, and at most
+# CHUNK_PASS_POSITIONS in one pass. Each chunk length needs its own kernel.
 LONGEST_CHUNK = 16
 CHUNK_PASS_POSITIONS = 2048
-# Known positions in one step while nobody else is on time: an eighth of a second of an H200.
+# Rebuilt positions in one step while no stream is on time: an eighth of a second on an H200.
 REBUILD_POSITIONS = 4096
 # Streams in a recorded pass of the longest chunks.
 CHUNK_STREAMS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -72,7 +72,7 @@ class RunnerSettings:
     kv_dtype: torch.dtype = torch.bfloat16
     decoder_window: int = 1024
     max_streams: int | None = None
-    # Engines that share the device.
+    # Number of engines that share the device.
     share_of: int = 1
     blank_guard: bool = True
     graphs: bool = True
@@ -80,13 +80,13 @@ class RunnerSettings:
 
 @dataclass(slots=True)
 class _Slot:
-    """What the host knows of a stream: its delay, and the outputs that are known before they are computed."""
+    """The host's state of a stream: its delay, and the output tokens that are known beforehand."""
 
     delay: int
     forced: list[int]
     keywords: KeywordTree | None = None
     opened: bool = False
-    # Its keywords, while they are made ready.
+    # Its keywords, while a thread prepares them.
     coming: Future[KeywordTree] | None = None
 
     def blank_run(self, known: int) -> int:
@@ -101,20 +101,20 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Work:
-    """A decode task under way: how many of its positions are in the device's queue, and the tokens that are known."""
+    """A decode task under way: how many of its positions are queued on the device, and its tokens so far."""
 
     task: DecodeTask
     done: int = 0
     tokens: list[int] = field(default_factory=list)
 
 
-# A batched pass: who was in it, and what it answers.
+# A batched pass: its tasks, and the transfer of its results.
 _Pass = tuple[list[_Work], Download]
 
 
 def chunk_sizes(layouts: Sequence[StackLayout]) -> list[int]:
-    """Positions of one stream that a pass may compute, the most first: as many rows as a ring has beyond its window,
-    because the new rows are stored before the oldest ones are read; and a quarter of that."""
+    """Return the chunk lengths in positions, the longest first: at most the rows that a ring has beyond its window,
+    because new rows are stored before the oldest ones are read; and a quarter of that."""
     room = min(
         (layout.group.ring_pages * layout.page_rows - layout.heads.window + 1) // layout.rows_per_position
         for layout in layouts
@@ -124,17 +124,19 @@ def chunk_sizes(layouts: Sequence[StackLayout]) -> list[int]:
 
 
 class VoxtralRunner(Runner):
+    """Executes plans for Voxtral Realtime on one device."""
+
     overlaps_steps = True
 
     def __init__(self, model: VoxtralRealtime, vocabulary: Vocabulary, memory: MemoryPlan, settings: RunnerSettings):
         if model.device.type == "cuda":
-            torch.cuda.empty_cache()  # fusing the weights left holes that the pages need
+            torch.cuda.empty_cache()  # fusing the weights has fragmented memory that the pages need
         layouts = stack_layouts(model.config, settings.decoder_window, settings.kv_dtype)
         self.spec = voxtral_spec(model.config, layouts, "voxtral-realtime")
         self.vocabulary = vocabulary
         self.memory = memory
         self.device = model.device
-        # Times the guard against the blank rut changed a token.
+        # Number of tokens changed by the guard against endless blanks.
         self.blank_guard_activations = 0
         prefix = self.spec.prefix_positions
         self._caches = [
@@ -185,7 +187,7 @@ class VoxtralRunner(Runner):
 
     @classmethod
     def from_checkpoint(cls, directory: Path, settings: RunnerSettings) -> VoxtralRunner:
-        """Load a checkpoint directory. Raises before anything is allocated if the device or its memory will not do."""
+        """Load a checkpoint directory. Raises NoDevice or NotEnoughMemory before anything is allocated."""
         config = VoxtralConfig.from_dict(read_config(directory))
         device = require_device(settings.device)
         memory = plan_share(
@@ -212,13 +214,13 @@ class VoxtralRunner(Runner):
                 f"in steps of {unit} ms"
             )
         self.spec.options.check(message.options)
-        # Half a thousand keywords take a third of a second, which other streams must not wait for.
+        # Many keywords take long to prepare, so a thread does it: other streams must not wait.
         self._keywords.check(message.options)
         self._keywords.beside(message.options)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compute what all streams share (silence, openings), then record the step for every batch size."""
+        """Compute the shared silence and openings, then record the step for every batch size."""
         if self._warm:
             return
         self._warm = True
@@ -231,8 +233,8 @@ class VoxtralRunner(Runner):
             self._compile_chunks()
 
     def _compile_chunks(self) -> None:
-        """Run chunks of every length once, and record the longest: the first stream that is rebuilt waits neither for a
-        kernel nor for memory. They write to the padding's page."""
+        """Run chunks of every length once, and record the longest, so that the first rebuild waits neither for a kernel
+        nor for memory. These chunks write to the padding page."""
         silence = np.zeros(self._slab.payload_samples, np.float32)
         self._slab.encode(Payloads([self._slab.spare_row] * ENCODE_BATCH, [silence] * ENCODE_BATCH))
         for size in self._chunk_sizes:
@@ -285,9 +287,9 @@ class VoxtralRunner(Runner):
     def _read(
         self, work: list[_Work], passes: list[_Pass], rebuilt: Download | None, errors: dict[str, str]
     ) -> list[DecodeResult]:
-        """What the passes of a plan have answered."""
+        """Return the results of a plan's passes. Waits for the device."""
         if rebuilt is not None:
-            rebuilt.values()  # known tokens need no answer, but a host that did not wait would run ahead of the device
+            rebuilt.values()  # known tokens have no results, but the host must not run ahead of the device
         for batch, answers in passes:
             outcome = outcome_of(answers, len(batch))
             self.blank_guard_activations += outcome.guarded
@@ -301,7 +303,7 @@ class VoxtralRunner(Runner):
 
     def _open(self, opened: list[OpenTask]) -> None:
         for task in opened:
-            # Before the delay has passed the model has nothing to speak of: its output is blank whatever it hears.
+            # Within the delay the output is always blank.
             blanks = [STREAMING_PAD] * (task.delay_positions - len(task.forced_tokens))
             coming = self._keywords.beside(task.options)
             self._slots[task.slot] = _Slot(task.delay_positions, [*task.forced_tokens, *blanks], coming=coming)
@@ -312,8 +314,8 @@ class VoxtralRunner(Runner):
         self._state.set(slots, tokens=[STREAMING_PAD] * len(opened), delays=delays, runs=[0] * len(opened))
 
     def _take_keywords(self, tasks: list[DecodeTask], errors: dict[str, str]) -> None:
-        """Streams have their keywords from the first output on that is not known beforehand, so that their words do not
-        depend on how long the keywords took: if need be, this waits for them."""
+        """Set the keywords of streams whose next output is not known beforehand, and wait for them if necessary, so
+        that words do not depend on how long the preparation took."""
         prefix = self.spec.prefix_positions
         for task in tasks:
             slot = self._slots[task.slot]
@@ -331,7 +333,7 @@ class VoxtralRunner(Runner):
             self._bias.set_state(task.slot, slot.keywords.behind(slot.forced[: task.start - prefix]))
 
     def _update_tables(self, tasks: list[DecodeTask]) -> None:
-        """Enter new pages, and fill those of a stream's first task with the opening it shares."""
+        """Enter new pages into the tables, and copy the shared opening into those of new streams."""
         changed = [task for task in tasks if task.new_pages]
         if not changed:
             return
@@ -355,11 +357,11 @@ class VoxtralRunner(Runner):
     # Decoding
 
     def _rebuild(self, work: list[_Work]) -> Download | None:
-        """Compute the positions whose tokens are known, many streams side by side in chunks of one length. Returns what
-        says when the device has done so.
+        """Compute the positions with known tokens, in chunks of many streams. Returns a transfer that is complete when
+        the device has finished, or None.
 
-        What does not fill a last chunk is computed with positions before it once more, which changes nothing. So a
-        stream with few positions takes shorter chunks, and one with very few goes into batched passes.
+        A last chunk that would not be full starts earlier and computes some positions again, which changes nothing.
+        Streams with few positions take shorter chunks; those with very few are left to the batched passes.
         """
         done: Download | None = None
         for size in self._chunk_sizes:
@@ -387,12 +389,12 @@ class VoxtralRunner(Runner):
         return done
 
     def _known(self, share: _Work) -> int:
-        """How many positions of a task have known tokens."""
+        """Return the number of positions of a task with known tokens."""
         begin = share.task.start - self.spec.prefix_positions
         return min(share.task.end - share.task.start, len(self._slots[share.task.slot].forced) - begin)
 
     def _run_chunks(self, due: list[_Work], size: int) -> Download:
-        """The next `size` positions of each stream, as one pass."""
+        """Queue the next `size` positions of each stream, as one pass."""
         chunks = []
         for share in due:
             task, slot = share.task, self._slots[share.task.slot]
@@ -410,7 +412,7 @@ class VoxtralRunner(Runner):
         return Download(buffers.done)
 
     def _run_batch(self, batch: list[_Work], payloads: Payloads) -> _Pass:
-        """The next position of each stream in `batch`, as one pass."""
+        """Queue the next position of each stream in `batch`, as one pass."""
         slots = [share.task.slot for share in batch]
         positions = [share.task.start + share.done for share in batch]
         inputs = [share.task.rows[share.done] for share in batch]
@@ -424,7 +426,7 @@ class VoxtralRunner(Runner):
         return batch, self._buffers.download()
 
     def _forced_at(self, slots: list[int], positions: list[int]) -> list[int]:
-        """The outputs that are known before they are computed."""
+        """Return the output token of each position that is known beforehand, else NOT_FORCED."""
         known, prefix = self._slots, self.spec.prefix_positions
         forced = []
         for slot, position in zip(slots, positions, strict=True):

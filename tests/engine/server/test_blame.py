@@ -233,7 +233,7 @@ def test_books_that_do_not_add_up_end_the_engine_cleanly(caplog: pytest.LogCaptu
     loop.submit([Feed("bad", "items")], 0)  # type: ignore[arg-type]
     assert loop.has_work()
     step = loop.step()
-    assert step is not None and isinstance(step.outputs[-1], Dead) and "do not add up" in step.outputs[-1].message
+    assert step is not None and isinstance(step.outputs[-1], Dead) and "is inconsistent" in step.outputs[-1].message
     with pytest.raises(EngineDead):
         loop.step()
 
