@@ -1,9 +1,9 @@
 """Pages of keys and values: a pool that all streams share, and one ring table per stream and group.
 
-A group is a set of layers that share one attention window. A block is a run of consecutive positions of a stream; a page
-is the place where a block is stored. A ring holds one window and the page being written. Once it is full, the page that leaves the window is reused for the
-next block, so a table never grows. The pages of a whole ring are reserved when a stream is admitted, so an admitted
-stream never waits for a page.
+A group is a set of layers that share one attention window. A block is a run of consecutive positions of a stream; a
+page is the place where a block is stored. A ring holds one window and the page being written. Once it is full, the page
+that leaves the window is reused for the next block, so a table never grows. The pages of a whole ring are reserved when
+a stream is admitted, so an admitted stream never waits for a page.
 """
 
 from __future__ import annotations
