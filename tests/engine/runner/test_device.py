@@ -13,7 +13,7 @@ from engine.runner.device import NoDevice, free_memory, require_device
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("gpu", "is no device"), ("mps", "not supported"), ("meta", "not supported")]
+    ("name", "text"), [("gpu", "is not a device"), ("mps", "not supported"), ("meta", "not supported")]
 )
 def test_names_that_will_not_do(name: str, text: str) -> None:
     with pytest.raises(NoDevice, match=text):
