@@ -263,8 +263,8 @@ class SessionHandoff:
         base: Callable[[bool, bool], tuple[bytes, bytes]],
     ) -> None:
         self._key = key
-        # Owner number: the highest one is valid. It grows by 1 with each move to another engine, and by
-        # `messages.NEXT_OWNER` with each new owner.
+        # Owner number: the copy with the highest one is valid. It grows by 1 with each move to another engine, and by
+        # `messages.NEXT_OWNER` with each adoption or renewal.
         self.number = number
         self._engine = engine
         self._settings = settings
