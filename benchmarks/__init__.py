@@ -1,1 +1,1 @@
-"""Measurements behind the figures of the documentation. `python -m benchmarks` lists them."""
+"""The measurements behind the figures of the documentation. `python -m benchmarks` lists them."""

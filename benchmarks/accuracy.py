@@ -1,12 +1,12 @@
-"""How accurate and how fast the transcripts of a windowed model are, on recordings with known words.
+"""Word error rate, delay and processor time of a windowed model, on recordings with known words.
 
     python -m benchmarks.accuracy MANIFEST [--file] [--live] [--model NAME] [--kind KIND] [--limit N] [--streams N]
                                   [--joined [--rounds N]] [--pause SECONDS] [--json FILE]
 
-Without --live: the weights alone, on whole clips, greedy. With --live: that, and the real engine fed at the pace of a
-microphone in simulated time, in the same run, so that the difference is the price of being live. With --file: that, and
-the real engine with the recordings as uploads, --streams of them at a time. --joined plays all clips as one long
-session per stream, with --rounds again and again, so that early and late error rates are of the same words.
+Without options: the weights alone, on whole clips, greedy. --live adds the real engine in the same run, fed at the pace
+of a microphone in simulated time, so that the difference is the cost of live transcription. --file adds the real
+engine with the recordings as uploads, --streams of them at a time. --joined plays all clips as one long session per
+stream; --rounds repeats them, so that early and late error rates are for the same words.
 Exit status: 0 done, 1 the engine failed, 2 the manifest or the model cannot be used.
 """
 
@@ -64,7 +64,7 @@ from engine.server.main import build_loop, warm_up
 from engine.spec import Vocabulary
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import WeightsError, pull, resolve
-from realtime.bench.record import Normaliser, english_normaliser, word_errors
+from realtime.bench.words import Normaliser, english_normaliser, word_errors
 
 # The microphone stays open after the last word; the engine must find the end of speech by itself.
 PAUSE_SECONDS = 1.5

@@ -1,10 +1,10 @@
-"""How long the answer to a long file holds the event loop at a stretch, and how long it takes in all.
+"""How long the answer to a long file blocks the event loop at a time, and how long it takes in total.
 
     python -m benchmarks.answer_holds [--hours 4]
 
-A transcript as Whisper would give it, ten tokens in a second with their probabilities, is written in every shape that
-the upload routes have. `at once` is what it takes without a turn for anybody else. Processor time of this thread is
-what counts: other programs on the machine do not change it.
+A transcript as Whisper would give it, ten tokens a second with their probabilities, is written in every format of the
+upload routes. `at once` is the time of writing it without a break. All times are processor time of this thread, so
+other programs on the machine hardly change them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def shapes() -> dict[str, Callable[[Transcript], Iterable[bytes]]]:
 
 
 async def longest_hold(pieces: Iterable[bytes]) -> tuple[float, int]:
-    """The longest stretch without a turn for others, in seconds of this thread, and the bytes that were sent."""
+    """The longest time without a turn for other tasks, in processor seconds of this thread, and the bytes sent."""
     longest, sent, turned = 0.0, 0, time.thread_time()
 
     async def others() -> None:
@@ -93,7 +93,7 @@ async def run(hours: float) -> None:
         began = time.thread_time()
         size = sum(map(len, write(made)))
         at_once = time.thread_time() - began
-        # The worst of three: a walk of the garbage collector is among them.
+        # The worst of three, because one of them includes a run of the garbage collector.
         hold, _ = max([await longest_hold(write(made)) for _ in range(3)])
         sys.stdout.write(f"{name}: {size / 1e6:.1f} MB, at once {1000 * at_once:.0f} ms, held {1000 * hold:.1f} ms\n")
         sys.stdout.flush()

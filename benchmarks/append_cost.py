@@ -1,14 +1,13 @@
-"""What one append costs a gateway: processor time of a worker with everything on, at the pace of speech.
+"""What one append costs a gateway: processor time of a worker with all features on, at the pace of speech.
 
     python -m benchmarks.append_cost [--sessions 100] [--periods 100] [--profile FILE] [--json FILE]
 
-This process is one worker of several as `tickertape serve --workers N` starts them: sockets, sessions, saved sessions,
-client of an engine. The engine is a process without a model (`benchmarks.engines`), and so are the clients, which ask
-for turn detection, times of words, acknowledgements and to be able to resume. All messages are in the figure: audio in,
-and the engine's and the clients' part out.
+This process is one worker as `tickertape serve --workers N` starts it: sockets, sessions, handoffs, engine client. The
+engine is a process without a model (`benchmarks.engines`). The clients are another process; they ask for turn
+detection, word times, acknowledgements and resuming. The figure includes all messages from and to engine and clients.
 
-Appends come in slices of 5 ms of speech, spread evenly over the clients. The next slice is sent when 5 ms are over and
-this one was read, so on a machine that is too busy time passes more slowly, and the figure is the same.
+Appends come in slices of 5 ms of speech, spread evenly over the clients. The next slice is sent when 5 ms have passed
+and the last slice was read, so on a machine that is too busy the run takes longer, and the figure is the same.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from realtime.serving.registry import Sessions
 
 SLICE_S = 0.005
 WARM_UP_PERIODS = 10
-# Appends with different sound. A prime: clients walk through them with different strides, and no two say the same.
+# Different appends. A prime number: clients step through them with different strides, so that no two send the same.
 POOL = 997
 INCLUDE = ["item.input_audio_transcription.words", "input_audio_buffer.acks", "session.resume"]
 
@@ -71,7 +70,7 @@ CASES = (Case(16_000, 80), Case(24_000, 50))
 
 
 def text_frame(text: str) -> bytes:
-    """A masked WebSocket frame. The value of the mask changes nothing about the work to take it off."""
+    """A masked WebSocket frame. The cost of unmasking does not depend on the value of the mask."""
     data, mask = text.encode(), bytes((1, 2, 3, 4))
     key = np.resize(np.frombuffer(mask, np.uint8), len(data))
     head = bytes((0x81, 0x80 | len(data))) if len(data) < 126 else bytes((0x81, 0xFE)) + len(data).to_bytes(2)
@@ -94,7 +93,7 @@ def connected(port: int, case: Case) -> socket.socket:
 
 
 def run_clients(port: int, case: Case, sessions: int, orders: socket.socket) -> None:
-    """Sends a slice for each byte of the orders, and reads whatever comes."""
+    """Sends one slice for each byte on the order pipe, and reads all answers."""
     noise = np.random.default_rng(1).integers(-8000, 8000, (POOL, case.samples)).astype("<i2")
     pool = [
         text_frame(json.dumps({"type": "input_audio_buffer.append", "audio": base64.b64encode(row.tobytes()).decode()}))

@@ -1,13 +1,13 @@
-"""Clients that speak at the pace of speech over real sockets, from processes of their own.
+"""Clients that send speech in real time over sockets, from their own processes. Used by several benchmarks.
 
-A `PacedClient` measures lags. Audio goes out when its last sample has been spoken, on an absolute schedule. A word's
-lag is the time from the moment its last sample was sent to the moment the delta with its text came, less the model's
-delay; that of a final text counts from the last sample of speech, before the silence that ended the turn. A model with
-random weights says words in pauses too, which wait for the turn before them to be completed: only words within speech
-are scored. No two sessions send the same samples on the same grid, so that no cache can answer for the model.
+A `PacedClient` measures lags. It sends audio when its last sample has been spoken, on an absolute schedule. A word's
+lag is the time from sending its last sample to receiving the delta with its text, minus the model's delay; the lag of
+a final text counts from the last sample of speech, before the silence that ends the turn. A model with random weights
+outputs words in pauses too, which wait until the turn before is completed: only words within speech are scored. No two
+sessions send the same samples at the same offsets, so that no cache can answer for the model.
 
-A `ResumingClient` outlives its connections: it resumes its session, sends again what was lost, waits for its last words
-and notes how it fared.
+A `ResumingClient` resumes its session after a lost connection, sends lost audio again, waits for its last words, and
+records what happened.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from realtime.client.wire_client import (
 # The silence that ends a turn, as sessions ask for it.
 TURN_SILENCE_MS = 500
 TURNS = {"type": "server_vad", "silence_duration_ms": TURN_SILENCE_MS}
-# A refused client asks again after so long, as one that heeds Retry-After would.
+# Seconds after which a refused client tries again, as one that respects Retry-After would.
 ASK_AGAIN_S = 1.0
 # One period of speech and silence, for sessions that are silent for a share of the time.
 PERIOD_S = 20.0
@@ -55,19 +55,19 @@ PACKET_S = 0.08
 
 @dataclass(frozen=True)
 class Orders:
-    """What the clients of one process are to do."""
+    """The task of the clients of one process."""
 
     urls: list[str]
     sessions: list[int]
     all_sessions: int
-    # A WAV file; None: made-up voices.
+    # A WAV file; None: synthetic voices.
     recording: Path | None
     rate: int = SAMPLE_RATE
     append_ms: int = 80
-    # The model's own delay, which is taken off the lag.
+    # The model's own delay, which is subtracted from the lag.
     delay_ms: int = 0
     silent_share: float = 0.0
-    # Where the sound has speech, in seconds: only words there are scored.
+    # Spans of speech in the audio, in seconds: only words within them are scored.
     speech: Sequence[tuple[float, float]] = ()
     language: str | None = None
     # Of resuming clients: for how long each speaks, and whether each has a part of the sound of its own.
@@ -97,11 +97,11 @@ async def sleep_until(moment: float) -> None:
 
 
 class Track:
-    """Sound that goes round, as bytes of 16-bit samples."""
+    """Audio played in a loop, as bytes of 16-bit samples."""
 
     def __init__(self, data: bytes) -> None:
         self.samples = len(data) // 2
-        # Twice, so that a piece never has to be put together.
+        # Stored twice, so that every piece is one slice.
         self._bytes = memoryview(data + data)
 
     def piece(self, start: int, count: int) -> memoryview:
@@ -138,14 +138,14 @@ class PacedClient:
         self._speech, self._quiet = sounds
         random = np.random.default_rng(number)
         grid = SAMPLES_PER_POSITION * orders.rate // SAMPLE_RATE
-        # A place of its own on the grid of items: no other session sends the same frames.
+        # Each session has its own offset within an item, so that no two send the same frames.
         self._start = int(random.integers(0, self._speech.samples // grid)) * grid + number % grid
         self._silent_from = float(random.uniform(0, PERIOD_S))
-        # When each append was sent, which of them were silent, and the texts whose words were not named yet.
+        # Send times of appends, which appends were silent, and texts without word times yet.
         self._sent: list[float] = []
         self._silent: set[int] = set()
         self._texts: deque[tuple[str, float]] = deque()
-        # Where the speech of a turn ended, in seconds, by the turn's item.
+        # End of speech of each turn in seconds, by item.
         self._speech_ends: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -227,14 +227,14 @@ class PacedClient:
                 self._findings.in_pauses += 1
 
     def _lag_ms(self, end: float, came: float) -> list[float]:
-        """From the moment the sample at `end` was sent; empty if it does not count."""
+        """The lag since the sample at `end` was sent; empty if it does not count."""
         append = int(end * 1000 / self._orders.append_ms - 1e-6)
         if append >= len(self._sent) or not self._schedule.counts_from <= came < self._schedule.counts_until:
             return []
         return [1000 * (came - self._sent[append])]
 
     def _is_in_speech(self, start: float, end: float) -> bool:
-        """Whether a word lies within speech from its first to its last moment, by the detector that heard the sound."""
+        """Whether the whole word is within speech, by the detector's spans."""
         appends = range(int(start * 1000 / self._orders.append_ms), int(end * 1000 / self._orders.append_ms - 1e-6) + 1)
         if not self._silent.isdisjoint(appends):
             return False
@@ -251,19 +251,19 @@ async def play_paced(orders: Orders, sound: Samples, schedule: Schedule) -> Find
     return findings
 
 
-# Clients that outlive their connections
+# Clients that resume after lost connections
 
 
 class ResumingClient(LastingSession):
-    """Speaks its audio at the pace of speech, resumes when a connection is lost, and waits for the last word."""
+    """Sends its audio at the pace of speech, resumes after a lost connection, and waits for the last word."""
 
     def __init__(self, url: str, audio: bytes) -> None:
         super().__init__(url, None, SessionOptions(SAMPLE_RATE, TURNS))
         self.events: list[dict[str, Any]] = []
         self.failure = ""
-        # Seconds from each loss of the connection until the session went on.
+        # Seconds from each loss of the connection until the session continued.
         self.resumed_s: list[float] = []
-        # How often the server gave it a session: more than once is a session that was lost.
+        # Sessions that the server gave it: more than one means that a session was lost.
         self.begun = 0
         self.began_at = 0.0
         self.is_speaking = True
@@ -275,7 +275,7 @@ class ResumingClient(LastingSession):
         self._marks: list[tuple[int, float, asyncio.Future[float]]] = []
 
     async def speak(self) -> None:
-        """Raises CannotConnect at once: a client that is not let in does not speak."""
+        """Raises CannotConnect at once if the server refuses the session."""
         speaking = asyncio.create_task(self._say())
         telling = asyncio.create_task(self.run(self.events.append, self._line))
         try:
@@ -300,7 +300,7 @@ class ResumingClient(LastingSession):
 
     @property
     def wrong_numbers(self) -> int:
-        """Numbers of events that are missing or came twice."""
+        """Event numbers that are missing or came twice."""
         numbers = [event["seq"] for event in self.events if "seq" in event]
         return sum(number != place for place, number in enumerate(numbers, 1))
 
@@ -312,7 +312,7 @@ class ResumingClient(LastingSession):
         return len(done) - len(set(done)) + len(committed ^ set(done))
 
     def outcome(self) -> dict[str, Any]:
-        """How it fared, as data."""
+        """The result as data."""
         names = ("text", "failure", "begun", "resumed_s", "longest_wait_s", "wrong_numbers", "wrong_items")
         return {name: getattr(self, name) for name in names} | {"samples_lost": self.kept.lost}
 
@@ -325,7 +325,7 @@ class ResumingClient(LastingSession):
         self.finish()
 
     def _line(self, text: str) -> None:
-        """Called with a text when the connection is lost, and with an empty one when it is back."""
+        """Called with an error text when the connection is lost, and with an empty text when it is back."""
         now = time.perf_counter()
         if text:
             self._lost_at = self._lost_at or now
@@ -355,12 +355,12 @@ class ResumingClient(LastingSession):
 
 
 def resume_at_once() -> None:
-    """Clients look again at once: it is the server's time that is measured."""
+    """Clients retry at once: the server's time is measured, not theirs."""
     lasting_session.FIRST_WAIT_S = 0.1
 
 
 def own_part(sound: bytes, number: int, seconds: float) -> bytes:
-    """So many seconds of the sound, from a place of this session's own on, always the same."""
+    """This session's part of the audio, always the same for the same session."""
     start = int(np.random.default_rng(number).integers(0, len(sound) // 2))
     return looped(sound[2 * start :] + sound[: 2 * start], seconds)
 
@@ -388,16 +388,16 @@ async def play_resuming(orders: Orders, sound: Samples, schedule: Schedule) -> l
 
 
 def summary(outcomes: Sequence[dict[str, Any]], references: Sequence[str]) -> dict[str, Any]:
-    """How resuming clients fared. Their texts are compared with the references."""
+    """Figures of resuming clients. Their texts are compared with the references."""
     texts = [outcome["text"] for outcome in outcomes]
     waits = [wait for outcome in outcomes for wait in outcome["resumed_s"]]
     differ, words = differing_words(texts, references)
     pairs = zip(texts, references, strict=True)
     return {
         "sessions": len(outcomes),
-        # Sessions that did not come to their end, and those that had to begin anew (410).
+        # Sessions that did not finish, and sessions that had to start again (410).
         "lost": sum(bool(outcome["failure"]) or outcome["begun"] > 1 for outcome in outcomes),
-        # Connections that were lost, and seconds from each loss until the client had its session again.
+        # Lost connections, and seconds from each loss until the client had its session again.
         "connections_lost": len(waits),
         **percentiles("reconnected_s", waits, 50, 100),
         # Longest time without an acknowledgement of new audio.
@@ -407,27 +407,27 @@ def summary(outcomes: Sequence[dict[str, Any]], references: Sequence[str]) -> di
         "sessions_that_differ": sum(plain_words(text) != plain_words(reference) for text, reference in pairs),
         "wrong_numbers": sum(outcome["wrong_numbers"] for outcome in outcomes),
         "wrong_items": sum(outcome["wrong_items"] for outcome in outcomes),
-        # Samples that a client had to drop because no server took them.
+        # Samples that a client dropped because no server accepted them.
         "samples_lost": sum(outcome["samples_lost"] for outcome in outcomes),
         "failures": [outcome["failure"] for outcome in outcomes if outcome["failure"]][:20],
     }
 
 
-# Their processes
+# Processes of clients
 
 
 def run_clients(play: Callable[..., Any], orders: Orders, pipe: Connection) -> None:
-    """Main function of a process: prepares, says that it is ready, gets a schedule, plays, and sends what it found."""
+    """Main function of a process: prepares, reports that it is ready, gets a schedule, plays, and sends its results."""
     sound = speech(orders.recording)
     pipe.send("ready")
     schedule = pipe.recv()
-    # All sessions begin with the same few objects; the collector would only walk them.
+    # The cycle collector would only walk the objects of all sessions.
     gc.freeze()
     pipe.send(asyncio.run(play(orders, sound, schedule)))
 
 
 class ClientProcesses:
-    """Sessions dealt to processes of clients, which are ready when this is made."""
+    """Sessions distributed over client processes, which are ready when the constructor returns."""
 
     def __init__(self, play: Callable[..., Any], sessions: int, processes: int, **orders: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -450,7 +450,7 @@ class ClientProcesses:
         return sum(cpu_seconds(process.pid or 0) for process in self._processes)
 
     def findings(self) -> list[Any]:
-        """What each process found, when all are through."""
+        """The results of all processes, when all have finished."""
         return self._receive()
 
     def stop(self) -> None:

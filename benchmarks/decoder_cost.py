@@ -1,10 +1,10 @@
-"""What it costs to decode strangers' audio in processes of their own: time, processor time and memory.
+"""What it costs to decode compressed audio in separate processes: time, processor time and memory.
 
     python -m benchmarks.decoder_cost [--streams 16]
 
-Files and live streams, each on a thread of this process and in a process of its own, which is how the gateway does it
-(`realtime/serving/isolated_decoder.py`). Live streams are WebM with Opus, a piece each 250 ms; here a piece follows the
-last at once. docs/security.md has what follows from the figures.
+Files and live streams are decoded on a thread of this process and, as in the gateway, in a separate process
+(`realtime/serving/isolated_decoder.py`). Live streams are WebM with Opus in pieces of 250 ms, sent without waiting.
+docs/security.md has the figures and the conclusion.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def opus(container: str, seconds: float) -> bytes:
 
 
 def private_bytes(pid: int | str = "self") -> int:
-    """What a process has for itself alone; nothing for one that is gone."""
+    """Private memory of a process; 0 if it has ended."""
     try:
         found = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -80,7 +80,7 @@ def below(pid: int) -> list[int]:
 
 
 def program() -> int:
-    """The one that forks."""
+    """The process that forks the decoders."""
     (found,) = below(os.getpid())
     return found
 
@@ -144,7 +144,7 @@ def in_process(stream: ContainerStream) -> Turn:
 
 
 async def measured(name: str, turns: list[Turn], pieces: list[bytes]) -> None:
-    """A piece for each stream in turn, and how long each takes: what its words wait for, before the model."""
+    """Sends one piece of each stream in turn; returns how long each takes, which delays its words."""
     before, began_used, waits = private_bytes(), sum(resource.getrusage(resource.RUSAGE_SELF)[:2]), []
     for piece in pieces:
         for turn in turns:
@@ -154,7 +154,7 @@ async def measured(name: str, turns: list[Turn], pieces: list[bytes]) -> None:
     pids = below(program())
     spent = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) - began_used + sum(map(busy_s, pids))
     held = private_bytes() - before + sum(map(private_bytes, pids))
-    # The first piece of each begins a decoder.
+    # The first piece of each stream starts a decoder.
     first, rest = waits[: len(turns)], sorted(waits[len(turns) :])
     minutes = len(pieces) * PIECE_S * len(turns) / 60
     say(

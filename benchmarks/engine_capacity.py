@@ -1,25 +1,24 @@
-"""How many live streams one GPU holds: the engine's own loop, no sockets and no gateway.
+"""How many live streams one GPU holds: the engine's own loop, without sockets and gateway.
 
     python -m benchmarks.engine_capacity --window 1024 --kv bf16 --streams 100 200 400 --bisect 6 --reference
     python -m benchmarks.engine_capacity --whisper small --streams 200 400 --seconds 20 --audio speech.wav
     python -m benchmarks.engine_capacity --model whisper-tiny.en --streams 200 400 --seconds 20 --audio speech.wav
 
-N streams with random phases play the same sound from different places, 80 ms at a time, in real time. Lag is the time
+N streams with random phases play the same audio from different places, 80 ms at a time, in real time. Lag is the time
 from the moment a frame of 80 ms is complete to the moment its answer is out.
 
-Voxtral Realtime at full dimensions, with random weights that say a word in three frames of ten, as speech has them.
-The speech detector listens (`--no-detector` leaves it out). Streams start as old as their windows are long, so every
-step reads full windows from the first second on; they join 5 ms apart, and counting begins 2 s after the last. A point
-holds if the 99th percentile of the lag is at most 80 ms. A step is what the engine's thread does between two looks at
-its inbox: commands in, detection, plan, launch, and commit of the step before; what of it is not the device is the
-host on the critical path (`--one-by-one`: steps do not overlap). The same thread makes the audio: that counts in the
-lag and as feed, not as host.
+Without --whisper and --model: Voxtral Realtime at full dimensions, with random weights that output a word in three
+frames of ten, as in speech. The speech detector is on (`--no-detector` turns it off). Streams start with full windows;
+they join 5 ms apart, and counting begins 2 s after the last. A point holds if the 99th percentile of the lag is at most
+80 ms. A step is the work of the engine's thread between two reads of its inbox: commands in, detection, plan, launch,
+and commit of the step before; the part without the device is the host time on the critical path (`--one-by-one`: steps
+do not overlap). The same thread generates the audio: that counts in the lag and as `feed`, not as host time.
 
-With --whisper the model is Whisper with random weights whose answers are replaced by three tokens a second, with
---model a windowed model with its real weights. Speech detection, the gate, pauses and saved states are on, as in a
-server. Streams join 4 ms apart, and counting begins when windows are as long as they get (`--settle`). A pass comes
-every 0.8 s, so half of that is in the lag from the start. A point holds if the 95th percentile of the lag is at most
-1.5 s, over all and in the second half.
+--whisper: Whisper with random weights whose answers are replaced by three tokens a second; --model: a windowed model
+with its real weights. Speech detection, the gate, pauses and saved states are on, as in a server. Streams join 4 ms
+apart, and counting begins when windows have their full length (`--settle`). A pass comes every 0.8 s, so the lag is at
+least half of that on average. A point holds if the 95th percentile of the lag is at most 1.5 s, over all and in the
+second half.
 
 Needs torch, numpy, silero-vad and (for --reference) transformers.
 """
@@ -56,14 +55,14 @@ from engine.runner.load import DEVICE_DTYPE, load_detector, windowed_on_device
 from engine.runner.speech import DeviceSpeechDetector
 from engine.runner.windowed.runner import WindowedRunner
 from engine.runner.windowed.windows import DeviceWindows
+from engine.server.collector import calm_collector
 from engine.server.loop import EngineLoop
-from engine.server.main import calm_collector
 from engine.server.speech import GateSettings
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import resolve
 
 MAX_LAG_MS, MAX_WINDOWED_LAG_MS = 80.0, 1500.0
-# A windowed engine that is so far behind does not catch up: the rest of the point would measure nothing.
+# A windowed engine that is this late does not catch up: the point is ended.
 HOPELESS_LAG_MS = 6000.0
 POSITION_NS = 80_000_000
 SETTLE_S = 2.0
@@ -72,7 +71,7 @@ Point = dict[str, Any]
 
 
 class Traffic:
-    """N streams, each with its own phase and its own place in the sound; they join one after the other."""
+    """N streams, each with its own phase and its own place in the audio; they join one after the other."""
 
     def __init__(
         self,
@@ -86,10 +85,10 @@ class Traffic:
         random = np.random.default_rng(seed)
         self.names = [f"stream {index}" for index in range(streams)]
         self._phases = np.sort(random.integers(0, POSITION_NS, streams)).tolist()
-        # Frames that a stream misses at the beginning because it has not joined yet.
+        # Frames at the beginning that a stream skips because it has not joined yet.
         self._missed = (random.permutation(streams) * join_every_ns // POSITION_NS).tolist()
         self.joined_ns = (max(self._missed) + 1) * POSITION_NS
-        # It goes round; a frame reads a little further.
+        # Audio is played in a loop; a frame reads a little beyond its end.
         self._length = len(sound)
         self._sound = np.concatenate([sound, sound[:payload_samples]])
         self._payload_samples = payload_samples
@@ -125,7 +124,7 @@ class Watch:
     def __init__(self, runner: Any, detector: Any) -> None:
         self._tasks: list[DecodeTask] = []
         self._device_ms = 0.0
-        # Of each pass on the device a function that says how long it took: since the last launch, and by launch.
+        # For each pass on the device a function that returns its duration: since the last launch, and by launch.
         self._passes: list[Callable[[], float]] = []
         self._launched: deque[list[Callable[[], float]]] = deque()
         if isinstance(runner, VoxtralRunner):
@@ -145,7 +144,7 @@ class Watch:
             self._time_calls(detector._graphs, "run")
 
     def follow(self, scheduler: Scheduler) -> None:
-        """Look at each step where it is committed."""
+        """Record each step when it is committed."""
         commit = scheduler.commit
 
         def note_and_commit(plan: StepPlan, results: list[DecodeResult]) -> list[Output]:
@@ -157,7 +156,7 @@ class Watch:
         scheduler.commit = note_and_commit  # type: ignore[method-assign]
 
     def look(self) -> tuple[list[DecodeTask], float]:
-        """What was noted since the last look."""
+        """The records since the last call."""
         noted, self._tasks, self._device_ms = (self._tasks, self._device_ms), [], 0.0
         return noted
 
@@ -194,7 +193,7 @@ class Step(NamedTuple):
 
 
 class Trace:
-    """What is counted of one point."""
+    """The measurements of one point."""
 
     def __init__(self) -> None:
         # Milliseconds: when each frame was answered, and its lag.
@@ -225,7 +224,7 @@ class Bench:
         self._runner, self._limits, self._spec = runner, limits, runner.spec
         self._sound = speech(options.audio)
         self._settle_s = options.settle if self._windowed or options.small else SETTLE_S
-        # Of each token that a batch of windows decodes one by one: how many rows take part.
+        # For each token that a batch of windows decodes one by one: the number of rows.
         self._rows_of_tokens: list[int] = []
         if isinstance(runner, WindowedRunner):
             windows = runner._windows
@@ -233,7 +232,7 @@ class Bench:
             script = windows._model if options.whisper and isinstance(windows._model, Whisper) else None
             count_tokens(windows, self._rows_of_tokens, script)
         else:
-            # Streams begin behind a full window, which is where they spend their lives.
+            # Streams begin with a full window, as in most of their life.
             start = 64 + 2 * max(group.window_positions for group in runner.spec.kv_groups)
             self._spec = replace(runner.spec, prefix_positions=start)
         if options.one_by_one:
@@ -257,7 +256,7 @@ class Bench:
         return point_of(trace, streams, seconds, self._windowed, len(self._rows_of_tokens))
 
     def _play(self, loop: EngineLoop, traffic: Traffic, seconds: float) -> Trace:
-        """Real time: feed what is due, step, note; what happens before streams have settled does not count."""
+        """In real time: feed due audio, step, record. Nothing counts until all streams have settled."""
         trace, index_of = Trace(), {name: index for index, name in enumerate(traffic.names)}
         counts_from = traffic.joined_ns + self._settle_s * 1e9
         began = time.perf_counter_ns()
@@ -478,7 +477,7 @@ def main(arguments: list[str] | None = None) -> None:
     model.add_argument("--whisper", choices=sorted(WHISPER_SIZES), help="a Whisper of this size with random weights")
     model.add_argument("--model", help="windowed, real weights: a name that `tickertape pull` knows, or a path")
     parser.add_argument("--streams", type=int, nargs="*", default=[100, 200, 400])
-    parser.add_argument("--seconds", type=float, default=60.0, help="that count, for each point")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds that count, for each point")
     parser.add_argument("--bisect", type=float, metavar="SECONDS", help="search the largest N, SECONDS per probe")
     parser.add_argument("--max-streams", type=int, help="streams to make room for; default: all that fit")
     parser.add_argument("--audio", type=Path, help="a WAV file of speech; default: made-up voices")

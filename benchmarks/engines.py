@@ -1,14 +1,15 @@
-"""Engines without a model, and the process of any engine that a benchmark starts.
+"""Engines without a model, and the engine process of all benchmarks that start one.
 
     python -m benchmarks.engines --listen ipc:///tmp/engine                             # no model
     python -m benchmarks.engines --listen ipc:///tmp/engine --voxtral --kv fp8 --max-streams 800
     python -m benchmarks.engines --listen ipc:///tmp/engine --whisper small
 
 Without a model, host, scheduler and messages are real, and the runner answers at once: a word every fifth position
-(400 ms), and a detector that hears a second of silence in every five, by the clock alone. So what gateways and hosts
-spend can be measured where there is no GPU. With `engine` and the flags of `tickertape engine` it stands in for that
-command in a fleet; then words and speech follow from the audio, so that engines that hear the same say the same,
-however often a stream was moved. `--voxtral` and `--whisper` have random weights (`benchmarks/random_weights.py`).
+(400 ms), and a detector that reports a second of silence in every five seconds, whatever the audio. So the cost of
+gateways and hosts can be measured without a GPU. With `engine` and the flags of `tickertape engine` it replaces that
+command in a fleet; then words and speech are functions of the audio, so that all engines give the same words for the
+same audio, however often a stream was moved. `--voxtral` and `--whisper` have random weights
+(`benchmarks/random_weights.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from engine.spec import KvGroup, ModelSpec, Vocabulary
 
 STREAMS = 1000
 PIECES = [b"", b"", *(f" word{i}".encode() for i in range(30))]
-# Of the null detector: samples in a frame, and seconds of speech in every period.
+# Null detector: samples in a frame, and seconds of speech in every period.
 FRAME = 512
 SPEECH_S, PERIOD_S = 4, 5
 # Mean of the absolute samples, above that of a quiet room in a recording.
@@ -55,7 +56,7 @@ def voxtral_spec(history_positions: int = 64) -> ModelSpec:
     )
 
 
-# The same with what surrounds an item, as its payload has it.
+# The same with the context samples around an item that its payload contains.
 SPEC = replace(voxtral_spec(), look_back_samples=680, look_ahead_samples=40)
 
 
@@ -67,7 +68,7 @@ def room_for(streams: int, spec: ModelSpec, step_positions: int | None = None) -
 
 
 class NullRunner(SynchronousRunner):
-    """Answers at once: a word piece every `words_every` positions and blanks between, as in speech."""
+    """Answers at once: a token of text every `words_every` positions and blanks in between, as in speech."""
 
     def __init__(self, spec: ModelSpec, words_every: int = 5) -> None:
         self.spec = spec
@@ -86,11 +87,11 @@ class NullRunner(SynchronousRunner):
 
 
 class NullDetector(Detector):
-    """Hears speech by the clock alone."""
+    """Reports speech by position only, whatever the audio."""
 
     def __init__(self, rate: int) -> None:
         self._rate = rate
-        # Of each stream: the sample at which its next frame begins, and the samples of that frame that have come.
+        # By stream: the first sample of its next frame, and the samples of that frame so far.
         self._frames: dict[str, tuple[int, int]] = {}
 
     def open(self, stream: str, sample: int = 0) -> None:
@@ -128,7 +129,7 @@ class NullDetector(Detector):
 
 
 class AudioRunner(NullRunner):
-    """Its words follow from the audio: loud items have one in a third of all cases, others are blank."""
+    """Words are a function of the audio: a third of the loud items have one, all others are blank."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -147,7 +148,7 @@ class LoudnessDetector(NullDetector):
 
     def __init__(self, rate: int) -> None:
         super().__init__(rate)
-        # Samples of each stream that do not make a frame yet.
+        # By stream: samples of an incomplete frame.
         self._rests: dict[str, NDArray[np.float32]] = {}
 
     def close(self, stream: str) -> None:
@@ -167,7 +168,7 @@ class LoudnessDetector(NullDetector):
 
 
 def null_loop(streams: int = STREAMS, by_audio: bool = False) -> EngineLoop:
-    # A stream that is rebuilt hears many positions in a step, however few streams there is room for.
+    # A rebuilt stream processes many positions in a step, even if there is room for few streams.
     limits = room_for(streams, SPEC, step_positions=STREAMS)
     runner = AudioRunner(SPEC) if by_audio else NullRunner(SPEC)
     detector = LoudnessDetector(SPEC.sample_rate) if by_audio else NullDetector(SPEC.sample_rate)
@@ -203,7 +204,7 @@ def main() -> None:
     else:
         build = partial(null_loop, options.max_streams or STREAMS, bool(options.what))
     asked_to_stop, asked_to_drain = threading.Event(), threading.Event()
-    # Outside a fleet no other engine could take its streams over.
+    # Outside a fleet there is no other engine for its streams.
     on_term = asked_to_drain if options.what else asked_to_stop
     signal.signal(signal.SIGINT, lambda *_: asked_to_stop.set())
     signal.signal(signal.SIGTERM, lambda *_: on_term.set())

@@ -1,21 +1,24 @@
-"""Parts of a fleet lost under live sessions, for `python -m benchmarks.survival fleet`.
+"""Loses parts of a fleet under live sessions, for `python -m benchmarks.survival fleet`.
 
-A Ray cluster of a head and four nodes on this machine, made by `tickertape fleet up` and `tickertape fleet join`, with
-real `tickertape engine` and `tickertape serve` processes, encrypted links, and a load balancer in this process. Clients
-speak one session after the other, the same recording at the pace of speech, and resume through any gateway. For each
-kind of `LOSSES` a part is lost as often as asked, each time when all is whole again; `calm` loses nothing and is what
-the others are compared with. `went_on` is the time of the last of all who speak: from the loss until audio spoken after
-it has been acknowledged. `head-long` is a head that is away for `--head-away` seconds; `scale` is a load that asks for
-three engines and then for one. `stop-PART-SECONDS` stops an engine, a gateway, the keepers of a node, the manager or
-Ray's own process of a node (SIGSTOP) and lets it go on. Connections stay open and nothing answers: clients leave a
-gateway after `LEAVE_S`, some ask it again, and what they sent waits there until it goes on. With --null the engines
-have no model (`benchmarks.engines`): for numbers, not for words. Needs the extra tickertape[fleet].
+The fleet is a Ray cluster of a head and four nodes on this machine, made by `tickertape fleet up` and `tickertape fleet
+join`, with real `tickertape engine` and `tickertape serve` processes, encrypted links, and a load balancer in this
+process. Clients open one session after the other, send the same recording at the pace of speech, and resume through any
+gateway. With --null the engines have no model (`benchmarks.engines`); then event numbers are tested, but not a model's
+words. Needs the extra tickertape[fleet].
+
+For each kind of `LOSSES` a part is lost as often as asked, each time when the fleet is complete again. `calm` loses
+nothing, and the others are compared with it. `went_on` is the time from the loss until audio that was spoken after it
+has been acknowledged, for the last of all speaking clients. `head-long` takes the head away for `--head-away` seconds;
+`scale` is a load that needs three engines and then one. `stop-PART-SECONDS` stops an engine, a gateway, the keepers of
+a node, the manager or Ray's own process of a node (SIGSTOP) and continues it. Meanwhile connections stay open and
+nothing answers: clients leave a gateway after `LEAVE_S`, some ask it again, and their messages wait there until it
+continues.
 
     python -m benchmarks.fleet serve ...
 
-is what runs there in place of `tickertape serve`: a gateway whose links to engines go through another process. A file
-`cut-NAME` beside the gateway's table stops the link to that engine: bytes are neither sent nor refused, as when a cable
-is pulled.
+runs there instead of `tickertape serve`: a gateway whose links to engines go through another process. A file `cut-NAME`
+beside the gateway's table stops the link to that engine: bytes are neither delivered nor refused, as with a pulled
+cable.
 """
 
 from __future__ import annotations
@@ -44,20 +47,20 @@ from benchmarks.sounds import SAMPLE_RATE, pcm16
 from realtime.client import wire_client
 from realtime.client.wire_client import CannotConnect
 
-# Engines on some nodes, gateways on the others: a machine with both would take both holders of a session with it.
+# Engines and gateways are on different nodes: with both on one, its loss would lose sessions.
 ENGINE_NODES, EDGES = ("n1", "n2"), ("n3", "n4")
 NODES = (*ENGINE_NODES, *EDGES)
 PATIENCE_S = 300.0
-# A status that is older is that of a manager that is away.
+# A status older than this means that the manager is away.
 FRESH_S = 5.0
 # Longer than the 4 s after which a link counts as dead.
 CUT_S = 6.0
 HEAD_SHORT_S = 5.0
-# How long parts are stopped: links between processes outlast the first, and what Ray is told of a node the second.
+# Seconds for which parts are stopped: links survive the first, and Ray's view of a node the second.
 STOP_S = (3, 10, 40)
 # Clients leave a gateway that does not answer for so long.
 LEAVE_S = 2.0
-# Until an engine has forgotten a gateway that it does not hear, and then some.
+# Longer than an engine remembers a gateway without heartbeats.
 SETTLE_S = 60.0
 # Short times, so that a benchmark sees what takes minutes in earnest; and a load that three engines carry and one does
 # not: the share of their room that is taken, seconds between arrivals, and seconds that it stays.
@@ -79,7 +82,7 @@ Mended = Callable[[Status], bool]
 
 
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_cut: Callable[[], bool]) -> None:
-    """Bytes one way, until either end closes."""
+    """Copies bytes in one direction until either end closes."""
     try:
         while data := await reader.read(65_536):
             while is_cut():  # noqa: ASYNC110 - a cut has no event
@@ -97,7 +100,7 @@ async def pump_both(near: Any, far: Any, is_cut: Callable[[], bool] = lambda: Fa
 
 
 class Balancer:
-    """One address before all gateways: each connection goes to one that accepts it, chosen at random."""
+    """One address for all gateways: each connection goes to a random one that accepts it."""
 
     def __init__(self) -> None:
         self.ports: list[int] = []
@@ -128,7 +131,7 @@ class Balancer:
         near[1].close()
 
     def leave(self, port: int) -> None:
-        """All clients of a gateway leave it."""
+        """Close all connections to a gateway."""
         for end in self._joined.get(port, set()):
             end.close()
 
@@ -180,7 +183,7 @@ class Links:
         near[1].close()
 
     async def run_out(self) -> None:
-        """Until what a gateway sent before it ended has been handed on."""
+        """Waits until the bytes that a gateway sent before its end are delivered."""
         if self._joined:
             await asyncio.wait(self._joined, timeout=2.0)
 
@@ -253,7 +256,7 @@ class Fleet:
             raise RuntimeError(f"tickertape fleet {' '.join(arguments)}: {err.decode().strip()}")
 
     def status(self) -> Status:
-        """The balancer learns from it which gateways serve, as others do by asking for /ready."""
+        """Tells the balancer which gateways serve; a real balancer checks /ready."""
         found: Status = json.loads((self.state / "status.json").read_text())
         gateways = [unit for unit in found["units"] if unit["kind"] == "gateway" and unit["pid"]]
         serving = [unit for unit in gateways if unit["state"] == "serving"] or gateways
@@ -267,11 +270,11 @@ class Fleet:
         await self.balancer.start()
         file = self.folder / "fleet.toml"
         await asyncio.to_thread(start_head, read_plan(file))
-        # One after the other: nodes of one machine that start together take each other's ports.
+        # One after the other: nodes of one machine that start together compete for ports.
         for there, name in enumerate(NODES, 2):
             self.join(name)
             await asyncio.to_thread(wait_for_nodes, file, there)
-        # The first look finds all nodes, so that engines and gateways are spread over them.
+        # All nodes are there in the manager's first round, so that engines and gateways are spread over them.
         await self.run("up", "--wait", str(PATIENCE_S))
         await self.until_whole()
 
@@ -283,7 +286,7 @@ class Fleet:
         self.nodes[name] = process
 
     def is_whole(self, status: Status) -> bool:
-        # The process of a lost keeper is not known, and what it kept counts as it was until the node is missed.
+        # The process id of a lost keeper is not reported, and its unit keeps its state until the node is given up.
         serving = [unit for unit in status["units"] if unit["state"] == "serving" and unit["pid"]]
         wanted = status["engines_wanted"] + status["gateways_wanted"]
         is_fresh = time.time() - (self.state / "status.json").stat().st_mtime < FRESH_S
@@ -294,7 +297,7 @@ class Fleet:
         while True:
             with contextlib.suppress(OSError):
                 status = self.status()
-                # Asked each time: it may have something to do first.
+                # Called each time, because it may have side effects.
                 if is_mended(status) and self.is_whole(status):
                     return status
             if time.monotonic() > deadline:
@@ -302,7 +305,7 @@ class Fleet:
             await asyncio.sleep(0.2)
 
     async def spread(self) -> None:
-        """What was started elsewhere when a node was lost stays there until the operator has it spread anew."""
+        """Spreads the units again: after the loss of a node they stay on the other nodes until an upgrade."""
         units = (await self.until_whole())["units"]
         if len({(unit["kind"], unit["node"]) for unit in units}) < len(units):
             await self.run("upgrade", "--wait", str(PATIENCE_S))
@@ -334,11 +337,11 @@ def wait_for_nodes(file: Path, count: int) -> None:
     subprocess.run([sys.executable, "-c", script, str(file), str(count)], check=True, stdout=subprocess.DEVNULL)
 
 
-# Ways to lose a part. Each takes the fleet and its status before the loss, and returns when the loss is mended.
+# Ways to lose a part. Each takes the fleet and its status before the loss, and returns when the fleet is repaired.
 
 
 def one(status: Status, kind: str = "") -> Status:
-    """An engine or gateway that serves, one that carries something if there is one."""
+    """A serving engine or gateway, preferably one with streams or sessions."""
     kind = kind or random.choice(("engine", "gateway"))
     units = [unit for unit in status["units"] if unit["kind"] == kind and unit["state"] == "serving"]
     chosen: Status = random.choice([unit for unit in units if unit["busy"]] or units)
@@ -346,7 +349,7 @@ def one(status: Status, kind: str = "") -> Status:
 
 
 def processes_of(unit: Status) -> list[int]:
-    """A gateway without the process that stands between it and the engines: what it has sent is on its way."""
+    """The gateway's processes without the one that forwards its links: bytes that it has sent are still delivered."""
     if unit["kind"] != "gateway":
         return [unit["pid"]]
     return [int(pid) for pid in Path(f"/proc/{unit['pid']}/task/{unit['pid']}/children").read_text().split()]
@@ -404,16 +407,16 @@ def found_below(node: int, wanted: Callable[[str], bool]) -> list[int]:
 
 
 async def lose_node(fleet: Fleet, status: Status) -> Mended:
-    """The machine is gone: Ray's part and ours. It comes back empty."""
+    """Kills all processes of a node, Ray's and the fleet's. It comes back empty."""
     name = one(status)["node"]
     gone = [unit for unit in status["units"] if unit["node"] == name]
     print(f"{name} goes, of {[(unit['name'], unit['node']) for unit in status['units']]}", flush=True)
-    # The keepers first: they would start again what is killed.
+    # The keepers first: they would restart the killed processes.
     os.killpg(fleet.nodes[name].pid, signal.SIGKILL)
     kill(gone)
     await asyncio.to_thread(fleet.nodes[name].wait)
     fleet.join(name)
-    # It may be back before the cluster has missed it; then the same units are started there anew.
+    # It may be back before the cluster has given it up; then the same units are started there again.
     return are_gone(gone)
 
 
@@ -465,7 +468,7 @@ async def stop(part: str, seconds: float, fleet: Fleet, status: Status) -> Mende
     def is_mended(now: Status) -> bool:
         if fleet.nodes[node].poll() is not None:
             fleet.join(node)
-        # Written by a manager that has looked since, twice: Ray takes a moment to say that a node is gone.
+        # At least two rounds of the manager later: Ray takes a moment to report that a node is gone.
         return time.time() > went_on_at + 2 * FRESH_S
 
     return is_mended
@@ -503,11 +506,11 @@ DEFAULT_KINDS = (
 
 
 class Crowd:
-    """So many clients at a time. Each says all of the audio in a session, then another one begins."""
+    """A fixed number of clients at a time. Each sends all of the audio in a session, then another one begins."""
 
     def __init__(self, url: str, audio: bytes, count: int, apart_s: float) -> None:
         self.clients: list[ResumingClient] = []
-        # Of each that was not let in at first: seconds from that until the session began.
+        # For each client that was refused at first: seconds until its session began.
         self.refused_s: list[float] = []
         self._url, self._audio = url, audio
         self._is_over = False
@@ -521,7 +524,7 @@ class Crowd:
         await until(lambda: sum(bool(client.begun) for client in self.speaking) == len(self._living), PATIENCE_S)
 
     async def until_heard(self) -> float:
-        """Until new audio of all that speak now has been acknowledged: how long the last of them took."""
+        """Waits until new audio of all speaking clients is acknowledged; returns the seconds of the last one."""
         marks = [client.mark() for client in self.speaking]
         if not marks:
             return 0.0
@@ -529,7 +532,7 @@ class Crowd:
         return max((mark.result() for mark in marks if not mark.cancelled()), default=0.0)
 
     async def end(self) -> None:
-        """All end what they say, and none begins again."""
+        """Waits until all clients have finished their sessions; no new ones begin."""
         self._is_over = True
         await asyncio.gather(*self._living)
 
@@ -579,7 +582,7 @@ class Matrix:
         print(f"alone: {self._alone}", flush=True)
 
     async def series(self, kind: str, times: int) -> dict[str, Any]:
-        """The same loss again and again."""
+        """Repeats the same loss."""
         clients, fleet = self._options.sessions, self._fleet
         crowd = self._crowd(clients, len(self._audio) / (2 * SAMPLE_RATE) / clients)
         watching = asyncio.create_task(self._keep_balancer())
@@ -595,7 +598,7 @@ class Matrix:
                 is_mended = await LOSSES[kind](fleet, before)
                 went_on_s.append(await hearing)
                 after = await fleet.until_whole(is_mended)
-                # A manager that was lost counts from nothing then.
+                # A new manager counts from 0.
                 if (looks := after["looks"] - before["looks"]) > 0:
                     calls.add(round((after["actor_calls"] - before["actor_calls"]) / looks, 2))
             owned_twice += not await self._settled(crowd)
@@ -612,7 +615,7 @@ class Matrix:
             "at_once": clients,
             **percentiles("went_on_s", went_on_s, 50, 100),
             **self._summary_of(crowd.clients),
-            # Engines had more streams than there were clients.
+            # Engines had more streams than there were clients: a stream was left over.
             "owned_twice": owned_twice,
             "calls_per_look": sorted(calls),
             "took_s": round(time.monotonic() - begun),
@@ -668,7 +671,7 @@ class Matrix:
                 await asyncio.sleep(0.2)
 
     async def _settled(self, crowd: Crowd) -> bool:
-        """Until all is whole and all are heard; false if engines have more streams than there are clients."""
+        """Waits until the fleet is complete and all audio is acknowledged; False if streams are left over."""
         await self._fleet.until_whole()
         await crowd.until_heard()
         return await self._has_at_most(self._options.sessions)
@@ -691,7 +694,7 @@ class Matrix:
 async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     resume_at_once()
     wire_client.OPEN_TIMEOUT_S = LEAVE_S
-    # Parts of the fleet run elsewhere, and some of them are from this folder.
+    # Parts of the fleet run with other working folders and import modules from this one.
     os.environ |= HEALTH | {"PYTHONPATH": str(ROOT)}
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fleet-") as folder:

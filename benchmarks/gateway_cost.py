@@ -2,9 +2,9 @@
 
     python -m benchmarks.gateway_cost [--seconds S] [--streams N] [--connections N] [--json FILE]
 
-A null engine takes the audio and says nothing. Beside it, in the same run and with the same clients, a bare
-`websockets` echo server shows what the machine can do. Server and load generator are processes of their own; rates are
-per second of the server's processor time, so a busy machine does not change them much, and the servers take turns.
+A null engine takes the audio and gives no text. A bare `websockets` echo server with the same clients in the same run
+shows what the machine can do. Servers and load generator are separate processes; rates are per second of the server's
+processor time, so a busy machine does not change them much, and the servers take turns.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CASES = {f"{server}, {rate} Hz": (server, rate) for server in ("gateway", "echo"
 
 
 class NullStream:
-    """Takes audio, answers flushes, says nothing."""
+    """Takes audio, answers flushes, gives no text."""
 
     def __init__(self, name: str) -> None:
         self.id = name
@@ -86,7 +86,7 @@ class NullEngine:
         return NullStream(stream)
 
 
-# Servers, each in a process of its own
+# Servers, each in its own process
 
 
 async def serve_gateway(port: Connection) -> None:
@@ -110,7 +110,7 @@ async def serve_echo(port: Connection) -> None:
 
 
 async def serve_watched(port: Connection) -> None:
-    """The gateway on asyncio's own loop, with the processor time of every callback taken."""
+    """The gateway on asyncio's own loop, with the processor time of every callback measured."""
     longest = [0.0]
     run = asyncio.Handle._run
 
@@ -188,7 +188,7 @@ async def send(server: ServerProcess, clients: int, seconds: float, rate: int, p
         async with server.connect() as socket:
             await socket.recv()
             if server.kind == "echo":
-                # It answers every message, and each answer must be read.
+                # The echo server answers every message, and each answer must be read.
                 reading = asyncio.create_task(read_until(socket, "last"))
                 count = await pour(socket, number)
                 await socket.send("last")
@@ -245,7 +245,7 @@ def live_load(streams: int, seconds: float) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=3.0, help="length of one measurement")
-    parser.add_argument("--streams", type=int, default=100, help="live streams to look at the event loop under")
+    parser.add_argument("--streams", type=int, default=100, help="live streams while the event loop is measured")
     parser.add_argument("--connections", type=int, default=1000, help="idle connections to hold")
     options = parser.parse_args(arguments)
     count, clients = (1, 2) if options.small else (ROUNDS, CLIENTS)

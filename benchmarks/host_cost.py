@@ -1,13 +1,12 @@
-"""What the engine's one thread spends on each 80 ms of a served session, beside the model and the detector.
+"""What the engine's one thread spends on each 80 ms of a served session, without the model and the detector.
 
     python -m benchmarks.host_cost [--streams 600] [--gateways 6] [--rounds 60] [--profile FILE]
 
-Everything between the socket and the runner is real: the codec, the caches, saved sessions, the loop with steps that
-overlap, silence that is cut out, the scheduler, numbered answers. Runner and detector answer at once, and messages are
-made before the clock runs. Every session feeds one item a round and leaves the changes of its saved state, as a gateway
-has it do for clients that can resume; a step takes in `--steps` parts of a round, as in real time. Words come every
-fifth item, as in speech, or as often as `--words-every` says. Processor time of one thread: compare within one run, or
-on one machine.
+Everything between the socket and the runner is real: codec, caches, handoffs, the loop with overlapping steps, skipped
+silence, scheduler, numbered answers. Runner and detector answer at once, and messages are made before the measurement.
+Every session sends one item a round and the changes of its handoff, as a gateway does for clients that can resume; a
+round is taken in with `--steps` steps, as in real time. Words come every fifth item, as in speech, or as often as
+`--words-every` says. The figure is processor time of one thread: compare it within one run, or on one machine.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from engine.client.link import OutgoingBatch
 from engine.core.scheduler import Scheduler
 from engine.messages import Item, Speech
 from engine.options import EngineConfig
+from engine.server.collector import calm_collector
 from engine.server.host import EngineHost
 from engine.server.loop import EngineLoop
-from engine.server.main import calm_collector
 from engine.server.skipped_silence import skip_settings
 
 SAMPLES = SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look_ahead_samples
 
 
 class LaunchingRunner(NullRunner):
-    """Steps overlap as on a device: answers are asked for later."""
+    """Steps overlap as on a device: results are collected later."""
 
     overlaps_steps = True
 
 
 class LaunchingDetector(NullDetector):
-    """The same of the detector. One of `silent_every` streams has no speech; 0: all have."""
+    """The same for the detector. One of `silent_every` streams has no speech; 0: all have."""
 
     overlaps_steps = True
 
@@ -80,7 +79,7 @@ class Line:
 
 
 class Gateway:
-    """What one gateway sends for its streams, and what it has read of them."""
+    """The messages of one gateway for its streams, and the numbers of the answers that it has read."""
 
     def __init__(self, number: int, streams: list[int]) -> None:
         self.name = f"gateway-{number}".encode()
@@ -100,7 +99,7 @@ class Gateway:
         return self._frames(batch)
 
     def round(self, streams: list[str], position: int) -> list[Any]:
-        """One item of each of these streams, and the changes of its saved state."""
+        """One item of each of these streams, and the changes of its handoff."""
         batch = OutgoingBatch()
         for stream in streams:
             payload = self._random.standard_normal(SAMPLES, np.float32)
@@ -165,8 +164,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=600)
     parser.add_argument("--gateways", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5, help="steps in 80 ms")
-    parser.add_argument("--rounds", type=int, default=60, help="of 80 ms that are counted")
-    parser.add_argument("--words-every", type=int, default=5, help="items; 1 is what random weights do")
+    parser.add_argument("--rounds", type=int, default=60, help="rounds of 80 ms that are counted")
+    parser.add_argument("--words-every", type=int, default=5, help="a word every N items; 1 is what random weights do")
     parser.add_argument("--silent-every", type=int, default=0, help="one of N streams has no speech; 0: all have")
     parser.add_argument("--profile", type=Path, help="split the figure by folder, and write the stacks here")
     options = parser.parse_args(arguments)
@@ -174,12 +173,12 @@ def main(arguments: list[str] | None = None) -> None:
         options.streams, options.gateways, options.rounds = 12, 2, 10
     bench = Bench(options.streams, options.gateways, options.steps, options.words_every, options.silent_every)
     calm_collector()
-    for _ in range(60 if options.silent_every else 10):  # silence is cut out when it has settled
+    for _ in range(60 if options.silent_every else 10):  # silence is skipped only after some seconds
         bench.round()
     profile = Profile(within="EngineHost.tick")
     with profile.running() if options.profile else nullcontext():
         rounds = sorted(bench.round() for _ in range(options.rounds))
-    # The lower end: what else the machine does can only add to it.
+    # The lower end, because other work on the machine can only add to it.
     each = rounds[len(rounds) // 10] / options.streams / 1e3
     print(f"{options.streams} streams, {options.steps} steps in 80 ms: {each:.1f} us an item ({len(rounds)} rounds)")
     if options.profile:

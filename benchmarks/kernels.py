@@ -3,10 +3,10 @@
     python -m benchmarks.kernels attention [--shapes 2,2 1,3,4]
     python -m benchmarks.kernels keywords [--rows 512] [--keywords 100 100 500]
 
-Attention reads each stream's whole window once from many layers in turn, so that the cache does not help, and prints
-microseconds a layer and bytes per second. The choice of a token has random logits of a vocabulary of 131,072 tokens in
-bf16, as Voxtral Realtime has, and keyword trees of random words in turns; times with and without trees are medians of
-30. All are recorded, as the step is. What the kernels compute is checked by `pytest tests/gpu`.
+Attention reads each stream's whole window once, from many layers in turn so that the cache does not help, and prints
+microseconds per layer and bytes per second. The choice of a token has random logits of a vocabulary of 131,072 tokens
+in bf16, as in Voxtral Realtime, and keyword trees of random words in turn; times with and without trees are medians of
+30. All run as CUDA graphs, as in the step. `pytest tests/gpu` checks the results of the kernels.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def attention(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def random_vocabulary(size: int, draw: random.Random) -> Vocabulary:
-    """A tenth of it spells words of ten letters; the rest are pieces that no keyword has."""
+    """A vocabulary: a tenth spells words of ten letters, the rest are tokens that no keyword contains."""
     pieces = {" "}
     for start in ("", " "):
         pieces |= {start + "".join(draw.choices(LETTERS, k=draw.randint(1, 4))) for _ in range(size // 20)}

@@ -1,14 +1,14 @@
-"""What keywords do to a transcript: rare words that are found, other words that suffer, and words that were never said.
+"""What keywords do to a transcript: rare words that are found, errors in other words, and unspoken keywords.
 
     python -m benchmarks.keywords MANIFEST [--live] [--model NAME] [--limit N] [--json FILE]
 
-Rare words are those of the references that are not among the 10,000 most frequent ones of English; names are those of
-them that the whole table of 82,765 words does not have. Every recording is transcribed three times: without keywords,
-with its own rare words as keywords, and with 100 that are not said in it (rare words of other recordings, drawn with a
-fixed seed). Offline: the weights on whole clips, greedy. With --live: the real engine, fed as by a microphone.
-Printed, for all recordings and for either half of them: how many rare words are found, how many of those that are
-missed without keywords (`won`) or found without them (`lost`), the errors in all other words, and how many of the
-written words are keywords that were not said (`made_up`).
+Rare words are words of the references that are not among the 10,000 most frequent ones of English; names are rare words
+that are not in the whole table of 82,765 words. Every recording is transcribed three times: without keywords, with its
+own rare words as keywords, and with 100 keywords that are not spoken in it (rare words of other recordings, drawn with
+a fixed seed). Without --live: the weights on whole clips, greedy. With --live: the real engine, fed as by a microphone.
+Printed for all recordings and for either half of them: how many rare words are found, how many of them are missed
+without keywords (`won`) or found only without keywords (`lost`), the errors in all other words, and how many of the
+written words are keywords that were not spoken (`made_up`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.playing import Run
 from benchmarks.recordings import Clip, load_audio, one_session_per_clip, read_manifest, sample_manifest
 from engine.options import DEFAULT_MODEL, Keyword, keywords_text
 from engine.weights.store import pull
-from realtime.bench.record import Normaliser, align, english_normaliser
+from realtime.bench.words import Normaliser, align, english_normaliser
 
 FREQUENT_WORDS = 10_000
 SHORTEST_RARE = 4
@@ -53,7 +53,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What is said in a clip: its words, and its rare ones as they are written, by their normalised form."""
+    """The words of a clip, and its rare words as written, by their normalised form."""
 
     words: Words
     rare: dict[str, str]
@@ -71,7 +71,7 @@ def reference(text: str, table: Table, normalise: Normaliser) -> Reference:
 
 
 def wrong_keywords(references: Sequence[Reference], count: int) -> list[Words]:
-    """For each clip, words of others that are not said in it."""
+    """For each clip, rare words of other clips that are not spoken in it."""
     draw = random.Random(7)
     every = {word: written for said in references for word, written in said.rare.items()}
     chosen = []
@@ -92,7 +92,7 @@ class Counts:
     lost: int = 0
     others: int = 0
     other_errors: int = 0
-    # Words that were written, and those of them that are keywords and were not said.
+    # Written words, and those of them that are keywords and were not spoken.
     written: int = 0
     made_up: int = 0
 
@@ -141,7 +141,7 @@ def measure(
 
 
 def offline(clips: Sequence[Clip], model: str) -> Transcribe:
-    """Each clip is encoded once; what was said without keywords is the draft of what is said with them."""
+    """Each clip is encoded once; the text without keywords is the draft of the text with them."""
     transcriber = OfflineTranscriber.load(model)
     encoded = [transcriber.encode(load_audio(clip.path)) for clip in clips]
     return lambda lists: [
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.small:
-        # The words of the sample that are not in a table of three are rare, for want of the real table.
+        # Without the real table: a table of three words; all other words of the sample are rare.
         table = Table(frozenset({"best", "worst", "times"}), frozenset({"best", "worst", "times", "wisdom"}))
         normalise, options.model = english_normaliser({}), SMALL_MODEL
     else:

@@ -1,16 +1,16 @@
-"""Whether languages are told apart and obeyed, on voice prompts that people recorded.
+"""Whether languages are detected and a given language is used, on voice prompts of human speakers.
 
     python -m benchmarks.languages [--lists FOLDER] [--languages es,ru] [--model NAME] [--live] [--limit N]
                                    [--json FILE]
 
-The prompts are those of Asterisk, as Debian packages carry them. They are fetched with apt into the cache folder,
-without being installed; they are no part of this project (CC BY-SA 3.0: en, es, fr; CC BY 3.0: it, ru). What is said in
-them stands in lists named `core-sounds-es.txt`, which are in Asterisk's own archives of these sounds and in Debian's
-source package, not in the packages.
+The prompts are Asterisk's, from Debian packages. They are fetched with apt into the cache folder and not installed;
+they are not part of this project (CC BY-SA 3.0: en, es, fr; CC BY 3.0: it, ru). Their texts are in lists named
+`core-sounds-es.txt`, which are in Asterisk's own archives of these sounds and in Debian's source package, not in the
+packages.
 
 Every prompt goes through the real engine twice, as an upload or with --live as by a microphone: without a language, and
-with its own. Printed for each language: how many were told right, also by length, and the word error rates, where
-FOLDER has the list of what is said. Then a few prompts are answered with their translation.
+with its own. Printed for each language: how many were detected, also by length, and the word error rates if FOLDER has
+the list of texts. Then a few prompts are translated.
 Exit status: 0 done, 1 the engine failed, 2 sounds, lists or the model cannot be used.
 """
 
@@ -41,7 +41,7 @@ from engine.errors import EngineError
 from engine.options import TRANSLATE
 from engine.server.loop import EngineLoop
 from engine.weights.store import cache_folder
-from realtime.bench.record import word_errors
+from realtime.bench.words import word_errors
 
 VERSION = "1.6.1-1"
 # By language: the package's digest, as Debian's signed index has it.
@@ -68,7 +68,7 @@ NO_SPEECH = (
 NOT_WORD_FOR_WORD = re.compile(r"[\[\](){}<>0-9]")
 
 AT_ONCE = 4
-# Where a length belongs to the next group, in seconds.
+# Bounds of the groups by length, in seconds.
 LENGTHS = (2.5, 4.0)
 EXAMPLES = 3
 
@@ -111,7 +111,7 @@ def _run(command: list[str], folder: Path) -> None:
 
 
 def read_list(path: Path) -> dict[str, str]:
-    """What is said, by the name of the prompt; only where it is written word for word."""
+    """The texts by the name of the prompt; only those that are written word for word."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -146,7 +146,7 @@ def choose(folder: Path, words: Mapping[str, str] | None, limit: int) -> list[Cl
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The text of a prompt, and the language that was told with it; both are empty if nothing was said."""
+    """The text of a prompt, and the language that came with it; both are empty without text."""
 
     clip: Clip
     text: str
@@ -166,13 +166,13 @@ def unmarked_words(text: str) -> list[str]:
 
 
 def error_rate(answers: Sequence[Answer]) -> float | None:
-    """Of those whose words are known; None if there are none."""
+    """The word error rate of answers whose words are known; None if there are none."""
     known = [answer for answer in answers if answer.clip.text]
     return pooled(word_errors(unmarked_words(one.clip.text), unmarked_words(one.text)) for one in known).rate
 
 
 def figures(language: str, found: Sequence[Answer], told: Sequence[Answer]) -> Report:
-    """Of answers without a language, and of answers that were told theirs."""
+    """Figures of answers without a given language, and of answers with one."""
     by_length: dict[str, list[bool]] = {}
     for answer in found:
         least = max(bound for bound in (0.0, *LENGTHS) if answer.clip.seconds >= bound)
@@ -212,7 +212,7 @@ def prompts_of(language: str, options: argparse.Namespace) -> list[Clip]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--lists", type=Path, help="folder with core-sounds-es.txt and others: what is said")
+    parser.add_argument("--lists", type=Path, help="folder with the prompts' texts, core-sounds-es.txt and others")
     parser.add_argument("--languages", default=",".join(DIGESTS), help="codes with commas between them")
     parser.add_argument("--model", default="whisper-tiny", help="a name that `tickertape pull` knows, or a folder")
     parser.add_argument("--live", action="store_true", help="at the pace of a microphone instead of as uploads")
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         try:
             if options.small:
-                # English speech and a model that knows no other language, for want of prompts.
+                # Instead of prompts: English speech, and a model that knows English only.
                 options.model = SMALL_MODEL
                 prompts = {"en": read_manifest(sample_manifest(Path(folder)))}
             else:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.link_cost [--quick] [--recording FILE [--model NAME]] [--json FILE]
 
-Throughput and latency run against an engine process that answers every item at once, so only the link is measured: cut,
-hash, look up, encode, cross, decode, look up, and back. A recording of speech adds the first request after readiness
-beside the tenth, with and without warm-up and cache, on a real model.
+Throughput and latency are measured against an engine process that answers every item at once, so that only the link
+counts: cut, hash, look up, encode, send, decode, look up, and back. With a recording of speech and a real model, the
+first request after readiness is compared with the tenth, with and without warm-up and cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SPEC = ModelSpec(
 )
 CHUNK = SPEC.samples_per_position
 SILENCE = np.zeros(CHUNK, np.float32)
-# Requests of the comparison between first and later ones; the shift is no multiple of anything.
+# Requests of the comparison between first and later ones; the shift is a multiple of no other size.
 REQUEST_SECONDS = 4
 SHIFT = 997
 

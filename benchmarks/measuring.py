@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: common options, printed figures, JSON files, a profile, and what a process costs."""
+"""Shared by all benchmarks: common options, printed figures, JSON files, profiles, and the cost of a process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from realtime.bench.record import percentile
+from realtime.bench.trend import percentile
 
 ROOT = Path(__file__).parents[1]
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class RunFailed(Exception):
-    """There are no figures; the text says why."""
+    """The run has no result; the text says why."""
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
@@ -104,7 +104,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def with_descendants(pid: int) -> list[int]:
-    """By asking all processes for their parents: not every kernel lists children."""
+    """Descendants, found by the parents of all processes: not every kernel lists children."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := stat_of(int(entry.name))):
@@ -116,7 +116,7 @@ def with_descendants(pid: int) -> list[int]:
 
 
 def private_bytes(pid: int) -> int:
-    """Memory that a process shares with no other."""
+    """Private memory of a process in bytes."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
 

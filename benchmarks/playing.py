@@ -1,9 +1,9 @@
-"""Plays recordings into a real engine loop, as a microphone or as uploads, and notes when text came.
+"""Plays recordings into a real engine loop, as a microphone or as uploads, and records when text came.
 
-Time is virtual: live audio arrives on schedule, and every engine step moves time on by what the step took. A step of
-200 ms finds 200 ms more audio after it, exactly as live, but no time passes while the engine is idle. Uploads are sent
-as fast as the engine takes them, with as much audio waiting ahead as behind a gateway. Speech detection, windows and
-batches are those of a server; there are no sockets.
+Time is virtual: live audio arrives on schedule, and every engine step advances time by its own duration. After a step
+of 200 ms there are 200 ms more audio, as in real time, but no time passes while the engine is idle. Uploads are sent as
+fast as the engine takes them, with as much audio waiting as with a gateway. Speech detection, windows and batches are
+those of a server; there are no sockets.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
 from realtime.session.words import timed_word
 
-# What a client sends at a time, and about what a gateway reads of a file at a time.
+# Samples per message of a live client, and per read of a file by a gateway.
 PACKET_SAMPLES, PIECE_SAMPLES = 1280, SAMPLE_RATE
-# How often the cost of a run is noted.
+# Seconds between two records of a run's cost.
 COST_EVERY_SECONDS = 10.0
-# Streams do not start in step with each other.
+# Streams start at different times.
 STAGGER_SECONDS = 0.37
 
 T = TypeVar("T")
 
 
 class VirtualClock:
-    """Time that moves by work, and jumps over idleness."""
+    """Virtual time: advances by the duration of work and skips idle time."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.cpu_seconds = 0.0
 
     def run(self, work: Callable[[], T]) -> T:
-        """The smaller of wall and processor time counts: what other programs take from this machine does not."""
+        """Advances by the smaller of wall and processor time, so that other programs do not count."""
         wall, cpu = time.perf_counter(), time.process_time()
         result = work()
         cpu = time.process_time() - cpu
@@ -59,7 +59,7 @@ class VirtualClock:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a run has cost by a moment, seconds from its start."""
+    """The cost of a run up to a moment, in seconds from its start."""
 
     at: float
     cpu_seconds: float
@@ -68,7 +68,7 @@ class Cost:
 
 @dataclass(slots=True)
 class Played:
-    """What became of one session. Moments are seconds from its first sample."""
+    """The result of one session. Times are seconds from its first sample."""
 
     session: Session
     parts: list[Part]
@@ -76,10 +76,10 @@ class Played:
     emissions: Emissions = field(default_factory=Emissions)
     probabilities: list[float] = field(default_factory=list)
     frame_seconds: float = 0.0
-    # How far the engine was behind the live edge when text came.
+    # Seconds between the live edge and the engine when text came.
     lags: list[float] = field(default_factory=list)
     closed_at: float | None = None
-    # The code of the first language that the model told with words.
+    # The first language code that came with words.
     language: str = ""
 
     def take(self, output: Output, at: float) -> None:
@@ -105,7 +105,7 @@ class Played:
 
 
 class Player:
-    """One client: sends what its microphone has recorded so far, or of a file as much as may wait in the engine."""
+    """One client: sends the audio recorded so far, or as much of a file as may wait in the engine."""
 
     def __init__(
         self, session: Session, spec: ModelSpec, starts_at: float, options: dict[str, str], live: bool = True
@@ -115,7 +115,7 @@ class Player:
             parts = [Part(parts[0].clip, 0.0, math.inf)]
         self.played = Played(session, parts, len(samples) / SAMPLE_RATE)
         self.starts_at = starts_at
-        # When the next command is to be sent, by the clock and by what the engine has computed.
+        # When the next command is due: in virtual time, and in positions that the engine has computed.
         self.next_at = starts_at
         self._fed = 0
         self._ahead = int(ClientSettings().ahead_seconds * spec.sample_rate / spec.samples_per_position)
@@ -184,7 +184,7 @@ class Run:
         decisive = [True] if waiting[True] else [True, False]
         while clock.now < until and any(waiting[kind] or self._players[kind] for kind in decisive):
             self._begin(waiting)
-            # Behind a gateway another process cuts files: that is not on the clock.
+            # With a gateway, another process prepares the audio of files: that time does not count.
             files = [command for player in self._players[False].values() for command in self._due(player)]
             outputs = clock.run(partial(self._tick, files))
             if not self.costs or clock.now >= self.costs[-1].at + COST_EVERY_SECONDS:

@@ -1,7 +1,7 @@
 """Models with random weights: Voxtral Realtime and Whisper at full dimensions, made on the device, or tiny on a CPU.
 
-Everything is computed as with real weights. What is said is not left to chance: Voxtral says a word in three frames of
-ten, Whisper three tokens for each second of audio, as speech has them.
+Everything is computed as with real weights. The number of words is set, as in speech: Voxtral outputs a word in three
+frames of ten, Whisper three tokens for each second of audio.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.models.operands import Heads
 from engine.models.voxtral_realtime import (
@@ -29,7 +28,7 @@ from engine.options import EngineConfig
 from engine.runner.device import free_memory, require_device
 from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.runner import NOT_FORCED, RunnerSettings, VoxtralRunner
-from engine.runner.load import DEVICE_DTYPE, load_detector, windowed_on_device
+from engine.runner.load import DEVICE_DTYPE, frames_limits, load_detector, windowed_on_device
 from engine.runner.windowed.decoder import DecodedToken, DecoderBatch, Row
 from engine.runner.windowed.windows import DeviceWindows
 from engine.server.loop import EngineLoop
@@ -47,7 +46,7 @@ WORDS_IN_TEN_FRAMES = 3
 def tiny_voxtral() -> VoxtralConfig:
     audio = Stack(32, 2, 48, Heads(2, 2, 16, 42), 1e6, 1e-5, biased=True)
     text = Stack(48, 2, 64, Heads(4, 2, 16, 64), 1e6, 1e-5, biased=False)
-    # Most tokens are text, so that random weights say something.
+    # Most tokens are text, so that random weights output words.
     vocabulary = 10 * FIRST_TEXT_TOKEN
     return VoxtralConfig(audio, text, mel_bins=16, rows_per_position=4, vocabulary=vocabulary, default_delay=6)
 
@@ -102,7 +101,7 @@ def voxtral_runner(kv: str, window: int, max_streams: int | None, small: bool = 
     )
     model, vocabulary = random_voxtral(config, settings.dtype, device)
     runner = SpeakingRunner(model, vocabulary, memory, settings)
-    # Random rows: zeros could be faster than real ones.
+    # Random rows, because zeros could be faster than real ones.
     for cache in runner._caches:
         for layer in cache.pages.data:
             if layer.dtype == torch.float8_e4m3fn:
@@ -116,11 +115,10 @@ def voxtral_runner(kv: str, window: int, max_streams: int | None, small: bool = 
 
 
 def voxtral_loop(kv: str, window: int, max_streams: int | None, small: bool) -> EngineLoop:
-    """As a server runs it: with speech detection, and silence cut out."""
+    """As in a server: with speech detection and skipped silence."""
     runner = voxtral_runner(kv, window, max_streams, small)
-    memory, streams = runner.memory, runner.memory.streams
-    limits = Limits(streams, memory.cache_embeds, memory.group_pages, step_positions=streams, step_embeds=streams)
-    scheduler = Scheduler(runner.spec, limits, runner.vocabulary)
+    streams = runner.memory.streams
+    scheduler = Scheduler(runner.spec, frames_limits(runner.memory), runner.vocabulary)
     cut = skip_settings(EngineConfig().cut_silence_s)
     return EngineLoop(scheduler, runner, load_detector(runner, streams), cut=cut)
 
@@ -181,14 +179,14 @@ class ScriptedSpeaker(DecoderBatch):
         return [self._answer(index, len(row.tokens)) for index, row in enumerate(self._rows)]
 
     def _answer(self, index: int, number: int) -> DecodedToken:
-        """The new token of this number in a row."""
+        """The scripted token with this number."""
         row = self._rows[index]
         peak = int(self._begins[index] + (number + 1) * self._spacing)
         if peak >= row.frames:
             return DecodedToken(self._end_token, SURE, row.frames - 1)
         before = row.committed[-1] if row.committed else FIRST_TOKEN
         token = FIRST_TOKEN + (before - FIRST_TOKEN + number + 1) % TOKENS
-        # Too close to the edge to be heard well: another word than it will be.
+        # Close to the edge the hypothesis differs from the later text.
         return DecodedToken(token + TOKENS if peak + self._spacing >= row.frames else token, SURE, peak)
 
 

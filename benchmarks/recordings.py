@@ -1,4 +1,4 @@
-"""Recordings with known words: manifests (`realtime/bench/clients.py`), audio, and sessions made of them."""
+"""Recordings with known words: manifests (`realtime/bench/clients.py`), their audio, and sessions made of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLE_TEXT = "It was the best of times, it was the worst of times, it was the a
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Where a clip lies in a session, in seconds. The pause behind it belongs to it."""
+    """Start and end of a clip in a session, in seconds, with the pause after it."""
 
     clip: Clip
     start: float
@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Clips one after the other, each followed by a pause, as one microphone would hear them."""
+    """Clips one after the other, each followed by a pause, as one microphone would record them."""
 
     name: str
     clips: tuple[Clip, ...]
@@ -57,7 +57,7 @@ def one_session_per_clip(clips: Sequence[Clip], pause_seconds: float) -> list[Se
 
 
 def joined_sessions(clips: Sequence[Clip], count: int, pause_seconds: float, rounds: int = 1) -> list[Session]:
-    """All clips, dealt to `count` sessions; each session plays its own `rounds` times over."""
+    """All clips, distributed over `count` sessions; each session plays its clips `rounds` times."""
     dealt = [tuple(clips[first::count]) * rounds for first in range(count)]
     return [Session(f"session-{number}", mine, pause_seconds) for number, mine in enumerate(dealt) if mine]
 

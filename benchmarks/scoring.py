@@ -1,9 +1,9 @@
-"""How good a transcript is, and how soon it came. Pure functions on words and seconds.
+"""Scores of a transcript: word errors, delays, punctuation. Pure functions on words and seconds.
 
-Word error rates are pooled: errors of all clips over reference words of all clips. A word's delay counts from the end
-of the word in the audio to the moment its last letter was shown. A seam lies between two words with a pause between
-them, where a live stream's utterances end and begin: marks and capitals there are compared with those of the same
-weights on whole clips, where both transcripts have the same word on either side.
+Word error rates are pooled: the errors of all clips divided by the reference words of all clips. A word's delay counts
+from the end of the word in the audio to the moment its last letter was shown. A seam is a pause between two words,
+where utterances of a live stream end and begin: punctuation and capitals there are compared with those of the same
+weights on whole clips, if both transcripts have the same word on either side.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from realtime.bench.record import Errors, align, word_errors
+from realtime.bench.words import Errors, align, word_errors
 
 
 def plain_words(text: str) -> list[str]:
-    """Words as they were said, one for one: lower case, no punctuation. Used to match words, not to count errors."""
+    """Words in lower case without punctuation, one for one. Used to match words, not to count errors."""
     words = ("".join(letter for letter in word.lower() if letter.isalnum()) for word in text.split())
     return [word for word in words if word]
 
@@ -72,7 +72,7 @@ class Word:
 
 @dataclass(slots=True)
 class Emissions:
-    """What one session showed, in order: text with the moment it came, and words with their times in the audio."""
+    """The output of one session in order: text with its arrival times, and words with their times in the audio."""
 
     text: str = ""
     words: list[Word] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Emissions:
             found = self.text.find(word.text, cursor)
             if found < 0:
                 raise ValueError(f"the word {word.text!r} was reported but its text was never shown")
-            # Its last letter: a mark may come with the next word, and a reader does not wait for it.
+            # The last letter counts: punctuation may come with the next word.
             letters = found + max(1, len(word.text.rstrip(".,?!;:")))
             cursor = found + len(word.text)
             shown.append(replace(word, shown_at=self._moments[bisect_left(self._ends, letters)]))
@@ -143,7 +143,7 @@ _SMALL_AFTER_SENTENCE = re.compile(r"(?<=[a-z0-9])[.?!]\s+[a-z]")
 
 @dataclass(frozen=True, slots=True)
 class SeamErrors:
-    """Places that could be compared, and how many of them are wrong; and what is wrong in any text."""
+    """Seams that could be compared and the wrong ones among them; and errors of punctuation in any text."""
 
     seams: int = 0
     marks_at_seams: int = 0
@@ -184,7 +184,7 @@ def compare_seams(whole: str, words: Sequence[str], seams: Iterable[int]) -> Sea
 
 
 def _written(word: str) -> tuple[str, str, bool]:
-    """The word without marks, the kind of mark behind it, and whether it begins with a capital."""
+    """The word without punctuation, the kind of punctuation after it, and whether it begins with a capital."""
     last = word.rstrip("\"')")[-1:]
     mark = "." if last in tuple(".?!") else "," if last in tuple(",;:") else ""
     return "".join(plain_words(word)), mark, word.lstrip("\"'(")[:1].isupper()

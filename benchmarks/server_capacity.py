@@ -1,21 +1,21 @@
-"""How many sessions the whole server holds: sockets, gateways, engine process, speech detection, limits as they are.
+"""How many sessions the whole server holds: sockets, gateways, engine process, speech detection, default limits.
 
     python -m benchmarks.server_capacity --sessions 600 500:24000:50 1000:16000:80:0.5 --kv fp8 --seconds 60 \\
         --workers 6 --json docs/data/h200-server.json
 
 The model is Voxtral Realtime at full dimensions with random weights (`benchmarks/random_weights.py`); everything else
-is what `tickertape serve --engine` runs. Clients in processes of their own send speech in real time over sockets, with
-turn detection (`benchmarks/clients.py`). A word's lag is the time from the moment its last sample was sent to the delta
-with its text, less the model's delay; appends of 80 ms alone make that up to 80 ms, because an item needs 2.5 ms of
-what follows it. A load holds if the 99th percentile is at most 250 ms, the lag does not grow and no session fails.
-Words in pauses, by the server's own detector on the sound that is sent, are counted and not scored: random weights say
-some, and they wait until the turn before is completed.
+is what `tickertape serve --engine` runs. Clients in separate processes send speech in real time over sockets, with turn
+detection (`benchmarks/clients.py`). A word's lag is the time from sending its last sample to receiving the delta with
+its text, minus the model's delay; appends of 80 ms alone cause up to 80 ms of it, because an item needs the next 2.5 ms
+of audio. A load holds if the 99th percentile is at most 250 ms, the lag does not grow and no session fails. Words in
+pauses, by the server's own detector on the audio that is sent, are counted and not scored: random weights output some,
+and these wait until the turn before is completed.
 
-With --whisper SIZE the model is Whisper with random weights that say what a script has, with --model NAME a windowed
-model with its real weights. All their words are scored, but they wait for the next pass, and for another if the first
-is not sure. A load holds if 95 of 100 turns have their final text at most 1.5 s after the end of speech, and if the
-stream that is furthest behind has at most 1.5 s of audio that no pass has read, 95 of 100 times that the server is
-asked. With --null there is no model: that measures what gateways spend.
+With --whisper SIZE the model is Whisper with random weights and scripted tokens, with --model NAME a windowed model
+with its real weights. All their words are scored, but they wait for the next pass, and for another one if the first is
+not sure. A load holds if 95 % of the turns have their final text at most 1.5 s after the end of speech, and if in 95 %
+of the queries of the server the latest stream has at most 1.5 s of audio without a pass. With --null there is no
+model: that measures the cost of gateways.
 
 Several loads share one start: SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]].
 """
@@ -39,7 +39,7 @@ from benchmarks.sounds import SAMPLE_RATE, speech, utterances
 
 SETTLE_S = 3.0
 ASK_EVERY_S = 0.5
-# A lag that grows by more than this in a minute does not stay.
+# A lag that grows by more than this in a minute counts as growing.
 MAX_GROWTH_MS_PER_MIN = 100.0
 # A model that answers every frame is held to the lag of its words (99th percentile), less its own delay; one that reads
 # windows to how far the engine is behind and to when texts are final (95th percentiles).
@@ -51,7 +51,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Load:
-    """So many sessions, how they send, and for which share of the time each of them is silent."""
+    """The number of sessions, how they send, and the share of the time for which each is silent."""
 
     sessions: int
     rate: int = SAMPLE_RATE
@@ -83,7 +83,7 @@ def heard_speech(audio: Path | None, everywhere: bool) -> list[tuple[float, floa
 
     detector = SpeechDetector(load_silero(), 1)
     detector.open("sound")
-    # It comes to the beginning as it does to clients that have gone round.
+    # The detector has seen the end before the beginning, as for clients that play the audio in a loop.
     detector.detect([("sound", sound[-2 * SAMPLE_RATE :])])
     (found,) = detector.detect([("sound", sound)])
     spans = utterances(found.probabilities, FRAME_SAMPLES / SAMPLE_RATE)
@@ -127,7 +127,7 @@ def is_windowed(options: argparse.Namespace) -> bool:
 
 
 def watch(server: Server, until: float) -> list[tuple[int, float]]:
-    """By the server's own account, again and again: streams that it holds, and how far its engine is behind in ms."""
+    """Polls `/capacity`: pairs of the streams that hold by the server's figures, and the engines' largest lag in ms."""
     told = []
     while time.monotonic() < until:
         capacity = server.capacity()
@@ -194,9 +194,9 @@ def holds(result: Result, windowed: bool) -> bool:
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--sessions", nargs="+", default=["600"], metavar="LOAD", help="see above")
-    parser.add_argument("--seconds", type=float, default=60.0, help="that are counted, for each load")
-    parser.add_argument("--rate", type=int, default=SAMPLE_RATE, help="of loads that do not say theirs, 16000 or 24000")
-    parser.add_argument("--append-ms", type=int, default=80, help="of loads that do not say it")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds that are counted, for each load")
+    parser.add_argument("--rate", type=int, default=SAMPLE_RATE, help="16000 or 24000, for loads without a rate")
+    parser.add_argument("--append-ms", type=int, default=80, help="for loads without a length of appends")
     parser.add_argument("--silent", type=float, default=0.0, help="share of the time for which each session is silent")
     add_server_options(parser)
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""The whole server as processes: one engine, gateways over it, and all that they start."""
+"""The whole server as processes: one engine, its gateways, and the processes that they start."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="real weights: a name that `tickertape pull` knows, or a path")
     parser.add_argument("--voxtral", action="store_true", help="a Voxtral Realtime with random weights")
     parser.add_argument(
-        "--whisper", metavar="SIZE", help="a Whisper of this size with random weights that say a script"
+        "--whisper", metavar="SIZE", help="Whisper of this size with random weights and scripted tokens"
     )
-    parser.add_argument("--null", action="store_true", help="no model: what the gateways spend")
+    parser.add_argument("--null", action="store_true", help="no model: measures the cost of the gateways")
     parser.add_argument("--device", default="cuda", help="of --model")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="fp8", help="keys and values of Voxtral")
     parser.add_argument("--window", type=int, default=1024, help="decoder window of Voxtral in tokens")
     parser.add_argument("--max-streams", type=int, help="streams to make room for; default: all that fit")
-    parser.add_argument("--gateways", type=int, default=1, help="processes of `tickertape serve` before the one engine")
-    parser.add_argument("--workers", type=int, help="workers of each; default: what the server chooses")
+    parser.add_argument("--gateways", type=int, default=1, help="processes of `tickertape serve` that use the engine")
+    parser.add_argument("--workers", type=int, help="workers of each gateway; default: the server chooses")
     parser.add_argument("--max-load", type=float, help="another limit on the engine's load; 0 counts streams only")
     parser.add_argument("--clients", type=int, default=4, help="processes of clients")
     parser.add_argument("--joins-per-second", type=float, default=50.0)
@@ -40,12 +40,12 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Child:
-    """A process and all that it starts; ended together."""
+    """A process with its descendants; they are ended together."""
 
     def __init__(self, name: str, command: list[str], log: Path) -> None:
         self.name = name
         self._log = log
-        # A process group of its own: workers and forked engines end with it.
+        # Its own process group, so that workers and forked engines are ended with it.
         with log.open("w") as file:
             self._process = subprocess.Popen(command, start_new_session=True, stdout=file, stderr=file)
         self.pid = self._process.pid
@@ -65,7 +65,7 @@ class Child:
 
 
 class Server:
-    """An engine and gateways as the options say, ready when this is made; a context that stops them."""
+    """An engine and gateways by the options, ready when the constructor returns; a context manager that stops them."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
@@ -130,7 +130,7 @@ class Server:
         return told
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Of the engine, and of each process of the gateways."""
+        """Processor seconds of the engine, and of each process of the gateways."""
         pids = [pid for gateway in self.gateways for pid in with_descendants(gateway.pid)]
         engine = sum(map(cpu_seconds, with_descendants(self.engine.pid)))
         return {"engine": engine, **{f"gateway {pid}": cpu_seconds(pid) for pid in pids}}

@@ -1,4 +1,4 @@
-"""Sound for load tests, with nothing but numpy: WAV files, and made-up voices in which a detector hears speech."""
+"""Audio for load tests, with numpy only: WAV files, and synthetic voices that a detector takes for speech."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read_wav(path: Path) -> Samples:
 
 
 def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
-    """By straight lines between samples: a load test needs the right number of samples, not their finest shape."""
+    """Linear interpolation: a load test needs the right number of samples, not their exact shape."""
     if rate == wanted:
         return samples
     moments = np.arange(len(samples) * wanted // rate) * (rate / wanted)

@@ -1,11 +1,11 @@
-"""What an engine step costs on the host, and whether it grows with the age of a session.
+"""What an engine step costs on the host, and whether the cost grows with the age of a session.
 
     python -m benchmarks.step_cost [--quick] [--json FILE]
 
 A step is everything but the model: messages in, plan, null execute, commit, detokenize, message out. Sizes that are
-compared run interleaved in one process, and medians are compared, so a noisy machine moves both alike. The cycle
-collector rests as it does in the engine process. `linear` is what Tickertape avoids: a pass over all items of each
-stream before the step, as engines do that rebuild a session's feature list for the worker at every step.
+compared run interleaved in one process, and their medians are compared, so that noise affects both alike. The cycle
+collector is set as in the engine process. `linear` is what Tickertape avoids: a pass over all items of each stream
+before the step, as in engines that rebuild a session's feature list at every step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from benchmarks.engines import NullRunner, room_for, voxtral_spec
 from benchmarks.measuring import parser_of, show, write_json
 from engine.core.scheduler import Scheduler
 from engine.messages import Feed, Item, Open
+from engine.server.collector import calm_collector
 from engine.server.loop import EngineLoop
-from engine.server.main import calm_collector
 
 RETAIN_EVERYTHING = 1 << 40
 
@@ -47,7 +47,7 @@ class Bench:
         return cls(loop, names)
 
     def messages(self) -> list[Feed]:
-        """What the transport would hand over for one frame of every stream."""
+        """The messages for one frame of every stream, as the transport would deliver them."""
         position = self.position
         return [
             Feed(name, [Item(position, 1, position * 1280, b"%d/%d" % (index, position), b"pcm")])
@@ -73,7 +73,7 @@ class Bench:
 
 
 def growth(streams: int, young: int, old: int, history: int, rounds: int) -> dict[str, float]:
-    """Median step of young and old streams, interleaved so that whatever else the machine does hits both."""
+    """Median step of young and old streams, interleaved so that other work on the machine affects both."""
     benches = [Bench.start(streams, history), Bench.start(streams, history)]
     for bench, items in zip(benches, (young, old), strict=True):
         bench.grow(items)
@@ -94,7 +94,7 @@ def host_time(streams: int, items: int, history: int, rounds: int, linear: bool 
 
 
 def memory(items: int) -> int:
-    """Bytes one stream holds after that many items, its transcript aside."""
+    """Bytes of one stream after that many items, without its transcript."""
     tracemalloc.start()
     try:
         empty = tracemalloc.get_traced_memory()[0]

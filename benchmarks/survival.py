@@ -1,20 +1,20 @@
-"""Parts of a running system are killed or replaced under live speech: does a word change, and how long is the pause?
+"""Kills or replaces parts of a running system under live speech: do words change, and how long is the pause?
 
     python -m benchmarks.survival engine MANIFEST [--kills 20] [--sessions 2] [--seconds 120] [--model NAME]
-    python -m benchmarks.survival spare [--kills 5] [--sessions 2] [--model NAME] [--voxtral]
+    python -m benchmarks.survival spare [--kills 5] [--sessions 2] [--alive 3] [--model NAME] [--voxtral]
     python -m benchmarks.survival server [--kinds calm:2,worker:1,restart:1] [--sessions 8] [--workers 2] [--model NAME]
     python -m benchmarks.survival fleet [--kinds engine:10,gateway:10,...] [--null]
 
-All speech comes at the pace of a microphone. `engine`: recordings, with a flush after each as turn detection would ask
-for; the engine is killed again and again, and words are compared with a calm run, case and punctuation aside; a second
-calm run shows how much two runs differ by themselves. `spare`: seconds from a kill of the engine until the next word,
-with and without a spare engine, beside the same from moments at which nothing was killed. Both are engine and engine
-client alone, without sockets; `--voxtral` has random weights of full size on a GPU, made on the device: a real
-checkpoint is read from disk on top of each start.
+All speech comes at the pace of a microphone. `engine`: plays recordings, with a flush after each as turn detection
+would ask for; the engine is killed repeatedly, and words are compared with a calm run, ignoring case and punctuation; a
+second calm run shows how much two calm runs differ. `spare`: measures seconds from a kill of the engine until the next
+word, with and without a spare engine, and the same from moments without a kill. Both run the engine and its client
+alone, without sockets; `--voxtral` has random weights of full size on a GPU, made on the device: a real checkpoint
+would also be read from disk at each start.
 
 `server`: the whole server with clients that resume, over sockets. `worker` kills a worker, `restart` replaces all of
 them (SIGUSR2); texts are compared with those of the first calm run. The time to reconnect runs from the moment a client
-misses its connection to the first event on the next one. `fleet`: see benchmarks/fleet.py.
+notices the loss of its connection to the first event on the next one. `fleet`: see benchmarks/fleet.py.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ from engine.options import DEFAULT_MODEL, EngineConfig
 
 PACKET_S = 0.08
 PAUSE_S = 1.0
-# Until a word or an engine comes back.
+# Longest wait for a word or an engine.
 PATIENCE_S = 300.0
-# When something happens to the clients of a server, as a share of the time for which they speak.
+# When a loss happens, as a share of the time for which clients speak.
 HAPPENS_AT = 0.45
 
 Figures = dict[str, Any]
@@ -75,7 +75,7 @@ MakeEngine = Callable[[int], EngineProcess]
 
 
 class SpeakingClient:
-    """Audio at the pace of a microphone into one stream, once or again and again, and what is said of it."""
+    """Sends audio to one stream at the pace of a microphone, once or in a loop, and collects its text."""
 
     def __init__(self, stream: EngineStream, parts: Sequence[Samples], rate: int, endless: bool = False) -> None:
         self._stream = stream
@@ -92,14 +92,14 @@ class SpeakingClient:
         return self._listening.done()
 
     async def next_words(self) -> float:
-        """The moment at which text comes again."""
+        """Returns the time of the next text."""
         self._has_text.clear()
         async with asyncio.timeout(PATIENCE_S):
             await self._has_text.wait()
         return time.perf_counter()
 
     async def text(self) -> str:
-        """When all is said."""
+        """Waits for the last text."""
         await asyncio.gather(self._speaking, self._listening)
         return self._text
 
@@ -128,7 +128,7 @@ class SpeakingClient:
 
 
 async def play_with_kills(make: MakeEngine, sessions: list[list[Samples]], kills: int, alive_s: float) -> Figures:
-    """All sessions at once; the engine is killed `kills` times, each time at a random moment of its life."""
+    """Plays all sessions at once and kills the engine `kills` times, each time at a random moment of its life."""
     engine = make(1)
     client = EngineClient([engine])
     await client.start()
@@ -148,7 +148,7 @@ async def play_with_kills(make: MakeEngine, sessions: list[list[Samples]], kills
 
 
 def load_sessions(options: argparse.Namespace) -> list[list[Samples]]:
-    """Each session's clips with a pause behind each, up to about `--seconds`."""
+    """Each session's clips with a pause after each, up to about `--seconds`."""
     loaded = []
     clips = read_manifest(options.manifest, kind="clips")
     for session in joined_sessions(clips, options.sessions, PAUSE_S):
@@ -168,7 +168,7 @@ def null_engine(share_of: int) -> EngineProcess:
 
 
 def random_engine(options: argparse.Namespace, share_of: int) -> EngineProcess:
-    """Room for the sessions and no more leaves room for the other engine."""
+    """Limits the streams to the sessions, to leave memory for the other engine."""
     from benchmarks.random_weights import voxtral_loop
 
     return EngineProcess(partial(voxtral_loop, options.kv, 1024, options.sessions, options.small))
@@ -176,7 +176,7 @@ def random_engine(options: argparse.Namespace, share_of: int) -> EngineProcess:
 
 def compare_words(options: argparse.Namespace) -> Figures:
     """`survival engine`."""
-    # How long an engine lives until it is killed, on average.
+    # Average seconds from an engine's start to its kill.
     make: MakeEngine = partial(real_engine, options)
     alive_s = 4.0
     if options.small:
@@ -227,7 +227,13 @@ async def measure_pauses(
         await until(lambda: client.capacity().spares_ready == spares, PATIENCE_S)
         rate = client.spec.sample_rate
         speakers = [
-            SpeakingClient(await client.open(f"s{number}"), [np.roll(audio, number * rate)], rate, endless=True)
+            # No two streams send the same bytes, which a cache would answer.
+            SpeakingClient(
+                await client.open(f"s{number}"),
+                [np.roll(audio, number * rate) * np.float32(1.0 - 0.3 * number / sessions)],
+                rate,
+                endless=True,
+            )
             for number in range(sessions)
         ]
         await waits(0.0)
@@ -239,7 +245,7 @@ async def measure_pauses(
         for kill in range(kills):
             await until(lambda: client.ready and client.capacity().spares_ready == spares, PATIENCE_S)
             await asyncio.sleep(chance.uniform(*alive_s))
-            # With a spare, engines serve in turn. Words that were on their way when one died do not count.
+            # With a spare, engines serve in turn. Words that were on their way at the kill do not count.
             victim = kill % len(engines)
             pooled, pid = client._running.pool.all[victim], engines[victim].pid
             assert pooled.serves and pid is not None
@@ -257,11 +263,11 @@ async def measure_pauses(
         "spares": spares,
         "sessions": sessions,
         "kills": kills,
-        # Of the first engine, from nothing to ready.
+        # Start of the first engine until it is ready.
         "start_s": start_s,
         **percentiles("calm_s", calm, 50, 100),
         **percentiles("killed_s", killed, 50, 100),
-        # Until a stream was where it had been.
+        # Until a stream had caught up.
         **percentiles("recovered_s", metrics.recent_recovery_seconds, 50),
         "streams_recovered": metrics.streams_recovered,
         "spare_private_bytes": spare_bytes,
@@ -271,14 +277,14 @@ async def measure_pauses(
 def compare_spares(options: argparse.Namespace) -> list[Figures]:
     """`survival spare`."""
     make: MakeEngine = partial(real_engine, options)
-    alive_s, audio = (2.0, 4.0), None
+    alive_s, audio = (2.0 / 3.0 * options.alive, 4.0 / 3.0 * options.alive), None
     if options.small:
         options.kills, options.sessions, alive_s, make, audio = 1, 1, (0.0, 0.2), null_engine, speech()
     if options.voxtral:
-        # The engine cuts silence out of its streams, noise too: random weights must hear a voice.
+        # The engine skips silence and noise: random weights need a voice as input.
         make, audio = partial(random_engine, options), speech()
     results = []
-    for spares in (0, 1):
+    for spares in (0, 1) if options.spares is None else (options.spares,):
         sound = sample_speech() if audio is None else audio
         results.append(asyncio.run(measure_pauses(make, sound, options.sessions, options.kills, spares, alive_s)))
         show(f"The next words, {'with' if spares else 'without'} a spare engine", results[-1])
@@ -288,7 +294,7 @@ def compare_spares(options: argparse.Namespace) -> list[Figures]:
 # Clients that resume: the whole server
 
 
-# What happens to a server, by kind.
+# Losses of a server, by kind.
 SERVER_LOSSES: dict[str, Callable[[Server], None]] = {
     "calm": lambda server: None,
     "worker": lambda server: os.kill(server.workers()[0], signal.SIGKILL),
@@ -384,18 +390,25 @@ def main(arguments: list[str] | None = None) -> None:
     one.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="its keys and values")
     one.add_argument("--sessions", type=int, default=2)
     one.add_argument("--kills", type=int, default=5)
+    one.add_argument("--alive", type=float, default=3.0, help="seconds, on average, before each look and each kill")
+    one.add_argument("--spares", type=int, choices=(0, 1), help="only without or only with a spare")
     one.set_defaults(run=compare_spares)
     one = with_common_options(commands.add_parser("server", help="kill and replace workers of a server"))
     one.add_argument("--kinds", type=kinds_of(list(SERVER_LOSSES)), default="calm:2,worker:1,restart:1")
     one.add_argument("--sessions", type=int, default=8)
-    one.add_argument("--seconds", type=float, default=30.0, help="for which each session speaks")
+    one.add_argument("--seconds", type=float, default=30.0, help="duration of each session")
     add_server_options(one)
     one.set_defaults(run=lose_in_server, device="auto", workers=2, max_load=0.0)
     one = with_common_options(commands.add_parser("fleet", help="lose parts of a fleet", description=fleet.__doc__))
-    one.add_argument("--kinds", type=kinds_of(fleet.KINDS), default=fleet.DEFAULT_KINDS, help="and how often each")
+    one.add_argument(
+        "--kinds",
+        type=kinds_of(fleet.KINDS),
+        default=fleet.DEFAULT_KINDS,
+        help="and how often",
+    )
     one.add_argument("--sessions", type=int, default=4, help="clients that speak at the same time")
-    one.add_argument("--seconds", type=float, default=20.0, help="how much of the recording a session hears")
-    one.add_argument("--streams", type=int, default=8, help="how many an engine has room for")
+    one.add_argument("--seconds", type=float, default=20.0, help="length of the recording that a session sends")
+    one.add_argument("--streams", type=int, default=8, help="streams that an engine has room for")
     one.add_argument("--model", default="moonshine-tiny")
     one.add_argument("--null", action="store_true", help="engines without a model")
     one.add_argument("--head-away", type=float, default=120.0, metavar="SECONDS")

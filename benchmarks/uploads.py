@@ -1,11 +1,11 @@
-"""What uploads do to a live stream, and a live stream to them: delay, lag, throughput and words, with and without.
+"""What uploads do to a live stream, and a live stream to uploads: delay, lag, throughput and words, with and without.
 
     python -m benchmarks.uploads [--uploads 4] [--seconds 44] [--model NAME] [--threads 1] [--json FILE]
 
 Plays the sample recording that `tickertape pull` provides into a real engine loop: at the pace of a microphone for the
-live stream, as fast as the engine takes it for the uploads, with the same audio waiting ahead as behind a gateway.
-Uploads are sent again and again for as long as the live stream speaks. Time is virtual (`benchmarks/playing.py`): what
-other programs take from the machine does not count.
+live stream, and as fast as the engine takes it for the uploads, with as much audio waiting as with a gateway. Uploads
+are repeated for as long as the live stream lasts. Time is virtual (`benchmarks/playing.py`), so time that other
+programs take from the machine does not count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine.server.main import build_loop, calm_collector, warm_up
 
 @dataclass(frozen=True)
 class Sound(Session):
-    """A session whose audio is at hand."""
+    """A session of samples in memory."""
 
     samples: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
 
@@ -47,12 +47,12 @@ class EndlessUploads:
     """Clients that each send a file, take its text, and send the file again under another name."""
 
     def __init__(self, audio: Samples, clients: int) -> None:
-        # Each starts elsewhere in the recording: no two read the same window at the same time.
+        # Each starts at another place of the recording, so that no two have the same window at the same time.
         starts = range(0, len(audio), max(1, len(audio) // clients))[:clients]
         self.waiting: deque[Session] = deque(
             sound(f"upload-{number}-0", np.roll(audio, -start)) for number, start in enumerate(starts)
         )
-        # By client, the text of each file that came to its end.
+        # By client, the text of each finished file.
         self.texts: dict[str, list[str]] = defaultdict(list)
 
     def again(self, played: Played) -> None:
@@ -63,17 +63,17 @@ class EndlessUploads:
 
 
 def same_texts(one: EndlessUploads, other: EndlessUploads) -> bool:
-    """Whether each upload said the same in both runs, as often as it came to its end in both."""
+    """Whether each upload has the same text in both runs, for all files that were finished in both."""
     pairs = [pair for client in one.texts for pair in zip(one.texts[client], other.texts[client], strict=False)]
     if not pairs:
-        raise RunFailed("no upload came to its end in both runs; take shorter or more of the recording")
+        raise RunFailed("no upload was finished in both runs: change --seconds")
     return all(text == same for text, same in pairs)
 
 
 def play(
     loop: EngineLoop, live: list[Session], uploads: EndlessUploads, clients: int, until: float = math.inf
 ) -> tuple[list[Played], float]:
-    """The live session, if there is one, and seconds of uploads that were computed for each second."""
+    """The live session, if there is one, and seconds of uploaded audio that were computed per second."""
     run = Run(loop, streams=1, uploads=clients)
     played = run.play(live, uploads.waiting, uploads.again, until)
     for name in list(loop.scheduler.streams):
@@ -85,10 +85,10 @@ def play(
 
 
 def delays(run: Played) -> dict[str, Any]:
-    """Seconds from the end of each word to its text, and how far the engine was behind when text came."""
+    """Seconds from the end of each word to its text, and the engine's lag when text came."""
     waits = [word.shown_at - word.end for word in run.emissions.shown()]
     if not waits:
-        raise RunFailed("the live stream said nothing")
+        raise RunFailed("the live stream has no text")
     return percentiles("delay", waits, 50, 95) | percentiles("lag", run.lags, 50, 95)
 
 
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.small:
         options.uploads, options.seconds, options.model = 2, 3.0, SMALL_MODEL
     audio = sample_speech(options.seconds)
-    # What uploads may spend is counted on the clock that the delays are counted on.
+    # The budget of uploads uses the same virtual clock as the delays.
     loop = build_loop(EngineConfig(model=options.model, threads=options.threads), time.process_time_ns)
     warm_up(loop)
     calm_collector()

@@ -1,7 +1,8 @@
-"""`make audit`: known vulnerabilities in what pyproject.toml allows and in what the image installs.
+"""`make audit`: looks for known vulnerabilities in the versions that pyproject.toml allows and the image installs.
 
-The list beside this file is checked always. The database of published vulnerabilities is asked through pip-audit. Exit
-code 1: something is vulnerable. Exit code 2: the database could not be asked, so that only the list was checked.
+It always checks advisories.toml beside this file, and queries the database of published vulnerabilities through
+pip-audit. Exit code 1: a version is vulnerable. Exit code 2: the database could not be reached, so only the list was
+checked.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def advisories() -> Advisories:
 
 
 def requirements() -> list[Requirement]:
-    """What pyproject.toml asks for, with all extras."""
+    """The requirements of pyproject.toml, with all extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = (line for extra in project["optional-dependencies"].values() for line in extra)
     return [Requirement(line) for line in (*project["dependencies"], *extras)]
@@ -52,9 +53,9 @@ def pins(lock: str) -> dict[str, Version]:
 
 
 def vulnerable(versions: Iterable[tuple[str, Version | None]], known: Advisories) -> list[str]:
-    """A sentence for each version that has an advisory; None stands for any version."""
+    """A sentence for each version with an advisory; None means any version."""
     return [
-        f"{name} {version or 'of any version'} has {', '.join(ids)}; {fixed} is the first without"
+        f"{name} {version or 'of any version'} has {', '.join(ids)}; {fixed} is the first version without it"
         for name, version in versions
         for fixed, ids in known.get(canonicalize_name(name), {}).items()
         if version is None or version < Version(fixed)
@@ -69,7 +70,7 @@ def from_list() -> list[str]:
 
 
 def from_database(report: str) -> tuple[list[str], list[str]]:
-    """Vulnerabilities that pip-audit found, and packages it could not ask about, from its report as JSON."""
+    """Vulnerabilities that pip-audit found, and packages without an answer, from its JSON report."""
     found, skipped = [], []
     for package in json.loads(report)["dependencies"]:
         if "skip_reason" in package:
@@ -82,8 +83,8 @@ def from_database(report: str) -> tuple[list[str], list[str]]:
 
 
 def ask_database() -> tuple[list[str], list[str]]:
-    """What pip-audit says of the lock file. It calls a database that it cannot reach a package that has nothing to say,
-    and ends well: such packages count as not asked about."""
+    """Runs pip-audit on the lock file. Without the database it skips packages and still exits with 0: skipped packages
+    count as packages without an answer."""
     command = [sys.executable, "-m", "pip_audit", "--requirement", str(LOCK), "--disable-pip", "--require-hashes"]
     done = subprocess.run([*command, "--format", "json"], capture_output=True, text=True)
     try:

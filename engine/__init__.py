@@ -1,5 +1,6 @@
-"""The engine: streams of audio in, text out. At the root: the vocabulary that gateway and engine process share.
+"""The speech engine: audio streams in, text out. The modules at the root are shared by gateway and engine process.
 
-`client` runs in the gateway, `server` in the engine process, `boundary` is what crosses between them, on both sides;
-`core` is the bookkeeping, `runner`, `models` and `weights` know torch. Nothing here imports `realtime`.
+`client` runs in the gateway, `server` in the engine process, and `boundary` (messages and sockets between them) in
+both. `core` does the bookkeeping in plain Python; `runner`, `models` and `weights` use torch. Nothing here imports
+`realtime`.
 """

@@ -1,17 +1,17 @@
-"""What can go wrong in the engine, by who is hit: one stream, an admission, or everybody.
+"""Errors of the engine, by their extent: one stream, one admission, or all streams.
 
-Every text names the stream and the fix, and is safe to show to a client.
+Every text names the stream and says what to fix, and is safe to show to a client.
 """
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base of everything the engine raises on purpose."""
+    """Base class of the engine's own errors."""
 
 
 class StreamError(EngineError):
-    """One stream did something wrong or failed; every other stream goes on."""
+    """One stream was used wrongly or failed; the other streams are not affected."""
 
     def __init__(self, stream: str, message: str) -> None:
         super().__init__(f"stream {stream!r}: {message}")
@@ -19,27 +19,27 @@ class StreamError(EngineError):
 
 
 class UnknownStream(StreamError):
-    """The stream was never opened, or it is closed already."""
+    """No stream with this id is open."""
 
 
 class DuplicateStream(StreamError):
-    """A stream with this id is open."""
+    """A stream with this id is already open."""
 
 
 class StreamFinished(StreamError):
-    """Audio came after the stream was finished."""
+    """Audio arrived after the stream was finished."""
 
 
 class BadItem(StreamError):
-    """An item breaks the order of the timeline, or is malformed."""
+    """An item is malformed, or does not follow the last item of the timeline."""
 
 
 class BadOption(StreamError):
-    """A stream was opened with an option this model does not take."""
+    """A stream was opened with an option that this model does not accept."""
 
 
 class ItemTooLarge(StreamError):
-    """An item can never fit into the caches this engine was started with."""
+    """An item is larger than the caches of this engine."""
 
 
 class StreamFailed(StreamError):
@@ -47,8 +47,8 @@ class StreamFailed(StreamError):
 
 
 class AtCapacity(StreamError):
-    """The engine has no room for another stream now; nothing was changed. Try again later or elsewhere."""
+    """The engine has no room for another stream; nothing was changed. Try again later or on another engine."""
 
 
 class EngineDead(EngineError):
-    """The runner failed for all streams at once. Reported once; the engine must be started anew."""
+    """The runner failed for all streams at once. Reported once; the engine must be restarted."""

@@ -1,4 +1,4 @@
-"""The one secret of a fleet, and the keys that are derived from it: whoever has the secret has all of them."""
+"""Reads the shared secret of a fleet and derives keys from it. Holders of the secret can derive every key."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import hmac
 from pathlib import Path
 
 MIN_SECRET_BYTES = 16
-# Longer files are not secrets, but mistakes.
+# A longer file is not a secret; refuse it.
 MOST_SECRET_BYTES = 4096
 KEY_BYTES = 32
 
 
 def read_secret(path: str | Path) -> bytes:
-    """What the file holds, without white space around it. Raises ValueError with what to do about it."""
+    """The contents of the file without surrounding white space. Raises ValueError with a text that says what to fix."""
     try:
         with Path(path).open("rb") as file:
             secret = file.read(MOST_SECRET_BYTES + 1).strip()
@@ -28,6 +28,6 @@ def read_secret(path: str | Path) -> bytes:
 
 
 def derive(secret: bytes, purpose: str) -> bytes:
-    """A key for one purpose (HKDF of RFC 5869 with SHA-256): none tells anything about another."""
+    """A key for one purpose (HKDF of RFC 5869 with SHA-256). One derived key reveals nothing about another."""
     pseudorandom = hmac.digest(b"tickertape fleet", secret, hashlib.sha256)
     return hmac.digest(pseudorandom, purpose.encode() + b"\x01", hashlib.sha256)[:KEY_BYTES]

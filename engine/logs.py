@@ -1,8 +1,8 @@
-"""How processes of the server write their log: one line for one event, whatever strangers have put into it.
+"""Logging of the server's processes: escaped, rate-limited lines.
 
-Text of clients reaches log lines: names, values, and errors of libraries that repeat what they could not read. Control
-characters in them are escaped, so that nobody can forge a line or speak to the operator's terminal. And whoever can
-cause a line can cause it without end: of each kind so many lines are written in a minute, and the others are counted.
+Log lines can contain text from clients: names, values, and library errors that quote invalid input. Control characters
+are escaped, so that such text cannot forge a line or control the operator's terminal. A client can also cause the same
+line again and again: each kind of line is written a limited number of times per minute, and the rest is counted.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ PLAIN = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 WITH_PROCESS = "%(asctime)s %(levelname)s %(name)s [%(process)d]: %(message)s"
 WITHOUT_TIME = "%(levelname)s %(name)s: %(message)s"
 
-# Lines of one kind, which is one place in the code, in each period.
+# Lines of one kind (one place in the code) per period.
 MOST_LINES = 20
 PERIOD_S = 60.0
-# So much is repeated of a line that stands for others.
+# Characters that are quoted of the last line left out.
 LONGEST_REPEATED = 300
-# What follows the first line of an event, such as a stack trace, begins with this.
+# Prefix of the second and later lines of one event, such as a stack trace.
 CONTINUED = "    | "
 
-# Control characters; ends of lines of other alphabets; marks that turn the direction of text; halves of characters.
+# Control characters, Unicode line separators, marks that change the direction of text, and surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """The text in one line, with everything escaped that is more than text to a terminal or a reader of logs."""
+    """The text in one line, with control characters and direction marks escaped."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class LineFormatter(logging.Formatter):
-    """Escapes the whole of a message, and marks what belongs to the line before."""
+    """Escapes messages, and prefixes the lines of stack traces with `CONTINUED`."""
 
     def format(self, record: logging.LogRecord) -> str:
         record.message = record.getMessage()
@@ -57,7 +57,7 @@ def _continued(text: str) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Kind:
-    """Lines of one kind in the period that began at this moment."""
+    """Counts of one kind of line in the period that began at `began` (clock seconds)."""
 
     began: float
     written: int = 0
@@ -66,18 +66,18 @@ class _Kind:
 
 
 class LimitedHandler(logging.StreamHandler[TextIO]):
-    """Writes so many lines of a kind in each period, and at the end of the period how many more there were."""
+    """Writes at most `MOST_LINES` lines of a kind per period, and after the period how many more there were."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream)
         self._clock = clock
-        # By logger, level and place in the code.
+        # Key: logger, level, path, line number.
         self._kinds: dict[tuple[str, int, str, int], _Kind] = {}
         self._timer: threading.Timer | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno < logging.INFO:
-            # Whoever debugs wants all of them.
+            # Debug lines are not limited.
             super().emit(record)
             return
         self.tell_left_out()
@@ -92,13 +92,13 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
         kind.left_out += 1
         kind.last = record.getMessage()[:LONGEST_REPEATED]
         if self._timer is None:
-            # Nothing else may be logged that would tell it.
+            # Report them even if nothing else is logged.
             self._timer = threading.Timer(PERIOD_S, self._period_is_over)
             self._timer.daemon = True
             self._timer.start()
 
     def tell_left_out(self, *, all_of_them: bool = False) -> None:
-        """Say how many lines were left out in periods that are over. The caller has the handler's lock."""
+        """Log how many lines were left out in finished periods. The caller holds the handler's lock."""
         now = self._clock()
         for (name, level, path, line), kind in self._kinds.items():
             if kind.left_out and (all_of_them or now - kind.began >= PERIOD_S):
@@ -121,16 +121,16 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
 
 
 def set_up_logging(layout: str = PLAIN, level: str = "info") -> None:
-    """Have all loggers of this process, also those of libraries, write to its error output."""
+    """Send the log of this process, libraries included, to its standard error."""
     handler = LimitedHandler()
     handler.setFormatter(LineFormatter(layout))
     logging.basicConfig(handlers=[handler])
     set_log_level(level)
-    # Below that level they log what clients send, keys among it.
+    # At lower levels these libraries log what clients send, including keys.
     for name in ("websockets", "python_multipart"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def set_log_level(level: str) -> None:
-    """One of `realtime.config.LOG_LEVELS`."""
+    """Set the level to one of `realtime.config.LOG_LEVELS`."""
     logging.getLogger().setLevel(level.upper())

@@ -1,117 +1,128 @@
-"""What crosses between gateway and engine, as plain data.
+"""The commands a gateway sends to an engine and the outputs an engine sends back, as plain data.
 
-Offsets are positions on the stream's own clock and include the silence that a flush inserts; `sample` says which
-audio sample the item starts at, so the engine can turn positions back into audio time. Samples are counted at the
-model's rate from the first sample the client sent.
+Offsets are positions of the stream and include the silence that a flush inserts. `sample` is the audio sample at which
+an item starts, so that the engine can turn positions back into audio time. Samples are counted at the model's rate
+from the first sample that the client sent.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+# Largest position or sample count: exact in a float64, and longer than any session.
+LARGEST_COUNT = 2**53 - 1
+# Stands for the token of a position that was skipped as silence and not computed.
+SKIPPED = -1
+
+Count = Annotated[int, Meta(ge=0, le=LARGEST_COUNT)]
+Token = Annotated[int, Meta(ge=SKIPPED, le=LARGEST_COUNT)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+
+
+class Message(Struct, array_like=True, gc=False):
+    """Base of all messages. Types and bounds of the fields are checked when a message is decoded."""
+
 
 # Gateway -> engine
 
 
-@dataclass(frozen=True, slots=True)
-class TurnRule:
-    """What ends a turn: so much silence after speech, by the probabilities in `Speech`."""
+class TurnRule(Struct, array_like=True, gc=False, frozen=True):
+    """A turn ends after `silence_samples` of silence that follow speech, by the probabilities in `Speech`."""
 
-    threshold: float
-    min_speech_samples: int
-    silence_samples: int
+    threshold: Share
+    min_speech_samples: Count
+    silence_samples: Count
 
 
-@dataclass(slots=True)
-class Open:
-    """Start a stream. `live` frames are served by arrival; a backlog stream gets what live streams leave over."""
+class Open(Message, tag="open"):
+    """Start a stream. Live streams are served in the order of arrival; uploads use the time that they leave free."""
 
     stream: str
     live: bool = True
     delay_positions: int | None = None
-    # Model options such as language or prompt; the runner refuses what it does not know.
-    options: dict[str, str] = field(default_factory=dict)
+    # Model options such as language or prompt; the runner refuses unknown ones.
+    options: dict[str, str] = {}
     # Tokens already emitted for the audio that is about to be replayed; they are forced, not sampled or emitted again.
-    forced_tokens: list[int] = field(default_factory=list)
-    # Go on from here instead of from the beginning. `items` is the audio that was heard by then and is still needed.
+    forced_tokens: list[Token] = []
+    # Continue from this state instead of from the beginning. `items`: audio before that state which is still needed.
     state: StreamState | None = None
-    items: list[Item] = field(default_factory=list)
-    # Audio below this position waits because an engine was lost: it is heard stride by stride, as it would have been.
+    items: list[Item] = []
+    # Audio below this position is late because an engine was lost: it is still processed stride by stride, as if live.
     catch_up_until: int = 0
-    # An engine died while it computed these positions: no step may hold them together with another suspect's.
+    # Crash suspect: an engine died while it computed these positions. No step computes two suspects together.
     suspect: tuple[int, int] | None = None
-    # Text ends where a turn does. None: only where a flush says so.
+    # The rule for the ends of turns, where text ends too. None: text ends only at a flush.
     turns: TurnRule | None = None
 
 
-@dataclass(slots=True)
-class Item:
+class Item(Message):
     """Prepared audio for `length` positions from `offset`.
 
     `payload` is float32 PCM with the model's look-back and look-ahead around the item's own samples, and `key` is the
-    hash of its bytes. A gap (declared silence, lost packets) has no key and no payload, only its length: it moves the
-    clock and carries no embedding. `mask`, where there is one, says which positions of the payload carry one.
-    `samples` is how much audio the item covers: less than its positions hold when a flush padded it, nothing for the
-    silence a flush inserted; None means all of its positions. The engine sets `arrival` and `embeds` (positions that
-    carry an embedding) when the item comes in.
+    hash of its bytes. A gap (declared silence, lost packets) has no key and no payload, only a length: it advances the
+    position and has no embedding. `mask`, if set, says which positions of the payload have an embedding. `samples` is
+    the number of samples the item covers: fewer than its positions hold if a flush padded it, 0 for silence that a
+    flush inserted, None for all of its positions. The engine sets `arrival` and `embeds` (number of positions with an
+    embedding) when it receives the item.
     """
 
-    offset: int
-    length: int
-    sample: int
+    offset: Count
+    length: Count
+    sample: Count
     key: bytes = b""
     payload: Any = None
     mask: list[bool] | None = None
-    samples: int | None = None
+    samples: Count | None = None
     arrival: int = 0
     embeds: int = 0
+    # Only in transit: index of the item's payload in the batch, None for a gap. Key and payload are left out then, and
+    # the receiver fills them in again.
+    data: Count | None = None
 
 
-@dataclass(slots=True)
-class Feed:
+class Feed(Message, tag="feed"):
     stream: str
     items: list[Item]
 
 
-@dataclass(slots=True)
-class Flush:
-    """Text for everything fed so far must come out without waiting for more audio; answered by `Flushed`.
+class Flush(Message, tag="flush"):
+    """Produce the text of everything fed so far without waiting for more audio; answered by `Flushed`.
 
-    With a `pause`, text is wanted only for what was said before: at this sample nobody spoke. Behind a speech gate,
-    audio after it waits for what follows, so words do not depend on when the message comes; where a turn of the
-    stream's rule has ended, they do not even if somebody has spoken since. A frame-synchronous model answers when the
-    audio that goes on has brought the last word out.
+    With a `pause`, text is wanted only up to this sample, which lies in silence. Behind a speech gate, audio after it
+    waits for the audio that follows, so the words do not depend on when the message arrives. If a turn of the stream's
+    rule ended at the pause, they do not depend on it even if speech has begun again. A frame-synchronous model answers
+    when the following audio has brought the last word out.
     """
 
     stream: str
     tag: int
-    pause: int | None = None
+    pause: Count | None = None
 
 
-@dataclass(slots=True)
-class ChangeTurns:
-    """From here on, turns of the stream end by another rule."""
+class ChangeTurns(Message, tag="turns"):
+    """Use another rule for the ends of turns from here on."""
 
     stream: str
     turns: TurnRule | None
 
 
-@dataclass(slots=True)
-class Finish:
-    """No more audio. The stream runs out, then answers `Closed`."""
+class Finish(Message, tag="finish"):
+    """No more audio follows. The stream computes the rest, then answers `Closed`."""
 
     stream: str
 
 
-@dataclass(slots=True)
-class Abort:
-    """Forget the stream now. Answered by `Closed` without further text."""
+class Abort(Message, tag="abort"):
+    """Drop the stream now. Answered by `Closed` without further text."""
 
     stream: str
 
 
-# By how much a session's number rises with each new owner. An owner raises the number by one whenever it moves the
-# session to another engine, so no former owner ever reaches the number of a later one.
+# A session's number rises by this with each new owner. An owner raises the number by one whenever it migrates the
+# session to another engine, so a former owner never reaches the number of a later one.
 NEXT_OWNER = 1 << 32
 
 
@@ -120,121 +131,111 @@ def same_owner(number: int, other: int) -> bool:
     return number // NEXT_OWNER == other // NEXT_OWNER
 
 
-@dataclass(slots=True)
-class SaveHandoff:
-    """Keep beside a stream what its gateway knows of the session: whoever adopts the session goes on with both.
+class SaveHandoff(Message, tag="save_handoff"):
+    """Store the gateway's state of a session beside its stream, so that another gateway can adopt both.
 
-    All of it is opaque bytes. A `base` begins anew; `entries` go on from it, and together they account for the first
-    `consumed` outputs of the stream. Of the `chunks` that came with bases, the newest `keep_bytes` are kept. `number`
-    rises with each owner (`NEXT_OWNER`): what a former owner says is not heard. The `last` word gives the session up:
-    it waits `keep_s` seconds for a gateway to adopt it, as it does when its owner is lost.
+    The state is opaque bytes. A `base` replaces what was saved before; `entries` are appended to it. Together they
+    cover the first `consumed` outputs of the stream. Of the chunks that came with bases, the newest `keep_bytes` bytes
+    are kept. `number` rises with each owner (`NEXT_OWNER`); messages of a former owner are ignored. `last` gives the
+    session up: it waits `keep_s` seconds for a gateway to adopt it, as it does when its owner is lost.
     """
 
     stream: str
     key: str
-    number: int
-    consumed: int
+    number: Count
+    consumed: Count
     entries: list[bytes]
     base: bytes | None = None
     chunk: bytes = b""
-    keep_bytes: int = 0
+    keep_bytes: Count = 0
     keep_s: float = 0.0
-    # By how much the engine counts less than the stream itself does.
-    position_offset: int = 0
-    sample_offset: int = 0
+    # Stream position minus engine position, and stream sample minus engine sample.
+    position_offset: Count = 0
+    sample_offset: Count = 0
     last: bool = False
 
 
-@dataclass(slots=True)
-class Ask:
-    """Which number does this session have here? Answered by `Held` with the same tag; changes nothing."""
+class Ask(Message, tag="ask"):
+    """Ask for the number that this session has here. Answered by `Held` with the same tag; changes nothing."""
 
     stream: str
     key: str
-    tag: int
+    tag: Count
 
 
-@dataclass(slots=True)
-class Adopt:
-    """Give me this session and its stream, if it still belongs to the owner of this number; `Held` said which it is.
+class Adopt(Message, tag="adopt"):
+    """Adopt this session and its stream, if it still belongs to the owner of `number` (taken from `Held`).
 
-    Answered by `Inherited`; a former owner hears `Wanted`, then `Fenced`. A request that comes after another gateway
-    has adopted the session is answered with number 0 and changes nothing.
+    Answered by `SessionGiven`; the former owner is sent `Wanted`, then `Fenced`. A request that arrives after another
+    gateway has adopted the session is answered with number 0 and changes nothing.
     """
 
     stream: str
     key: str
-    number: int
+    number: Count
 
 
-@dataclass(slots=True)
-class Renew:
-    """The client has come back to the owner itself: the session gets the number of a new owner, so that no request to
-    adopt it that is older takes it away. Answered by `Renewed` with the same tag."""
+class Renew(Message, tag="renew"):
+    """The client has resumed at the owner itself: the session gets the number of a new owner, so that an older request
+    to adopt it fails. Answered by `Renewed` with the same tag."""
 
     stream: str
     key: str
-    tag: int
-    number: int
+    tag: Count
+    number: Count
 
 
-@dataclass(slots=True)
-class Claim:
-    """All sessions of a gateway: the key, the number, and whether another engine keeps the value now.
+class Claim(Message, tag="claim"):
+    """All sessions of a gateway: the key, the number, and whether another engine holds the handoff now.
 
-    It is the first word on a new connection, and is said again by a gateway that stood still. The engine answers with
-    `Fenced` for each session that belongs to another gateway by now, then with `Claimed` with the same tag. What the
-    gateway left here and goes on with is forgotten.
+    It is the first message on a new connection; a gateway whose event loop was stalled sends it again. The engine
+    answers with `Fenced` for each session that has been adopted by another gateway, then with `Claimed` with the same
+    tag. A handoff that was waiting here is dropped if its gateway still runs the session.
     """
 
     stream: str
-    tag: int
-    claims: list[tuple[str, int, bool]]
+    tag: Count
+    claims: list[tuple[str, Count, bool]]
 
 
-@dataclass(slots=True)
-class DropHandoff:
-    """The session is over: forget what was entrusted. Its stream, if there still is one, is ended by an Abort."""
+class DropHandoff(Message, tag="drop_handoff"):
+    """The session is over: drop its handoff. An Abort ends its stream, if there still is one."""
 
     stream: str
     key: str
-    number: int
+    number: Count
 
 
 # About a session, not about a stream.
 SessionCommand = SaveHandoff | Ask | Adopt | Renew | Claim | DropHandoff
 Command = Open | Feed | Flush | ChangeTurns | Finish | Abort | SessionCommand
 
-# In place of the token of a position that was cut out of a stream and not computed.
-SKIPPED = -1
-
-# A state as plain data: numbers, strings, bytes, lists and dictionaries of them.
+# A saved state: numbers, strings, bytes, and lists and dictionaries of them.
 Saved = dict[str, Any]
 
 # Engine -> gateway
 
 
-# A token's bytes, and how likely the model found it.
+# A token's bytes and its probability.
 Chance = tuple[bytes, float]
 
 
-@dataclass(slots=True)
-class Word:
-    """A finished word, with the audio samples it spans. `chances` are those of its tokens, if the model tells them."""
+class Word(Message):
+    """A finished word and the samples it spans. `chances`: its tokens' probabilities, if the model provides them."""
 
     text: str
     start_sample: int
     end_sample: int
-    chances: list[Chance] = field(default_factory=list)
+    chances: list[Chance] = []
 
 
-@dataclass(slots=True)
-class Text:
-    """New text of a stream; append-only, never revised. `words` are those this delta completed.
+class Text(Message, tag="text"):
+    """New text of a stream; append-only, never revised. `words` are the words that this delta completed.
 
-    `tokens` are all tokens since the last Text, with blanks and `CUT`: what a replay must force. Every sample before
-    `sample` has been heard. In a long silence a Text with an empty delta comes now and then, so that both stay fresh.
-    If the model tells: `language` is the code of what is spoken, `no_speech` how likely it found that nobody speaks.
+    `tokens` are all tokens since the last Text, with blanks and `SKIPPED`: a replay forces them. Every sample before
+    `sample` has been processed. In a long silence a Text with an empty delta is sent now and then, so that both stay
+    current. If the model provides them: `language` is the code of the spoken language, `no_speech` the probability
+    that there is no speech.
     """
 
     stream: str
@@ -246,8 +247,7 @@ class Text:
     no_speech: float | None = None
 
 
-@dataclass(slots=True)
-class Speech:
+class Speech(Message, tag="speech"):
     """Speech probabilities, one per detector frame, the first starting at `sample`."""
 
     stream: str
@@ -256,13 +256,13 @@ class Speech:
     probabilities: list[float]
 
 
-@dataclass(slots=True)
-class StreamState:
-    """All that decides what a stream of a windowed model says from here on, apart from its audio.
+class StreamState(Message, tag="state"):
+    """The state of a stream of a windowed model: with the audio, it determines all further text.
 
-    A state goes out with every text: a gateway that has received a text has also received the state after it, and can
+    A state is sent with every text: a gateway that has received a text has also received the state after it, and can
     have the stream rebuilt in exactly that state. Audio from position `audio_from` on is still needed; the engine has
-    received all audio before `position`, and the flushes up to `tag`. Each of `parts` is read only by what wrote it.
+    received all audio before `position`, and the flushes up to `tag`. Each of `parts` is read only by the component
+    that wrote it.
     """
 
     stream: str
@@ -272,72 +272,63 @@ class StreamState:
     parts: dict[str, Saved]
 
 
-@dataclass(slots=True)
-class Opened:
+class Opened(Message, tag="opened"):
     stream: str
 
 
-@dataclass(slots=True)
-class Flushed:
-    """Every sample before `sample` is in the text sent so far."""
+class Flushed(Message, tag="flushed"):
+    """Answers `Flush`: the text sent so far covers every sample before `sample`."""
 
     stream: str
     tag: int
     sample: int
 
 
-@dataclass(slots=True)
-class Closed:
+class Closed(Message, tag="closed"):
     stream: str
     sample: int
 
 
-@dataclass(slots=True)
-class Failed:
-    """The stream ended with an error. `code` is the class of the error; `message` is safe to show."""
+class Failed(Message, tag="failed"):
+    """The stream ended with an error. `code` is the name of the error's class; `message` may be shown to the client."""
 
     stream: str
     code: str
     message: str
 
 
-@dataclass(slots=True)
-class Refused:
-    """A command was refused and changed nothing: the stream, if there is one, goes on."""
+class Refused(Message, tag="refused"):
+    """A command was refused and changed nothing; the stream, if there is one, continues."""
 
     stream: str
     code: str
     message: str
 
 
-@dataclass(slots=True)
-class Dead:
-    """The engine stopped; sent once, last."""
+class Dead(Message, tag="dead"):
+    """The engine has stopped. This is its last message."""
 
     message: str
 
 
-@dataclass(slots=True)
-class Wanted:
-    """Another gateway asks for this session: its owner is to give it up with a last `Entrust`. An owner with a higher
-    number has moved it to another engine, and answers with a `Disown` of this number."""
+class Wanted(Message, tag="wanted"):
+    """Another gateway asks for this session: its owner must give it up with a last `SaveHandoff`. An owner with a
+    higher number has migrated it to another engine, and answers with a `DropHandoff` of this number."""
 
     key: str
     number: int
 
 
-@dataclass(slots=True)
-class Fenced:
-    """This session belongs to another gateway now, if the receiver has a lower number of it."""
+class Fenced(Message, tag="fenced"):
+    """This session belongs to another gateway now, if the receiver's number of it is lower."""
 
     key: str
     number: int
 
 
-@dataclass(slots=True)
-class Held:
-    """Answers `Ask`: the number of the session here, 0 if there is none. It is not `whole` while its owner has come
-    back and has yet to leave the value."""
+class Held(Message, tag="held"):
+    """Answers `Ask`: the number of the session here, 0 if there is none. `whole` is False while the owner has
+    reconnected but has not saved the handoff again."""
 
     key: str
     tag: int
@@ -345,36 +336,34 @@ class Held:
     whole: bool = True
 
 
-@dataclass(slots=True)
-class Renewed:
-    """Answers `Renew`: the number from now on; 0 if the session is another's."""
+class Renewed(Message, tag="renewed"):
+    """Answers `Renew`: the session's new number, or 0 if it belongs to another gateway."""
 
     tag: int
     number: int
 
 
-@dataclass(slots=True)
-class Claimed:
+class Claimed(Message, tag="claimed"):
     """Answers `Claim`."""
 
     tag: int
 
 
-@dataclass(slots=True)
-class SessionGiven:
-    """What was entrusted with a session, and where its stream stands; `number` is 0 if it cannot be adopted.
+class SessionGiven(Message, tag="session_given"):
+    """Answers `Adopt`: the saved handoff of a session and the state of its stream; `number` is 0 if it was refused.
 
-    The outputs that the entries do not account for follow at once. `end` and `sample` are where the stream's audio
-    ends, `segment` where its current segment began, `flushes` and `answered` the last tags that came and were answered,
-    `token` the position of the next token: all on the engine's count. `stream` is empty if there was none.
+    The outputs that the entries do not cover follow at once. `end` (position) and `sample` are where the stream's audio
+    ends, `segment` the sample where its current segment began, `flushes` and `answered` the tags of the last flush
+    received and answered, `token` the position of the next token: all as the engine counts. `stream` is empty if there
+    is none.
     """
 
     key: str
     number: int = 0
     stream: str = ""
     base: bytes = b""
-    chunks: list[bytes] = field(default_factory=list)
-    entries: list[bytes] = field(default_factory=list)
+    chunks: list[bytes] = []
+    entries: list[bytes] = []
     consumed: int = 0
     position_offset: int = 0
     sample_offset: int = 0
@@ -385,7 +374,7 @@ class SessionGiven:
     answered: int = 0
     token: int = 0
     delay_positions: int | None = None
-    options: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str] = {}
 
 
 # About a session, not about a stream.
@@ -395,7 +384,7 @@ Output = Text | Speech | StreamState | Opened | Flushed | Closed | Failed | Refu
 
 @dataclass(slots=True)
 class StepOutput:
-    """Everything one step has to say, for all streams: one message per step."""
+    """The outputs of one step, for all streams."""
 
     step: int
     outputs: list[Output]

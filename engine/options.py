@@ -1,4 +1,4 @@
-"""How an engine is to be built, and what gateway and engine must agree on: plain data for both processes."""
+"""Settings of an engine and options of a stream: plain data that gateway and engine process both use."""
 
 from __future__ import annotations
 
@@ -8,62 +8,61 @@ from typing import NamedTuple
 from unicodedata import category
 
 DEFAULT_MODEL = "moonshine-base-streaming"
-# A stream counts as speaking for so long after it came, and after speech was last heard in it. Long enough for the
-# pauses of a conversation: a speaker who falls silent for a moment finds the room still there.
+# A stream counts as speaking for this long after it was opened and after its last speech: longer than the pauses of a
+# conversation, so that capacity is not given away while a speaker is silent for a moment.
 COUNTED_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Travels to the process that runs the engine; weights and torch are loaded there, from what it says."""
+    """The settings an engine process is started with. It loads weights and torch itself."""
 
     # A name that `tickertape pull` knows, or the path of a checkpoint.
     model: str = DEFAULT_MODEL
     # auto, cpu, cuda or cuda:N.
     device: str = "auto"
-    # Streams at once; 0 takes what the device allows.
+    # Most concurrent streams; 0: as many as the device allows.
     max_streams: int = 0
-    # CPU threads for the model, 0: as many as there are cores. A windowed model reads so many streams side by side.
+    # CPU threads for the model; 0: one per core. A windowed model decodes this many streams in parallel.
     threads: int = 0
-    # Frame-synchronous models: tokens the decoder looks back on, 8-bit keys and values, the guard against blank ruts.
+    # Frame-synchronous models: decoder window in tokens, 8-bit keys and values, and the guard against endless blanks.
     decoder_window: int = 1024
     kv_8bit: bool = False
     blank_guard: bool = True
-    # Engines that share the device: each plans with its part of the memory.
+    # Number of engines on the device; each uses its share of the memory.
     share_of: int = 1
-    # Frame-synchronous models: so many seconds of silence are computed, and what follows until speech is not; 0: all.
+    # Frame-synchronous models: seconds of silence to compute before the rest of it is skipped until speech; 0: never.
     cut_silence_s: float = 3.0
 
     @classmethod
     def from_settings(cls, model: str, settings: object) -> EngineConfig:
-        """A model and settings from an object that has them under the same names, such as a part of a configuration."""
+        """Build from an object with attributes of the same names, such as a section of the configuration."""
         return cls(model, **{name: getattr(settings, name) for name in cls.setting_names()})
 
     @classmethod
     def setting_names(cls) -> list[str]:
-        """What a configuration says: not the model itself, nor what follows from the others."""
+        """The fields that come from the configuration: all but the model and the share of the device."""
         return [field.name for field in fields(cls) if field.name not in ("model", "share_of")]
 
 
-# What a stream may be opened with beside its delay: which of it a model takes, and the bounds of all of it.
-#
-# Options travel as texts under these names: `language` (a code), `languages` (codes that may be spoken, with commas
-# between them), `task` (`translate`), `prompt`, and `keywords` (one in a line, its boost behind a tab).
+# Options of a stream, in addition to its delay. They are sent as strings under these names: `language` (a code),
+# `languages` (codes of the languages to choose from, separated by commas), `task` (`translate`), `prompt`, and
+# `keywords` (one per line: the keyword, a tab, its boost).
 
 MAX_PROMPT_CHARACTERS = 16_384
 MAX_KEYWORDS = 500
 MAX_KEYWORD_CHARACTERS = 64
-# Of all keywords together, in UTF-8: so many that there is room for what the decoder needs of them, and so few that
-# others do not wait long until it has that (engine/runner/bias.py).
+# UTF-8 bytes of all keywords of a stream. Bounds the size of the decoder's bias table and the time that other streams
+# wait while it is built (engine/runner/bias.py).
 MAX_KEYWORDS_BYTES = 7_000
 MIN_BOOST, MAX_BOOST = 0.1, 10.0
 TRANSLATE = "translate"
-# Categories of what no word holds: control characters, halves of characters, ends of lines and paragraphs.
+# Unicode categories that a keyword must not contain: control characters, surrogates, line and paragraph separators.
 _NO_LETTERS = frozenset({"Cc", "Cs", "Zl", "Zp"})
 
 
 class Keyword(NamedTuple):
-    """A word or a few to expect. A larger boost makes the model readier to hear it; 1 is usual."""
+    """A word or short phrase to expect. A larger boost makes the model more likely to recognise it; 1 is usual."""
 
     text: str
     boost: float = 1.0
@@ -71,13 +70,13 @@ class Keyword(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a model takes."""
+    """The options that a model accepts."""
 
-    # Codes of the languages that it can be told; of a model with one, that one. Empty: it cannot be told.
+    # Codes of the languages it can be set to. Empty: the language cannot be set.
     languages: tuple[str, ...] = ()
-    # It finds out by itself which of them is spoken.
+    # Detects which of its languages is spoken.
     detects_language: bool = False
-    # It can answer in English what is said in another language.
+    # Can translate speech in another language into English.
     translates: bool = False
     prompt: bool = False
     # Most keywords of a stream.
@@ -85,7 +84,7 @@ class Options:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that a client can set."""
+        """Names of the options that a client can set."""
         taken = {
             "language": bool(self.languages),
             "task": self.translates,
@@ -96,11 +95,11 @@ class Options:
 
     @property
     def only_language(self) -> str:
-        """Of a model that has one language; else empty."""
+        """The code of the model's language if it has exactly one, else empty."""
         return self.languages[0] if len(self.languages) == 1 else ""
 
     def check(self, given: Mapping[str, str]) -> None:
-        """Raises ValueError if the model does not take these."""
+        """Raises ValueError if the model does not accept these options."""
         known = (*self.names, "languages") if self.detects_language else self.names
         for name in given:
             if name not in known:
@@ -122,19 +121,19 @@ def keywords_text(keywords: Iterable[Keyword]) -> str:
 
 
 def read_keywords(text: str) -> list[Keyword]:
-    """Raises ValueError for what `keywords_text` does not write."""
+    """Parse the format of `keywords_text`. Raises ValueError if a boost is not a number."""
     words = []
     for line in text.split("\n"):
         word, _, boost = line.partition("\t")
         try:
             words.append(Keyword(word, float(boost)))
         except ValueError:
-            raise ValueError(f"keyword {word[:40]!r} has a boost that is no number") from None
+            raise ValueError(f"keyword {word[:40]!r} has a boost that is not a number") from None
     return words
 
 
 def check_keywords(keywords: Iterable[Keyword], most: int = MAX_KEYWORDS) -> None:
-    """Raises ValueError for keywords that nobody can mean. The text says which and why."""
+    """Raises ValueError if a keyword or the list is out of bounds; the text says which bound."""
     size = 0
     for number, word in enumerate(keywords):
         if number == most:

@@ -1,7 +1,7 @@
-"""Facts of a model that the torch-free parts of the engine need: its clock, its windows, its caches.
+"""Model facts for the parts of the engine without torch: time steps, windows, caches, vocabulary, language names.
 
-A model's clock ticks in *positions* of `samples_per_position` samples. Everything the scheduler knows about a model
-family is in `ModelSpec`; it never asks for a family's name.
+A model's time is counted in *positions* of `samples_per_position` samples. The scheduler knows a model only by its
+`ModelSpec`, never by the name of its family.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from engine.options import Options
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """One stack of attention layers whose keys and values live in pages with one ring table per stream."""
+    """A stack of attention layers. Its keys and values are stored in pages; each stream has one ring table of pages."""
 
     name: str
     window_positions: int
@@ -22,13 +22,13 @@ class KvGroup:
 
     @property
     def ring_pages(self) -> int:
-        """Pages one stream needs at most: its window, plus the page it is writing while the oldest slides out."""
+        """Most pages of one stream: its window, and the page being written while the oldest one leaves the window."""
         return -(-self.window_positions // self.page_positions) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureShape:
-    """Log-mel features of an item: `bins` rows; n positions have `context_frames + n * frames_per_position` columns."""
+    """Shape of an item's log-mel features: `bins` rows, `context_frames + n * frames_per_position` columns."""
 
     bins: int
     frames_per_position: int
@@ -40,78 +40,78 @@ class FeatureShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What the scheduler, the item cutter and the loop must know of a model."""
+    """The properties of a model that the scheduler, the item cutter and the engine loop depend on."""
 
     name: str
     sample_rate: int
     samples_per_position: int
-    # Tells weights of this name from others; empty if nobody looked.
+    # Distinguishes weights with the same model name; empty if not determined.
     weights: str = ""
     look_back_samples: int = 0
     look_ahead_samples: int = 0
-    # Positions every stream starts with, before its first sample (an opening that is computed once and copied).
+    # Positions of every stream before its first sample. They are computed once and copied into each stream.
     prefix_positions: int = 0
-    # Positions of constant silence that push the last text out after audio ends, on top of the stream's delay.
+    # Positions of silence fed after the end of the audio until the last text is out, in addition to the stream's delay.
     flush_positions: int = 0
     default_delay_positions: int = 0
     max_delay_positions: int = 0
-    # New positions that make a step worth taking while audio keeps coming.
+    # While more audio is expected, a stream takes part in a step once it has this many new positions.
     stride_positions: int = 1
-    # A step of a windowed (encoder-decoder) model reads its whole window again, from the window's first item;
-    # a frame-synchronous model reads only positions it has not computed yet.
+    # Windowed (encoder-decoder) models read their whole window in every step, from its first item. Frame-synchronous
+    # models read only positions that are not computed yet.
     rereads_window: bool = False
-    # Most positions a step of a model that rereads its window may read; of backlog it may be more, for nobody waits for
-    # its next word.
+    # Windowed models: most positions in a window, for live streams and for uploads. An upload may have a longer one,
+    # because the latency of its words does not matter.
     window_positions: int = 1
     file_window_positions: int = 1
-    # Most new positions of one stream in one step, and the same while tokens of a replayed stream are forced.
+    # Most new positions of one stream in one step; `replay_positions` while the tokens of a replay are forced.
     step_positions: int = 1
     replay_positions: int = 64
-    # Positions kept behind the last computed one: what word times and recomputation still look at.
+    # Positions kept before the last computed one, for word times and for computing positions again.
     history_positions: int = 64
-    # Encoder-cache embeddings a live stream may hold references to at once; admission sets them aside.
+    # Encoder-cache embeddings a live stream may reference at once; admission reserves them.
     embeds_per_stream: int = 16
     kv_groups: tuple[KvGroup, ...] = ()
-    # Features that may come in place of an item's samples; None: the model takes samples only.
+    # Features that are accepted in place of an item's samples; None: the model takes samples only.
     features: FeatureShape | None = None
-    # What a stream may be opened with beside a delay; the model refuses the rest.
+    # Options a stream may be opened with, in addition to its delay; all others are refused.
     options: Options = Options()
 
     @property
     def upload_positions(self) -> int:
-        """Audio that backlog of a windowed model waits for while more may come: a whole window, and a stride behind it.
+        """Positions an upload to a windowed model waits for while more audio is expected: a window and one stride.
 
-        By then it is known where utterances end in that window, so that what is read does not depend on when.
+        With that much audio it is known where utterances end in the window, so windows do not depend on arrival times.
         """
         return self.window_for(live=False) + self.stride_positions
 
     def window_for(self, live: bool) -> int:
-        """The longest window of a stream."""
+        """The longest window of a stream, in positions."""
         return self.window_positions if live else max(self.window_positions, self.file_window_positions)
 
     def embeds_for(self, live: bool) -> int:
-        """Encoder-cache embeddings a stream may hold: those of its window, and as many around it for every stream."""
+        """Encoder-cache embeddings a stream may reference: a longer window adds its extra positions."""
         return self.embeds_per_stream + self.window_for(live) - self.window_positions
 
     def flush_positions_for(self, delay_positions: int) -> int:
-        """Silent positions that must be computed before the last word of a stream with this delay is out."""
+        """Positions of silence to compute before the last word of a stream with this delay is out."""
         return self.flush_positions + delay_positions
 
     def said_positions_for(self, delay_positions: int) -> int:
-        """Positions behind a word after which it is out, unless it is a very long one: what a pause is given.
+        """Positions of silence to compute at a pause before its last word is out, unless the word is very long.
 
-        The end of a stream is given more, for nothing follows it.
+        Fewer than at the end of a stream, because more audio follows.
         """
         return self.flush_positions // 3 + delay_positions
 
 
-# What the tokens of a model stand for. Weights bring it, runners and the core read it.
+# The vocabulary: loaded with the weights, read by runners and the core.
 
 
 class Vocabulary:
-    """The bytes each token stands for; b"" for tokens that are not text.
+    """The bytes of each token; b"" for tokens that are not text.
 
-    `word_marker` is the token by which a model announces a word, if it has one: the word's time is the marker's.
+    `word_marker` is the token with which a model announces a word, if it has one. The word's time is the marker's time.
     """
 
     __slots__ = ("blanks", "pieces", "texts", "word_marker")
@@ -119,9 +119,9 @@ class Vocabulary:
     def __init__(self, pieces: list[bytes], word_marker: int | None = None) -> None:
         self.pieces = pieces
         self.word_marker = word_marker
-        # Tokens that are whole characters by themselves need no byte handling at all.
+        # Text of the tokens that are valid UTF-8 on their own; the others must be joined as bytes.
         self.texts = [_whole_text(piece) for piece in pieces]
-        # Tokens that say nothing at all.
+        # Tokens without text, except the word marker.
         self.blanks = frozenset(token for token, piece in enumerate(pieces) if not piece and token != word_marker)
 
 
@@ -132,9 +132,9 @@ def _whole_text(piece: bytes) -> str | None:
         return None
 
 
-# Names of languages: the codes that models are told, and what people write for them.
+# Languages: the codes that models take, and the names and other codes that clients write.
 
-# In the order of Whisper's tokens; the last one is known to its largest models only.
+# In the order of Whisper's language tokens; only its largest models have the last one.
 NAMES = {
     "en": "english", "zh": "chinese", "de": "german", "es": "spanish", "ru": "russian", "ko": "korean",
     "fr": "french", "ja": "japanese", "pt": "portuguese", "tr": "turkish", "pl": "polish", "ca": "catalan",
@@ -155,38 +155,38 @@ NAMES = {
     "ba": "bashkir", "jw": "javanese", "su": "sundanese", "yue": "cantonese",
 }  # fmt: skip
 
-# Text tokens of Whisper's two vocabularies; a multilingual one has one token more, so its size gives it away.
+# Sizes of Whisper's English vocabulary. A multilingual one has one more text token, so the size tells which one it is.
 ENGLISH_TEXT_TOKENS = 50_256
 ENGLISH_VOCABULARY = 51_864
 # Tokens that are neither text nor a language: start, translate, transcribe, ..., 1501 time stamps.
 _SPECIALS_WITHOUT_LANGUAGES = 1_509
 
-# Other codes and names of the same.
+# Other codes and names of the same languages.
 _ALSO = {
     "cmn": "zh", "mandarin": "zh", "iw": "he", "jv": "jw", "nb": "no", "bokmal": "no", "fil": "tl", "filipino": "tl",
     "castilian": "es", "valencian": "ca", "flemish": "nl", "moldavian": "ro", "moldovan": "ro", "farsi": "fa",
     "burmese": "my", "pushto": "ps", "panjabi": "pa", "sinhalese": "si", "haitian": "ht", "letzeburgesch": "lb",
 }  # fmt: skip
 _CODES = {**{name: code for code, name in NAMES.items()}, **_ALSO}
-# What clients send for "find out yourself".
+# Clients send these to have the language detected.
 _ANY = frozenset({"auto", "multi", "detect"})
 
 
 def whisper_language_tokens(vocabulary: int) -> int:
-    """Languages that a Whisper model with so many tokens was trained on; each has a token, also in the English ones."""
+    """How many language tokens a Whisper model with a vocabulary of this size has; English models have them too."""
     text = ENGLISH_TEXT_TOKENS + int(vocabulary > ENGLISH_VOCABULARY)
     return vocabulary - text - _SPECIALS_WITHOUT_LANGUAGES
 
 
 def whisper_languages(vocabulary: int) -> tuple[str, ...]:
-    """Codes of the languages that a Whisper model with so many tokens can be told."""
+    """Codes of the languages that a Whisper model with a vocabulary of this size can be set to."""
     return tuple(NAMES)[: whisper_language_tokens(vocabulary)] if vocabulary > ENGLISH_VOCABULARY else ("en",)
 
 
 def language_code(written: str) -> str | None:
-    """The code of a language that is written as a code, with a region behind it, or by name; None for any language.
+    """The code for a language written as a code, a code with a region, or a name; None for "detect the language".
 
-    Raises ValueError if there is no such language.
+    Raises ValueError if the language is unknown.
     """
     plain = written.strip().lower().replace("_", "-")
     if plain in _ANY:

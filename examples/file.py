@@ -1,4 +1,4 @@
-"""Stream a WAV file to a server at the pace it was recorded, and print captions as they come.
+"""Streams a WAV file to a server at the pace of the recording, and prints captions as they arrive.
 
 pip install websockets
 python examples/file.py talk.wav [ws://127.0.0.1:8000/v1/realtime]

@@ -1,4 +1,4 @@
-"""A load test in one page: N clients play the same WAV at real-time pace; how long do finals take?
+"""A small load test: N clients play the same WAV at real-time pace, and the time to final is measured.
 
     pip install websockets
     python examples/load_test.py talk.wav 8 [ws://127.0.0.1:8000/v1/realtime]
@@ -23,7 +23,7 @@ TRANSCRIPTION = "conversation.item.input_audio_transcription"
 
 
 async def client(url: str, audio: bytes, rate: int, finals: list[float]) -> None:
-    # Clients that start in step would all ask at the same moment.
+    # Clients start at different times, so that they do not all send at the same moment.
     await asyncio.sleep(random.uniform(0, 2))
     key = os.environ.get("TICKERTAPE_API_KEY", "none")
     async with connect(url, additional_headers={"Authorization": f"Bearer {key}"}, proxy=None) as socket:
@@ -39,7 +39,7 @@ async def client(url: str, audio: bytes, rate: int, finals: list[float]) -> None
             event = json.loads(frame)
             match event["type"]:
                 case "input_audio_buffer.speech_stopped":
-                    # The turn ended so much earlier than the silence that proved it.
+                    # The turn ended before the silence by which the server detected its end.
                     speech_ends[event["item_id"]] = began + (event["audio_end_ms"] - SILENCE_MS) / 1000
                 case "input_audio_buffer.committed":
                     unfinished.add(event["item_id"])

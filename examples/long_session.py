@@ -1,4 +1,4 @@
-"""A session for hours or days that outlives a lost connection: it reconnects, resumes, and sends what was not received.
+"""A session of hours or days that survives lost connections: it reconnects, resumes and sends missing audio again.
 
     pip install websockets
     arecord -q -t raw -f S16_LE -r 16000 -c 1 | python examples/long_session.py [ws://127.0.0.1:8000/v1/realtime]
@@ -29,14 +29,14 @@ class LongSession:
         self.url = url
         self.token: str | None = None
         self.seq = 0
-        # Sound that the server may not have yet; what is older than KEEP_SECONDS is given up.
+        # Audio that the server may not have yet; audio older than KEEP_SECONDS is dropped.
         self.unconfirmed: deque[bytes] = deque(maxlen=KEEP_SECONDS * 10)
         self.first_kept = 0  # the sample at which `unconfirmed` begins
         self.news = asyncio.Condition()
         self.ended = False
 
     async def record(self) -> None:
-        """From standard input into memory, whatever the connection does."""
+        """Reads standard input into memory, with or without a connection."""
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin.buffer)
@@ -62,7 +62,7 @@ class LongSession:
                 if status in (401, 403):
                     sys.exit(f"the server refuses: HTTP {status}")
                 if status in (404, 410):
-                    self.token = None  # too late to resume: go on in a new session
+                    self.token = None  # too late to resume: continue in a new session
                 reason = f"HTTP {status}"
             except (OSError, ConnectionClosed, InvalidHandshake, TimeoutError) as error:
                 reason = str(error) or type(error).__name__
@@ -81,7 +81,7 @@ class LongSession:
             if greeting["type"] == "session.resumed":
                 self.confirm(greeting["received_samples"])
             else:
-                # A new session counts its samples from zero: what we still hold is its beginning.
+                # A new session counts its samples from zero: it begins with the kept audio.
                 self.seq, self.first_kept = 0, 0
                 audio_input = {"format": {"type": "audio/pcm", "rate": RATE}, "turn_detection": {"type": "server_vad"}}
                 include = ["session.resume", "input_audio_buffer.acks"]
@@ -94,7 +94,7 @@ class LongSession:
                 sending.cancel()
 
     def confirm(self, samples: int) -> None:
-        """The server has everything before this sample."""
+        """Drops audio before this sample: the server has it."""
         while self.unconfirmed and self.first_kept + len(self.unconfirmed[0]) // 2 <= samples:
             self.first_kept += len(self.unconfirmed.popleft()) // 2
         if self.unconfirmed and samples > self.first_kept:
@@ -109,7 +109,7 @@ class LongSession:
                 start, waiting = self.first_kept, list(self.unconfirmed)
                 finished = self.ended
             if start > next_sample:
-                # Too old to be kept: the server hears silence of the same length, so that times stay right.
+                # Dropped audio is replaced by declared silence of the same length, so that times stay right.
                 await socket.send(json.dumps({"type": "input_audio_buffer.gap", "samples": start - next_sample}))
                 next_sample = start
             for chunk in waiting:

@@ -13,9 +13,9 @@ import sys
 import sounddevice
 from websockets.asyncio.client import connect
 
-RATE = 24_000  # what OpenAI's own servers take
+RATE = 24_000  # the rate of OpenAI's own servers
 CHUNK_SAMPLES = RATE // 10
-# Sound that may wait while the network is slow: ten seconds. When it is full the oldest goes, so captions stay live.
+# Audio that may wait while the network is slow: ten seconds. Then the oldest is dropped, so that captions stay live.
 MAX_WAITING = 100
 TRANSCRIPTION = "conversation.item.input_audio_transcription"
 
@@ -31,7 +31,7 @@ async def main(url: str) -> None:
         chunks.put_nowait(chunk)
 
     def on_sound(data, frames, times, status) -> None:
-        """Called on a thread of its own: hand the bytes over to the event loop."""
+        """Called on a separate thread: passes the bytes to the event loop."""
         loop.call_soon_threadsafe(put, bytes(data))
 
     key = os.environ.get("TICKERTAPE_API_KEY", "none")

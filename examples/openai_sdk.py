@@ -1,4 +1,4 @@
-"""The official openai package, unchanged, against your own server: a file in one call, and a live session.
+"""Uses the official openai package, unmodified, with your own server: a file in one call, and a live session.
 
 pip install "openai[realtime]"
 python examples/openai_sdk.py talk.wav [http://127.0.0.1:8000/v1]

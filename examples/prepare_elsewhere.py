@@ -1,10 +1,11 @@
-"""Prepare audio in one process, transcribe it in another, and see what crosses.
+"""Prepares audio in one process, transcribes it in another, and prints how many bytes were sent.
 
     tickertape engine --listen ipc:///tmp/tickertape-engine
     python examples/prepare_elsewhere.py recording.wav --engine ipc:///tmp/tickertape-engine
 
-A worker process (an edge device, a preprocessing tier) cuts and hashes the recording and answers with plain JSON. This
-process injects those items into the engine's cache, then transcribes by naming their hashes: no audio travels twice.
+A worker process (an edge device, a preprocessing tier) cuts the recording into items, hashes them and answers with
+plain JSON. This process injects the items into the engine's cache, then transcribes by sending their hashes: no audio
+is sent twice.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from engine.spec import ModelSpec
 
 
 def prepare_in_worker(path: str, spec: ModelSpec) -> str:
-    """Runs in the worker: knows the model's clock, has neither the model nor a connection to the engine."""
+    """Runs in the worker, which has the model's spec, but neither the model nor a connection to the engine."""
     samples = np.concatenate(list(read_file(path)))
     rendered = render(Processor("read-only", spec, SenderCache(1 << 24)), samples, engine_holds=SenderCache(0))
     return json.dumps(rendered.as_json())

@@ -1,5 +1,5 @@
-"""The control plane of a fleet: which engines and gateways should run where, and what to do about it.
+"""The control plane of a fleet: decides which engines and gateways run on which machine. Used by `tickertape fleet`.
 
-The modules here decide and do no I/O but for the fleet's file and secret; `fleet/keepers` runs processes, and
-`fleet/cluster` alone knows Ray. No audio and no token of a session passes through any of it.
+The modules in this folder decide; their only I/O is to read the fleet file and the secret and to write tables.
+`fleet/keepers` runs processes, and only `fleet/cluster` imports Ray. No audio and no text passes through any of them.
 """

@@ -1,5 +1,9 @@
-"""Fleet-wide figures, added up from what each gateway says of itself and of the engines it sees; and what is wrong with
-units that run all the same, in words for the operator.
+"""The fleet's manager: in each round it collects reports, decides by pure functions, and starts and drains units.
+
+`FleetActor` in `fleet/cluster/actors.py` runs it on the head; `Crew` is its access to nodes and keepers. It holds no
+stream and no session. Its state that must survive a restart is one small value, `Memory`, which its owner stores; the
+running processes are read from the records of the nodes. The functions at the top add up fleet-wide figures from the
+reports of gateways, and name problems of running units for the operator.
 """
 
 from __future__ import annotations
@@ -29,14 +33,16 @@ from fleet.state import (
     next_table,
 )
 
-# An engine that no gateway has heard for so long does not serve; beats come every second or so.
-# A report may be on its way for seconds.
+# Differences of clocks in seconds that are not reported: a report may take that long to arrive.
 CLOCK_S = 5.0
 Capacity = Mapping[str, Any]
 
 
 def engines_seen(capacities: Iterable[Capacity]) -> dict[str, dict[str, Any]]:
-    """Each engine as the gateway that heard it last sees it: engines tell every gateway the same of themselves."""
+    """Engines with a recent heartbeat, each from the gateway with its latest heartbeat.
+
+    Engines report the same values to every gateway.
+    """
     seen: dict[str, dict[str, Any]] = {}
     for capacity in capacities:
         for engine in capacity.get("engines", ()):
@@ -49,7 +55,7 @@ def engines_seen(capacities: Iterable[Capacity]) -> dict[str, dict[str, Any]]:
 
 
 def load_of(capacities: Iterable[Capacity], refused: int) -> Load:
-    """What the engines that serve carry; those that drain are on their way out."""
+    """The load of serving engines; draining engines do not count."""
     serving = [engine for engine in engines_seen(capacities).values() if engine.get("state") == "serving"]
     counted = sum(engine["streams"] for engine in serving)
     possible = sum(engine["streams"] + engine["streams_free"] for engine in serving)
@@ -57,7 +63,7 @@ def load_of(capacities: Iterable[Capacity], refused: int) -> Load:
 
 
 def fleet_capacity(capacities: Mapping[str, Capacity]) -> dict[str, Any]:
-    """The fleet as one server: what `/capacity` of all gateways says together. The key is the gateway's name."""
+    """`/capacity` of all gateways (by gateway name) added up, as if the fleet were one server."""
     engines = engines_seen(capacities.values())
     load = load_of(capacities.values(), 0)
     return {
@@ -73,7 +79,10 @@ def fleet_capacity(capacities: Mapping[str, Capacity]) -> dict[str, Any]:
 
 
 def clock_trouble(node: str, told: float, now: float) -> str:
-    """Nothing is decided by comparing clocks, but a client secret holds until a moment that its gateway has named."""
+    """A warning if the clocks of node and head differ (seconds since the epoch), or an empty text.
+
+    No decision compares clocks, but client secrets contain an expiry time.
+    """
     off = told - now
     if abs(off) <= CLOCK_S:
         return ""
@@ -82,7 +91,7 @@ def clock_trouble(node: str, told: float, now: float) -> str:
 
 
 def link_troubles(capacities: Iterable[Capacity]) -> dict[str, str]:
-    """Engines that a gateway cannot use, and why: another model, other weights, another secret, no answer."""
+    """Engines that a gateway cannot use, with the reason: another model, other weights, another secret, no answer."""
     return {
         engine["name"]: engine["problem"]
         for capacity in capacities
@@ -91,44 +100,40 @@ def link_troubles(capacities: Iterable[Capacity]) -> dict[str, str]:
     }
 
 
-# The fleet's manager: looks at what there is, decides by pure functions, and has it done.
-#
-# It holds no stream and no session. What it must know after its own death is one small value, which its owner stores;
-# what runs where is read off the nodes.
-
 logger = logging.getLogger(__name__)
 Report = Mapping[str, Any]
-# A node that could not start a unit is tried again after so long.
+# Seconds until a node that could not start a unit is tried again.
 AVOID_S = 60.0
-# A keeper that has not answered for so long is named in the status; one that is just hired takes a few seconds.
+# An engine whose heartbeats have not reached any gateway for this many seconds does not serve. A keeper that has not
+# answered for this long is named in the status; a new keeper takes a few seconds.
 SILENT_S = 5.0
 MOST_NOTES = 50
 
 
 class Crew(Protocol):
-    """Whoever can put keepers on nodes and speak to them."""
+    """The manager's access to nodes and keepers; `RayCrew` in production."""
 
     def nodes(self) -> list[Node]:
-        """Those that are there now."""
+        """The nodes that are alive now."""
 
     def found_on(self, node: Node) -> list[Unit]:
-        """What runs on a node already: somebody kept it before."""
+        """The units that run on a node already, from earlier keepers. Raises FleetError."""
 
     def hire(self, unit: Unit, plan: FleetPlan) -> None:
-        """A keeper for this unit, on its node."""
+        """Start a keeper for this unit on its node."""
 
     def reports(self, table: Table, figures: Mapping[str, Any]) -> Mapping[str, Report]:
-        """Of all keepers that answer now; gateways get the table and the fleet's figures on the way."""
+        """The reports of all keepers that answer now; the same calls bring gateways the table and the figures."""
 
     def drain(self, name: str) -> None: ...
 
     def dismiss(self, name: str) -> None:
-        """The keeper goes. What it kept has ended, or its node is gone."""
+        """End the keeper of a unit that has ended or whose node is gone."""
 
 
 @dataclass(slots=True)
 class Memory:
-    """What outlives the manager."""
+    """The state that survives a restart of the manager."""
 
     plan: FleetPlan
     scale: ScaleMemory
@@ -167,7 +172,7 @@ class Memory:
 
 
 class Manager:
-    """`step` is called again and again by one thread; the rest says what the operator wants, or how things are."""
+    """One thread calls `step` in a loop; the other methods take orders of the operator or return the state."""
 
     def __init__(
         self,
@@ -186,11 +191,11 @@ class Manager:
         self._nodes: dict[str, Node] = {}
         self._units: dict[str, Unit] = {}
         self._reports: Mapping[str, Report] = {}
-        # When each keeper last answered, or was hired.
+        # Time of the last answer of each keeper, or of its start.
         self._heard_at: dict[str, float] = {}
         self._seen: dict[str, dict[str, Any]] = {}
         self._troubles: dict[str, str] = {}
-        # The process as which an engine was last seen to serve.
+        # By engine: the process id with which a gateway last saw it serve.
         self._served_as: dict[str, Any] = {}
         self._refused = 0
         self._refused_before: dict[str, int] = {}
@@ -200,17 +205,17 @@ class Manager:
         self._waits: list[str] = []
         self._looks = 0
 
-    # What the operator wants
+    # Orders of the operator
 
     def want(self, plan: FleetPlan) -> None:
-        """Another plan: bounds and counts hold at once, and what is started from now on is started as it says."""
+        """Take another plan. Its bounds and counts hold at once; running processes keep the settings of their start."""
         self._memory.plan = plan
         self._memory.is_going_down = False
 
     def scale(self, engines: int) -> None:
         plan = self._memory.plan.engine
         if not plan.least <= engines <= plan.most:
-            raise FleetError(f"the fleet's file allows {plan.least} to {plan.most} engines, not {engines}")
+            raise FleetError(f"the fleet file allows {plan.least} to {plan.most} engines, not {engines}")
         self._memory.scale = ScaleMemory(engines, changed_at=self._clock())
         self._note(f"the operator wants {engines} engines")
 
@@ -225,7 +230,7 @@ class Manager:
         self._memory.drained -= {name}
 
     def upgrade(self) -> int:
-        """Everything is replaced, one at a time; returns the number of the new generation."""
+        """Replace all units, one at a time; returns the number of the new generation."""
         self._memory.generation += 1
         self._note(f"upgrade to generation {self._memory.generation}")
         return self._memory.generation
@@ -237,9 +242,10 @@ class Manager:
     def is_down(self) -> bool:
         return self._memory.is_going_down and not self._units
 
-    # What is done
+    # Rounds and reports
 
     def step(self) -> None:
+        """One round: collect reports, scale, reconcile, update the table of engines, store the memory."""
         self._looks += 1
         self._look()
         decision = self._scaling()
@@ -254,7 +260,7 @@ class Manager:
         self._remember()
 
     def planned(self, engines: int | None = None) -> dict[str, Any]:
-        """What the next step would do, with so many engines or with as many as scaling asks for; nothing is done."""
+        """What the next round would do with `engines` engines (None: as many as scaling wants); does nothing."""
         decision = self._scaling()
         wanted = decision.memory.wanted if engines is None else engines
         actions = reconcile(self._wanted(wanted), self._actual())
@@ -284,16 +290,17 @@ class Manager:
             "notes": self._notes[-MOST_NOTES:],
         }
 
-    # How
+    # The parts of a round
 
     def _look(self) -> None:
+        """Collect nodes and reports, and bring the units up to date."""
         nodes = {node.name: node for node in self._crew.nodes()}
         for name in nodes.keys() - self._nodes.keys():
             self._take_in(nodes, name)
-        # A machine that went has been emptied; should it come back, it is there to work.
+        # A node that is gone is no longer drained: if it comes back, it takes work again.
         self._memory.drained -= self._nodes.keys() - nodes.keys()
         self._nodes = nodes
-        # Those of the look before: a call carries both ways what there is.
+        # The figures of the round before: the call that asks for reports also carries the figures.
         figures = {"name": self._memory.plan.name, **fleet_capacity(self._capacities())}
         self._reports = self._crew.reports(self._memory.table, figures)
         self._heard_at |= dict.fromkeys(self._reports.keys() & self._units.keys(), self._clock())
@@ -306,7 +313,7 @@ class Manager:
             self._units[name] = self._as_reported(unit, self._reports.get(name))
 
     def _take_in(self, nodes: dict[str, Node], name: str) -> None:
-        """A node is new, or is back: whoever runs there already belongs to us."""
+        """A node is new or back: take over the units that run there already."""
         try:
             found = self._crew.found_on(nodes[name])
         except FleetError as error:
@@ -319,27 +326,27 @@ class Manager:
                 self._hire(unit)
 
     def _newly_refused(self) -> int:
-        """Sessions that gateways refused for want of room since they were last heard."""
+        """Sessions that gateways refused for lack of room since their last reports."""
         new = 0
         for name, report in self._reports.items():
             count = report.get("refused")
             if count is None:
                 continue
             before = self._refused_before.get(name, count)
-            # A gateway that was started again counts from nothing.
+            # A restarted gateway counts from 0.
             new += count - before if count >= before else count
             self._refused_before[name] = count
         return new
 
     def _as_reported(self, unit: Unit, report: Report | None) -> Unit:
-        """A keeper that does not answer leaves things as they were: its node tells whether they are gone."""
+        """The unit with the state of its report. Without a report it keeps its state until its node is gone."""
         if report is None:
             return unit
         state = UnitState(report["state"])
         if unit.kind is Kind.ENGINE:
             seen = self._seen.get(unit.name)
             busy = unit.busy if seen is None else seen["streams"]
-            # Gateways tell whether an engine serves. Should all of them be away, it is not worse for that.
+            # Gateways tell whether an engine serves. If no gateway answers, the engine keeps that state.
             if seen is not None:
                 self._served_as[unit.name] = report["pid"]
             if state is UnitState.STARTING and self._served_as.get(unit.name) == report["pid"] is not None:
@@ -347,7 +354,7 @@ class Manager:
         else:
             busy = (report.get("capacity") or {}).get("sessions", 0)
         if unit.state is UnitState.DRAINING and state in (UnitState.STARTING, UnitState.SERVING):
-            # It was asked to, and the word is on its way.
+            # The keeper has not handled the drain call yet: repeat it.
             self._crew.drain(unit.name)
             state = UnitState.DRAINING
         if state is UnitState.FAILED:
@@ -375,7 +382,7 @@ class Manager:
     def _actual(self) -> Actual:
         now = self._clock()
         self._avoided = {name: until for name, until in self._avoided.items() if until > now}
-        # A node to avoid keeps what it has and gets nothing new: it seems to have no room.
+        # An avoided node keeps its units and gets none: it is shown without free resources.
         nodes = tuple(
             replace(node, cpus=0.0, gpus=0.0) if node.name in self._avoided else node for node in self._nodes.values()
         )
@@ -442,7 +449,7 @@ class Manager:
         if silent_s < SILENT_S:
             return ""
         text = f"its keeper has not answered for {silent_s:.0f} s: {unit.node} stands still, is cut off or is gone"
-        return f"{text}; its sessions go on elsewhere"
+        return f"{text}; its sessions continue elsewhere"
 
     def _note(self, text: str) -> None:
         logger.info("%s", text)

@@ -1,4 +1,7 @@
-"""The fleet's file: what the operator wants, read from TOML and checked."""
+"""The operator's plan of a fleet: reads and checks the fleet file (TOML), and decides the number of engines.
+
+Used by the commands of `tickertape fleet` and by the manager. `decide` is a pure function of load, time and memory.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,17 @@ STATE_FOLDER = "~/.local/state/tickertape/fleet"
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    # Engines at least and at most; scaling chooses between them.
+    # Smallest and largest number of engines; scaling chooses between them.
     least: int = 1
     most: int = 1
-    # What one engine takes of its node; a share of a GPU puts several engines on one.
+    # Resources of one engine; with a share of a GPU several engines use one.
     gpus: float = 0.0
     cpus: float = 1.0
     # The first port to try; each further engine of a host takes the next.
     port: int = 5600
-    # How long an engine that is told to stop waits for its streams to move.
+    # Seconds in which the streams of a draining engine must migrate.
     drain_s: float = 60.0
-    # What to run in place of `tickertape`, with its arguments behind: a wrapper such as numactl or a container.
+    # A command that runs instead of `tickertape` and gets its arguments: a wrapper such as numactl or a container.
     program: tuple[str, ...] = ()
 
 
@@ -38,14 +41,16 @@ class GatewayPlan:
     cpus: float = 1.0
     host: str = "127.0.0.1"
     port: int = 8000
-    # How long a gateway that is told to stop spreads the goodbyes to its clients over.
+    # Seconds over which a draining gateway closes the sockets of its clients.
     drain_s: float = 10.0
-    # What to run in place of `tickertape`, with its arguments behind: a wrapper such as numactl or a container.
+    # As for engines.
     program: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ScalePlan:
+    """The section [scale]; `ScaleRules` explains the values."""
+
     above: float = 0.8
     above_s: float = 30.0
     below: float = 0.5
@@ -55,19 +60,21 @@ class ScalePlan:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    # Fleets of different names on one network know nothing of each other.
+    """The fleet file."""
+
+    # Fleets with different names on one network are independent of each other.
     name: str = "tickertape"
-    # The head of the Ray cluster. `fleet up` starts one there if that is this machine and none answers.
+    # HOST:PORT of the head of the Ray cluster. `fleet up` starts it if the host is this machine and none answers.
     cluster: str = "127.0.0.1:6379"
-    # Whether the head's machine runs engines and gateways too; in a large fleet it had better not.
+    # Whether the head's machine runs engines and gateways too; in a large fleet it should not.
     head_works: bool = True
-    # The same file on every node. `fleet up` makes it for a cluster of its own if it is not there.
+    # The same file on every node. If empty, `fleet up` makes one for a cluster that it starts.
     secret_file: str = ""
     # The configuration of `tickertape serve` and `tickertape engine`, at the same path on every node; empty is none.
     config: str = ""
-    # Where each node keeps what it must know after a restart, and the logs.
+    # Folder of each node for logs and for the state that survives restarts.
     state_folder: str = STATE_FOLDER
-    # Seconds between two looks at everything.
+    # Seconds between two rounds of the manager.
     look_s: float = 1.0
     engine: EnginePlan = field(default_factory=EnginePlan)
     gateway: GatewayPlan = field(default_factory=GatewayPlan)
@@ -78,7 +85,7 @@ class FleetPlan:
         return Path(self.state_folder).expanduser() / self.name
 
     def node_folder(self, node: str) -> Path:
-        """Where a node keeps what runs there; two nodes can share a machine."""
+        """The folder for the records and logs of one node; two nodes can share a machine."""
         return self.folder / "nodes" / node
 
     @property
@@ -107,21 +114,21 @@ class FleetPlan:
 
 
 def plan_from(tree: dict[str, Any]) -> FleetPlan:
-    """A plan as `dataclasses.asdict` gives it, or as a file has it; not checked."""
+    """Builds a plan from a parsed fleet file or from `dataclasses.asdict`. Checks keys and types, but not values."""
     plan: FleetPlan = _build(FleetPlan, tree, "")
     return plan
 
 
 def read_plan(path: str | Path) -> FleetPlan:
-    """Raises FleetFileError."""
+    """Reads and checks a fleet file. Raises FleetFileError."""
     try:
         tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise FleetFileError(f"cannot read the fleet's file {str(path)!r}: {error.strerror}") from error
+        raise FleetFileError(f"cannot read the fleet file {str(path)!r}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise FleetFileError(f"the fleet's file {str(path)!r} is not valid TOML: {error}") from error
+        raise FleetFileError(f"the fleet file {str(path)!r} is not valid TOML: {error}") from error
     plan = plan_from(tree)
-    # Paths in the file are meant from where the file is, and every process must find them.
+    # Paths are relative to the file's folder. They become absolute, because processes with other folders use them.
     here = Path(path).resolve().parent
     plan = replace(plan, config=_absolute(here, plan.config), secret_file=_absolute(here, plan.secret_file))
     check(plan)
@@ -129,21 +136,21 @@ def read_plan(path: str | Path) -> FleetPlan:
 
 
 def check(plan: FleetPlan) -> None:
-    """Raises FleetFileError for what cannot be."""
+    """Raises FleetFileError for an invalid value."""
     if not _NAME.fullmatch(plan.name):
-        raise FleetFileError(f"name: {plan.name!r} must be small letters, digits and dashes, 31 at most")
+        raise FleetFileError(f"name: {plan.name!r} must be 1 to 31 small letters, digits and dashes, a letter first")
     if not re.fullmatch(r"[^:\s]+:\d{1,5}", plan.cluster):
         raise FleetFileError(f"cluster must be HOST:PORT, not {plan.cluster!r}")
     engine, gateway, scale = plan.engine, plan.gateway, plan.scale
     if not 1 <= engine.least <= engine.most:
         raise FleetFileError(
-            f"engine.least ({engine.least}) must be 1 or more, and engine.most ({engine.most}) not less"
+            f"engine.least ({engine.least}) must be 1 or more, and engine.most ({engine.most}) at least as large"
         )
     if gateway.count < 1:
         raise FleetFileError(f"gateway.count must be 1 or more, not {gateway.count}")
     if not 0 <= scale.below < scale.above <= 1:
         raise FleetFileError(
-            f"scale.below ({scale.below:g}) must be less than scale.above ({scale.above:g}), both shares"
+            f"scale.below ({scale.below:g}) must be less than scale.above ({scale.above:g}), both between 0 and 1"
         )
     if 1 < engine.gpus != int(engine.gpus):
         raise FleetFileError(f"engine.gpus must be a share of one GPU or a whole number, not {engine.gpus:g}")
@@ -171,7 +178,7 @@ def _absolute(here: Path, path: str) -> str:
 
 def _build(kind: type, tree: Any, path: str) -> Any:
     if not isinstance(tree, dict):
-        raise FleetFileError(f"{path.rstrip('.')} must be a section with keys of its own")
+        raise FleetFileError(f"{path.rstrip('.')} must be a section with keys")
     wanted = get_type_hints(kind)
     values = {}
     for name, value in tree.items():
@@ -198,32 +205,32 @@ def _value(wanted: Any, value: Any, key: str) -> Any:
     return value
 
 
-# How many engines the fleet needs: a pure function of what it carries and of a clock.
+# Scaling: the number of engines, as a pure function of load and time.
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleRules:
-    """A share is counted streams over possible ones, of all engines that serve."""
+    """Bounds and thresholds of scaling. A share is counted streams divided by possible ones, of all serving engines."""
 
     least: int = 1
     most: int = 1
-    # One more engine when the share has been above this for so long, or when anybody was refused.
+    # One more engine after `above_s` seconds with a share above this, or when a session was refused.
     above: float = 0.8
     above_s: float = 30.0
-    # One less when it has been below this for so long.
+    # One engine less after `below_s` seconds with a share below this.
     below: float = 0.5
     below_s: float = 600.0
-    # Nothing changes again for so long after a change: an engine takes a while to start and to fill.
+    # Seconds without a change after a change: an engine takes a while to start and to fill.
     cool_down_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the fleet carries now."""
+    """The load of the fleet now: counted and possible streams of serving engines."""
 
     counted: int
     possible: int
-    # Engines that serve, and sessions that were refused for want of room since the last look.
+    # Serving engines, and sessions refused for lack of room since the last round.
     engines: int
     refused: int = 0
 
@@ -234,7 +241,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class ScaleMemory:
-    """What the decision remembers from one look to the next."""
+    """State of scaling from one round to the next; times in seconds of the manager's clock."""
 
     wanted: int
     high_since: float | None = None
@@ -245,11 +252,12 @@ class ScaleMemory:
 @dataclass(frozen=True, slots=True)
 class Decision:
     memory: ScaleMemory
-    # Why the number changed; empty if it did not.
+    # Why the wanted number changed; empty if it did not.
     why: str = ""
 
 
 def decide(rules: ScaleRules, memory: ScaleMemory, load: Load, now: float) -> Decision:
+    """Changes the wanted number of engines by at most one, or brings it within the bounds."""
     within = min(max(memory.wanted, rules.least), rules.most)
     if within != memory.wanted:
         why = f"the fleet may have {rules.least} to {rules.most} engines"
@@ -263,7 +271,7 @@ def decide(rules: ScaleRules, memory: ScaleMemory, load: Load, now: float) -> De
     )
     if noted.changed_at is not None and now - noted.changed_at < rules.cool_down_s:
         return Decision(noted)
-    # An engine that is wanted and does not serve yet is the answer to what is seen now, refusals among it.
+    # An engine is still starting: it will take the present load, and the present refusals are no reason for another.
     if load.engines < noted.wanted:
         return Decision(noted)
     why = _reason_for_more(rules, noted, load, now)
@@ -277,7 +285,7 @@ def decide(rules: ScaleRules, memory: ScaleMemory, load: Load, now: float) -> De
 
 def _reason_for_more(rules: ScaleRules, memory: ScaleMemory, load: Load, now: float) -> str:
     if load.refused:
-        return "sessions were refused for want of room"
+        return "sessions were refused for lack of room"
     if memory.high_since is not None and now - memory.high_since >= rules.above_s:
         return (
             f"{load.share:.0%} of the possible streams are taken, more than {rules.above:.0%} for {rules.above_s:g} s"
@@ -288,7 +296,7 @@ def _reason_for_more(rules: ScaleRules, memory: ScaleMemory, load: Load, now: fl
 def _reason_for_fewer(rules: ScaleRules, memory: ScaleMemory, load: Load, now: float) -> str:
     if memory.low_since is None or now - memory.low_since < rules.below_s:
         return ""
-    # With one engine less the share must not be high at once, or the fleet would swing.
+    # With one engine less the share must not exceed `above` at once, or the fleet would oscillate.
     if load.engines > 1 and load.counted > rules.above * load.possible * (load.engines - 1) / load.engines:
         return ""
     return f"{load.share:.0%} of the possible streams are taken, less than {rules.below:.0%} for {rules.below_s:g} s"

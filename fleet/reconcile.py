@@ -1,4 +1,8 @@
-"""Where the next unit goes: a pure function of the nodes and of the units they have."""
+"""Placement and reconciliation: which units to start and drain to reach the wanted state. Used by the manager.
+
+Pure functions. `place` chooses the node and port of the next unit; `reconcile` compares the wanted state with the
+actual one and returns actions. It is called in every round of the manager, so each call only does the next steps.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,21 @@ from collections.abc import Collection, Iterable
 
 from fleet.state import Action, Actual, DrainEngine, Forget, Kind, Needs, Node, Start, Unit, UnitState, Wait, Wanted
 
-# Sums of fractions such as 0.1 miss a whole by a little.
+# Tolerance for sums of fractions such as 0.1.
 _ALMOST = 1e-6
 
 
 def place(
     kind: Kind, wanted: Wanted, nodes: Iterable[Node], units: Collection[Unit], taken: Collection[tuple[str, int]] = ()
 ) -> tuple[Node, int] | str:
-    """The node and port for one more unit, or the reason why there is no place.
+    """Returns the node and port for one more unit, or the reason why there is no room for it.
 
-    Units are spread: a node with fewer of the same kind that stay comes first, so that the loss of one machine takes
-    little; then the one with fewer that leave, then the one with more room, then the first by name.
+    Units are spread, so that the loss of one machine takes few of them. The order of nodes: fewest units of this kind
+    that stay, then fewest units of this kind at all, then most free GPUs, then most free CPUs, then the name.
     """
     needs = wanted.needs[kind]
     open_nodes = [node for node in nodes if node.name not in wanted.drained]
-    # A machine with both would take both holders of a session when it goes: where there are edges, the two keep apart.
+    # A session is lost if its gateway and its engine are lost together: with edge nodes the two kinds are separated.
     proper = [node for node in open_nodes if node.is_edge == (kind is Kind.GATEWAY)]
     if any(node.is_edge for node in open_nodes) and proper:
         open_nodes = proper
@@ -44,13 +48,13 @@ def place(
 
 
 def _stays(unit: Unit, wanted: Wanted) -> bool:
-    """Neither drained nor about to be replaced."""
+    """Whether the unit is neither drained nor about to be replaced."""
     is_leaving = unit.state is UnitState.DRAINING or unit.name in wanted.drained
     return unit.generation == wanted.generation and not is_leaving
 
 
 def room_on(node: Node, wanted: Wanted, units: Iterable[Unit]) -> tuple[float, float]:
-    """CPUs and GPUs that the units of a node leave over."""
+    """Free CPUs and GPUs of a node."""
     cpus, gpus = node.cpus, node.gpus
     for unit in units:
         if unit.node == node.name:
@@ -62,7 +66,7 @@ def room_on(node: Node, wanted: Wanted, units: Iterable[Unit]) -> tuple[float, f
 def free_port(
     host: str, first: int, nodes: Iterable[Node], units: Iterable[Unit], taken: Collection[tuple[str, int]]
 ) -> int:
-    """The lowest port from `first` on that no unit of this host has: two nodes can share a host."""
+    """The lowest free port of the host from `first` on; two nodes can share a host."""
     names = {node.name for node in nodes if node.host == host}
     used = {unit.port for unit in units if unit.node in names} | {port for where, port in taken if where == host}
     port = first
@@ -75,15 +79,15 @@ def _fits(needs: Needs, cpus: float, gpus: float) -> bool:
     return needs.cpus <= cpus + _ALMOST and needs.gpus <= gpus + _ALMOST
 
 
-# What to do so that the fleet becomes what it should be: a pure function, called again and again.
-#
-# It never takes a unit away while fewer than wanted would serve, unless the operator asked for that unit or its node
-# to be drained, and then only when no place is left for another one first. It replaces one unit of a kind at a time.
+# Reconciliation. A unit is not drained while fewer than the wanted number would serve afterwards. The exception is a
+# unit or node that the operator drains: it is drained before its replacement serves if there is no room for both.
+# Units of a kind are replaced one at a time.
 
 PREFIX = {Kind.ENGINE: "e", Kind.GATEWAY: "g"}
 
 
 def reconcile(wanted: Wanted, actual: Actual) -> list[Action]:
+    """The actions to perform now."""
     actions: list[Action] = []
     alive = {node.name for node in actual.nodes}
     kept: list[Unit] = []
@@ -95,7 +99,7 @@ def reconcile(wanted: Wanted, actual: Actual) -> list[Action]:
         else:
             kept.append(unit)
     number = actual.next_number
-    # Gateways first: they are few, and without one no engine is of use.
+    # Gateways first: they are few, and engines are useless without one.
     for kind in (Kind.GATEWAY, Kind.ENGINE):
         step, number = _reconcile_kind(kind, wanted, actual, kept, number)
         actions += step
@@ -111,7 +115,7 @@ def _reconcile_kind(
     staying = [unit for unit in mine if unit.state is not UnitState.DRAINING and unit not in leaving]
     outdated = [unit for unit in staying if unit.generation != wanted.generation]
     count = wanted.count(kind)
-    # One more than wanted for a moment, so that an upgrade takes nothing away before something new serves.
+    # An upgrade starts one unit more than wanted, so that no old unit is drained before a new one serves.
     is_replacing = bool(outdated) and len(staying) == count and _all_serve(staying)
     missing = count - len(staying) + (1 if is_replacing else 0)
     actions: list[Action] = []
@@ -136,12 +140,13 @@ def _reconcile_kind(
 def _departures(
     kind: Kind, wanted: Wanted, mine: list[Unit], leaving: list[Unit], staying: list[Unit], is_full: bool
 ) -> list[Action]:
-    """Who is drained now."""
+    """The units to drain now."""
     count = wanted.count(kind)
     serving = [unit for unit in staying if unit.state is UnitState.SERVING]
-    # Those that the operator wants gone leave when the others suffice, or when there is no place to wait for.
+    # 1. Units that the operator drains: when the others suffice, or when there is no room for replacements.
     if leaving and (len(serving) >= count or is_full):
         return [DrainEngine(unit.name, "the operator drains it") for unit in leaving]
+    # 2. Otherwise one unit of a kind at a time.
     if any(unit.state is UnitState.DRAINING for unit in mine) or leaving:
         return []
     outdated = [unit for unit in staying if unit.generation != wanted.generation]
@@ -154,14 +159,14 @@ def _departures(
     if outdated and excess <= 0 and is_full and _all_serve(staying):
         return [
             DrainEngine(
-                drain_order(outdated, wanted.generation)[0].name, "it is replaced, and there is no place beside"
+                drain_order(outdated, wanted.generation)[0].name, "it is replaced, without room for both at once"
             )
         ]
     return []
 
 
 def drain_order(units: Iterable[Unit], generation: int) -> list[Unit]:
-    """Who leaves first: those of an older wish, then the emptiest, then the youngest."""
+    """The order of draining: units of older generations first, then the least busy, then the youngest."""
     return sorted(units, key=lambda unit: (unit.generation == generation, unit.busy, -unit.number))
 
 

@@ -1,4 +1,7 @@
-"""What can go wrong with a fleet; every text says what to do about it."""
+"""Plain data of a fleet: errors, the table of engines, nodes and units, and the actions that change them.
+
+A unit is one engine or gateway process. `fleet/manager.py` compares `Actual` with `Wanted` and performs `Action`s.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,20 @@ from typing import Any
 
 
 class FleetError(Exception):
-    """The fleet cannot do what it was asked for."""
+    """A fleet operation failed; the text says what to do about it."""
 
 
 class FleetFileError(FleetError):
-    """The fleet's file cannot be read, or asks for something that cannot be."""
+    """The fleet file cannot be read, or has an invalid value."""
 
 
-# The table of engines that gateways read: who is there, where, and who takes nothing new.
+# The table of engines that gateways read: name, address and state of each engine.
 
 Table = dict[str, Any]
 
 
 def engine_table(number: int, units: Iterable[Unit], hosts: Mapping[str, str]) -> Table:
-    """Engines in the order of their names. One that starts is listed: gateways wait for it on its address."""
+    """The table with this number, engines ordered by number. Starting engines are listed: gateways wait for them."""
     return {
         "number": number,
         "engines": [
@@ -41,27 +44,27 @@ def engine_table(number: int, units: Iterable[Unit], hosts: Mapping[str, str]) -
 
 
 def next_table(last: Table, units: Iterable[Unit], hosts: Mapping[str, str]) -> Table:
-    """The table as it should be; its number rises when something else in it changes."""
+    """Returns the current table: `last` itself if no engine changed, otherwise a new one with a higher number."""
     same = engine_table(last["number"], units, hosts)
     return last if same["engines"] == last["engines"] else same | {"number": last["number"] + 1}
 
 
 def write_table(path: Path, table: Table) -> None:
-    """Only one that is another: gateways read what has changed."""
+    """Writes the table if it differs from the file: gateways read the file whenever it has changed."""
     text = json.dumps(table, indent=1)
     if not (path.is_file() and path.read_text() == text):
         write_whole(path, text)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Whoever reads it sees the old one or the new one, whole."""
+    """Replaces the file atomically: readers see the old text or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".new")
     beside.write_text(text)
     os.replace(beside, path)
 
 
-# What a fleet has and what it should have, as plain data; and the actions that lead from one to the other.
+# Nodes and units, the wanted and the actual state, and the actions that lead from one to the other.
 
 
 class Kind(StrEnum):
@@ -70,53 +73,54 @@ class Kind(StrEnum):
 
 
 class UnitState(StrEnum):
-    # The process was asked for and does not serve yet.
+    # The process is being started and does not serve yet.
     STARTING = "starting"
     SERVING = "serving"
-    # It takes nothing new, and ends when what it has is elsewhere.
+    # It takes no new streams or sessions, and ends when those it has are elsewhere.
     DRAINING = "draining"
-    # It ended because it was asked to.
+    # It ended after it was told to drain.
     ENDED = "ended"
-    # It cannot be started; its keeper says why.
+    # It cannot be started; its keeper's report has the error.
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the cluster, by the name that it keeps when it comes back."""
+    """A machine of the cluster."""
 
+    # The same name when the machine comes back.
     name: str
-    # Where the other machines reach it.
+    # The address at which other machines reach it.
     host: str
     cpus: float = 0.0
     gpus: float = 0.0
-    # Whether gateways belong here, and engines elsewhere. If no node says so, every node will do for both.
+    # Edge nodes run gateways, the others engines. If no node is an edge, every node may run both.
     is_edge: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """An engine or a gateway: one process, and the keeper that looks after it."""
+    """An engine or a gateway: one process with its keeper."""
 
     name: str
     kind: Kind
     node: str
     port: int
-    # Which wish of the operator it was started for; it rises with every upgrade.
+    # The generation that it was started for; every upgrade raises the wanted one.
     generation: int
     state: UnitState = UnitState.STARTING
-    # What would have to move if it were drained: streams of an engine, sessions of a gateway.
+    # Streams of an engine, or sessions of a gateway, that would have to continue elsewhere if it were drained.
     busy: int = 0
 
     @property
     def number(self) -> int:
-        """Names end with a number that is never used twice, so a higher one is younger."""
+        """The number at the end of the name. It is never used twice, so a higher number means a younger unit."""
         return int(self.name[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What one unit takes of its node."""
+    """Resources that one unit takes of its node."""
 
     cpus: float
     gpus: float
@@ -126,11 +130,13 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
+    """The state that the operator's plan and scaling ask for."""
+
     engines: int
     gateways: int
     generation: int
     needs: dict[Kind, Needs]
-    # Names of nodes and units that are to be emptied, and stay empty.
+    # Names of nodes and units that are to be drained and get nothing new.
     drained: frozenset[str] = frozenset()
 
     def count(self, kind: Kind) -> int:
@@ -139,11 +145,13 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Actual:
+    """The state that the last round of the manager found."""
+
     nodes: tuple[Node, ...]
     units: tuple[Unit, ...]
     # The number of the next unit.
     next_number: int
-    # (host, port) that something else has taken.
+    # (host, port) pairs that other programs use.
     taken: frozenset[tuple[str, int]] = frozenset()
 
 
@@ -160,7 +168,7 @@ class DrainEngine:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The unit is gone: its keeper too may go."""
+    """The unit is gone: its keeper is dismissed too."""
 
     name: str
     why: str
@@ -168,7 +176,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing can be done now, and a person may want to know why."""
+    """A unit is missing and cannot be started now; the status shows why."""
 
     why: str
 

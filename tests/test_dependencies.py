@@ -1,4 +1,4 @@
-"""What pyproject.toml admits has no known vulnerability, and the image installs a tested set of it, by digest."""
+"""pyproject.toml allows no version with a known vulnerability, and the image installs tested versions, by digest."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ def test_no_floor_admits_a_known_vulnerability() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("h11>=0.14", ["h11 0.14 has CVE-2025-43859; 0.16.0 is the first without"]),
-        ("h11", ["h11 of any version has CVE-2025-43859; 0.16.0 is the first without"]),
+        ("h11>=0.14", ["h11 0.14 has CVE-2025-43859; 0.16.0 is the first version without it"]),
+        ("h11", ["h11 of any version has CVE-2025-43859; 0.16.0 is the first version without it"]),
         ("h11<0.17,>=0.16", []),
-        ("Python_Multipart>=0.0.30", ["Python_Multipart 0.0.30 has CVE-2026-53540; 0.0.31 is the first without"]),
+        (
+            "Python_Multipart>=0.0.30",
+            ["Python_Multipart 0.0.30 has CVE-2026-53540; 0.0.31 is the first version without it"],
+        ),
         ("torch==2.10.*", []),
         ("unheard-of", []),
     ],

@@ -1,5 +1,5 @@
-"""What the documentation names exists: files, modules, links, commands and their options, settings, variables; and the
-page on the architecture agrees with its test.
+"""Everything that the documentation names exists: files, modules, links, commands and their options, settings,
+variables; and the page on the architecture agrees with its test.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import pytest
 
 from realtime.cli import build_parser
 from realtime.config import ENVIRONMENT_PREFIX, known_keys
-from tests.test_layering import FLOORS, OPENINGS
+from tests import file_index
 
 ROOT = Path(__file__).parent.parent
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
 PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
     *sorted((ROOT / "docs").glob("*.md")),
@@ -59,13 +58,6 @@ def exists(dotted: str) -> bool:
         return True
     module = path.parent.with_suffix(".py")
     return module.is_file() and path.name in defined_in(module)
-
-
-def section(page: Path, heading: str) -> str:
-    """The text below a heading, up to the next one."""
-    text = page.read_text()
-    assert f"\n## {heading}\n" in text, f"{page.name} has no section {heading!r}"
-    return text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -151,18 +143,5 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
     assert not missing, f"{page.name} links to what is not there: {missing}"
 
 
-def test_the_order_to_read_the_code_in_is_a_list_of_files() -> None:
-    lines = [line for line in section(ARCHITECTURE, "Read this first").splitlines() if line.strip()]
-    entries = [re.fullmatch(r"(\d+)\. `([\w/]+\.py)`: .+\.", line) for line in lines]
-    assert len(entries) >= 10
-    for number, (line, entry) in enumerate(zip(lines, entries, strict=True), 1):
-        assert entry is not None and int(entry[1]) == number, line
-        assert (ROOT / entry[2]).is_file(), line
-
-
-def test_the_floors_are_those_that_the_layering_test_holds() -> None:
-    text = section(ARCHITECTURE, "The floors")
-    rows = re.findall(r"^\| `([\w/]+)` \| [^|]+ \| ([^|]+) \|$", text, re.MULTILINE)
-    written = {folder: set(re.findall(r"`([\w/]+)`", imported)) for folder, imported in rows}
-    assert written == FLOORS
-    assert all(f"`{module}`" in text for module in OPENINGS)
+def test_the_index_of_files_is_up_to_date() -> None:
+    assert file_index.PAGE.read_text() == file_index.page(), "run: python -m tests.file_index"

@@ -24,6 +24,7 @@ ALLOWED = {
     "e2e/ecosystem_clients.py::speak": "the package does not tell when its pipeline runs",
     "engine/client/test_client.py::forget": "the pace of a client",
     "engine/client/test_recovery.py::brief": "the pace of a client",
+    "fleet/test_ray.py::test_actors_and_ray_that_are_stopped_and_go_on_change_nothing": "how long they are stopped",
     "web/screenshots.py::take": "a program: a picture shows the page when its transitions are over",
     "web/screenshots.py::take_file": "a program: a picture shows the page when its transitions are over",
 }

@@ -1,4 +1,4 @@
-"""How tests wait: for a condition, and not for a time."""
+"""Tests wait for a condition, not for a time."""
 
 from __future__ import annotations
 

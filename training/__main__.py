@@ -25,7 +25,7 @@ from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
 from engine.weights.pretrained import load_speech_model, load_streaming_weights
 from engine.weights.store import WeightsError, pull, resolve
-from realtime.bench.record import Normaliser, english_normaliser
+from realtime.bench.words import Normaliser, english_normaliser
 from training.config import BadConfig, read_config
 from training.corpora import SAMPLE_RATE, CorpusError, read_corpora
 from training.distil import distil

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from engine.models.moonshine import Moonshine, frames_after
 from engine.models.moonshine_streaming import StreamingEncoder, StreamingSpec
-from realtime.bench.record import Normaliser, edit_distance
+from realtime.bench.words import Normaliser, edit_distance
 from training.corpora import SAMPLE_RATE, read_recording
 from training.greedy import greedy_tokens, token_limit
 from training.masks import block_plan

@@ -1,4 +1,4 @@
-"""What crosses between gateway and engine process, and how: items, codec, sockets, mirrored caches, the crash record.
+"""What gateway and engine process exchange: items, message codec, sockets, mirrored audio caches, the crash record.
 
-Both processes import it; it imports the engine's vocabulary and `audio`, and nothing that runs on one side only.
+Both processes import this package. It imports the root modules of `engine` and `audio`, nothing of either side.
 """

@@ -1,13 +1,14 @@
-"""The messages between gateway and engine as bytes: a header frame, then a frame with the payloads one after another.
+"""Encodes and decodes the messages between gateway and engine: a header frame, then one frame with all payloads.
 
-Headers are msgpack arrays with a tag, decoded into checked types. Payloads are float32 data of a few kilobytes: they
-share a frame, because a frame costs the sockets more than it costs to copy them, and are copied out of it, so that one
-that is kept for long does not keep the others.
+Headers are msgpack arrays with a tag, decoded into checked types. Payloads are float32 data of a few kilobytes. They
+share a frame because an additional frame is more expensive than a copy, and each is copied out of it so that a payload
+that is kept does not keep the whole frame in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,156 +16,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import messages
-from engine.boundary.commands import Wire, WireStreamState, plain_state, wire_state
+from engine.errors import BadItem, BadOption
+from engine.messages import Message
 from engine.spec import ModelSpec
 
-# Goes up whenever an older peer could misread what is sent.
-WIRE_VERSION = 12
+# Raise it whenever an older peer could misread a message.
+WIRE_VERSION = 13
 
 Frames = Sequence[Any]
 Payload = NDArray[np.float32]
 
 
 class WireError(Exception):
-    """Bytes that are not a message of this protocol."""
+    """The received bytes are not a message of this protocol."""
 
 
-class WireWord(Wire):
-    text: str
-    start_sample: int
-    end_sample: int
-    chances: list[messages.Chance]
-
-
-class WireText(Wire, tag="text"):
-    stream: str
-    delta: str
-    words: list[WireWord]
-    tokens: list[int]
-    sample: int
-    language: str
-    no_speech: float | None
-
-
-class WireSpeech(Wire, tag="speech"):
-    stream: str
-    sample: int
-    frame_samples: int
-    probabilities: list[float]
-
-
-class WireOpened(Wire, tag="opened"):
-    stream: str
-
-
-class WireFlushed(Wire, tag="flushed"):
-    stream: str
-    tag: int
-    sample: int
-
-
-class WireClosed(Wire, tag="closed"):
-    stream: str
-    sample: int
-
-
-class WireFailed(Wire, tag="failed"):
-    stream: str
-    code: str
-    message: str
-
-
-class WireRefused(Wire, tag="refused"):
-    stream: str
-    code: str
-    message: str
-
-
-class WireDead(Wire, tag="dead"):
-    message: str
-
-
-class WireWanted(Wire, tag="wanted"):
-    key: str
-    number: int
-
-
-class WireFenced(Wire, tag="fenced"):
-    key: str
-    number: int
-
-
-class WireHeld(Wire, tag="held"):
-    key: str
-    tag: int
-    number: int
-    whole: bool
-
-
-class WireRenewed(Wire, tag="renewed"):
-    tag: int
-    number: int
-
-
-class WireClaimed(Wire, tag="claimed"):
-    tag: int
-
-
-class WireSessionGiven(Wire, tag="inherited"):
-    """The fields of `messages.Inherited`, in its order."""
-
-    key: str
-    number: int
-    stream: str
-    base: bytes
-    chunks: list[bytes]
-    entries: list[bytes]
-    consumed: int
-    position_offset: int
-    sample_offset: int
-    end: int
-    sample: int
-    segment: int
-    flushes: int
-    answered: int
-    token: int
-    delay_positions: int | None
-    options: dict[str, str]
-
-
-WireSessionOutput = WireWanted | WireFenced | WireHeld | WireRenewed | WireClaimed | WireSessionGiven
-_SESSION_OUTPUTS: dict[type[messages.SessionOutput], type[WireSessionOutput]] = {
-    messages.Wanted: WireWanted,
-    messages.Fenced: WireFenced,
-    messages.Held: WireHeld,
-    messages.Renewed: WireRenewed,
-    messages.Claimed: WireClaimed,
-    messages.SessionGiven: WireSessionGiven,
-}
-
-WireOutput = (
-    WireText
-    | WireSpeech
-    | WireStreamState
-    | WireOpened
-    | WireFlushed
-    | WireClosed
-    | WireFailed
-    | WireRefused
-    | WireDead
-    | WireSessionOutput
-)
-
-
-class Progress(Wire):
-    """How far a stream is: positions below `computed` are done."""
+class Progress(Message):
+    """Progress of a stream: positions below `computed` are done."""
 
     stream: str
     computed: int
 
 
-class Status(Wire):
-    """What an engine has and how busy it is."""
+class Status(Message):
+    """Capacity, load and counters of an engine."""
 
     slots_used: int = 0
     slots_total: int = 0
@@ -174,20 +49,21 @@ class Status(Wire):
     encoder_queries: int = 0
     encoder_hits: int = 0
     steps: int = 0
-    # Nanoseconds of all steps, by part.
+    # Nanoseconds of all steps together, by part of the step.
     step_ns: dict[str, int] = {}
-    # Tokens that the guard against blank ruts changed.
+    # Tokens changed by the guard against endless blanks.
     blank_guard: int = 0
-    # Live streams that speak or did so lately, and what steps cost them, as shares of the engine's time.
+    # Live streams with speech now or a short time ago, and the cost of a step and of each such stream, as shares of
+    # the engine's time.
     counted: int = 0
     load_per_step: float = 0.0
     load_per_stream: float = 0.0
-    # It takes no new streams and wants to be rid of those it has.
+    # The engine takes no new streams, and its streams are to be migrated.
     draining: bool = False
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    """First word of a gateway. A map, so that any version can read any other's."""
+    """First message of a gateway. Greetings are maps, so that every version can read every other version's."""
 
     wire: int
     version: str
@@ -197,7 +73,7 @@ class Hello(msgspec.Struct, tag="hello"):
 
 
 class Welcome(msgspec.Struct, tag="welcome"):
-    """First word of an engine: it is warm, and its caches for this gateway are empty."""
+    """First message of an engine: it is warm, and its caches for this gateway are empty."""
 
     wire: int
     version: str
@@ -207,76 +83,76 @@ class Welcome(msgspec.Struct, tag="welcome"):
 
 
 class Unwelcome(msgspec.Struct, tag="unwelcome"):
-    """The engine does not talk to this gateway (any more)."""
+    """The engine refuses this gateway, or ends the connection with it."""
 
     message: str
 
 
-class WireData(Wire):
-    """The audio of one item of a message: a hash, and where in the message its bytes are."""
+class PayloadPlace(Message):
+    """The audio of one item of a message: its hash, and the place of its bytes in the payload frame."""
 
     key: bytes
-    # Where its bytes begin in the frame of payloads; None: the receiver holds it.
+    # Byte offset in the payload frame; None: the receiver's cache holds the payload.
     start: int | None
     size: int
-    # Rows of a payload with two axes (features); None for samples.
+    # Number of rows of a two-dimensional payload (features); None for samples.
     rows: int | None
 
 
-class Batch(Wire, tag="batch"):
-    """What a gateway has to say in one tick, for all its streams.
+class Batch(Message, tag="batch"):
+    """The commands of a gateway in one tick, for all its streams.
 
-    The audio of all commands stands beside them: whether a command can be read changes nothing for either cache, and
-    audio that no command refers to is for the receiver's cache alone. `commands` are read one by one.
+    The audio of all commands is listed apart from them, so that an unreadable command does not make the two caches
+    differ. Audio that no command refers to is for the receiver's cache only. `commands` are decoded one by one.
     """
 
     seq: int
     ack: int
-    data: list[WireData]
+    data: list[PayloadPlace]
     commands: list[msgspec.Raw]
 
 
-class Update(Wire, tag="update"):
-    """What an engine has to say after a step, for all streams of one gateway."""
+class Update(Message, tag="update"):
+    """The outputs of an engine after a step, for all streams of one gateway."""
 
     seq: int
     ack: int
-    outputs: list[WireOutput]
+    outputs: list[messages.Output]
     progress: list[Progress]
     status: Status
 
 
-class Beat(Wire, tag="beat"):
-    """Alive; `sent` is the last numbered message, `ack` the last one taken."""
+class Beat(Message, tag="beat"):
+    """Heartbeat. `sent` is the number of the last message sent, `ack` that of the last one accepted."""
 
     sent: int
     ack: int
     status: Status | None = None
 
 
-class Again(Wire, tag="again"):
-    """Numbered messages from `seq` on did not arrive: send them again."""
+class Again(Message, tag="again"):
+    """Request to send the numbered messages from `seq` on again."""
 
     seq: int
 
 
-class Missing(Wire, tag="missing"):
-    """All hashes of batch `seq` that the receiver does not hold."""
+class Missing(Message, tag="missing"):
+    """All hashes of batch `seq` that are not in the receiver's cache."""
 
     seq: int
     keys: list[bytes]
 
 
-class Repair(Wire, tag="repair"):
-    """The data of those hashes; `gone` are those the sender has no data for."""
+class Repair(Message, tag="repair"):
+    """Answers `Missing` with the data of these hashes; `gone` are hashes whose data the sender no longer has."""
 
     seq: int
-    data: list[WireData]
+    data: list[PayloadPlace]
     gone: list[bytes]
 
 
-class Bye(Wire, tag="bye"):
-    """The gateway leaves; its streams are forgotten."""
+class Bye(Message, tag="bye"):
+    """The gateway disconnects; the engine drops its streams."""
 
 
 ToEngine = Batch | Beat | Again | Repair | Bye
@@ -287,17 +163,20 @@ _decoders: dict[bool, msgspec.msgpack.Decoder[Any]] = {
     True: msgspec.msgpack.Decoder(ToEngine),
     False: msgspec.msgpack.Decoder(ToGateway),
 }
+_command_decoder: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(messages.Command)
+_commands_decoder: msgspec.msgpack.Decoder[list[messages.Command]] = msgspec.msgpack.Decoder(list[messages.Command])
+_any_decoder = msgspec.msgpack.Decoder()
 _greeting_decoder = msgspec.msgpack.Decoder(Hello | Welcome | Unwelcome)
 
 
 def encode(header: msgspec.Struct, payloads: Iterable[memoryview] = ()) -> list[Any]:
-    """Frames ready for the socket."""
+    """Return the frames to send."""
     joined = b"".join(payloads)
     return [_encoder.encode(header), joined] if joined else [_encoder.encode(header)]
 
 
 def decode(frames: Frames, to_engine: bool) -> Any:
-    """The header of a message to an engine or to a gateway: greetings are maps, everything else is an array."""
+    """Decode the header: greetings are maps, all other messages are arrays. Raises WireError."""
     if not frames:
         raise WireError("a message without a header")
     header = memoryview(frames[0])
@@ -309,8 +188,8 @@ def decode(frames: Frames, to_engine: bool) -> Any:
         raise WireError(f"not a message of this protocol: {error}") from None
 
 
-def payload_of(data: WireData, frames: Frames) -> Payload | None:
-    """A copy of an item's data, if the message carries it. Frame 0 is the header."""
+def payload_of(data: PayloadPlace, frames: Frames) -> Payload | None:
+    """Return a copy of an item's payload, or None if the message does not carry it. Raises WireError."""
     start, size = data.start, data.size
     if start is None:
         return None
@@ -327,60 +206,61 @@ def payload_of(data: WireData, frames: Frames) -> Payload | None:
 
 
 def rows_of(payload: Payload | None) -> int | None:
-    """What must be said of a payload's shape beside its bytes."""
+    """Return the value for `PayloadPlace.rows`."""
     return None if payload is None or payload.ndim == 1 else int(payload.shape[0])
 
 
-def wire_output(output: messages.Output) -> WireOutput:
-    match output:
-        case messages.Speech():  # what engines say most often
-            return WireSpeech(output.stream, output.sample, output.frame_samples, output.probabilities)
-        case messages.Text(stream, delta, words, tokens, sample, language, no_speech):
-            spoken = [WireWord(word.text, word.start_sample, word.end_sample, word.chances) for word in words]
-            return WireText(stream, delta, spoken, tokens, sample, language, no_speech)
-        case messages.StreamState():
-            return wire_state(output)
-        case messages.Opened(stream):
-            return WireOpened(stream)
-        case messages.Flushed(stream, tag, sample):
-            return WireFlushed(stream, tag, sample)
-        case messages.Closed(stream, sample):
-            return WireClosed(stream, sample)
-        case messages.Failed(stream, code, message):
-            return WireFailed(stream, code, message)
-        case messages.Refused(stream, code, message):
-            return WireRefused(stream, code, message)
-        case messages.Dead(message):
-            return WireDead(message)
-        case _:
-            wire = _SESSION_OUTPUTS[type(output)]
-            return wire(*(getattr(output, name) for name in wire.__struct_fields__))
+# Commands of a batch are encoded and decoded one by one: if what a client sent makes a command unencodable or
+# undecodable, only its own stream ends, and the other commands of the batch are executed.
+
+_UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
+# MessagePack prefix of an array; its length follows in four bytes.
+_ARRAY = b"\xdd"
 
 
-def plain_output(output: WireOutput) -> messages.Output:
-    match output:
-        case WireStreamState():
-            return plain_state(output)
-        case WireText():
-            words = [
-                messages.Word(word.text, word.start_sample, word.end_sample, word.chances) for word in output.words
-            ]
-            told = output.language, output.no_speech
-            return messages.Text(output.stream, output.delta, words, output.tokens, output.sample, *told)
-        case WireSpeech():
-            return messages.Speech(output.stream, output.sample, output.frame_samples, output.probabilities)
-        case WireOpened():
-            return messages.Opened(output.stream)
-        case WireFlushed():
-            return messages.Flushed(output.stream, output.tag, output.sample)
-        case WireClosed():
-            return messages.Closed(output.stream, output.sample)
-        case WireFailed():
-            return messages.Failed(output.stream, output.code, output.message)
-        case WireRefused():
-            return messages.Refused(output.stream, output.code, output.message)
-        case WireDead():
-            return messages.Dead(output.message)
-        case _:
-            plain = next(kind for kind, wire in _SESSION_OUTPUTS.items() if wire is type(output))
-            return plain(*(getattr(output, name) for name in output.__struct_fields__))
+@dataclass(frozen=True, slots=True)
+class UnreadableCommand:
+    """A command that cannot be decoded: its stream, if that can be read, and whether it opens the stream."""
+
+    stream: str | None
+    opens: bool
+    why: str
+
+
+def code_of(opens: bool) -> str:
+    """Return the error code for a command that cannot be encoded or decoded: only an Open has options."""
+    return BadOption.__name__ if opens else BadItem.__name__
+
+
+def encode_command(command: messages.Command, items: list[messages.Item]) -> msgspec.Raw:
+    """Encode a command with these items. Raises the encoder's error if a value does not match its type."""
+    if isinstance(command, messages.Feed | messages.Open):
+        command = msgspec.structs.replace(command, items=items)
+    return msgspec.Raw(_encoder.encode(command))
+
+
+def decode_commands(commands: list[msgspec.Raw]) -> list[messages.Command | UnreadableCommand]:
+    """Decode all commands of a batch at once, or one by one if one of them cannot be decoded."""
+    try:
+        return [*_commands_decoder.decode(b"".join([_ARRAY, len(commands).to_bytes(4, "big"), *commands]))]
+    except _UNREADABLE:
+        return [_decode_alone(command) for command in commands]
+
+
+def _decode_alone(raw: msgspec.Raw) -> messages.Command | UnreadableCommand:
+    try:
+        return _command_decoder.decode(raw)
+    except _UNREADABLE as error:
+        stream, opens = _guess(raw)
+        return UnreadableCommand(stream, opens, f"a command that cannot be read: {error}")
+
+
+def _guess(raw: msgspec.Raw) -> tuple[str | None, bool]:
+    """Return the stream that the command seems to be for, if any, and whether it opens the stream."""
+    try:
+        parts: Any = _any_decoder.decode(raw)
+    except _UNREADABLE:
+        return None, False
+    if isinstance(parts, list) and len(parts) > 1 and isinstance(parts[1], str):
+        return parts[1], parts[0] == "open"
+    return None, False

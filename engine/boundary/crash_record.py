@@ -1,8 +1,8 @@
-"""Which streams are in the step that runs now, kept where it can be read after the engine process has died of it.
+"""A record of the streams in the running step that can still be read after the engine process has crashed.
 
-A message would be lost with the process that should have sent it. The record is a few kilobytes of memory that the
-engine shares with the gateway that started it: filled before a step, wiped after it. What it holds when an engine is
-dead are the streams that may have killed it; if it is empty, none of them did.
+A message would be lost with the process that should have sent it. The record is memory that the engine shares with the
+gateway that started it. The engine writes the streams before each step and wipes them after it. When an engine has
+died, the streams in the record may have killed it; if the record is empty, none of them did.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _TOO_MANY = 0xFFFF_FFFF
 
 
 class StreamInStep(NamedTuple):
-    """A stream, by the name its engine knows it by, and the positions [start, end) that the step computes."""
+    """A stream, by the engine's name for it, and the positions [start, end) that the step computes."""
 
     name: str
     start: int
     end: int
 
     def stream_of(self, gateway: str) -> str | None:
-        """What a gateway calls the stream; None if it is another's."""
+        """The gateway's name for the stream; None if the stream belongs to another gateway."""
         mine = f"{gateway}/"
         return self.name.removeprefix(mine).partition("/")[2] if self.name.startswith(mine) else None
 
@@ -37,7 +37,7 @@ _decoder = msgspec.msgpack.Decoder(list[StreamInStep])
 
 
 class CrashRecord:
-    """One writer, and readers when it is gone."""
+    """Written by the engine; read by the gateway after the engine has died."""
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
         self._memory = bytearray(_LENGTH.size) if memory is None else memory
@@ -45,7 +45,7 @@ class CrashRecord:
 
     @classmethod
     def at(cls, path: Path) -> CrashRecord:
-        """The record in a file, which is made if need be. Two processes that name the same file share it."""
+        """The record in a file, which is created if it does not exist. Processes that open the same file share it."""
         with path.open("a+b") as file:
             file.truncate(RECORD_BYTES)
             return cls(mmap.mmap(file.fileno(), RECORD_BYTES))
@@ -58,7 +58,7 @@ class CrashRecord:
         if size + len(body) > len(self._memory):
             _LENGTH.pack_into(self._memory, 0, _TOO_MANY)
             return
-        # The length comes last: a record is whole or not there.
+        # The length is written last, so that a reader never sees half a record.
         _LENGTH.pack_into(self._memory, 0, 0)
         self._memory[size : size + len(body)] = body
         _LENGTH.pack_into(self._memory, 0, len(body))
@@ -67,7 +67,7 @@ class CrashRecord:
         _LENGTH.pack_into(self._memory, 0, 0)
 
     def read(self) -> list[StreamInStep] | None:
-        """Who was in flight; None if that is not known."""
+        """The streams of the step; None if they are not known (too many to record, or the record is damaged)."""
         (length,) = _LENGTH.unpack_from(self._memory, 0)
         if length == 0:
             return []

@@ -1,11 +1,11 @@
-"""Mirrored caches at the two ends of the process boundary, so that the same audio does not cross twice.
+"""Mirrored caches in gateway and engine, so that the same audio is not sent twice.
 
-The sender keeps hashes and sizes, the receiver keeps the data. Both are LRU by bytes with the same capacity and see the
-same messages in the same order, so the sender knows what the receiver holds without asking. Within one message all
-items are touched before any is stored: a later item cannot evict an earlier one of the same message.
+The sender keeps hashes and sizes, the receiver keeps the data. Both are LRU caches with the same capacity in bytes and
+see the same messages in the same order, so the sender knows what the receiver holds without asking. Within one message
+all items are touched before any is stored, so that a later item cannot evict an earlier one of the same message.
 
-When the two drift apart (a side lost its cache, a message was lost) the receiver names all hashes it misses, the sender
-forgets exactly those and sends the data again. Every other disagreement only costs bytes.
+If the two caches drift apart (one side lost its cache, or a message was lost), the receiver names the hashes it misses
+and the sender sends the data again. Any other difference only costs bandwidth.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ByteLru(Generic[T]):
-    """Values by key, least recently used first out, bounded by the sum of their sizes."""
+    """A least-recently-used cache, bounded by the sum of the sizes of its values."""
 
     def __init__(self, capacity_bytes: int) -> None:
         if capacity_bytes < 0:
@@ -35,19 +35,19 @@ class ByteLru(Generic[T]):
         return len(self._entries)
 
     def keys(self) -> list[bytes]:
-        """All keys, the next one to leave first."""
+        """All keys, least recently used first."""
         return list(self._entries)
 
     def size_of(self, key: bytes) -> int:
         return self._entries[key][0]
 
     def touch(self, key: bytes) -> T:
-        """The value of a key that is present; it is now the last to leave."""
+        """The value of a key that is present; marks it as most recently used."""
         self._entries.move_to_end(key)
         return self._entries[key][1]
 
     def store(self, key: bytes, size: int, value: T) -> None:
-        """Keep a value, at the expense of those used longest ago. One larger than the whole cache is not kept."""
+        """Store a value and evict the least recently used ones. A value larger than the whole cache is not stored."""
         self.forget(key)
         if size > self.capacity_bytes:
             return
@@ -58,7 +58,7 @@ class ByteLru(Generic[T]):
             self.used_bytes -= evicted
 
     def forget(self, key: bytes) -> None:
-        """Harmless for a key that is not there."""
+        """Remove a key; does nothing if it is not present."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             self.used_bytes -= entry[0]
@@ -68,7 +68,7 @@ class ByteLru(Generic[T]):
         self.used_bytes = 0
 
     def check_integrity(self) -> None:
-        """Recompute what is kept incrementally."""
+        """Assert that the running total of bytes is correct and within the capacity."""
         total = sum(size for size, _ in self._entries.values())
         assert total == self.used_bytes, f"{self.used_bytes} bytes counted, {total} held"
         assert total <= self.capacity_bytes, f"{total} bytes held, {self.capacity_bytes} allowed"
@@ -76,7 +76,7 @@ class ByteLru(Generic[T]):
 
 @dataclass(slots=True)
 class CacheStats:
-    """Counted in items, except where bytes are named."""
+    """Counts of items, and of bytes where the name says so."""
 
     queries: int = 0
     hits: int = 0
@@ -93,7 +93,7 @@ class CacheStats:
 
 
 class SenderCache:
-    """What the receiver holds, as far as the sender knows."""
+    """The sender's copy of the receiver's index: hashes and sizes, no data."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._mirror: ByteLru[None] = ByteLru(capacity_bytes)
@@ -110,7 +110,7 @@ class SenderCache:
         return self._mirror.keys()
 
     def pack(self, items: Sequence[tuple[bytes, int]]) -> list[bool]:
-        """For each (hash, size) of one message: must its data travel? The message must then be sent."""
+        """For each (hash, size) of one message: whether its data must be sent. The caller must send the message."""
         if not self.enabled:
             self.stats.bytes_sent += sum(size for _, size in items)
             return [True] * len(items)
@@ -139,7 +139,7 @@ class SenderCache:
             self.stats.bytes_sent += size
 
     def repair(self, missing: Mapping[bytes, int]) -> None:
-        """The receiver misses these (hash -> size): forget exactly them, and count each as sent, not as a hit."""
+        """The receiver misses these (hash -> size) and gets them again: count them as sent instead of as hits."""
         self.stats.repairs += len(missing)
         for key in missing:
             self._mirror.forget(key)
@@ -151,7 +151,7 @@ class SenderCache:
                 self._mirror.store(key, size, None)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """The receiver misses these and nobody has their data: what was counted as a hit was none."""
+        """The receiver misses these and their data is gone on this side too: they were not hits after all."""
         for key in keys:
             if key in self._mirror:
                 self.stats.hits -= 1
@@ -159,7 +159,7 @@ class SenderCache:
                 self._mirror.forget(key)
 
     def clear(self) -> None:
-        """The receiver starts empty: a new epoch, or a reset of both sides."""
+        """The receiver starts empty: after a new epoch, or a reset of both sides."""
         self._mirror.clear()
 
     def check_integrity(self) -> None:
@@ -167,7 +167,7 @@ class SenderCache:
 
 
 class ReceiverCache(Generic[T]):
-    """The data itself, in step with one sender."""
+    """The cached data, in step with one sender."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._held: ByteLru[T] = ByteLru(capacity_bytes)
@@ -180,13 +180,13 @@ class ReceiverCache(Generic[T]):
         return self._held.keys()
 
     def missing(self, items: Sequence[tuple[bytes, int, T | None]], repaired: Mapping[bytes, T]) -> list[bytes]:
-        """All hashes of a message whose data is neither here nor in the message nor repaired. Changes nothing."""
+        """Hashes of a message whose data is neither cached nor in the message nor repaired. Changes nothing."""
         arriving = {key for key, _, data in items if data is not None}
         wanted = dict.fromkeys(key for key, _, data in items if data is None)
         return [key for key in wanted if key not in self._held and key not in arriving and key not in repaired]
 
     def unpack(self, items: Sequence[tuple[bytes, int, T | None]], repaired: Mapping[bytes, T]) -> list[T | None]:
-        """The data of each (hash, size, data) of one message; None for what is `missing` and could not be repaired."""
+        """The data of each (hash, size, data) of one message; None where it is missing and not repaired."""
         arrived = {key: (size, data) for key, size, data in items if data is not None}
         found: list[T | None] = []
         for key, size, data in items:

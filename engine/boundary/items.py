@@ -1,4 +1,4 @@
-"""Audio to items that can cross to the engine: cut on the model's clock and hashed, the same on both sides."""
+"""Cuts audio into items at the model's positions, hashes them, and checks items that others have made."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from audio.items import AudioItem, ItemCutter
-from engine.messages import Item
+from engine.messages import LARGEST_COUNT, Item
 from engine.spec import ModelSpec
 
 KEY_BYTES = 16
-# Noise that either side prepares at its start, so that a first user finds everything loaded.
+# Noise that each side processes at startup, so that the first session does not wait for lazy loading.
 WARM_UP_SECONDS = 2
-# Features and samples with equal bytes are different inputs, so they must not share a key.
+# Features and samples with equal bytes are different inputs; this keeps their hashes apart.
 _FEATURES = b"features"
 
 
@@ -26,7 +26,7 @@ def hash_payload(payload: NDArray[np.float32]) -> bytes:
 
 
 def make_cutter(spec: ModelSpec) -> ItemCutter:
-    """A stream's cutter: its first sample belongs to the first position after the model's opening."""
+    """A stream's cutter. Its first sample belongs to the first position after the model's prefix."""
     return ItemCutter(
         spec.samples_per_position,
         spec.look_back_samples,
@@ -36,7 +36,7 @@ def make_cutter(spec: ModelSpec) -> ItemCutter:
 
 
 def prepare(cutter: ItemCutter, cut: Iterable[AudioItem], spec: ModelSpec) -> list[Item]:
-    """Hash what the cutter has just made. A gap has no bytes and no key, only a length."""
+    """Make items of the pieces that the cutter has just returned. A gap has a length but no data and no key."""
     items = []
     for piece in cut:
         positions = piece.length * spec.samples_per_position
@@ -52,16 +52,13 @@ def payload_bytes(item: Item) -> int:
     return int(getattr(item.payload, "nbytes", 0))
 
 
-# What an item must be like to be heard. The gateway asks for items that others prepared, the engine for all.
-
-# Positions and samples are counted up to here: exact in every number that may carry them, and longer than any session.
-LARGEST_COUNT = 2**53 - 1
+# Validity of items. The gateway checks items that clients have prepared, the engine checks all items.
 
 
 def complaint_about(item: Item, spec: ModelSpec) -> str | None:
-    """What is wrong with an item, if anything. A key without data is not: the data may be held already."""
+    """What is wrong with an item, or None. A key without data is allowed: the receiver may have the data cached."""
     offset, length, sample, samples = item.offset, item.length, item.sample, item.samples
-    # A bool is an int to everybody but the clock.
+    # Not isinstance: a bool is an int, too.
     whole = type(offset) is int and type(length) is int and type(sample) is int
     if not whole or (samples is not None and type(samples) is not int):
         return "offset, length, sample and samples must be whole numbers"
@@ -69,7 +66,7 @@ def complaint_about(item: Item, spec: ModelSpec) -> str | None:
         return "offset and sample must be 0 or more, the length 1 or more, and all below 2**53"
     own_samples = length * spec.samples_per_position
     if offset + length > LARGEST_COUNT or sample + own_samples > LARGEST_COUNT:
-        return f"a length of {length} positions from {offset} on; no session is so long"
+        return f"a length of {length} positions from {offset} on; this is longer than any session"
     if samples is not None and not 0 <= samples <= own_samples:
         return f"samples must lie between 0 and {own_samples}, which {length} positions hold"
     if item.mask is not None and len(item.mask) != length:
@@ -95,7 +92,7 @@ def _complaint_about_data(item: Item, spec: ModelSpec, own_samples: int) -> str 
     if payload.ndim == 2:
         if spec.features is None:
             return (
-                f"features of shape {payload.shape}, but {spec.name} hears audio, not features; "
+                f"features of shape {payload.shape}, but {spec.name} takes audio, not features; "
                 f"send the item's {samples} samples"
             )
         wanted = spec.features.of(item.length)

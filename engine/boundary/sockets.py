@@ -1,6 +1,12 @@
-"""Keys of links over tcp: both sides prove that they have the fleet's secret, and nobody else reads what they say.
+"""Sockets between gateways and engines: ZeroMQ, with numbered messages and, over tcp, encryption and authentication.
 
-ZeroMQ's CURVE encrypts a link for whoever knows the server's public key; the doorman lets in the gateways' key alone.
+Addresses are ipc:// by default, tcp:// for a remote engine, inproc:// within one process. A gateway connects one DEALER
+per engine, an engine binds one ROUTER. ZeroMQ may silently lose messages when a connection breaks; so messages are
+numbered (`Numbering`), kept until they are acknowledged, and sent again when the receiver misses a number. A side that
+has too many unacknowledged bytes stops sending.
+
+With a fleet secret, links over tcp use CURVE: it encrypts them for clients that know the engine's public key, and
+`ZapAuthenticator` admits only the gateways' key.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from zmq.utils.monitor import recv_monitor_message
 from engine.boundary.codec import Frames
 from engine.fleet_secret import derive
 
-# Where ZeroMQ asks whether a client may come in; there is one such place in a context.
+# Address of ZeroMQ's authentication requests (ZAP); there is one handler per context.
 DOOR = "inproc://zeromq.zap.01"
 DOMAIN = b"tickertape"
 LOOPBACK = ("localhost", "::1")
@@ -43,7 +49,7 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class LinkKeys:
-    """Those of all engines and those of all gateways of a fleet."""
+    """The key pair of all engines and the key pair of all gateways of a fleet."""
 
     engine: KeyPair
     gateway: KeyPair
@@ -53,19 +59,19 @@ class LinkKeys:
         return cls(KeyPair.of(derive(secret, "engine link")), KeyPair.of(derive(secret, "gateway link")))
 
     def lock_engine(self, socket: zmq.Socket[bytes]) -> None:
-        """Before the socket is bound."""
+        """Set the keys of an engine's socket. Must be called before the socket is bound."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.engine.public, self.engine.secret
         socket.zap_domain = DOMAIN
 
     def lock_gateway(self, socket: zmq.Socket[bytes]) -> None:
-        """Before the socket is connected."""
+        """Set the keys of a gateway's socket. Must be called before the socket is connected."""
         socket.curve_serverkey = self.engine.public
         socket.curve_publickey, socket.curve_secretkey = self.gateway.public, self.gateway.secret
 
 
 class ZapAuthenticator:
-    """Answers ZeroMQ's question who may come in, for one engine's context."""
+    """Answers ZeroMQ's authentication requests for one engine's context."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: LinkKeys) -> None:
         self.socket = context.socket(zmq.REP)
@@ -86,41 +92,35 @@ def uses_tcp(address: str) -> bool:
 
 
 def leaves_the_machine(address: str) -> bool:
-    """Whether others may see, or reach, what goes over this address."""
+    """Whether traffic to this address can be seen or sent from other machines."""
     host = urlsplit(address).hostname or ""
     return uses_tcp(address) and host not in LOOPBACK and not host.startswith("127.")
 
 
-# Numbered messages over ZeroMQ: ipc:// by default, tcp:// for a remote engine, inproc:// within one process.
-#
-# A gateway connects one DEALER per engine, an engine binds one ROUTER. ZeroMQ may lose a message when a connection
-# breaks, and says nothing; so messages are numbered, kept until the other side has taken them, and sent again when a
-# number is missing. What is kept is bounded: a side that is owed too many acknowledgements stops sending.
-
 logger = logging.getLogger(__name__)
 
-# A death is noticed at once by the broken connection. Machines that vanish and lines that are cut are noticed by
-# ZeroMQ's own beats: its threads answer them however long a step takes. They come so often, and are waited for so long.
+# A dead process is noticed at once by its broken connection. A lost machine or network is noticed by ZeroMQ's
+# heartbeats (interval and timeout in ms); its I/O threads answer them however long a step takes.
 PULSE_MS = 1000
 PULSE_TIMEOUT_MS = 3500
-# How often an idle side says how it is, and after how much silence the other side gives it up: a process whose threads
-# still answer may be in a long step, or may hang.
+# An idle side sends a message every BEAT_SECONDS. After SILENCE_SECONDS without a message the other side gives it up:
+# until then it may be in a long step, afterwards it is taken to hang.
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
-# Bytes that may be under way in one direction without being acknowledged.
-WINDOW_BYTES = 16 * 1024 * 1024
-# As a number: the library's flags are objects, which take longer to compare.
+# Most unacknowledged bytes in one direction.
+WINDOW_BYTES = 64 * 1024 * 1024
+# As an int: comparing with the library's flag objects is slower.
 _READABLE = int(zmq.POLLIN)
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-# Handshakes cut off in a row before it is no accident: that of an engine that just ended is one.
+# Broken handshakes in a row that count as a refusal. One alone may come from an engine that is just ending.
 REFUSALS_BELIEVED = 2
-WHY_REFUSED = "its fleet secret is another one, or one of the two sides has none"
-# An engine says so often at most that somebody was refused.
+WHY_REFUSED = "the two sides have different fleet secrets, or only one of them has a secret"
+# Refusals are logged at most this often.
 REFUSAL_SAID_SECONDS = 10.0
 
 
 class CannotListen(ValueError):
-    """An engine's address is taken, or not this machine's. The text says what to do about it."""
+    """An engine cannot bind its address: it is in use or belongs to another machine. The text says what to fix."""
 
 
 def package_version() -> str:
@@ -131,7 +131,7 @@ def package_version() -> str:
 
 
 def check_address(address: str) -> str:
-    """The address itself, or an error that says what an address looks like."""
+    """Returns the address if it is valid. Raises ValueError with an example of an address if it is not."""
     parts = urlsplit(address)
     usable = {
         "ipc": bool(parts.netloc or parts.path),
@@ -144,12 +144,12 @@ def check_address(address: str) -> str:
 
 
 def _is_port(text: str) -> bool:
-    """ZeroMQ takes the remainder of a number that is too large, and listens there."""
+    """Whether the text is a port. ZeroMQ itself would accept too large a number and listen on another port."""
     return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65535
 
 
 class Arrival(Enum):
-    """What a numbered message turns out to be."""
+    """How the number of an arriving message compares with the expected one."""
 
     NEXT = "next"
     REPEATED = "repeated"
@@ -157,7 +157,7 @@ class Arrival(Enum):
 
 
 class Numbering:
-    """Both directions of one conversation, seen from one side. Does no I/O."""
+    """Message numbers and unacknowledged messages of both directions of one link, from one side. Does no I/O."""
 
     def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
         self.sent = 0
@@ -179,14 +179,14 @@ class Numbering:
         return self.sent + 1
 
     def keep(self, frames: list[Any]) -> None:
-        """Remember what was sent under the next number, until it is acknowledged."""
+        """Store the frames just sent, under the next number, until they are acknowledged."""
         size = sum(len(memoryview(frame).cast("B")) for frame in frames)
         self.sent += 1
         self.unacknowledged_bytes += size
         self._kept.append((self.sent, frames, size))
 
     def acknowledged(self, number: int) -> list[int]:
-        """The other side has taken everything up to `number`; returns what it had not confirmed before."""
+        """The other side has received everything up to `number`; returns the newly acknowledged numbers."""
         numbers = []
         while self._kept and self._kept[0][0] <= number:
             kept, _, size = self._kept.popleft()
@@ -195,11 +195,11 @@ class Numbering:
         return numbers
 
     def kept_since(self, number: int) -> list[list[Any]]:
-        """What must be sent again when the other side misses `number`."""
+        """The messages to send again when the other side misses `number`."""
         return [frames for kept, frames, _ in self._kept if kept >= number]
 
     def arrive(self, number: int, waiting: int = 0) -> Arrival:
-        """Judge an arriving number, with `waiting` messages arrived but not taken. Changes nothing; `take` does."""
+        """Classify an arriving number when `waiting` messages have arrived but are not taken yet. Changes nothing."""
         expected = self.taken + waiting + 1
         if number == expected:
             return Arrival.NEXT
@@ -215,8 +215,10 @@ def _feel_pulse(socket: zmq.Socket[bytes]) -> None:
 
 
 class GatewaySocket:
-    """A gateway's connection to one engine on the running event loop. `on_frames` is called for every message,
-    `on_refused` when the two sides cannot agree on who they are."""
+    """A gateway's connection to one engine, on the running event loop.
+
+    `on_frames` is called for every message, `on_refused` when the engine refuses this gateway's key or the reverse.
+    """
 
     def __init__(
         self,
@@ -233,7 +235,7 @@ class GatewaySocket:
         self._refusals = 0
         self._loop = asyncio.get_running_loop()
         self._socket = context.socket(zmq.DEALER)
-        # `Numbering` bounds what is queued. ZeroMQ's own bound would drop or block, and tell nobody.
+        # `Numbering` bounds the queue. ZeroMQ's high-water mark would drop messages or block without notice.
         self._socket.set_hwm(0)
         self._socket.linger = 0
         if keys is not None and uses_tcp(address):
@@ -245,8 +247,8 @@ class GatewaySocket:
         self._reading = False
         self._loop.add_reader(self._socket.fileno(), self._read)
         self._loop.add_reader(self._monitor.fileno(), self._watch)
-        # The descriptors signal a change, not a state: they stay quiet until what is there has been read. Not now: who
-        # is told something has to have this socket first.
+        # The descriptors are edge-triggered: they stay quiet until pending events are read, so read once now. Not in
+        # the constructor, because the callbacks may use this object.
         self._loop.call_soon(self._read)
         self._loop.call_soon(self._watch)
 
@@ -254,7 +256,7 @@ class GatewaySocket:
         if self._closed:
             return
         self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
-        # Sending may swallow the signal that something has arrived, so look.
+        # Sending may clear the edge of an arrived message, so check for one.
         if not self._reading:
             self._reading = True
             self._loop.call_soon(self._read)
@@ -265,7 +267,7 @@ class GatewaySocket:
             self._on_frames(self._socket.recv_multipart(zmq.NOBLOCK))
 
     def _is_readable(self) -> bool:
-        """To ask is cheaper than to be refused, which is an exception."""
+        """Asking first is cheaper than catching zmq.Again."""
         events: Any = self._socket.get(zmq.EVENTS)
         return bool(events & _READABLE)
 
@@ -276,7 +278,7 @@ class GatewaySocket:
             except zmq.Again:
                 return
             if event & REFUSED:
-                # An answer is final, and ZeroMQ does not try again; a connection that was cut may be any accident.
+                # A refused key is final, and ZeroMQ does not retry. A cut connection may have any cause, so count it.
                 self._refusals += 1 if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else REFUSALS_BELIEVED
                 if self._refusals >= REFUSALS_BELIEVED:
                     self._on_refused()
@@ -284,11 +286,11 @@ class GatewaySocket:
                 self._on_disconnect()
 
     def close(self, last: list[Any] | None = None) -> None:
-        """Idempotent. `last` is given a moment to leave."""
+        """Close the connection; `last` is sent first. Idempotent."""
         if self._closed:
             return
         if last is not None:
-            # If there is nobody to hear it, it does not matter.
+            # Without a peer the message is not needed.
             with suppress(zmq.Again):
                 self._socket.send_multipart(last, flags=zmq.NOBLOCK)
         self._closed = True
@@ -300,19 +302,19 @@ class GatewaySocket:
 
 
 class EngineSocket:
-    """The engine's end: blocking, for a thread of its own; every message comes with the name of its gateway."""
+    """The engine's socket: blocking, used by one thread; every message comes with the name of its gateway."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: LinkKeys | None = None) -> None:
         self._authenticator: ZapAuthenticator | None = None
         if keys is not None and uses_tcp(address):
-            # A context has one doorman.
+            # A context has only one authenticator.
             context = self._own_context = zmq.Context()
             self._authenticator = ZapAuthenticator(context, keys)
         self._socket = context.socket(zmq.ROUTER)
         if self._authenticator is not None and keys is not None:
             keys.lock_engine(self._socket)
         self._socket.set_hwm(0)
-        # A message to a gateway that is gone is an error, not nothing: it is the first sign that it is gone.
+        # Sending to a gateway that is gone raises an error, which is the first sign that it is gone.
         self._socket.router_mandatory = True
         self._socket.linger = 500
         _feel_pulse(self._socket)
@@ -332,18 +334,18 @@ class EngineSocket:
             raise CannotListen(f"cannot listen on {address!r}: {error}; choose another address") from None
         if keys is None and leaves_the_machine(address):
             logger.warning(
-                "%s is neither encrypted nor authenticated: whoever reaches it can use the engine and read what is "
-                "said. Give engine and gateways the same --fleet-secret-file",
+                "%s is neither encrypted nor authenticated: every host that can connect to it can use the engine and "
+                "read the transcripts. Give engine and gateways the same --fleet-secret-file",
                 address,
             )
 
     @property
     def bound_to(self) -> str:
-        """The address itself, with the port chosen by the system where it was left open."""
+        """The bound address, with the port that the system chose if none was given."""
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def wait(self, seconds: float) -> bool:
-        """Whether a message is there, after at most so long."""
+        """Wait at most `seconds`; returns whether a message is ready."""
         ready = dict(self._poller.poll(int(seconds * 1000)))
         if self._authenticator is not None and self._authenticator.socket in ready:
             self._authenticator.answer_all()
@@ -360,7 +362,7 @@ class EngineSocket:
             logger.warning("a gateway was refused at %s: %s", self.bound_to, WHY_REFUSED)
 
     def receive(self) -> tuple[bytes, Frames] | None:
-        """The next message, if one is there; payloads stay in the buffers they arrived in."""
+        """The next message (gateway name, frames) or None; frames are the buffers in which they arrived, not copies."""
         try:
             name, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -368,7 +370,7 @@ class EngineSocket:
         return name.bytes, [frame.buffer for frame in frames]
 
     def send(self, name: bytes, frames: list[Any]) -> bool:
-        """Whether there is anybody of that name."""
+        """Send to the gateway of this name; returns False if it is not connected."""
         try:
             self._socket.send_multipart([name, *frames], flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:

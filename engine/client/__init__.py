@@ -1,5 +1,5 @@
-"""The engine as the gateway sees it: streams, links to engines, recovery after deaths. Runs in the event loop.
+"""The gateway's side of the engine: streams, links to engines, recovery after an engine dies. Runs in the event loop.
 
-Imports `boundary` and the engine's vocabulary. Nothing of the engine process is imported here, except by `handles`,
-which starts one.
+Imports `boundary` and the root modules of `engine`. Only `engine_handles`, which starts engines, imports the engine
+process, and only inside functions.
 """

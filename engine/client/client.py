@@ -1,7 +1,7 @@
-"""The gateway's face of one or several engines.
+"""`EngineClient`: the gateway's interface to its engines.
 
-A stream stays on its engine. When that engine is lost the stream waits for it to come back or moves to another, is
-rebuilt from what the gateway kept, and goes on: its reader sees a pause, not a loss.
+A stream stays on one engine. When that engine is lost, the stream waits for it to come back or goes to another one, is
+rebuilt from what the gateway has kept, and continues: its reader sees a pause, no loss.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ from engine.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """`model` is what the engines must run; None takes whatever they run, if it is the same everywhere."""
+    """`model` is the model that all engines must run; None accepts any, as long as all engines run the same."""
 
     model: str | None = None
     cache_bytes: int = 64 * 1024 * 1024
-    # Most audio kept per stream for a replay, and audio the engine may be behind before a stream takes no more.
+    # Most seconds of audio kept per stream for a replay, and most seconds the engine may be behind before a stream
+    # accepts no more audio.
     keep_seconds: float = 120.0
     ahead_seconds: float = 60.0
-    # How long streams wait for an engine before they end.
+    # Seconds a stream waits for an engine before it is ended.
     recovery_timeout_s: float = 120.0
-    # So many of the engines stay empty until another one is lost.
+    # Number of engines that stay empty until another one is lost.
     spares: int = 0
-    # How busy live streams may keep an engine before it counts as full; 0 counts places only.
+    # Load from live streams at which an engine counts as full (1.0: busy all the time); 0: only max_streams counts.
     max_load: float = 0.95
-    # A file that says which engines there are, beside those that are given.
+    # Path of a table file that lists engines, in addition to those passed to the constructor.
     table: str | None = None
-    # The fleet's secret, which links over tcp are encrypted with; None: they are not.
+    # The fleet secret that encrypts links over tcp; None: they are not encrypted.
     fleet_secret: bytes | None = field(default=None, repr=False)
 
 
 class EngineClient:
-    """Made and used inside one event loop: `start` it, open streams, `close` it."""
+    """Created and used in one event loop: `start` it, open streams, `close` it."""
 
     def __init__(self, engines: Sequence[EngineHandle], settings: ClientSettings | None = None) -> None:
         self._settings = settings or ClientSettings()
@@ -63,13 +64,13 @@ class EngineClient:
         self._supervisor: Supervisor | None = None
         self._read_only: Processor | None = None
         self._names: set[str] = set()
-        # What is entrusted to engines, and sessions of other gateways.
+        # Saved session values on the engines, and adoption of other gateways' sessions.
         self.handoffs = HandoffClient(self._make_adopted)
 
     async def start(self) -> None:
-        """Returns when engines of our own are warm; those elsewhere may come later.
+        """Start the client. Returns when the engines it starts itself are warm; remote ones may connect later.
 
-        Raises EngineDead or EngineMismatch if our own cannot be used.
+        Raises EngineDead or EngineMismatch if an engine that it starts itself cannot be used.
         """
         settings = self._settings
         self._supervisor = Supervisor(
@@ -98,17 +99,17 @@ class EngineClient:
             await asyncio.sleep(LOOK_SECONDS)
 
     def _meet(self, spec: asyncio.Future[ModelSpec]) -> None:
-        """The first engine has said what it runs."""
+        """The first engine has connected and reported its model."""
         if not spec.cancelled():
             self._read_only = Processor("read-only", spec.result(), SenderCache(self._settings.cache_bytes))
             warm_up(self._read_only)
 
     async def wait_until_ready(self) -> None:
-        """Until an engine is there, however long that takes."""
+        """Wait until an engine has connected, without a time limit."""
         await asyncio.shield(self._running.spec)
 
     async def close(self, at_once: bool = False) -> None:
-        """`at_once`: engines of our own are ended in the middle of what they do."""
+        """Stop. `at_once`: engines started here are killed even in the middle of a step."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
@@ -117,14 +118,14 @@ class EngineClient:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model that the engines run. Raises EngineDead while none of them has answered."""
+        """The model that the engines run. Raises EngineDead while no engine has answered."""
         if self._supervisor is None or not self._supervisor.spec.done():
             raise EngineDead("no engine has answered yet; try again in a few seconds")
         return self._supervisor.spec.result()
 
     @property
     def ready(self) -> bool:
-        """Whether a stream could be opened now: an engine is warm, and so are the processors."""
+        """Whether a stream could be opened now: an engine is connected and warm."""
         return self._read_only is not None and bool(self._links())
 
     def _links(self) -> list[EngineLink]:
@@ -139,7 +140,7 @@ class EngineClient:
         options: dict[str, str] | None = None,
         turns: messages.TurnRule | None = None,
     ) -> EngineStream:
-        """A new stream on an engine with room. Raises AtCapacity, ValueError (bad options) or EngineDead."""
+        """Open a stream on an engine with room. Raises AtCapacity, ValueError (bad options) or EngineDead."""
         if stream in self._names:
             raise DuplicateStream(stream, "is open already; use another id")
         _check_texts(options or {})
@@ -164,23 +165,23 @@ class EngineClient:
         raise refusal
 
     def handoff_target(self, stream: EngineStream | None) -> HandoffTarget | None:
-        """Where the value of a session with this stream is kept; None if there is no such place at the moment."""
+        """The engine that keeps the value of a session with this stream; None if there is none at the moment."""
         return handoff_target(stream, self._running.pool)
 
     async def adopt(self, key: str, is_wanted: Callable[[], bool] = lambda: True) -> AdoptedSession | None:
-        """A session of another gateway, with its stream; None if no engine knows of it."""
+        """Adopt a session of another gateway, with its stream; None if no engine has it."""
         return await self.handoffs.adopt(self._running.pool, key, is_wanted)
 
     async def renew(self, owned: Owned) -> int:
-        """The number from now on of a session of ours; 0 if it is another gateway's by now."""
+        """The new owner number of a session of this gateway; 0 if another gateway has adopted it."""
         return await self.handoffs.renew(self._running.pool, owned)
 
     async def confirm(self) -> None:
-        """Until the engines have said which of our sessions are another gateway's by now."""
+        """Wait until the engines have reported which sessions of this gateway others have adopted."""
         await self.handoffs.confirm(self._running.pool)
 
     def _make_place(self, stream: EngineStream) -> EngineStream:
-        """A stream that holds a place for another one."""
+        """A placeholder stream that reserves room on an engine for this one."""
         return EngineStream(messages.Open(f"place for {stream.id}"), self.spec, self._limits(), self._ended)
 
     def _make_adopted(self, adopted: messages.SessionGiven) -> EngineStream:
@@ -204,9 +205,9 @@ class EngineClient:
         )
 
     async def inject(self, items: Sequence[Item | None]) -> int:
-        """Put items prepared elsewhere into the engines' caches; returns how many were taken. Raises ItemRefused.
+        """Put prepared items into the engines' audio caches; returns how many had data. Raises ItemRefused.
 
-        Without a cache this does nothing and counts nothing. Items that are None, or have no data, are skipped.
+        Does nothing and returns 0 if the caches are disabled. Items that are None or have no data are skipped.
         """
         links = self._links()
         if not links or not links[0].cache.enabled:
@@ -214,7 +215,7 @@ class EngineClient:
         return await inject(items, self._processor_for(executes=True), links)
 
     def render(self, samples: NDArray[np.float32], delay_positions: int | None = None) -> Rendered:
-        """Prepare audio without executing it; says what an engine holds of it already. Raises ItemRefused."""
+        """Prepare audio without executing it, and report which of it an engine has cached. Raises ItemRefused."""
         links = self._links()
         engine_holds = links[0].cache if links else SenderCache(0)
         return render(self._processor_for(executes=False), samples, engine_holds, delay_positions)
@@ -234,7 +235,7 @@ class EngineClient:
         return self._supervisor
 
     def set_limits(self, max_load: float, keep_seconds: float) -> None:
-        """From now on; streams that are open keep what they were opened with."""
+        """Applies to streams opened from now on and to admission; open streams keep their limits."""
         self._settings = replace(self._settings, max_load=max_load, keep_seconds=keep_seconds)
         if self._supervisor is not None:
             self._supervisor.pool.max_load = max_load
@@ -243,7 +244,7 @@ class EngineClient:
         per_second = self.spec.sample_rate / self.spec.samples_per_position
         return StreamLimits(
             keep_positions=positions_to_keep(self.spec, self._settings.keep_seconds),
-            # Less would leave backlog waiting for audio that waits for it.
+            # At least what an upload waits for; with less, upload and engine would wait for each other.
             ahead_positions=max(int(self._settings.ahead_seconds * per_second), self.spec.upload_positions),
         )
 
@@ -253,7 +254,7 @@ class EngineClient:
 
 
 def _check_texts(options: Mapping[str, str]) -> None:
-    """What a client wrote may come as anything; only texts are options. Raises ValueError."""
+    """Raises ValueError unless names and values are strings. Clients may send any JSON value."""
     for name, value in options.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise ValueError(f"options are texts by name, not {type(value).__name__} by {type(name).__name__}")

@@ -1,15 +1,15 @@
-"""Who killed the engine? What is known against each stream, and when that is enough.
+"""Finds the stream that crashes the engine: evidence per stream, and when it is enough to end the stream.
 
-The streams in the step that an engine died in are suspects. They come back at once with the others, but no step has two
-of them until they are past the spot. If the engine dies at the same spot of the same stream again, that stream is
-ended, and only that one. Deaths that somebody else may have caused (a signal from outside) count for less than crashes.
-Of an engine on another machine the last step is not known: there, every stream that had audio to compute is a suspect,
-and after a second death suspects come back one at a time.
+The streams in the step in which an engine died are suspects. They are reopened at once with the others, but no step
+contains two of them until they are past their spot, the positions of that step. If the engine dies again at the same
+spot of the same stream, only that stream is ended. An end by a signal from outside counts for less than a crash. The
+last step of an engine on another machine is not known: there every stream with audio to compute is a suspect, and after
+a second death suspects are reopened one at a time.
 
-Other gateways may have streams on the same engine. A step that a stream shared with such a stranger says less about it
-than one of its own: the engine keeps the suspects of all gateways apart, so a stream that is to blame soon dies without
-strangers, and one that is not gets past its spot. Where the step is not known either, suspects come back after a wait
-of chance length, so that those of two gateways do not meet time after time.
+Other gateways may have streams on the same engine. A step shared with another gateway's stream is weaker evidence. The
+engine keeps the suspects of all gateways apart, so a stream that is to blame soon crashes alone, and one that is not
+gets past its spot. If the step is unknown as well, suspects are reopened after a random wait, so that the suspects of
+two gateways do not meet again and again.
 """
 
 from __future__ import annotations
@@ -18,58 +18,58 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Deaths at one spot that convict a stream: crashes, and ends by a signal that anybody may have sent. An operator may
-# well kill an engine twice just as it comes back.
+# Deaths at one spot that convict a stream: by a crash, and by a signal that may have come from outside (an operator may
+# kill an engine twice just as it comes back).
 STRIKES_IF_CRASHED = 2
 STRIKES_IF_UNKNOWN = 3
-# The same if it is not known who was in the last step, or strangers were; and if strangers may have been.
+# The same if the last step is unknown or contained streams of other gateways; and if both may be the case.
 STRIKES_IF_UNSEEN = 4
 STRIKES_IF_OTHERS_UNSEEN = 6
-# One death with more streams than this in a step is no reason to hold all of them up.
+# After one death with more suspects than this, they are not kept apart: it would delay too many streams.
 FEW_SUSPECTS = 16
 
 
 class CrashSuspicion:
-    """What is known against one stream: how many engines died at the same spot of it, one after the other."""
+    """The evidence against one stream: how many engines in a row died at the same spot of it."""
 
     __slots__ = ("alone", "must_wait", "not_before", "spot", "strikes")
 
     def __init__(self) -> None:
         self.strikes = 0
-        # Positions on the stream's own count that all those engines were computing when they died.
+        # Stream positions that all those engines were computing when they died.
         self.spot = range(0)
-        # The spot must not be computed together with another suspect's.
+        # The spot must not be in one step with another suspect's spot.
         self.alone = False
-        # The stream must not even be reopened beside another suspect.
+        # The stream must not be reopened while another suspect is being tried.
         self.must_wait = False
-        # When it may be reopened.
+        # Earliest time to reopen it (client clock, seconds).
         self.not_before = 0.0
 
     def strike(self, start: int, end: int) -> None:
-        """An engine died while it computed these positions, of this stream and perhaps others."""
+        """An engine died while it computed these positions of the stream, and perhaps other streams."""
         last, spot = self.spot, range(start, max(start + 1, end))
         both = range(max(spot.start, last.start), min(spot.stop, last.stop))
         if self.strikes and spot.stop <= last.start:
-            return  # on its way to the spot where the engine before died: that says nothing new
+            return  # died before it reached the spot: no new evidence
         self.strikes = self.strikes + 1 if both else 1
         self.spot = both or spot
 
     def passed(self, computed: int) -> None:
-        """The stream was computed up to here; past the spot it was not the reason."""
+        """The stream is computed up to this position. Once it is past the spot it is no suspect any more."""
         if computed >= self.spot.stop:
             self.strikes, self.alone, self.must_wait, self.not_before = 0, False, False, 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineDeath:
-    """What a gateway knows of the end of an engine."""
+    """What a gateway knows about the end of an engine."""
 
     at: float
-    # It ended by its own doing, not by a signal from outside.
+    # It ended by itself, not by a signal from outside.
     crashed: bool
-    # Who was in its last step is known.
+    # The streams in its last step are known.
     step_known: bool
-    # Streams of other gateways were in its last step, or may have been.
+    # Its last step contained, or may have contained, streams of other gateways.
     other_gateways: bool = False
 
     @property
@@ -80,9 +80,9 @@ class EngineDeath:
 
 
 def find_culprit(suspects: Mapping[CrashSuspicion, range], death: EngineDeath) -> CrashSuspicion | None:
-    """Write one more death down against those who were computed, and find the one it must be blamed on, if any.
+    """Add a strike to each suspect; returns the one to blame, or None if there is none or more than one.
 
-    `suspects` has the positions of each that the engine computed or, if its last step is not known, may have computed.
+    `suspects` maps to the positions that the engine was computing or, if its last step is unknown, may have computed.
     """
     for suspicion, spot in suspects.items():
         suspicion.strike(spot.start, spot.stop)

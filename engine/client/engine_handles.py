@@ -1,7 +1,7 @@
-"""The engine as something that runs: in a process of its own, in a thread, or somewhere else altogether.
+"""Handles to engines: as a child process, as a thread, or remote.
 
-Each kind can be started, waited for and stopped in the same way, so the client that restarts a dead engine and rebuilds
-its streams does not care which it has.
+All can be started, waited for and stopped in the same way, so the supervisor that restarts a dead engine need not know
+which kind it has.
 """
 
 from __future__ import annotations
@@ -29,46 +29,46 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Builds the loop where it will run; must be picklable to run in another process.
+# Builds the loop in the process where it will run; must be picklable for another process.
 Build = Callable[[], "EngineLoop"]
 
-# What the engine process needs, torch first of all.
+# Modules that the fork server imports in advance, torch among them.
 SERVER_MODULES = ("engine.server.main",)
 MODEL_MODULES = ("engine.runner.load",)
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
-# A process whose connection broke is given so long to end by itself before it is ended.
+# How long a process whose connection broke may take to exit by itself before it is killed.
 LAST_WORDS_S = 2.0
 
 
 class EngineHandle(Protocol):
-    """Where an engine comes from."""
+    """An engine that can be connected to, and perhaps started."""
 
     address: str
-    # How long a start may take until the engine answers.
+    # Longest time from the start until the engine answers.
     start_timeout_s: float
-    # Whether it is started and stopped here. One that is not may come and go.
+    # Whether it is started and stopped here. Others may come and go.
     is_ours: bool
 
     async def start(self) -> None:
-        """Have it running; does nothing if it is."""
+        """Start it; does nothing if it is running."""
 
     async def exited(self) -> str:
-        """Waits until it has stopped running; says why. Never returns for an engine that is not ours to watch."""
+        """Wait until it has ended; returns the reason. Never returns for a remote engine."""
 
     async def crashed(self) -> bool:
-        """Asked after the connection was lost: is the engine known to have crashed? Ends what is left of it."""
+        """Called after the connection was lost: whether the engine is known to have crashed. Kills what is left."""
 
     def in_flight(self) -> list[StreamInStep] | None:
-        """After its end: the streams in the step that it died in. None if that is not known."""
+        """After its end: the streams in its last step. None if they are not known."""
 
     async def stop(self, at_once: bool = False) -> None:
-        """End it, in the middle of a step if that must be `at_once`."""
+        """End it; `at_once` also in the middle of a step."""
 
 
 class RemoteEngine:
-    """Started and restarted by somebody else."""
+    """An engine that is started and restarted by another program."""
 
     is_ours = False
 
@@ -81,7 +81,7 @@ class RemoteEngine:
 
     async def exited(self) -> str:
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets this event")
+        raise AssertionError("this event is never set")
 
     async def crashed(self) -> bool:
         return False
@@ -94,10 +94,10 @@ class RemoteEngine:
 
 
 class EngineProcess:
-    """A child process, started anew when it has died.
+    """A child process, restarted after it has died.
 
-    It is forked from a process that has imported the engine's modules and `preload`, and nothing else: a new engine is
-    there sooner by the time those imports take. Preloaded modules must not touch an accelerator when they are imported.
+    It is forked from a fork server that has imported the engine's modules and `preload`, which makes a start faster by
+    the time of these imports. Preloaded modules must not touch an accelerator when they are imported.
     """
 
     is_ours = True
@@ -134,7 +134,7 @@ class EngineProcess:
         self._record.wipe()
         arguments = (self.address, self._build, self._warm, self._record_path)
         process = self._context.Process(target=_child, args=arguments, name="tickertape-engine", daemon=True)
-        # A caller that gives up waiting must still be able to stop what was started.
+        # Set first, so that `stop` works even if the caller gives up waiting.
         self._process = process
         self._starting = asyncio.create_task(asyncio.to_thread(process.start))
         await asyncio.shield(self._starting)
@@ -153,7 +153,7 @@ class EngineProcess:
             process.kill()
             await _end_of(process)
             return False
-        # A kill from outside says nothing about the streams; a crash does.
+        # A kill from outside is no evidence against the streams; a crash is.
         return process.exitcode not in (0, -signal.SIGKILL, -signal.SIGTERM)
 
     def in_flight(self) -> list[StreamInStep] | None:
@@ -178,7 +178,7 @@ def _builder(engine: EngineConfig | Build) -> Build:
     return partial(_build, engine) if isinstance(engine, EngineConfig) else engine
 
 
-# The engine's own code is imported where an engine runs, and nowhere else in the gateway.
+# Imported inside functions, so that the gateway does not import the engine's own code.
 
 
 def _build(config: EngineConfig) -> EngineLoop:
@@ -194,7 +194,7 @@ def _child(address: str, build: Build, warm: bool, record_path: Path) -> None:
 
 
 async def _end_of(process: BaseProcess) -> None:
-    """Waits on the event loop, never in a thread: two threads that collect one exit status get it wrong."""
+    """Waits on the event loop, not in a thread: two threads that wait for one exit status interfere."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
     loop.add_reader(process.sentinel, lambda: None if ended.done() else ended.set_result(None))
@@ -221,7 +221,7 @@ def _exit_text(code: int | None) -> str:
 
 
 class EngineThread:
-    """In this very process, for tests and small set-ups: the same messages, without a process around them."""
+    """An engine in a thread of this process, for tests and small set-ups: the same messages without a process."""
 
     is_ours = True
 
@@ -268,7 +268,7 @@ class EngineThread:
             async with asyncio.timeout(LAST_WORDS_S):
                 await self._ended.wait()
         except TimeoutError:
-            return False  # a thread cannot be ended from outside; it is connected to again
+            return False  # a thread cannot be killed; the client connects to it again
         return self._error is not None
 
     def in_flight(self) -> list[StreamInStep] | None:

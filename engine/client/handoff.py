@@ -1,6 +1,7 @@
-"""A gateway's side of what it entrusts to engines: the last value of each session, and sessions of others to adopt.
+"""The gateway's side of handoff: which sessions it owns, and adopting sessions of other gateways.
 
-A session's value is with the engine that runs its stream; before it has one, with any engine.
+Engines keep the saved value of each session: the engine that runs its stream or, while it has none, any engine. Each
+session has an owner number that rises with every adoption; engines fence an owner with a lower number.
 """
 
 from __future__ import annotations
@@ -17,21 +18,20 @@ from engine.client.pool import EnginePool, PooledEngine
 from engine.client.stream import EngineStream, HandoffTarget
 from engine.errors import EngineDead
 
-# How long engines are waited for. One that asks the former owner first takes a second, and one that is busy its step.
+# How long to wait for an engine's answer. It may first ask the former owner (a second) or be in a long step.
 ANSWER_SECONDS = 20.0
-# When one engine has answered with the session, how long the others are waited for: one from which it has moved may
-# still have an older value of it, and its owner a second to give it up.
+# How long to wait for the other engines once one has answered with the session. An engine that the session has left
+# may still have an older value, and gives the former owner a second to answer.
 OTHERS_SECONDS = 1.5
-# An engine that was lost, or listed, less than so long ago may still come and have the session.
+# An engine that was lost or listed within this time may still connect and have the session.
 UNSURE_SECONDS = 10.0
-# How long a gateway that stood still waits for the engines to answer, and how often it looks for them.
+# How long a gateway that was stopped waits for the engines' answers, and how often it looks for a link.
 CONFIRM_SECONDS = 5.0
 LOOK_SECONDS = 0.05
-# How long a session that nobody waits for any more is left for the next who asks.
+# How long an adopted session whose client gave up is kept on the engine for the next adoption.
 LEFT_SECONDS = 60.0
 
-# Sessions that are over and of which an engine that was lost may still have a copy: for how long, and how many of them,
-# a gateway knows them.
+# Ended sessions that a lost engine may still have a copy of: how long they are remembered, and how many.
 OVER_SECONDS = 600.0
 MOST_OVER = 10_000
 
@@ -40,7 +40,7 @@ HandoffAnswer = messages.Held | messages.Renewed | messages.Claimed
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A session of this gateway; `place` is where its value is, if any engine has it now."""
+    """A session of this gateway; `place` is the link to the engine that has its value, if any."""
 
     key: str
     number: int
@@ -49,17 +49,16 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class AdoptedSession:
-    """A session that came from another gateway. `number` is ours, and higher than that of any owner before.
+    """A session adopted from another gateway. `number` is its new owner number, higher than any before.
 
-    The stream, if there was one, hears on from its own sample `goes_on_at`; of the flushes that it was asked for,
-    `flushes` are not accounted for.
+    If it had a stream, the stream continues at its sample `goes_on_at`, and `flushes` flushes of it are unanswered.
     """
 
     number: int
     base: bytes
     chunks: list[bytes]
     entries: list[bytes]
-    # The engine that it came from.
+    # The engine that had it.
     link: EngineLink | None = None
     stream: EngineStream | None = None
     goes_on_at: int = 0
@@ -67,21 +66,21 @@ class AdoptedSession:
 
 
 class HandoffClient:
-    """`make_stream` makes the gateway's side of a stream that an engine runs already."""
+    """`make_stream` makes the gateway's object for a stream that already runs on an engine."""
 
     def __init__(self, make_stream: Callable[[messages.SessionGiven], EngineStream]) -> None:
-        # Called when another gateway asks for a session of ours: whether what it asks for is an outdated copy.
+        # Called when another gateway asks for a session of ours: returns True if the engine's copy is outdated.
         self.on_wanted: Callable[[str, int], bool] | None = None
-        # Called when a session is another's by now, if ours has a lower number.
+        # Called with (key, owner number) when another gateway owns a session.
         self.on_fenced: Callable[[str, int], None] | None = None
-        # All sessions that engines know as ours.
+        # Returns all sessions that this gateway owns.
         self.sessions: Callable[[], Iterable[Owned]] | None = None
         self._make_stream = make_stream
         self._tags = 0
-        # Those who wait for an answer with a tag, and for one to `Adopt`.
+        # Pending answers by tag, and pending adoptions.
         self._awaited: dict[int, asyncio.Future[HandoffAnswer]] = {}
         self._adopting: dict[tuple[PooledEngine, str], asyncio.Future[AdoptedSession | None]] = {}
-        # Sessions that are over: the last number, and since when. The oldest comes first.
+        # Copies of sessions that are of no use: up to which number, and since when. The oldest comes first.
         self._over: dict[str, tuple[int, float]] = {}
 
     def heard(self, pooled: PooledEngine, output: messages.SessionOutput) -> None:
@@ -100,11 +99,13 @@ class HandoffClient:
             case messages.SessionGiven():
                 self._adopt_saved(pooled, output)
 
-    # Whose sessions ours are.
+    # Sessions of this gateway.
 
     def claim(self, pooled: PooledEngine) -> None:
-        """Say which sessions we have: the engine says which of them are another's by now. One that was lost and is back
-        may have copies of sessions that have ended since."""
+        """Tell a newly connected engine which sessions are ours; it answers which of them others have adopted.
+
+        An engine that was lost may have copies of sessions that have ended since; it is told to drop them.
+        """
         assert pooled.link is not None
         self._send_claim(pooled.link, 0)
         now = asyncio.get_running_loop().time()
@@ -113,15 +114,17 @@ class HandoffClient:
             pooled.link.send(messages.DropHandoff("", key, number))
 
     def note_over(self, key: str, number: int) -> None:
-        """A session of ours is over, and an engine that was lost may still have a copy of it."""
+        """What a lost engine may still have of a session, up to this number, is of no use any more."""
         self._over.pop(key, None)
         self._over[key] = (number, asyncio.get_running_loop().time())
         if len(self._over) > MOST_OVER:
             del self._over[next(iter(self._over))]
 
     async def confirm(self, pool: EnginePool) -> None:
-        """Until every engine has said which of our sessions are another's by now; those that were just lost are waited
-        for, though not for ever."""
+        """Wait until every engine has answered which of our sessions others have adopted, at most `CONFIRM_SECONDS`.
+
+        Engines that were lost a short time ago are waited for, too.
+        """
         now = asyncio.get_running_loop().time()
         concerned = [pooled for pooled in pool.all if pooled.link is not None or now - pooled.since < UNSURE_SECONDS]
         with suppress(TimeoutError):
@@ -140,12 +143,14 @@ class HandoffClient:
         claims = [(session.key, session.number, session.place not in (None, link)) for session in owned]
         link.send(messages.Claim("", tag, claims))
 
-    # Sessions of others.
+    # Sessions of other gateways.
 
     async def renew(self, pool: EnginePool, owned: Owned) -> int:
-        """The client of a session of ours has come back to us. Returns the session's number from now on: nobody who
-        asked for it before gets it. 0 if it is another's by now. Raises EngineDead if the engine that keeps it does not
-        say."""
+        """The client of a session of ours has come back: raise the owner number, so that earlier adoptions fail.
+
+        Returns the new number; 0 if another gateway has adopted the session. Raises EngineDead if the engine that has
+        its value does not answer.
+        """
         links = {
             pooled: pooled.link for pooled in pool.all if pooled.link is not None and pooled.link is not owned.place
         }
@@ -164,31 +169,31 @@ class HandoffClient:
     async def adopt(
         self, pool: EnginePool, key: str, is_wanted: Callable[[], bool] = lambda: True
     ) -> AdoptedSession | None:
-        """The session from the engine that has its newest value; None if none has any. Raises EngineDead if one that
-        may have it did not say, or if it cannot be had at the moment.
+        """Adopt the session from the engine that has its newest value; None if no engine has it.
 
-        `is_wanted` is asked when the number is known under which the session would be adopted, and no later: should
-        this process stand still from then on and another gateway adopt the session, the engine refuses ours.
+        Raises EngineDead if an engine that may have it does not answer, or if it cannot be adopted at the moment.
+        `is_wanted` is called once the owner number to adopt is known. If this process is stopped after that and
+        another gateway adopts the session, the engine refuses our adoption.
         """
-        # A spare too: what is one here may serve for the gateway that had the session.
+        # Spares too: a spare of this gateway may be in use by the gateway that had the session.
         links = {pooled: pooled.link for pooled in pool.all if pooled.link is not None}
         asking = self._ask_all(links, key)
         answers = await _answers_of(asking.values())
         found = {pooled: task.result() for pooled, task in asking.items() if _has_session(task)}
         if not found:
             now = asyncio.get_running_loop().time()
-            # One that was connected meanwhile has not been asked.
+            # An engine that connected meanwhile has not been asked.
             unsure = [pooled for pooled in pool.all if pooled not in links and now - pooled.since < UNSURE_SECONDS]
             if len(answers) < len(links) or unsure or not links:
                 raise EngineDead("not all engines have answered; try again in a few seconds")
             return None
-        # An engine from which it has moved knows the number, and not the session.
+        # An engine that the session has left knows its number but does not have its value.
         at = max(found, key=lambda pooled: (found[pooled].number, found[pooled].whole))
         newest = found[at]
         if not newest.whole:
             raise EngineDead("the gateway that has the session is just coming back; try again in a few seconds")
         if not is_wanted():
-            raise EngineDead("nobody waits for the session any more")
+            raise EngineDead("the client of the session has gone")
         adopted_session = await self._take_from(at, links[at], newest)
         for pooled, task in asking.items():
             if pooled is not at:
@@ -200,19 +205,19 @@ class HandoffClient:
     ) -> dict[PooledEngine, asyncio.Task[messages.Held]]:
         asking = {pooled: asyncio.create_task(self._ask(link, key)) for pooled, link in links.items()}
         for task in asking.values():
-            # One that nobody waits for any more may fail without a word.
+            # Retrieves the exception of a task that is no longer awaited, so that asyncio does not log it.
             task.add_done_callback(_has_session)
         return asking
 
     async def _ask(self, link: EngineLink, key: str) -> messages.Held:
-        """Raises EngineDead if the engine does not say."""
+        """Whether the engine has the session. Raises EngineDead if it does not answer."""
         held = await self._answer(link, lambda link, tag: link.send(messages.Ask("", key, tag)))
         if not isinstance(held, messages.Held):
             raise EngineDead(f"the engine at {link.address} has not answered")
         return held
 
     async def _answer(self, link: EngineLink, send: Callable[[EngineLink, int], None]) -> HandoffAnswer | None:
-        """What the engine answers; None if the link ends before it does, or it takes too long."""
+        """Send a question with a new tag; returns the answer, or None if the link ends first or it takes too long."""
         self._tags += 1
         tag, answered = self._tags, asyncio.get_running_loop().create_future()
         self._awaited[tag] = answered
@@ -224,7 +229,7 @@ class HandoffClient:
         return answered.result() if answered.done() else None
 
     async def _take_from(self, pooled: PooledEngine, link: EngineLink, held: messages.Held) -> AdoptedSession:
-        """Raises EngineDead if the engine does not answer, or another gateway was faster."""
+        """Raises EngineDead if the engine does not answer, or another gateway has adopted the session first."""
         adopting: asyncio.Future[AdoptedSession | None] = asyncio.get_running_loop().create_future()
         self._adopting[pooled, held.key] = adopting
         link.send(messages.Adopt("", held.key, held.number))
@@ -237,11 +242,11 @@ class HandoffClient:
             raise EngineDead(f"the engine at {link.address} has not answered")
         adopted_session = adopting.result()
         if adopted_session is None:
-            raise EngineDead("the session has just moved; try again in a few seconds")
+            raise EngineDead("another gateway has just adopted the session; try again in a few seconds")
         return adopted_session
 
     def _adopt_saved(self, pooled: PooledEngine, adopted: messages.SessionGiven) -> None:
-        """At once: the outputs of the stream follow in the same message."""
+        """Must run synchronously: the stream's outputs follow in the same message."""
         asked = self._adopting.get((pooled, adopted.key))
         found = None
         if adopted.number:
@@ -249,7 +254,7 @@ class HandoffClient:
         if asked is not None and not asked.done():
             asked.set_result(found)
         elif found is not None and pooled.link is not None:
-            # Nobody waits for it any more. It is left for whoever asks next.
+            # The adoption was given up. Save the session again for the next one.
             pooled.link.send(_left_again(adopted))
             if found.stream is not None:
                 found.stream.lay_down()
@@ -266,7 +271,7 @@ class HandoffClient:
 
 
 def handoff_target(stream: EngineStream | None, pool: EnginePool) -> HandoffTarget | None:
-    """Where the value of the session with this stream belongs; None if there is no such place at the moment."""
+    """The engine that keeps the value of the session with this stream; None if there is none at the moment."""
     if stream is not None:
         return stream.target
     link = next(iter(pool.links()), None)
@@ -276,8 +281,7 @@ def handoff_target(stream: EngineStream | None, pool: EnginePool) -> HandoffTarg
 async def _answers_of(
     asking: Collection[asyncio.Task[messages.Held]], patience_s: float | None = None
 ) -> list[messages.Held]:
-    """What those say who answer with so long between them; when one of them has the session, the others are waited for
-    a little while."""
+    """Collect answers until none comes for `patience_s`; once an engine has the session, for `OTHERS_SECONDS`."""
     waiting, answers, timeout = set(asking), list[messages.Held](), patience_s
     while waiting:
         done, waiting = await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -298,7 +302,7 @@ def _has_session(task: asyncio.Task[messages.Held]) -> bool:
 
 
 def _discard(link: EngineLink, newest: messages.Held, task: asyncio.Task[messages.Held]) -> None:
-    """Have an engine forget an older value of a session that goes on with a newer one."""
+    """Make an engine drop a value of the session that is older than the adopted one."""
     if _has_session(task) and (older := task.result()).number < newest.number:
         link.send(messages.DropHandoff("", older.key, older.number))
 

@@ -1,8 +1,8 @@
-"""Items on their way to an engine: checked, and looked up in a sender cache.
+"""A gateway's connection to one engine (`EngineLink`): a batch of commands per tick, credits, repair of the item cache.
 
-There are two kinds of processor. The main one owns the sender cache that mirrors an engine, and serves what executes on
-that engine. The read-only one has a private cache and serves what only prepares (render, sizing, items for a remote
-engine): a hash entered in the mirror for an item that the engine never receives would be a lie.
+Its parts: `Processor` checks items and looks them up in the sender cache, `SendQueue` orders live commands before
+replays, `OutgoingBatch` encodes one message. A link lives as long as one connection to one engine process. When the
+engine dies or falls silent the link is lost for good; its owner makes a new one, with empty caches on both sides.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import zmq
 
 from engine import messages
 from engine.boundary import codec
-from engine.boundary.codec import Batch, Frames, WireData, WireError
-from engine.boundary.commands import WireItem, code_of, encode_command
+from engine.boundary.codec import Batch, Frames, PayloadPlace, WireError, code_of, encode_command
 from engine.boundary.input_cache import SenderCache
 from engine.boundary.items import (
     KEY_BYTES,
@@ -56,7 +55,12 @@ class ItemRefused(EngineError):
 
 
 class Processor:
-    """Checks, looks up and renders items for one model, against one sender cache."""
+    """Checks items for one model and looks them up in one sender cache.
+
+    The main processor of an engine owns the cache that mirrors the engine's. The read-only one has a private cache and
+    is used for requests that only prepare items (render, sizing, items for a remote engine): a hash in the mirror for
+    an item that the engine never receives would be wrong.
+    """
 
     def __init__(self, name: str, spec: ModelSpec, cache: SenderCache) -> None:
         self.name = name
@@ -64,11 +68,11 @@ class Processor:
         self.cache = cache
 
     def pack(self, items: Sequence[Item]) -> list[bool]:
-        """For each item of one message: must its data travel? The message must then be sent."""
+        """For each item of one message, whether its data must be sent. The message must then be sent."""
         seen: set[bytes] = set()
         asked = []
         for item in items:
-            # A hash alone, which the engine must hold already, can be looked up but never sent.
+            # An item with a hash alone can be looked up but not sent.
             asked.append(bool(item.key) and (item.payload is not None or item.key in seen or item.key in self.cache))
             if asked[-1]:
                 seen.add(item.key)
@@ -77,7 +81,7 @@ class Processor:
         return [ask and next(travels) for ask in asked]
 
     def check(self, items: Iterable[Item | None]) -> list[Item]:
-        """Items prepared elsewhere, verified; those that are None are skipped."""
+        """Verify items prepared elsewhere, without those that are None. Raises ItemRefused."""
         present = [item for item in items if item is not None]
         for place, item in enumerate(present):
             self._check_one(place, item)
@@ -97,7 +101,7 @@ class Processor:
             raise ItemRefused(f"item {place}: {complaint}")
 
     def warm_up(self) -> None:
-        """Run dummy audio through everything a request runs through, then forget it."""
+        """Run dummy audio through the code of a request, then restore cache and statistics."""
         noise = np.random.default_rng(0).standard_normal(WARM_UP_SECONDS * self.spec.sample_rate, dtype=np.float32)
         cutter = make_cutter(self.spec)
         items = prepare(cutter, cutter.cut(noise), self.spec)
@@ -113,13 +117,12 @@ class Processor:
 
 
 def processor_for(executes: bool, main: Processor, read_only: Processor) -> Processor:
-    """The routing rule: a request that executes on the engine goes to the processor whose cache mirrors it; one that
-    only prepares goes to the other."""
+    """Return the main processor for a request that executes on the engine, the read-only one for one that prepares."""
     return main if executes else read_only
 
 
 def warm_up(processor: Processor) -> float | None:
-    """Seconds it took; None if it failed, which stops nobody: the first request will be slower."""
+    """Warm the processor up. Returns the seconds it took; None if it failed, and then the first request is slower."""
     began = time.perf_counter()
     try:
         processor.warm_up()
@@ -133,35 +136,38 @@ def warm_up(processor: Processor) -> float | None:
     return took
 
 
-# What waits to travel to one engine: live commands first, then replays, in turns.
-#
-# The outbox promises that a command that is sent now leaves with the next batch, however much is being replayed. No
-# more of replays is under way than `REPLAY_WINDOW_BYTES`; the rest stays with those who replay until it is their
-# turn.
+# A batch carries about this much; the rest waits for the next one.
+BATCH_BYTES = 2 * 1024 * 1024
+# Bytes of replays that may be sent and not acknowledged.
+REPLAY_WINDOW_BYTES = 32 * 1024 * 1024
+# Replays that take turns; the others wait until one of them is done. An engine rebuilds few streams at once as fast as
+# many, and a rebuilt stream continues while others wait.
+REPLAYED_TOGETHER = 32
 
-# A batch carries about so much; more waits for the next one.
-BATCH_BYTES = 1024 * 1024
-# Bytes of replays that may be under way without being acknowledged.
-REPLAY_WINDOW_BYTES = 4 * 1024 * 1024
-
-# A command, and the items it carries. Without a command, the items are for the engine's cache alone.
+# A command and its items. Without a command, the items are only put into the engine's cache.
 Queued = tuple[messages.Command | None, list[messages.Item]]
 
 
 class Source(Protocol):
-    """Somebody with much to send, who is asked for it piece by piece."""
+    """Sends a replay piece by piece, as the queue asks for it."""
 
     def take(self) -> Queued | None:
-        """The next piece; None if there is none at the moment."""
+        """Return the next piece; None if there is none at the moment."""
 
 
 class SendQueue:
+    """What waits to be sent to one engine: live commands first, then replays in turns.
+
+    A live command leaves with the next batch, however much is being replayed. At most `REPLAY_WINDOW_BYTES` of replays
+    are unacknowledged; the rest stays with the sources.
+    """
+
     def __init__(self) -> None:
         self._live: deque[Queued] = deque()
         self._sources: deque[Source] = deque()
-        # Bytes of replays in each batch that was not acknowledged.
+        # Bytes of replays in each unacknowledged batch, by batch number.
         self._replays: dict[int, int] = {}
-        # The sum of these: bytes of replays under way.
+        # Their sum.
         self._replay_bytes = 0
 
     @property
@@ -171,19 +177,19 @@ class SendQueue:
 
     @property
     def has_more(self) -> bool:
-        """Whether a batch could leave now."""
+        """Whether there is something that a batch could carry now."""
         return bool(self._live) or (bool(self._sources) and self._replay_bytes < REPLAY_WINDOW_BYTES)
 
     def put(self, queued: Queued) -> None:
         self._live.append(queued)
 
     def pace(self, source: Source) -> None:
-        """Ask this source from now on, until it has nothing to give."""
+        """Ask this source for pieces until it returns None."""
         if source not in self._sources:
             self._sources.append(source)
 
     def next_batch(self, number: int) -> list[Queued]:
-        """What the batch with this number carries."""
+        """Return the contents of the batch with this number."""
         batch: list[Queued] = []
         size = 0
         while self._live and size < BATCH_BYTES:
@@ -191,20 +197,20 @@ class SendQueue:
             size += _bytes(batch[-1])
         replayed = self._add_replays(batch, max(1, BATCH_BYTES - size))
         if replayed:
-            # A batch whose commands all fail is not sent, and its number is used again.
+            # The number is used again if no command of a batch could be encoded.
             self._replays[number] = self._replays.get(number, 0) + replayed
             self._replay_bytes += replayed
         return batch
 
     def _add_replays(self, batch: list[Queued], most: int) -> int:
-        """One piece of each source in turn; returns their bytes."""
+        """Add pieces of the first sources in turn, about `most` bytes; returns the bytes added."""
         added = 0
         while self._sources and added < most and self._replay_bytes + added < REPLAY_WINDOW_BYTES:
-            piece = self._sources[0].take()
+            source = self._sources.popleft()
+            piece = source.take()
             if piece is None:
-                self._sources.popleft()
                 continue
-            self._sources.rotate(-1)
+            self._sources.insert(REPLAYED_TOGETHER - 1, source)
             batch.append(piece)
             added += _bytes(piece)
         return added
@@ -218,15 +224,15 @@ def _bytes(queued: Queued) -> int:
     return sum(map(payload_bytes, queued[1]))
 
 
-# The next message to an engine, command by command.
-#
-# A command joins a batch whole or not at all: everything that can go wrong with its values goes wrong in `add`,
-# before the batch, its number or the mirror of the engine's cache knows of it.
-
-
 class OutgoingBatch:
+    """The next message to an engine, built command by command.
+
+    A command is added whole or not at all: `add` raises for a bad value before it changes the batch, and before the
+    number or the mirror of the engine's cache changes.
+    """
+
     def __init__(self) -> None:
-        # All items with audio, in the order in which commands refer to them.
+        # All items with audio; commands refer to them by index.
         self.items: list[Item] = []
         self._views: list[memoryview | None] = []
         self._commands: list[msgspec.Raw] = []
@@ -235,48 +241,48 @@ class OutgoingBatch:
         return bool(self._commands or self.items)
 
     def add(self, command: messages.Command | None, carried: Sequence[Item]) -> None:
-        """A command and its items; without a command, the items are for the engine's cache alone.
+        """Add a command and its items; without a command, the items are only put into the engine's cache.
 
-        Raises what the codec raises for a value it cannot write.
+        Raises the codec's error for a value that it cannot encode.
         """
         items: list[Item] = []
         views: list[memoryview | None] = []
-        described: list[WireItem] = []
+        described: list[Item] = []
         for item in carried:
             data = None
             if item.key:
                 data = len(self.items) + len(items)
                 items.append(item)
                 views.append(_view(item))
-            described.append(WireItem(item.offset, item.length, item.sample, data, item.mask, item.samples))
+            described.append(msgspec.structs.replace(item, key=b"", payload=None, data=data))
         if command is not None:
             self._commands.append(encode_command(command, described))
         self.items += items
         self._views += views
 
     def frames(self, number: int, taken: int, pack: Callable[[list[Item]], list[bool]]) -> list[Any]:
-        """The batch as bytes; `pack` tells which items' audio must travel. They must then be sent."""
+        """Encode the batch; `pack` says which items' audio must be sent. The frames must then be sent."""
         travels = pack(self.items)
         data = lay_out(self.items, travels)
         views = [view for view, goes in zip(self._views, travels, strict=True) if goes and view is not None]
         return codec.encode(Batch(number, taken, data, self._commands), views)
 
 
-def lay_out(items: Sequence[Item], travels: Sequence[bool]) -> list[WireData]:
-    """Where the audio of those that travel lies in the message's payloads, one after the other."""
+def lay_out(items: Sequence[Item], travels: Sequence[bool]) -> list[PayloadPlace]:
+    """Return the place of each item's audio in the payload frame; audio that is sent lies there back to back."""
     data, end = [], 0
     for item, goes in zip(items, travels, strict=True):
         if not goes:
-            data.append(WireData(item.key, None, 0, None))
+            data.append(PayloadPlace(item.key, None, 0, None))
             continue
         assert item.payload is not None, "only audio that is here travels"
-        data.append(WireData(item.key, end, item.payload.nbytes, codec.rows_of(item.payload)))
+        data.append(PayloadPlace(item.key, end, item.payload.nbytes, codec.rows_of(item.payload)))
         end += item.payload.nbytes
     return data
 
 
 def _view(item: Item) -> memoryview | None:
-    """The bytes of an item's audio. Raises TypeError if there is no sending it."""
+    """Return the bytes of an item's audio. Raises TypeError if they cannot be sent."""
     if type(item.key) is not bytes:
         raise TypeError(f"a key is bytes, not {type(item.key).__name__}")
     payload = item.payload
@@ -287,24 +293,19 @@ def _view(item: Item) -> memoryview | None:
     return payload.data.cast("B")
 
 
-# A gateway's side of one conversation with one engine: batches per tick, credits, repair, and its end.
-#
-# A link lives as long as one connection to one engine process. When the engine dies or falls silent the link is lost
-# for good; its owner makes a new one, which starts with empty caches on both sides: a new epoch.
-
-# Commands of one tick travel together; a command that finds the line idle leaves at once.
+# Commands of one tick are sent together; the first command after an idle tick is sent at once.
 TICK_SECONDS = 0.005
-# How long an acknowledgement may wait for commands to travel with.
+# An acknowledgement waits this long for a batch that can carry it.
 ACK_SECONDS = 0.02
 
 
 class EngineMismatch(EngineError):
-    """The engine is of another version or runs another model than this gateway can use."""
+    """The engine has another version than this gateway, or another model than the gateway's other engines."""
 
 
 @dataclass(slots=True)
 class LinkEvents:
-    """What a link tells its owner."""
+    """Callbacks of a link to its owner."""
 
     on_output: Callable[[messages.Output], None]
     on_progress: Callable[[codec.Progress], None]
@@ -313,7 +314,7 @@ class LinkEvents:
 
 
 class EngineLink:
-    """Made by `connect`."""
+    """A connection to one engine process; usable after `connect`."""
 
     def __init__(self, address: str, cache_bytes: int, events: LinkEvents, keys: LinkKeys | None = None) -> None:
         self.address = address
@@ -322,9 +323,9 @@ class EngineLink:
         self.status = codec.Status()
         self.cache = SenderCache(cache_bytes)
         self.lost: str | None = None
-        # Done as soon as there is nobody left to send to.
+        # Done as soon as the link is lost or closed.
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # The engine itself said that its runner failed.
+        # The engine reported that its runner failed.
         self.engine_failed = False
         self._cache_bytes = cache_bytes
         self._keys = keys
@@ -333,7 +334,7 @@ class EngineLink:
         self._welcome: asyncio.Future[codec.Welcome] = self._loop.create_future()
         self._numbering = Numbering()
         self._outbox = SendQueue()
-        # Items of batches that were not taken yet: what a repair may ask for.
+        # Items of unacknowledged batches, by number: a repair may ask for them.
         self._under_way: dict[int, list[messages.Item]] = {}
         # The last batch that needed a repair.
         self._repaired = 0
@@ -341,10 +342,11 @@ class EngineLink:
         self._ack_timer: asyncio.TimerHandle | None = None
         self._beat_timer: asyncio.TimerHandle | None = None
         self._flushed_at = 0.0
-        # Called when the next batch is made, for what travels with it; done when it has left.
+        # Called right before the next batch is made.
         self._collectors: list[Callable[[], None]] = []
+        # Done when all live commands have been sent.
         self._leaving: list[asyncio.Future[None]] = []
-        # Done when the engine has taken the batch of this number.
+        # (batch number, done when the engine has acknowledged it)
         self._awaited: list[tuple[int, asyncio.Future[None]]] = []
         self._heard_at = self._loop.time()
 
@@ -376,10 +378,10 @@ class EngineLink:
                 f"{package_version()} (wire {codec.WIRE_VERSION}); install the same version on both"
             )
         if self.lost is not None:
-            raise EngineDead(self.lost)  # it broke while the welcome was on its way here
+            raise EngineDead(self.lost)  # the connection broke after the welcome
         self.engine, self.version, self.status = welcome.engine, welcome.version, welcome.status
         self.processor = Processor("main", welcome.spec, self.cache)
-        # Nothing has been sent yet: the mirror is empty before and after, as the engine's cache is.
+        # Nothing has been sent yet: the mirror is empty before and after, like the engine's cache.
         warm_up(self.processor)
         self._heard_at = self._loop.time()
         self._beat_timer = self._loop.call_later(BEAT_SECONDS, self._beat)
@@ -387,18 +389,18 @@ class EngineLink:
 
     @property
     def silent_s(self) -> float:
-        """How long ago the engine was last heard."""
+        """Seconds since the last message of the engine."""
         return self._loop.time() - self._heard_at
 
     @property
     def has_room(self) -> bool:
-        """Whether the engine has taken enough of what was sent to be sent more."""
+        """Whether the engine has acknowledged enough batches to be sent more."""
         return self._numbering.may_send
 
     def send(self, command: messages.Command, items: list[messages.Item] | None = None) -> None:
-        """Queue a command for the next batch; `items` are those it carries.
+        """Queue a command and its items for the next batch.
 
-        A command that turns out to have no bytes ends its stream with `Failed`, and nothing else.
+        A command that cannot be encoded ends its own stream with `Failed`.
         """
         if self.lost is not None:
             return
@@ -406,26 +408,26 @@ class EngineLink:
         self._schedule_flush()
 
     def pace(self, source: Source) -> None:
-        """Fetch what the source has to send, piece by piece, when nothing live waits."""
+        """Send the source's pieces, in what live commands leave of each batch."""
         if self.lost is None:
             self._outbox.pace(source)
             self._schedule_flush()
 
     def collect(self, collector: Callable[[], None]) -> None:
-        """Call this once, right before the next batch is made: what it sends then travels with that."""
+        """Call the collector once, right before the next batch is made: commands that it sends join that batch."""
         if self.lost is None:
             self._collectors.append(collector)
             self._schedule_flush()
 
     async def flushed(self) -> None:
-        """Until all that was sent so far has left this process, or there is nobody to send it to."""
+        """Wait until all commands so far have been sent, or the link has ended."""
         if self.lost is None and self._waits:
             leaving = self._loop.create_future()
             self._leaving.append(leaving)
             await leaving
 
     async def taken(self) -> None:
-        """Until the engine has taken all that was sent so far, or there is nobody to take it."""
+        """Wait until the engine has acknowledged all commands so far, or the link has ended."""
         await self.flushed()
         number, waiting = self._numbering.sent, self._loop.create_future()
         if self.lost is None and self._numbering.acknowledged_until < number:
@@ -433,7 +435,7 @@ class EngineLink:
             await asyncio.wait({waiting, self.ended}, return_when=asyncio.FIRST_COMPLETED)
 
     def close(self) -> None:
-        """Leave. Idempotent; tells nobody but the engine."""
+        """Disconnect and tell the engine; does not call `on_lost`. Idempotent."""
         if self.lost is None:
             self.lost = "closed"
             self._end()
@@ -453,12 +455,12 @@ class EngineLink:
             self._events.on_lost(why)
 
     def _end(self) -> None:
-        """There is nobody left to send to."""
+        """Resolve the futures of a link that is lost or closed."""
         self.ended.set_result(None)
         self._tell_those_who_wait()
 
     def _tell_those_who_wait(self) -> None:
-        """If all that they wait for has left, or never will."""
+        """Resolve the futures of `flushed` if everything has been sent, or the link is lost."""
         if self.lost is None and self._waits:
             return
         leaving, self._leaving = self._leaving, []
@@ -472,7 +474,7 @@ class EngineLink:
                 timer.cancel()
 
     def _disconnected(self) -> None:
-        # Before the welcome nothing is lost: the socket goes on trying until the time is up.
+        # Before the welcome the socket tries again until the timeout of `connect`.
         if self._welcome.done():
             self._lose(f"the connection to the engine at {self.address} broke")
 
@@ -485,11 +487,11 @@ class EngineLink:
     def _schedule_flush(self) -> None:
         if self._flush_timer is None and self._numbering.may_send:
             wait = self._flushed_at + TICK_SECONDS - self._loop.time()
-            # Even an idle line waits for the rest of the event loop's turn: commands made together travel together.
+            # Even without a wait, call_later lets commands of the same event loop iteration join the batch.
             self._flush_timer = self._loop.call_later(max(0.0, wait), self._flush)
 
     def _flush(self) -> None:
-        """Everything queued, as one message."""
+        """Send the next batch."""
         if self._numbering.may_send:
             self._collect_all()
         self._flush_timer = None
@@ -519,32 +521,32 @@ class EngineLink:
                 self._events.on_output(failed)
 
     def _collect_all(self) -> None:
-        """One that fails is the fault of what it stands for; the batch leaves without it."""
+        """Call the collectors. If one fails, the batch is sent without its commands."""
         collectors, self._collectors = self._collectors, []
         for collect in collectors:
             try:
                 collect()
             except Exception:
-                logger.exception("something that was to travel to the engine at %s was not collected", self.address)
+                logger.exception("a collector failed; the batch to the engine at %s leaves without it", self.address)
 
     @property
     def _waits(self) -> bool:
-        """Whether anything but replays is to leave with the next batch."""
+        """Whether something other than replays waits for the next batch."""
         return bool(self._collectors) or self._outbox.has_live
 
     def _replace(
         self, command: messages.Command | None, batch: OutgoingBatch, error: Exception
     ) -> messages.Failed | None:
-        """A command cannot be written: its stream ends here and on the engine. Returns what its reader is told."""
+        """A command cannot be encoded: abort its stream on the engine. Returns the output for the stream's reader."""
         logger.error("a command to the engine at %s cannot be encoded", self.address, exc_info=error)
         if command is None:
             return None
         opens = isinstance(command, messages.Open)
         if not opens:
-            # A name that cannot be written is that of a stream the engine has never heard of.
+            # If the name itself cannot be encoded, the engine does not know the stream.
             with suppress(UnicodeEncodeError):
                 batch.add(messages.Abort(command.stream), [])
-        why = f"a value that cannot be sent to the engine: {type(error).__name__}"
+        why = f"a value cannot be sent to the engine: {type(error).__name__}"
         return messages.Failed(command.stream, code_of(opens), f"stream {command.stream!r}: {why}")
 
     def _beat(self) -> None:
@@ -624,22 +626,22 @@ class EngineLink:
     def _take(self, update: codec.Update) -> None:
         self.status = update.status
         for output in update.outputs:
-            if isinstance(output, codec.WireDead):
+            if isinstance(output, messages.Dead):
                 self.engine_failed = True
                 self._lose(output.message)
                 return
-            self._events.on_output(codec.plain_output(output))
+            self._events.on_output(output)
         for progress in update.progress:
             self._events.on_progress(progress)
 
     def _repair(self, missing: codec.Missing) -> None:
-        """The two caches have drifted apart: forget exactly what the engine misses, and send the data again."""
+        """The two caches differ: correct the mirror by what the engine misses, and send the data again."""
         held = {item.key: item for item in self._under_way.get(missing.seq, []) if item.payload is not None}
         found = [held[key] for key in missing.keys if key in held]
         gone = [key for key in missing.keys if key not in held]
         logger.warning("the engine at %s misses %d items; sending them again", self.address, len(missing.keys))
         if missing.seq > self._repaired:
-            # The engine asks again if the answer takes long; it is one repair all the same.
+            # The engine may ask repeatedly for one batch; it is counted as one repair.
             self._repaired = missing.seq
             self.cache.forget(gone)
             self.cache.repair({item.key: item.payload.nbytes for item in found})

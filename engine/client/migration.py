@@ -1,8 +1,8 @@
-"""Streams leave engines that drain, one by one, for engines with room.
+"""Migration: moves the streams of draining engines, one by one, to engines with room.
 
-A stream moves at a pause if one comes soon: what it takes to go on elsewhere is then least noticed. It is rebuilt there
-as after a death, to the word; a place is asked for first, so that one for whom there is none stays where it is, and the
-engine that it leaves keeps it until the other one has all of it.
+A stream migrates in a pause of speech if one comes soon, when the interruption is least noticed. A place on the target
+is reserved first; without one the stream stays. On the target the stream is rebuilt as after the death of an engine, to
+the word, and the old engine keeps it until the new one has all of it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from engine.errors import EngineError
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.25
-# How long a stream may wait for a pause.
+# How long a stream waits for a pause before it migrates without one.
 PATIENCE_SECONDS = 15.0
 
 
 class Migrations:
-    """`make_place` makes a stream that holds a place for another."""
+    """Migrates streams until closed. `make_place` makes a placeholder that reserves room for a stream."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Migrations:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def look(self) -> None:
-        """Begin to move whoever can be moved now."""
+        """Start the migration of every stream that can migrate now."""
         draining = [pooled for pooled in self._pool.all if pooled.link is not None and pooled.draining]
         now = self._clock()
         self._since = {pooled: self._since.get(pooled, now) for pooled in draining}
@@ -73,11 +73,11 @@ class Migrations:
         try:
             await self._pool.open_on(target, place)
         except (EngineError, ValueError) as error:
-            logger.info("stream %s stays where it is: %s", stream.id, error)
+            logger.info("stream %s stays on its engine: %s", stream.id, error)
             return
         finally:
             del self._moving[stream]
-        # The place was there a moment ago: the stream takes it.
+        # Free the reserved place; the stream takes it.
         place.drop()
         if pooled.streams.get(stream.id) is stream and stream.may_move:
             del pooled.streams[stream.id]

@@ -1,8 +1,8 @@
-"""How many streams engines hold, from what their steps were measured to cost.
+"""The engines that a gateway knows (`EnginePool`): their capacity, their streams, and the table file of a fleet.
 
-Only streams that make work count: one that was heard within `COUNTED_SECONDS` (engine.options), or is so new that
-nothing is known of it yet. The others are open and cost next to nothing. Backlog counts nowhere: it gets what live
-streams leave over.
+Capacity is computed from the measured cost of steps. Only streams that cause work are counted: streams with speech
+within `COUNTED_SECONDS` (engine.options), and new streams of which nothing is known yet. Other open streams cost almost
+nothing. Uploads are not counted: they use the time that live streams leave free.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from engine.client.link import EngineLink
 from engine.client.stream import EngineStream
 from engine.errors import AtCapacity, EngineDead
 
-# What an engine takes on before it has measured anything.
+# Streams that an engine takes before it has measured anything.
 STREAMS_TO_BEGIN_WITH = 4
-# When to try again: soon if an engine is merely busy or starting, later if somebody has to leave first.
+# Seconds until a refused client should try again: soon if engines are starting, later if all are full.
 RETRY_SOON_S = 1.0
 RETRY_LATER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """One engine that is connected: its streams, and how busy and how late it is."""
+    """A connected engine: its streams, its load and its lag."""
 
     used: int
     total: int
@@ -46,13 +46,13 @@ class EngineShare:
     address: str = ""
     draining: bool = False
     version: str = ""
-    # How long ago it was last heard.
+    # Seconds since its last message.
     silent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMissing:
-    """One engine that should be there and is not, and why, if that is known."""
+    """An engine that should be connected and is not, and the reason, if known."""
 
     name: str
     address: str
@@ -61,7 +61,7 @@ class EngineMissing:
 
 @dataclass(frozen=True, slots=True)
 class TableReport:
-    """The table of engines in force, and what is wrong with its file."""
+    """The number of the engine table in use, and the problem with its file, if any."""
 
     number: int
     problem: str
@@ -69,11 +69,11 @@ class TableReport:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of all engines together. `used` of `total` places are taken; `counted` streams count as speaking, `holds` could.
+    """Capacity of all engines together: `used` of `total` slots, `counted` active streams of `holds` possible ones.
 
-    `free` is how many more could speak: less than `holds - counted` where one engine has more than it holds. `load` is
-    the share of its time that the least busy engine spends on live streams, `load_per_stream` what one more stream
-    would add where it adds most; 0 while nothing has been measured.
+    `free` is the number of further active streams: less than `holds - counted` if an engine is above its limit. `load`
+    is the share of its time that the least busy engine spends on live streams. `load_per_stream` is the load that one
+    more stream adds on the engine where it adds most; 0 while nothing has been measured.
     """
 
     used: int
@@ -85,28 +85,28 @@ class Capacity:
     holds: int = 0
     free: int = 0
     load_per_stream: float = 0.0
-    # Those that are connected, of so many that should be, and those that are not.
+    # Connected engines, the number that should be connected, and those that are missing.
     engines: tuple[EngineShare, ...] = ()
     engines_wanted: int = 0
     missing: tuple[EngineMissing, ...] = ()
     table: TableReport | None = None
-    # Engines that wait for another one to be lost, and how many of them there should be.
+    # Spare engines that are ready, and how many there should be.
     spares_ready: int = 0
     spares_wanted: int = 0
 
 
 def streams_held(status: Status, max_load: float) -> int:
-    """Streams that may speak at once on an engine without it being busier than `max_load`; 0 is no limit."""
+    """Active streams that an engine can hold within `max_load`; a `max_load` of 0 is no limit."""
     if not max_load:
         return status.slots_total
     if not status.load_per_stream:
         return min(status.slots_total, STREAMS_TO_BEGIN_WITH)
-    # One is always let in: without a stream nothing would be measured again.
+    # At least one: without a stream nothing would ever be measured again.
     return min(status.slots_total, max(1, int((max_load - status.load_per_step) / status.load_per_stream)))
 
 
 def streams_free(status: Status, max_load: float) -> int:
-    """How many more streams an engine takes that may all speak."""
+    """Number of further streams that an engine can take if all of them are active."""
     if status.draining:
         return 0
     places = status.slots_total - status.slots_used
@@ -140,33 +140,31 @@ def capacity_of(states: Sequence[Status], max_load: float) -> Capacity:
     )
 
 
-# The engines of a gateway as places for streams: who sits where, and where a new stream sits best.
-
-# Lag that streams have even where there is plenty of room: they wait for the next stride or step.
+# Normal lag of streams on an engine with room: they wait for the next stride or step.
 USUAL_LAG_MS = 1000.0
-# How many streams an engine may be asked about at once: whether it is full is known when it answers.
-OPENING_AT_ONCE = 16
+# Opens that may be unanswered at one engine: only the answer tells whether it is full.
+OPENING_AT_ONCE = 64
 
 
 class PooledEngine:
-    """One engine and, while it lives, the link to it and the streams on it."""
+    """One engine, and while it is connected, the link to it and the streams on it."""
 
     def __init__(self, engine: EngineHandle, name: str = "") -> None:
         self.engine = engine
         self.name = name or engine.address
-        # The table of engines has it no more, or says that it is to be emptied.
+        # It was removed from the engine table; the table marks it as draining.
         self.delisted = False
         self.emptied = False
-        # Why it is not connected, if that is known, and since when it is or is not.
+        # Why it is not connected, if known, and the time at which it was connected or lost.
         self.problem = ""
         self.since = asyncio.get_running_loop().time()
         self.link: EngineLink | None = None
-        # Whether streams may sit here; an engine that is connected and does not serve is a spare.
+        # Whether it takes streams; a connected engine that does not serve is a spare.
         self.serves = False
         self.streams: dict[str, EngineStream] = {}
-        # Streams that the engine was asked to take and has not answered about.
+        # Number of unanswered opens.
         self.opening = 0
-        # Which process it was that the last link led to, and the last that was heard of it.
+        # Id and last status of the engine process of the last link.
         self.engine_id = ""
         self.last_status = codec.Status()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -174,7 +172,7 @@ class PooledEngine:
 
     @property
     def draining(self) -> bool:
-        """No new stream sits here, and those that do are to move."""
+        """Whether it takes no new streams, and its streams are to migrate."""
         return self.delisted or self.emptied or (self.link is not None and self.link.status.draining)
 
     @property
@@ -183,7 +181,7 @@ class PooledEngine:
 
 
 class EnginePool:
-    """All of them; a stream sits on one at most. `spares` of them stay empty until one that serves is lost."""
+    """All engines of a gateway; a stream is on at most one. `spares` engines stay empty until a serving one is lost."""
 
     def __init__(self, engines: Sequence[EngineHandle], max_load: float, spares: int = 0) -> None:
         self.all = [
@@ -200,12 +198,12 @@ class EnginePool:
         self._promote()
 
     def lost(self, pooled: PooledEngine) -> PooledEngine | None:
-        """The engine is not connected any more; the spare that serves in its place, if there is one."""
+        """The engine is not connected any more. Returns the spare that serves in its place, if there is one."""
         pooled.link, pooled.serves, pooled.since = None, False, asyncio.get_running_loop().time()
         return self._promote()
 
     def _promote(self) -> PooledEngine | None:
-        """Let a connected engine serve if too few do; all that are needed serve after each arrival and each loss."""
+        """Let a spare serve if too few engines do. Called at each arrival and loss, so one promotion is enough."""
         spare = next((pooled for pooled in self.all if pooled.link is not None and not pooled.serves), None)
         serving = sum(pooled.link is not None and pooled.serves for pooled in self.all)
         if spare is None or serving >= len(self.all) - self.spares:
@@ -214,7 +212,7 @@ class EnginePool:
         return spare
 
     def links(self) -> list[EngineLink]:
-        """To the engines that take streams."""
+        """Links to the engines that take streams."""
         return [pooled.link for pooled in self.all if pooled.link is not None and pooled.takes_streams]
 
     @property
@@ -225,7 +223,7 @@ class EnginePool:
         return [stream for pooled in self.all for stream in pooled.streams.values()]
 
     def shares(self) -> tuple[EngineShare, ...]:
-        """Of the engines that are connected and no spares."""
+        """Shares of the connected engines, without spares."""
         return tuple(
             replace(
                 share_of(pooled.link.status, self.max_load),
@@ -249,8 +247,8 @@ class EnginePool:
     def in_order(self) -> list[PooledEngine]:
         """Engines that can take a stream, in the order in which to ask them.
 
-        First those with room, by chance, and the likelier the more room there is: gateways that choose at the same
-        time do not all choose the same one. Then those that are behind or full, the best first; they know better.
+        First those with room, in random order weighted by their room, so that gateways that choose at the same time
+        do not all choose the same one. Then those that seem late or full, the best first: our report may be outdated.
         """
         ready = [pooled for pooled in self.all if pooled.link is not None and pooled.takes_streams]
         room = {pooled: self._room(pooled) for pooled in ready}
@@ -264,7 +262,7 @@ class EnginePool:
         return 0 if status.lag_ms > USUAL_LAG_MS else streams_free(status, self.max_load) - pooled.opening
 
     def _by_lag(self, pool: Sequence[PooledEngine]) -> list[PooledEngine]:
-        """Not behind, not full, with few streams."""
+        """Sort by lag, then engines that are not full, then those with few streams."""
 
         def order(entry: tuple[codec.Status, PooledEngine]) -> tuple[float, bool, float]:
             status, pooled = entry
@@ -276,7 +274,7 @@ class EnginePool:
         ]
 
     def place_for_lost(self) -> PooledEngine | None:
-        """An engine that seems to have a place for a stream that lost its own: nothing is sent to one that is full."""
+        """Return an engine with a free slot for a stream that lost its engine, or None if all seem full."""
         for pooled in self.in_order():
             assert pooled.link is not None
             status = pooled.link.status
@@ -285,7 +283,7 @@ class EnginePool:
         return None
 
     async def open_on(self, pooled: PooledEngine, stream: EngineStream) -> None:
-        """Raises what the engine answers, or EngineDead; then the stream is on no engine."""
+        """Open the stream on this engine. Raises the engine's error, or EngineDead; then the stream is on no engine."""
         link = pooled.link
         if link is None:
             raise EngineDead(f"the engine at {pooled.engine.address} is not running at the moment")
@@ -295,7 +293,7 @@ class EnginePool:
             await stream.open_on(link)
         except BaseException as error:
             if isinstance(error, AtCapacity):
-                # It knows better than its last report. The next report counts again.
+                # The last report was outdated: treat the engine as full until the next one.
                 link.status.slots_used = link.status.slots_total
             if pooled.streams.get(stream.id) is stream:
                 del pooled.streams[stream.id]
@@ -304,26 +302,25 @@ class EnginePool:
             pooled.opening -= 1
 
     def leave(self, stream: EngineStream) -> None:
-        """The stream has said its last word."""
+        """The stream has ended: remove it from its engine."""
         for pooled in self.all:
             if pooled.streams.get(stream.id) is stream:
                 del pooled.streams[stream.id]
 
 
-# The table of a fleet's engines: a file that its keeper replaces whole, and that a gateway looks at now and then.
-#
-# A gateway goes on with the last good table when the file cannot be read, is not there, or is older than what it has.
+# The engine table of a fleet is a file that `tickertape fleet` replaces atomically and a gateway polls. The last good
+# table stays in use while the file is missing, unreadable or older.
 
 logger = logging.getLogger(__name__)
 
-# How often a gateway looks.
+# How often a gateway polls the file.
 LOOK_SECONDS = 0.5
-# A table of thousands of engines is far smaller.
+# Far more than a table of thousands of engines needs.
 MOST_TABLE_BYTES = 4 * 1024 * 1024
 
 
 class TableEntry(msgspec.Struct, frozen=True):
-    """One engine. One that drains takes nothing new, and its streams move."""
+    """One engine of the table. A draining engine takes no new streams, and its streams migrate."""
 
     name: str
     address: str
@@ -331,7 +328,7 @@ class TableEntry(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """`number` rises with each table that a keeper writes."""
+    """The engines of a fleet. `number` rises with each table that is written."""
 
     number: int
     engines: list[TableEntry]
@@ -341,17 +338,17 @@ _decoder = msgspec.json.Decoder(Table)
 
 
 class TableFile:
-    """Reads one file. `number` is that of the table in force, `problem` what is wrong with the file now."""
+    """Reads the table file. `number` is that of the table in use, `problem` what is wrong with the file now."""
 
     def __init__(self, path: str | Path) -> None:
         self.number = 0
         self.problem = ""
         self._path = Path(path)
-        # Which file was read last: one that was replaced is another.
+        # Inode, mtime and size of the file read last: a replaced file differs.
         self._seen: tuple[int, int, int] | None = None
 
     def look(self) -> Table | None:
-        """A newer table than the last one, if there is one. Reads a file, so not for an event loop."""
+        """Return a newer table, or None if there is none. Blocks on file I/O: do not call it on an event loop."""
         try:
             stat = self._path.stat()
             mark = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
@@ -373,14 +370,14 @@ class TableFile:
         return table
 
     def _complain(self, problem: str) -> None:
-        """Once for each problem."""
+        """Log each problem once."""
         if problem != self.problem:
             logger.error("%s; the last good one (number %d) stays in force", problem, self.number)
         self.problem = problem
 
 
 def _read(path: Path) -> Table:
-    """Raises OSError or ValueError."""
+    """Read and check the table. Raises OSError or ValueError."""
     with path.open("rb") as file:
         data = file.read(MOST_TABLE_BYTES + 1)
     if len(data) > MOST_TABLE_BYTES:

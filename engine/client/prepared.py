@@ -1,6 +1,6 @@
-"""Prepare audio without executing it: what `POST /v1/audio/render` answers, and the way back in for such items.
+"""Audio that is prepared without being executed: the answer of `POST /v1/audio/render`, and injecting such items.
 
-A rendered item can be stored, sent elsewhere, and injected into any engine that runs the same model.
+A rendered item can be stored, sent elsewhere, and injected into the audio cache of any engine with the same model.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.boundary.input_cache import SenderCache
-from engine.boundary.items import LARGEST_COUNT, make_cutter, payload_bytes, prepare
+from engine.boundary.items import make_cutter, payload_bytes, prepare
 from engine.client.link import EngineLink, ItemRefused, Processor, Queued
-from engine.messages import Item
+from engine.messages import LARGEST_COUNT, Item
 from engine.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Items of one piece of audio, and what executing them would cost."""
+    """The items of one piece of audio, and what executing them would cost."""
 
     model: str
     samples: int
     positions: int
     items: list[Item]
-    # For each item: does the engine hold its data already?
+    # For each item: whether the engine has its data cached.
     cached: list[bool]
 
     @property
@@ -39,7 +39,7 @@ class Rendered:
 
     @property
     def bytes_to_send(self) -> int:
-        """What would cross to the engine: each hash it does not hold, once."""
+        """Bytes that would be sent to the engine: each hash that it has not cached, once."""
         return sum({item.key: payload_bytes(item) for item in self._uncached()}.values())
 
     @property
@@ -50,12 +50,11 @@ class Rendered:
         return [item for item, cached in zip(self.items, self.cached, strict=True) if item.key and not cached]
 
     def as_json(self, with_data: bool = True) -> dict[str, Any]:
-        """Plain data."""
+        """The summary and all items as JSON types."""
         return self.summary() | {"items": list(self.entries(with_data))}
 
     def entries(self, with_data: bool = True) -> Iterator[dict[str, Any]]:
-        """The items as plain data, made one by one. An item whose hash came before is sent without data: the hash says
-        it all."""
+        """The items as JSON types, one by one. Only the first item with a hash has the data."""
         described: set[bytes] = set()
         for item, cached in zip(self.items, self.cached, strict=True):
             entry = describe(item, with_data=with_data and item.key not in described)
@@ -63,7 +62,7 @@ class Rendered:
             described.add(item.key)
 
     def summary(self) -> dict[str, Any]:
-        """Everything but the items."""
+        """Everything except the items."""
         return {
             "model": self.model,
             "samples": self.samples,
@@ -83,7 +82,7 @@ def render(
     engine_holds: SenderCache,
     delay_positions: int | None = None,
 ) -> Rendered:
-    """Cut and hash one complete piece of audio at the model's rate; neither the engine nor its mirror notices."""
+    """Cut and hash one complete piece of audio at the model's rate. Changes neither the engine nor its mirror."""
     if samples.ndim != 1 or samples.dtype != np.float32:
         raise ItemRefused(
             f"audio of shape {samples.shape} and type {samples.dtype}; give one channel of float32 samples"
@@ -104,7 +103,7 @@ def render(
 
 
 def describe(item: Item, with_data: bool) -> dict[str, Any]:
-    """One item as plain data; the opposite of `parse_items`."""
+    """One item as JSON types; the inverse of `parse_items`."""
     entry: dict[str, Any] = {"offset": item.offset, "length": item.length, "sample": item.sample}
     if item.samples is not None:
         entry["samples"] = item.samples
@@ -119,7 +118,7 @@ def describe(item: Item, with_data: bool) -> dict[str, Any]:
 
 
 def parse_items(entries: Sequence[Mapping[str, Any] | None]) -> list[Item | None]:
-    """Items that came as plain data. Hashes are verified where they are used, not here."""
+    """Items from JSON types. Raises ItemRefused; hashes are not verified here but where the items are used."""
     return [None if entry is None else _parse_item(entry) for entry in entries]
 
 
@@ -141,7 +140,7 @@ def _parse_item(entry: Mapping[str, Any]) -> Item:
 
 
 def _count(entry: Mapping[str, Any], name: str) -> int:
-    """A whole number from 0 on that everybody can carry. JSON knows no others, but those who write it do."""
+    """A whole number from 0 to `LARGEST_COUNT`. Raises ItemRefused."""
     if name not in entry:
         raise ItemRefused(f"an item lacks {name!r}; an item has offset, length, sample, hash and data")
     value = entry[name]
@@ -162,18 +161,17 @@ def check_same_model(rendered_for: str, spec: ModelSpec) -> None:
         raise ItemRefused(f"these items were prepared for {rendered_for!r}; this engine runs {spec.name!r}")
 
 
-# Items that others prepared, on their way into the engines' caches.
-#
-# Nobody waits for them, so they leave as replays do: in pieces, within the link's credits, when nothing live waits.
+# Injection of prepared items into the engines' caches. It is not urgent, so they are sent as replays are: in pieces,
+# within the link's credits, when no live audio waits.
 
-# Items are hashed off the event loop, so many at a time.
+# Items hashed per call of the thread that checks them.
 CHECKED_AT_ONCE = 64
-# So much travels in one piece: small enough for others to take turns.
+# Bytes per piece: small enough for other senders to take turns.
 PIECE_BYTES = 64 * 1024
 
 
 class Injection:
-    """The way of some items to one engine. A source of its link's outbox until all have left."""
+    """Items on their way to one engine: a source of its link's outbox until all are sent."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -191,7 +189,7 @@ class Injection:
 
 
 async def inject(items: Sequence[Item | None], processor: Processor, links: Sequence[EngineLink]) -> int:
-    """Returns how many have left for every engine that is still there. Raises ItemRefused, and then none has."""
+    """Send the items to all engines; returns how many had data. Raises ItemRefused before anything is sent."""
     checked: list[Item] = []
     for start in range(0, len(items), CHECKED_AT_ONCE):
         checked += await asyncio.to_thread(processor.check, items[start : start + CHECKED_AT_ONCE])

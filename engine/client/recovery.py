@@ -1,9 +1,8 @@
-"""Streams that lost their engine: they wait, and get another one as soon as there is one.
+"""Recovery: streams whose engine was lost wait here and are reopened on another engine.
 
-The recovery promises: a stream that was lost is in exactly one place. It is held until it is known who killed its
-engine, waits, is being reopened by one task, is on an engine, or has ended. Only `hold`, `release`, `forget` and the
-task that reopens a stream move it, and that task only while the stream is still its own. A stream for which no engine
-comes in time ends with a word to its reader.
+Invariant: a lost stream is in exactly one state. It is held until the crash suspects are known, waiting, being reopened
+by one task, on an engine, or ended. Only `hold`, `release`, `forget` and the reopening task change the state, and the
+task only while it is still the stream's registered task. A stream that gets no engine in time is ended with an error.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from engine.errors import AtCapacity, EngineDead, EngineError
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.25
-# How long a suspect that neither kills the engine nor gets on is waited for, before the next one is tried.
+# A suspect on probation that neither kills the engine nor passes its spot is released after this time.
 PROBATION_S = 10.0
 RECOVERIES_KEPT = 256
 
@@ -35,6 +34,8 @@ class RecoveryCounts:
 
 
 class Recovery:
+    """Lost streams and the tasks that reopen them. `run` is the loop that places them."""
+
     def __init__(self, pool: EnginePool, timeout_s: float, clock: Callable[[], float]) -> None:
         self.counts = RecoveryCounts()
         self.recent_seconds: deque[float] = deque(maxlen=RECOVERIES_KEPT)
@@ -44,14 +45,14 @@ class Recovery:
         self._held: set[EngineStream] = set()
         self._waiting: list[EngineStream] = []
         self._reopening: dict[EngineStream, asyncio.Task[None]] = {}
-        # The one suspect that is being tried, and since when.
+        # The one suspect that is being tried, and when that began.
         self._on_probation: tuple[EngineStream, float] | None = None
         self._wake = asyncio.Event()
 
     async def run(self) -> None:
         while True:
             try:
-                # `wait_for` would miss a cancellation that comes together with the wake-up.
+                # Not `wait_for`, which would miss a cancellation that comes together with the wake-up.
                 async with asyncio.timeout(RETRY_S if self._waiting else None):
                     await self._wake.wait()
             except TimeoutError:
@@ -60,7 +61,7 @@ class Recovery:
             self._place_waiting(self._clock())
 
     async def close(self) -> list[EngineStream]:
-        """Stop; returns the streams that are on no engine."""
+        """Stop; returns the streams that are not on an engine."""
         tasks = dict(self._reopening)
         for task in tasks.values():
             task.cancel()
@@ -68,7 +69,7 @@ class Recovery:
         return [*self._held, *self._waiting, *tasks]
 
     def hold(self, streams: list[EngineStream]) -> None:
-        """Their engine is lost; they stay here until `release`. One that no engine ever took is its opener's matter."""
+        """Their engine is lost: keep them until `release`. A stream that was never opened is left to its opener."""
         if self._on_probation is not None and self._on_probation[0] in streams:
             self._on_probation = None
         for stream in streams:
@@ -77,7 +78,7 @@ class Recovery:
                 self._held.add(stream)
 
     def release(self, streams: list[EngineStream]) -> None:
-        """It is known who killed the engine: whoever has not ended may have another one."""
+        """The crash suspects are known: streams that have not been ended may be reopened."""
         for stream in streams:
             if stream in self._held:
                 self._held.remove(stream)
@@ -85,12 +86,12 @@ class Recovery:
         self._wake.set()
 
     def carry(self, stream: EngineStream, pooled: PooledEngine) -> None:
-        """The stream has left its engine for this one, where it has a place."""
+        """Reopen a stream on an engine that has a place for it."""
         task = asyncio.create_task(self._reopen(stream, pooled), name=f"reopen {stream.id}")
         self._reopening[stream] = task
 
     def wake(self) -> None:
-        """An engine is there that was not before."""
+        """An engine has become available."""
         self._wake.set()
 
     def forget(self, stream: EngineStream) -> None:
@@ -101,7 +102,7 @@ class Recovery:
             self._waiting.remove(stream)
 
     def note_progress(self, stream: EngineStream) -> None:
-        """The stream may have passed the point where its last engine stopped."""
+        """Count the stream as recovered if it has passed the point where its last engine stopped."""
         lost_at = stream.place.lost_at
         if lost_at is None or not stream.place.goes_on:
             return
@@ -126,15 +127,15 @@ class Recovery:
 
     def _is_too_late(self, stream: EngineStream, now: float) -> bool:
         lost_at = stream.place.lost_at
-        assert lost_at is not None, "only streams that were lost wait"
+        assert lost_at is not None, "a waiting stream has a time of loss"
         return now - lost_at > self._timeout_s
 
     def _may_try(self, stream: EngineStream, now: float) -> bool:
-        """Suspects of an engine whose last step nobody saw are tried one at a time."""
+        """Whether the stream may be reopened now. Suspects of an unknown last step are tried one at a time."""
         if not stream.suspicion.must_wait:
             return True
-        someone_else = self._on_probation is not None and self._on_probation[0] is not stream
-        if someone_else or now < stream.suspicion.not_before:
+        another_on_probation = self._on_probation is not None and self._on_probation[0] is not stream
+        if another_on_probation or now < stream.suspicion.not_before:
             return False
         self._on_probation = (stream, now)
         return True
@@ -150,17 +151,17 @@ class Recovery:
     async def _reopen(self, stream: EngineStream, pooled: PooledEngine) -> None:
         mine = asyncio.current_task()
         if self._reopening.get(stream) is not mine:
-            return  # it ended before this had its turn
+            return  # the stream ended before this task ran
         refusal: Exception | None = None
         try:
             await self._pool.open_on(pooled, stream)
         except (EngineError, ValueError) as error:
             refusal = error
         except Exception as error:
-            logger.exception("stream %s cannot be carried over", stream.id)
+            logger.exception("stream %s cannot be reopened", stream.id)
             refusal = error
         if self._reopening.get(stream) is not mine:
-            return  # it has ended, or its engine was lost again and it is held
+            return  # the stream ended, or its engine was lost again and it is held
         del self._reopening[stream]
         if refusal is None:
             self.note_progress(stream)

@@ -1,8 +1,8 @@
-"""What a gateway keeps of a stream, so that another engine can go on where a dead one stopped.
+"""What a gateway keeps of a stream, so that another engine can continue it after its engine has died.
 
-Kept are the items of one recompute window (bounded), and what was said about them. A frame-synchronous model is
-replayed with its tokens forced, so it says nothing twice. A model that rereads its window goes on from its last
-state, which came with the last text: what was received is not said again, what was not received is.
+Kept are the items of one recompute window (bounded) and the results for them. A frame-synchronous model is replayed
+with its tokens forced, so that no text is repeated. A windowed model continues from its last saved state, which came
+with its last text: text that was received is not repeated, text that was lost is produced again.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from msgspec import structs
+
 from engine.messages import Item, StreamState, Text, TurnRule, Word
 from engine.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class AskedFlush:
-    """A flush was asked for here."""
+    """A flush was requested at this point."""
 
     tag: int
     pause: int | None = None
@@ -26,7 +28,7 @@ class AskedFlush:
 
 @dataclass(frozen=True, slots=True)
 class NewTurns:
-    """From here on, turns ended by another rule."""
+    """The rule for turn ends changed at this point."""
 
     turns: TurnRule | None
 
@@ -36,61 +38,61 @@ ReplayEntry = Item | AskedFlush | NewTurns
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """All that a new engine needs. It counts positions and samples anew: the old ones minus these."""
+    """What a new engine is sent. It counts from zero: subtract `positions` and `samples` from the stream's counts."""
 
     positions: int
     samples: int
     entries: list[ReplayEntry]
     forced_tokens: list[int] = field(default_factory=list)
     state: StreamState | None = None
-    # Audio that the state refers to, and audio that is to be heard as if no engine had been lost.
+    # Items before the state's position, and the position until which latency does not matter (the engine catches up).
     known: list[Item] = field(default_factory=list)
     catch_up_until: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """How much audio of a stream a gateway holds: what a replay needs, and what the engine has not computed yet."""
+    """Most positions a gateway holds of a stream: computed ones for a replay, and ones the engine has not computed."""
 
     keep_positions: int
     ahead_positions: int
 
 
 def positions_to_keep(spec: ModelSpec, seconds: float) -> int:
-    """How much computed audio a replay needs: what the model's caches look back on, within a limit in seconds."""
+    """Computed positions that a replay needs: the model's attention window, at most `seconds` of audio."""
     limit = int(seconds * spec.sample_rate / spec.samples_per_position)
     window = max((group.window_positions for group in spec.kv_groups), default=limit)
     return min(limit, window)
 
 
 class Memory(Protocol):
-    """What a new engine must know about the kept audio."""
+    """The results of the kept audio that a new engine needs."""
 
     def trim(self, kept: KeptAudio) -> None:
-        """Let go of what no replay needs."""
+        """Drop what no replay needs."""
 
     def replay(self, kept: KeptAudio) -> Replay:
-        """What a new engine needs; all that is heard from now on comes from it."""
+        """What to send to a new engine. All later text comes from that engine."""
 
     def hear(self, text: Text) -> Text | None:
-        """Text from the engine; what of it is new."""
+        """Record text from the engine; returns the part of it that is new, or None."""
 
     def take(self, state: StreamState) -> None:
-        """The state after all that was heard so far."""
+        """Record the state after all text so far."""
 
     def go_on(self, position: int, token: int) -> None:
-        """Of a stream of another gateway, nothing before `position` is kept; its next token is that of `token`."""
+        """An adopted stream: nothing before `position` is kept, and its next token belongs to position `token`."""
 
     @property
     def can_replay(self) -> bool:
-        """Whether enough is kept for another engine to go on."""
+        """Whether enough is kept for another engine to continue."""
 
     def is_whole(self, kept: KeptAudio) -> bool:
-        """Whether all is kept that decides what comes next: of a stream of another gateway, when it was heard anew."""
+        """Whether a replay gives exactly the same text. An adopted stream must first hear a full window again."""
 
 
 class KeptAudio:
-    """The end of a stream: items and flushes in the order in which they were sent."""
+    """The last part of a stream: items, flushes and rule changes in the order in which they were sent."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.end = spec.prefix_positions
@@ -110,13 +112,13 @@ class KeptAudio:
             self.end_sample = last.sample + came
 
     def mark_flush(self, tag: int, unanswered: Collection[int], pause: int | None = None) -> None:
-        """Flushes without audio between them are one flush, unless somebody still waits for the answer."""
+        """Record a flush. It replaces flushes directly before it that are answered."""
         while self._entries and isinstance(self._entries[-1], AskedFlush) and self._entries[-1].tag not in unanswered:
             self._entries.pop()
         self._entries.append(AskedFlush(tag, pause))
 
     def mark_turns(self, turns: TurnRule | None) -> None:
-        """Of changes without anything between them, the last one counts."""
+        """Record a change of the turn rule. It replaces one directly before it."""
         if self._entries and isinstance(self._entries[-1], NewTurns):
             self._entries.pop()
         self._entries.append(NewTurns(turns))
@@ -125,9 +127,9 @@ class KeptAudio:
         return next((entry for entry in self._entries if isinstance(entry, Item)), None)
 
     def drop_before(self, position: int) -> Item | None:
-        """Let go of all that lies before `position`, and of the flushes there; the first item that stays.
+        """Drop everything before `position`, including flushes; returns the first item that stays.
 
-        An item of audio is kept whole, a gap is cut: however long it is, no more of it is remembered than of audio.
+        An audio item stays whole. A gap is cut at `position`, so that a long gap does not keep more than audio would.
         """
         while (first := self.first()) is not None and first.offset < position:
             if first.offset + first.length > position and first.key:
@@ -144,15 +146,15 @@ class KeptAudio:
         passed = min((position - gap.offset) * rate, covered)
         length = gap.offset + gap.length - position
         samples = None if gap.samples is None else covered - passed
-        return replace(gap, offset=position, length=length, sample=gap.sample + passed, samples=samples)
+        return structs.replace(gap, offset=position, length=length, sample=gap.sample + passed, samples=samples)
 
     def drop_flushes(self, tag: int) -> None:
-        """Let go of the flushes up to this one, as far as no audio is kept from before them."""
+        """Drop leading flushes up to `tag`."""
         while self._entries and isinstance(self._entries[0], AskedFlush) and self._entries[0].tag <= tag:
             self._entries.popleft()
 
     def split(self, position: int, tag: int) -> tuple[list[Item], list[ReplayEntry]]:
-        """The items before a position, and what follows them without the flushes up to `tag`."""
+        """The items before a position, and the entries after them without the flushes up to `tag`."""
         before: list[Item] = []
         after: list[ReplayEntry] = []
         for entry in self._entries:
@@ -164,7 +166,7 @@ class KeptAudio:
         return before, after
 
     def sample_at(self, position: int) -> int:
-        """The audio sample at which a kept position starts."""
+        """The sample at which a kept position starts."""
         for entry in self._entries:
             if isinstance(entry, Item) and entry.offset + entry.length > position:
                 inside = max(0, position - entry.offset) * self._spec.samples_per_position
@@ -172,7 +174,7 @@ class KeptAudio:
         return self.end_sample
 
     def from_beginning(self) -> Replay:
-        """A copy on a clock that starts at the beginning."""
+        """All entries, with positions and samples counted from the first kept item."""
         first = self.first()
         positions = (self.end if first is None else first.offset) - self._spec.prefix_positions
         samples = self.end_sample if first is None else first.sample
@@ -182,28 +184,28 @@ class KeptAudio:
 
 def _earlier(entry: ReplayEntry, positions: int, samples: int) -> ReplayEntry:
     if isinstance(entry, Item):
-        return replace(entry, offset=entry.offset - positions, sample=entry.sample - samples)
+        return structs.replace(entry, offset=entry.offset - positions, sample=entry.sample - samples)
     if isinstance(entry, AskedFlush) and entry.pause is not None:
         return replace(entry, pause=max(0, entry.pause - samples))
     return entry
 
 
 class TokenMemory:
-    """For models with one token per position: the tokens themselves are the memory."""
+    """For models with one token per position: the tokens are the memory."""
 
     def __init__(self, spec: ModelSpec, keep_positions: int) -> None:
         self._keep_positions = keep_positions
-        # A token speaks of audio before it, and a flush puts silence between the two.
+        # A token is about audio before it, by up to the delay and the silence of a flush.
         self._reach_samples = spec.flush_positions_for(spec.max_delay_positions) * spec.samples_per_position
         self._tokens: deque[int] = deque()
         self._first = spec.prefix_positions
         self._words: deque[Word] = deque()
         self._replayed = False
-        # Audio before this was with another gateway.
+        # First position kept of an adopted stream, else 0.
         self._kept_from = 0
 
     def trim(self, kept: KeptAudio) -> None:
-        # Positions whose tokens have not been heard of must be computed again, so their audio stays.
+        # Positions whose tokens have not arrived must be computed again, so their audio stays.
         first = kept.drop_before(min(kept.end - self._keep_positions, self._first + len(self._tokens)))
         start = kept.end if first is None else first.offset
         while self._tokens and self._first < start:
@@ -221,7 +223,7 @@ class TokenMemory:
     def hear(self, text: Text) -> Text | None:
         self._tokens.extend(text.tokens)
         if self._replayed:
-            # A flush that is replayed completes the word before it once more, or what is left of it.
+            # A replayed flush completes the word before it once more, or the rest of that word.
             text.words = [word for word in text.words if not self._is_known(word)]
         self._words.extend(text.words)
         return text if text.delta or text.words or text.tokens else None
@@ -230,7 +232,7 @@ class TokenMemory:
         return any(known.end_sample == word.end_sample and known.text.endswith(word.text) for known in self._words)
 
     def take(self, state: StreamState) -> None:
-        raise AssertionError("a model with one token per position saves no states")
+        raise AssertionError("a model with one token per position sends no states")
 
     def go_on(self, position: int, token: int) -> None:
         self._first, self._kept_from = token, position
@@ -244,11 +246,11 @@ class TokenMemory:
 
 
 class SavedWindow:
-    """For models that reread their window: the last saved state."""
+    """For windowed models: the last saved state."""
 
     def __init__(self) -> None:
         self._state: StreamState | None = None
-        # Audio before this was with another gateway.
+        # First position kept of an adopted stream until a state lies entirely after it, else 0.
         self._kept_from = 0
 
     def trim(self, kept: KeptAudio) -> None:
@@ -260,7 +262,7 @@ class SavedWindow:
         state = self._state
         position, tag = (0, 0) if state is None else (state.position, state.tag)
         known, entries = kept.split(position, tag)
-        # As much audio again may come while the new engine catches up; from then on, being on time counts for more.
+        # The new engine may fall behind by as much audio again while it catches up; after that, latency counts.
         catch_up_until = kept.end + (kept.end - position)
         return Replay(0, 0, entries, state=state, known=known, catch_up_until=catch_up_until)
 

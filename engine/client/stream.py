@@ -1,7 +1,9 @@
-"""On which engine a stream is, how that engine counts, and how far it has come.
+"""One stream as the gateway sees it (`EngineStream`): audio in, outputs out, on the engine that runs it at the moment.
 
-An engine that takes a stream over counts its positions and samples anew, from the first item it is sent. The placement
-promises that everybody else sees one count: the stream's own, from its first sample on.
+Its parts: `Placement` converts between the engine's count of positions and samples and the stream's own, `Delivery`
+sends commands and replays in order, `Outputs` queues the outputs, and `PreviousEngine` is the engine that a migrating
+stream leaves. An engine that takes a stream over counts from the first item it is sent; outside `Placement` only the
+stream's own count is used, which begins with its first sample.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from engine import messages
@@ -27,40 +30,43 @@ from engine.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class HandoffTarget:
-    """An engine that could go on with a stream for another gateway: how many of its outputs were read here, and by how
-    many positions and samples it counts less."""
+    """The engine from which another gateway could adopt a stream."""
 
     link: EngineLink
+    # Number of the engine's outputs that were read here.
     read: int = 0
+    # Offsets in positions and samples: the stream's count minus the engine's.
     before: tuple[int, int] = (0, 0)
 
 
 class Placement:
-    """Of one stream."""
+    """The engine that runs a stream, how far it has computed, and the offset between its count and the stream's."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.link: EngineLink | None = None
-        # Since when no engine goes on with the stream.
+        # Time of the loss of the engine, until another one continues the stream.
         self.lost_at: float | None = None
-        # Positions below this were computed, by any engine.
+        # Positions below this were computed, on this engine or an earlier one.
         self.computed = spec.prefix_positions
         self._spec = spec
         self._computed_here = spec.prefix_positions
-        # By how much the engine that carries the stream now counts less than the stream itself does.
+        self._spoke_here = False
+        # Offsets: the stream's count minus the engine's.
         self._position_offset = 0
         self._sample_offset = 0
-        # The stream has gone on after a loss when it is computed up to here.
+        # The stream counts as recovered when it is computed up to this position.
         self._goes_on_at = 0
 
     def begin(self, link: EngineLink, replay: Replay) -> None:
-        """This engine carries the stream from now on; it is sent the replay first."""
+        """This engine runs the stream from now on; it is sent the replay first."""
         self.link = link
         self._position_offset, self._sample_offset = replay.positions, replay.samples
         self._computed_here = replay.positions + self._spec.prefix_positions
+        self._spoke_here = False
 
     @property
     def before(self) -> tuple[int, int]:
-        """Positions and samples by which this engine counts less."""
+        """Offsets in positions and samples: the stream's count minus the engine's."""
         return self._position_offset, self._sample_offset
 
     def lose(self, now: float, end: int) -> None:
@@ -68,44 +74,49 @@ class Placement:
         self.link = None
         if self.lost_at is None:
             self.lost_at = now
-        # A model that waits for a stride leaves less than one uncomputed.
+        # A model that waits for a whole stride may leave less than one uncomputed.
         all_of_it = end - (self._spec.stride_positions - 1)
         self._goes_on_at = min(all_of_it, self.computed + 1)
 
     def progress(self, computed: int) -> None:
-        """The engine has computed so far, on its own count."""
+        """The engine has computed the positions below `computed`, on its own count."""
         self._computed_here = computed + self._position_offset
         self.computed = max(self.computed, self._computed_here)
 
     @property
     def goes_on(self) -> bool:
-        """Whether the new engine has passed the point where the old one stopped."""
-        return self.computed >= self._goes_on_at
+        """Whether the new engine has computed beyond the point where the old one stopped. Audio that it was sent but
+        has not computed does not count."""
+        return self.link is not None and (self._spoke_here or self._computed_here >= self._goes_on_at)
+
+    def speaks(self) -> None:
+        """This engine sent new words of the stream, or its end; its report of progress may come later."""
+        self._spoke_here = True
 
     def uncomputed(self, end: int) -> range:
-        """What the engine may have been computing when it died, if the audio sent to it ends at `end`."""
+        """Positions that the engine may have been computing when it died, if the audio sent to it ends at `end`."""
         return range(self._computed_here, end)
 
     def own_count(self, start: int, end: int) -> range:
-        """Positions of the engine's count on the stream's own."""
+        """Convert positions from the engine's count to the stream's."""
         return range(start + self._position_offset, end + self._position_offset)
 
     def engine_count(self, positions: range) -> tuple[int, int]:
-        """Positions of the stream's count on the engine's."""
+        """Convert positions from the stream's count to the engine's."""
         return positions.start - self._position_offset, positions.stop - self._position_offset
 
     def to_engine(self, items: Sequence[Item]) -> list[Item]:
-        """The items as the engine counts."""
+        """Return the items with offsets and samples on the engine's count."""
         positions, samples = self._position_offset, self._sample_offset
         if not positions:
             return list(items)
-        return [replace(item, offset=item.offset - positions, sample=item.sample - samples) for item in items]
+        return [structs.replace(item, offset=item.offset - positions, sample=item.sample - samples) for item in items]
 
     def sample_to_engine(self, sample: int | None) -> int | None:
         return None if sample is None else max(0, sample - self._sample_offset)
 
     def from_engine(self, output: messages.Output) -> None:
-        """Turn the engine's count of samples in an output into the stream's."""
+        """Convert the samples in an output from the engine's count to the stream's, in place."""
         samples = self._sample_offset
         if not samples:
             return
@@ -121,19 +132,16 @@ class Placement:
                 pass
 
 
-# The way of one stream's commands to the engine that carries it.
-#
-# Commands arrive in the order in which they were sent. An engine is asked whether it takes the stream before it is
-# sent what was heard so far, and a replay leaves in pieces, when the link has time for it; what comes later waits
-# behind it.
-
-# Items of a replay that travel in one command: small enough for many streams to take turns.
+# Items of a replay in one command: few enough for many streams to take turns.
 REPLAY_ITEMS = 16
 
 
 class Delivery:
-    """Asks the engine for a place at once. A source of the link's outbox while something waits. `on_done` is called
-    when the engine has been sent all of the replay."""
+    """Sends one stream's commands to the engine that runs it, in order.
+
+    It sends Open at once. When the engine has accepted the stream, the replay is sent in pieces, as the link asks for
+    them (`take`); later commands wait behind it. `on_done` is called when all of the replay has been sent.
+    """
 
     def __init__(
         self,
@@ -143,7 +151,7 @@ class Delivery:
         finished: bool,
         on_done: Callable[[], None],
     ) -> None:
-        # The engine has said yes.
+        # The engine has accepted the stream.
         self.is_open = False
         self._stream = opening.stream
         self._link = link
@@ -151,7 +159,7 @@ class Delivery:
         self._opening: Queued | None = None
         self._waiting = deque(_commands(opening.stream, replay.entries, finished))
         if replay.known:
-            # A saved state travels with audio that it refers to, and takes its turn.
+            # A saved state is sent together with its audio, so the Open takes turns with other replays.
             self._opening = (opening, replay.known)
             link.pace(self)
         else:
@@ -159,17 +167,16 @@ class Delivery:
 
     @classmethod
     def of_open_stream(cls, link: EngineLink, stream: str) -> Delivery:
-        """To an engine that runs the stream already."""
+        """A delivery to an engine that runs the stream already."""
         delivery = cls.__new__(cls)
         delivery.is_open, delivery._stream, delivery._link = True, stream, link
         delivery._opening, delivery._waiting = None, deque()
-        # Nothing is replayed, so nobody waits for the end of it.
         delivery._on_done = lambda: None
         return delivery
 
     @property
     def is_done(self) -> bool:
-        """The engine has been sent all that came so far."""
+        """Whether all commands so far have been sent to the engine."""
         return self.is_open and not self._waiting
 
     def send(self, command: messages.Command, items: list[Item] | None = None) -> None:
@@ -179,7 +186,7 @@ class Delivery:
             self._waiting.append((command, items or []))
 
     def opened(self) -> None:
-        """The engine has a place: now it is sent what it needs."""
+        """The engine has accepted the stream: send the replay."""
         self.is_open = True
         if self._waiting:
             self._link.pace(self)
@@ -198,7 +205,7 @@ class Delivery:
         return next_one
 
     def abort(self) -> bool:
-        """Send nothing more and have the engine forget the stream; False if it never heard of it."""
+        """Send nothing more and have the engine drop the stream; False if the engine was never sent the Open."""
         self._waiting.clear()
         if self._opening is not None:
             self._opening = None
@@ -208,7 +215,7 @@ class Delivery:
 
 
 def _commands(stream: str, entries: Iterable[ReplayEntry], finished: bool) -> Iterable[Queued]:
-    """A replay as commands."""
+    """Yield the commands that a replay consists of."""
     run: list[Item] = []
     for entry in entries:
         if run and (not isinstance(entry, Item) or len(run) == REPLAY_ITEMS):
@@ -226,32 +233,32 @@ def _commands(stream: str, entries: Iterable[ReplayEntry], finished: bool) -> It
         yield messages.Finish(stream), []
 
 
-# What a stream has to say: handed to a listener as it comes, or a queue, read by iteration until the last output.
-#
-# The queue promises that nothing is said twice: speech that was told before a replay is left out of it.
-
-# Outputs that may wait for a reader before its stream takes no more audio.
+# Outputs that may wait for a reader before the stream accepts no more audio.
 MAX_QUEUED_OUTPUTS = 1024
 SPEECH_THRESHOLD = 0.5
 _FINAL = (messages.Closed, messages.Failed, messages.Dead)
 
 
 class Outputs:
-    """`on_read` is called when there is room for more."""
+    """The outputs of a stream: passed to a listener as they come, or queued and read by iteration until the last one.
+
+    Nothing is reported twice: speech that was reported before a replay is left out. `on_read` is called when an output
+    has been read, so that there is room for more.
+    """
 
     def __init__(self, sample_rate: int, on_read: Callable[[], None]) -> None:
         self._sample_rate = sample_rate
         self._on_read = on_read
-        # Each with its number: how many outputs of the engine it was.
+        # (sequence number on this engine, output)
         self._queue: deque[tuple[int, messages.Output]] = deque()
-        # The number of the last one that was read, and of the last that came.
+        # Sequence numbers of the last output read, and of the last one received.
         self.read = 0
         self.told = 0
         self._news = asyncio.Event()
         self._listener: Callable[[messages.Output], None] | None = None
-        # Speech before this sample has been told.
+        # Speech before this sample has been reported.
         self._reported_until = 0
-        # Whether somebody spoke in the last that was told.
+        # Whether the last reported frame was speech.
         self.speech_goes_on = False
 
     def __len__(self) -> int:
@@ -272,14 +279,14 @@ class Outputs:
             self._news.set()
 
     def listen(self, listener: Callable[[messages.Output], None]) -> None:
-        """Hand each output over as it comes, to a listener who never has to wait and never raises."""
+        """Pass each output to the listener as it comes. The listener must not block or raise."""
         self._listener = listener
         while self._queue:
             self.read, output = self._queue.popleft()
             listener(output)
 
     def begin(self, told: int) -> None:
-        """Another engine carries the stream, which has said so much; what still waits here is not of it."""
+        """Another engine runs the stream and has sent `told` outputs; the outputs queued here are not among them."""
         self._queue = deque((told, output) for _, output in self._queue)
         self.read = self.told = told
 
@@ -299,12 +306,12 @@ class Outputs:
             await self._news.wait()
 
     def _new_part(self, speech: messages.Speech) -> messages.Speech | None:
-        """The speech without what was told before, if the audio is a replay."""
+        """Return the part that was not reported before (the audio may be a replay), or None."""
         if speech.sample >= self._reported_until and speech.frame_samples and speech.probabilities:
             self._reported_until = speech.sample + len(speech.probabilities) * speech.frame_samples
             return speech
         if speech.frame_samples > self._sample_rate and speech.sample < self._reported_until:
-            # A long silence is one long frame, of which a part is known.
+            # A long silence is one long frame, part of which was reported.
             known = min(self._reported_until - speech.sample, speech.frame_samples)
             speech.sample, speech.frame_samples = speech.sample + known, speech.frame_samples - known
         if not speech.frame_samples:
@@ -319,7 +326,7 @@ class Outputs:
 
 
 def error_of(failed: messages.Failed) -> EngineError | ValueError:
-    """The error that an engine ended a stream with."""
+    """Return the error for a stream that an engine ended."""
     text = failed.message.removeprefix(f"stream {failed.stream!r}: ")
     if failed.code == AtCapacity.__name__:
         return AtCapacity(failed.stream, text)
@@ -328,22 +335,20 @@ def error_of(failed: messages.Failed) -> EngineError | ValueError:
     return StreamFailed(failed.stream, text)
 
 
-# The engine that a stream leaves for another one, until it is not needed any more.
-#
-# It keeps the stream until the other one has all of it, and until the session that was entrusted with it is there
-# too: so at any moment one engine could go on with both for another gateway.
-
-
 class PreviousEngine:
-    """Of one stream."""
+    """The engine that a migrating stream leaves.
+
+    It keeps the stream until the new engine has all of it and also has the session's handoff: at any moment another
+    gateway can adopt session and stream from one engine.
+    """
 
     def __init__(self, stream: str) -> None:
-        # Whether a session was entrusted to the engine beside the stream.
+        # Whether a handoff of the session is saved beside the stream.
         self.is_handed_off = False
-        # Until the other engine has all of the stream.
+        # Set until the new engine has all of the stream.
         self.leaving: HandoffTarget | None = None
         self._stream = stream
-        # From then on, until the session is there too.
+        # Set from then on, until the new engine has the handoff too.
         self._left: HandoffTarget | None = None
 
     def begin(self, target: HandoffTarget | None) -> None:
@@ -351,20 +356,20 @@ class PreviousEngine:
         self.leaving = target
 
     def settle(self) -> None:
-        """The other engine has all of the stream."""
+        """The new engine has all of the stream."""
         if self.leaving is not None:
             self._left, self.leaving = self.leaving, None
             if not self.is_handed_off:
                 self.release()
 
     def release(self) -> None:
-        """The session is with the other engine too."""
+        """The new engine has the session's handoff too: the previous one drops the stream."""
         left, self._left = self._left, None
         if left is not None:
             left.link.send(messages.Abort(self._stream))
 
     def end(self) -> None:
-        """Whatever still has the stream, beside the engine that carries it, is to forget it."""
+        """Have previous engines that still hold the stream drop it."""
         self.release()
         self._left, self.leaving = self.leaving, None
         self.release()
@@ -373,16 +378,14 @@ class PreviousEngine:
         return any(target is not None and target.link is link for target in (self.leaving, self._left))
 
 
-# One stream as the gateway sees it: audio in, outputs out, on whichever engine carries it at the moment.
-
 logger = logging.getLogger(__name__)
 
-# A live stream that gets no audio for so long may have come to its end.
+# After this time without audio, silence is fed to a live stream that has an unanswered flush.
 QUIET_LINE_SECONDS = 0.3
 
 
 class EngineStream:
-    """Made by `EngineClient.open`; iterate over it for outputs until it ends."""
+    """A stream, made by `EngineClient.open`; iterate over it for its outputs until it ends."""
 
     def __init__(
         self, opening: messages.Open, spec: ModelSpec, limits: StreamLimits, on_end: Callable[[EngineStream], None]
@@ -400,32 +403,32 @@ class EngineStream:
         self._outputs = Outputs(spec.sample_rate, self.wake)
         self._tags = 0
         self._unanswered: set[int] = set()
-        # Whether any engine ever carried it.
+        # Whether an engine has ever accepted the stream.
         self.was_opened = False
         self._finished = self._aborted = self._ended = False
         self._prepared_only = False
         self._room = asyncio.Event()
         self._opened: asyncio.Future[None] | None = None
-        # The way to the engine that carries the stream now, or is asked to.
+        # To the engine that runs the stream now, or is asked to.
         self._delivery: Delivery | None = None
         self.previous_engine = PreviousEngine(self.id)
 
-    # For the gateway.
+    # Called by the gateway.
 
     async def feed(self, samples: NDArray[np.float32]) -> None:
-        """Take audio at the model's rate; waits while the engine is too far behind or nobody reads the outputs."""
+        """Feed samples at the model's rate; waits while the engine is too far behind or the output queue is full."""
         self._check_open()
         if self._prepared_only:
             raise StreamFinished(self.id, "was fed prepared items; open another stream for samples")
         second = self._spec.sample_rate
         for start in range(0, len(samples), second):
             if start:
-                await asyncio.sleep(0)  # a long recording must not keep everybody else waiting
+                await asyncio.sleep(0)  # a long recording must not block the event loop
             await self._wait_for_room()
             self._take_samples(samples[start : start + second])
 
     def feed_now(self, samples: NDArray[np.float32]) -> bool:
-        """Take a short piece of audio if there is nothing to wait for and nothing wrong; else it was not taken."""
+        """Feed at most a second of audio if that is possible without waiting; False if it was not taken."""
         short = len(samples) <= self._spec.sample_rate
         if not short or self._finished or self._prepared_only or not self._has_room():
             return False
@@ -433,14 +436,14 @@ class EngineStream:
         return True
 
     async def gap(self, samples: int) -> None:
-        """So many samples of silence that nobody has to send."""
+        """Feed silence of this many samples without sending any audio."""
         await self._wait_for_room()
         self._send_items(prepare(self._cutter, self._cutter.cut_gap(samples), self._spec))
 
     async def feed_items(self, items: Sequence[Item | None]) -> None:
-        """Take items prepared elsewhere, as they follow one another; a hash alone is enough for data the engine holds.
+        """Feed consecutive items prepared elsewhere; an item needs only its hash if the engine holds the data.
 
-        Raises ItemRefused, and then has taken none of them.
+        Raises ItemRefused, and then none of them was fed.
         """
         self._check_open()
         if self._cutter.samples_in:
@@ -458,15 +461,15 @@ class EngineStream:
         if checked:
             shift, later = self._kept.end - checked[0].offset, self._kept.end_sample - checked[0].sample
             self._send_items(
-                [replace(item, offset=item.offset + shift, sample=item.sample + later) for item in checked]
+                [structs.replace(item, offset=item.offset + shift, sample=item.sample + later) for item in checked]
             )
 
     async def flush(self, pause: int | None = None) -> int:
-        """Ask for the text of everything fed so far; the tag comes back in `Flushed`.
+        """Ask for the text of everything fed so far; `Flushed` carries the returned tag.
 
-        `pause`: of everything before this sample, at which nobody spoke. Where the audio is cut into positions then
-        does not depend on when this was called, and neither do the words that follow. A live stream of a model that
-        says words some time after they were spoken is not given silence for that: the audio that goes on brings them.
+        With a `pause`, only the text before this sample is wanted, which lies in silence. The audio is then cut into
+        positions as if there were no flush, so the following words do not depend on when this was called. A live
+        stream of a model with a delay gets no inserted silence then: the audio that follows brings the words out.
         """
         await self._wait_for_room()
         if pause is None or not (self._spec.rereads_window or self._opening.live):
@@ -481,19 +484,19 @@ class EngineStream:
         return self._tags
 
     def change_turns(self, turns: messages.TurnRule | None) -> None:
-        """From here on, turns end by another rule."""
+        """Use another rule for the ends of turns from here on."""
         self._kept.mark_turns(turns)
         self._send(messages.ChangeTurns(self.id, turns))
 
     async def finish(self) -> None:
-        """No more audio; the outputs end with `Closed` when all is said."""
+        """No more audio follows; the outputs end with `Closed` after the last text."""
         self._check_open()
         self._send_items(self._cut_rest())
         self._finished = True
         self._send(messages.Finish(self.id))
 
     async def abort(self) -> None:
-        """Forget the stream now. Harmless when it has ended."""
+        """Drop the stream now. Does nothing if it has ended."""
         if self._ended:
             return
         self._finished = self._aborted = True
@@ -504,12 +507,12 @@ class EngineStream:
         return aiter(self._outputs)
 
     def listen(self, listener: Callable[[messages.Output], None]) -> None:
-        """Instead of iteration: have each output handed over as it comes. The listener must not raise."""
+        """Pass each output to the listener as it comes, instead of iteration. The listener must not raise."""
         self._outputs.listen(listener)
 
     @property
     def target(self) -> HandoffTarget | None:
-        """The engine that could go on with the stream for another gateway; None while none has all of it."""
+        """The engine from which another gateway could adopt the stream; None while no engine has all of it."""
         leaving = self.previous_engine.leaving
         if leaving is not None:
             return leaving if leaving.link.lost is None else None
@@ -519,16 +522,16 @@ class EngineStream:
 
     @property
     def read(self) -> int:
-        """How many outputs of the engine that carries the stream now have been read."""
+        """Number of outputs read that came from the engine that runs the stream now."""
         return self._outputs.read
 
     def rest(self) -> NDArray[np.float32]:
-        """Audio that was fed and has not left for the engine, with the context before it. What was fed to another one
-        than would go on is not told: its client has it."""
+        """Return audio that was fed and not yet sent to the engine, with the context before it. Empty during a
+        migration: an adopting gateway would continue on the previous engine, and the client sends the audio again."""
         return self._cutter.rest() if self.previous_engine.leaving is None else np.zeros(0, np.float32)
 
     def lay_down(self) -> None:
-        """The stream goes on at another gateway: nothing more is sent, and nobody reads its outputs here."""
+        """The stream continues at another gateway: send nothing more, and deliver no more outputs here."""
         if self.previous_engine.leaving is not None and self._delivery is not None:
             self._delivery.abort()
         self._delivery = self.place.link = None
@@ -537,11 +540,11 @@ class EngineStream:
             self._room.set()
             self._on_end(self)
 
-    # For the client that owns the stream.
+    # Called by the engine client that owns the stream.
 
     async def open_on(self, link: EngineLink) -> None:
-        """Open or reopen here, replaying what is kept. Raises what the engine answers, or EngineDead; then no engine
-        carries the stream."""
+        """Open or reopen the stream on this engine and replay the kept audio. Raises the engine's error, or EngineDead;
+        then no engine runs the stream."""
         if not self._memory.can_replay:
             raise StreamFailed(
                 self.id, "came from another gateway, and too little of it was heard here to go on elsewhere"
@@ -553,7 +556,7 @@ class EngineStream:
         replay = self._memory.replay(self._kept)
         self.place.begin(link, replay)
         suspicion = self.suspicion
-        opening = replace(
+        opening = structs.replace(
             self._opening,
             forced_tokens=replay.forced_tokens,
             state=replay.state,
@@ -568,8 +571,8 @@ class EngineStream:
             raise
 
     def carried_by(self, link: EngineLink, adopted: messages.SessionGiven) -> int:
-        """This engine runs the stream already, for a gateway before us. Returns the sample from which on its audio has
-        to be fed."""
+        """Take over a stream that this engine already ran for another gateway. Returns the sample from which on audio
+        has to be fed."""
         positions, samples = adopted.position_offset, adopted.sample_offset
         end, sample = adopted.end + positions, adopted.sample + samples
         self.place.begin(link, Replay(positions, samples, []))
@@ -585,51 +588,51 @@ class EngineStream:
 
     @property
     def may_move(self) -> bool:
-        """Whether another engine could go on from here with the same words: all that was said has been read."""
+        """Whether the stream can migrate now without a change of its words: all outputs have been read."""
         at_rest = self.target is not None and self.previous_engine.leaving is None and not len(self._outputs)
         return at_rest and self.is_open and not self._aborted and self._memory.is_whole(self._kept)
 
     @property
     def at_pause(self) -> bool:
-        """Nobody speaks, and nobody waits for an answer."""
+        """Whether there is silence, and no flush is unanswered."""
         return not self._outputs.speech_goes_on and not self._unanswered
 
     def part(self, now: float) -> None:
-        """Leave the engine for another one. It keeps the stream until that one has all of it."""
+        """Leave the engine for another one. The old one keeps the stream until the new one has all of it."""
         self.previous_engine.begin(self.target)
         self.place.lose(now, self._kept.end)
         self._leave_engine()
 
     @property
     def is_open(self) -> bool:
-        """Whether its last output is still to come."""
+        """Whether the last output has not come yet."""
         return not self._ended
 
     def abandon(self) -> None:
-        """The stream is not wanted any more by the one who opened it; nobody reads its outputs."""
+        """The caller gave up while the stream was being opened: abort it and deliver no outputs."""
         if self._delivery is not None:
             self._delivery.abort()
         self._ended = True
 
     def drop(self) -> None:
-        """The stream is not wanted, here or anywhere: nobody reads its outputs."""
+        """The stream is not needed any more, here or at another gateway: abort it on all engines."""
         if self._delivery is not None:
             self._delivery.abort()
         self.previous_engine.end()
         self.lay_down()
 
     def detach(self, why: str, now: float) -> None:
-        """The engine is lost. Until another takes over, audio is kept and nothing is sent."""
+        """The engine is lost. Until another one takes over, audio is kept and nothing is sent."""
         self.place.lose(now, self._kept.end)
         self._answer_open(EngineDead(why))
         self._leave_engine()
 
     def uncomputed(self) -> range:
-        """What may have been computed when the engine died."""
+        """Positions that the engine may have been computing when it died."""
         return self.place.uncomputed(self._kept.end)
 
     def take(self, output: messages.Output) -> None:
-        """An output of the engine that carries the stream now."""
+        """Handle an output of the engine that runs the stream now."""
         self._outputs.told += 1
         self.place.from_engine(output)
         match output:
@@ -656,22 +659,22 @@ class EngineStream:
             case messages.Refused() if output.code == DuplicateStream.__name__:
                 self._answer_open(DuplicateStream(self.id, "is open already; use another id"))
             case messages.Refused():
-                # It changed nothing: an answer to a command that crossed with the stream's end.
+                # The command crossed with the end of the stream; it changed nothing.
                 logger.debug("stream %s: %s", self.id, output.message)
 
     def progress(self, computed: int) -> None:
-        """The engine that carries the stream now has computed so far."""
+        """The engine that runs the stream now has computed the positions below `computed`, on its own count."""
         self.place.progress(computed)
         self.suspicion.passed(self.place.computed)
         self._memory.trim(self._kept)
         self._room.set()
 
     def wake(self) -> None:
-        """Something that audio was waiting for may have changed."""
+        """Let waiting audio check again whether there is room."""
         self._room.set()
 
     def end(self, output: messages.Output) -> None:
-        """The last output. Idempotent."""
+        """End the stream with its last output. Idempotent."""
         if self._ended:
             return
         self._ended = True
@@ -681,7 +684,7 @@ class EngineStream:
         self._room.set()
         self._on_end(self)
 
-    # Inside.
+    # Internal.
 
     def _check_open(self) -> None:
         if self._finished:
@@ -704,12 +707,12 @@ class EngineStream:
         self._send_items(prepare(self._cutter, self._cutter.cut(samples), self._spec))
 
     def _watch_for_audio(self) -> None:
-        """See that a flush at a pause does not wait for audio that nobody sends."""
+        """Make sure that a flush at a pause is answered even if no audio follows."""
         if not self._spec.rereads_window:
             asyncio.get_running_loop().call_later(QUIET_LINE_SECONDS, self._bring_out, self._kept.end)
 
     def _bring_out(self, end: int) -> None:
-        """Put silence into the stream if a flush is unanswered and no audio came behind `end`."""
+        """Feed silence if a flush is unanswered and no audio came after position `end`."""
         if self._unanswered and not self._finished and not self._ended:
             if self._kept.end > end:
                 self._watch_for_audio()
@@ -722,7 +725,7 @@ class EngineStream:
         return prepare(self._cutter, self._cutter.flush(pads), self._spec)
 
     def _send_items(self, items: list[Item]) -> None:
-        # After the engine has ended the stream its outputs say so; audio on its way is not an error.
+        # Audio that crosses with the end of the stream is not an error: the outputs tell the reader of the end.
         if not items or self._ended:
             return
         self._kept.add(items)
@@ -734,7 +737,7 @@ class EngineStream:
             self._delivery.send(command)
 
     def _leave_engine(self) -> None:
-        """No engine carries the stream now."""
+        """No engine runs the stream now."""
         self._delivery = self.place.link = None
         self._room.set()
         if self._aborted:
@@ -747,5 +750,5 @@ class EngineStream:
             self._opened.set_result(None)
         else:
             self._opened.set_exception(error)
-            # The one who asked may have gone.
+            # Mark the exception as retrieved: the awaiting task may have been cancelled.
             self._opened.exception()

@@ -1,4 +1,7 @@
-"""Keeps engines connected: starts those that are ours, shakes hands, notices deaths, and hands streams to recovery."""
+"""Keeps a gateway's engines running and connected: starts its own ones, notices losses, hands streams to recovery.
+
+An engine is "ours" if this gateway starts its process; other engines are only connected to.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,15 @@ from engine.spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 5.0
-# A spare that cannot start is tried again so much later: each try takes time from those who serve.
+# Delay before another attempt to start a spare: each attempt takes time from the serving engines.
 SPARE_RETRY_S = 60.0
-# Of engines that have to start, the second waits so long for the first.
+# With spares, an engine waits at most this long for those before it in the list to start.
 START_APART_S = 30.0
 
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """Counters since the start, across engine restarts."""
+    """Counters since the start of the gateway, across engine restarts."""
 
     input_cache: CacheStats = field(default_factory=CacheStats)
     encoder_queries: int = 0
@@ -54,7 +57,7 @@ class EngineMetrics:
     recent_recovery_seconds: list[float] = field(default_factory=list)
 
     def add_life(self, status: codec.Status) -> None:
-        """What one engine process counted from its start."""
+        """Add the counters of one engine process."""
         self.encoder_queries += status.encoder_queries
         self.encoder_hits += status.encoder_hits
         self.steps += status.steps
@@ -63,6 +66,8 @@ class EngineMetrics:
 
 
 class Supervisor:
+    """Owns the engine pool, the task that keeps each engine connected, recovery and migrations."""
+
     def __init__(
         self,
         engines: Sequence[EngineHandle],
@@ -76,14 +81,14 @@ class Supervisor:
         make_place: Callable[[EngineStream], EngineStream],
         keys: LinkKeys | None = None,
     ) -> None:
-        """`spares`: so many of the engines serve only when another one is lost. `keys`: of links over tcp."""
-        # The model that all engines run: known when the first of them has answered.
+        """`spares`: number of engines that serve only after another one is lost. `keys`: keys of links over tcp."""
+        # The model that all engines run: known when the first of them has connected.
         self.spec: asyncio.Future[ModelSpec] = asyncio.get_running_loop().create_future()
         self.pool = EnginePool(engines, max_load, spares)
         self._model = model
-        # Told what engines say about sessions rather than streams.
+        # Called with outputs about sessions.
         self._on_session = on_session
-        # Told of every engine that is connected, before anything else is sent to it.
+        # Called for every engine that connects, before anything else is sent to it.
         self._on_arrival = on_arrival
         self._cache_bytes = cache_bytes
         self._keys = keys
@@ -97,10 +102,10 @@ class Supervisor:
         self._past = EngineMetrics()
 
     async def start(self) -> None:
-        """Hold the engines from now on; returns when those that are ours have been tried.
+        """Start to keep the engines connected; returns after the first attempt to start each of our own.
 
-        One of several is enough; none of ours, or one of ours with another model, is an error. Engines elsewhere are
-        waited for, however long it takes.
+        Raises if none of our engines could be started, or if one of them has another model. Engines elsewhere may
+        connect at any later time.
         """
         for pooled in self.pool.all:
             self._begin_to_hold(pooled)
@@ -118,7 +123,7 @@ class Supervisor:
             raise (mismatches or errors)[0]
 
     async def close(self, at_once: bool = False) -> None:
-        """End all streams, leave the engines, and stop those that are ours."""
+        """End all streams, disconnect from the engines, and stop our own ones."""
         tasks = [*self._tasks, *self._holding.values()]
         for task in tasks:
             task.cancel()
@@ -134,7 +139,7 @@ class Supervisor:
         await asyncio.gather(*(pooled.engine.stop(at_once) for pooled in self.pool.all))
 
     def ended(self, stream: EngineStream) -> None:
-        """The stream has said its last word."""
+        """The stream has ended: forget it."""
         self.pool.leave(stream)
         self._recovery.forget(stream)
 
@@ -150,10 +155,10 @@ class Supervisor:
             total.add_life(pooled.last_status if pooled.link is None else pooled.link.status)
         return total
 
-    # Engines that come and go.
+    # The engine table.
 
     def follow(self, table: Table) -> None:
-        """These are the engines from now on: new ones are connected to, those that went are left when empty."""
+        """Apply a new engine table: connect to new engines; removed ones are left when they are empty."""
         wanted = {(entry.name, entry.address): entry for entry in table.engines}
         for pooled in self.pool.all:
             entry = wanted.pop((pooled.name, pooled.engine.address), None)
@@ -166,11 +171,13 @@ class Supervisor:
             self._begin_to_hold(pooled)
 
     async def leave_delisted(self) -> None:
-        """Leave the engines that are in the table no more and have nothing of ours."""
+        """Disconnect from engines that were removed from the table and have none of our streams."""
         for pooled in [
             pooled for pooled in self.pool.all if pooled.delisted and not pooled.streams and not pooled.opening
         ]:
-            logger.info("engine %s at %s is left", pooled.name, pooled.engine.address)
+            logger.info(
+                "disconnecting from engine %s at %s: not in the table any more", pooled.name, pooled.engine.address
+            )
             self.pool.all.remove(pooled)
             holding = self._holding.pop(pooled)
             holding.cancel()
@@ -187,10 +194,10 @@ class Supervisor:
             logger.warning("the link to %s is neither encrypted nor authenticated", pooled.engine.address)
         self._holding[pooled] = asyncio.create_task(self._hold(pooled), name=f"engine {pooled.name}")
 
-    # The life of an engine.
+    # One engine, from its start to its loss.
 
     async def _hold(self, pooled: PooledEngine) -> None:
-        """Have the engine running and connected, for ever."""
+        """Keep the engine running and connected until the task is cancelled."""
         backoff = RETRY_S
         while True:
             try:
@@ -201,7 +208,7 @@ class Supervisor:
                     pooled.first_try.set_exception(error)
                     pooled.first_try.exception()
                 if self._is_only_spare():
-                    logger.error("there is no spare engine, those that serve go on without: %s", error)
+                    logger.error("the spare engine cannot be used; the serving engines continue without it: %s", error)
                     await asyncio.sleep(SPARE_RETRY_S)
                     continue
                 if pooled.problem != str(error):
@@ -218,7 +225,7 @@ class Supervisor:
             await self._lose(pooled, why)
 
     async def _wait_for_turn(self, pooled: PooledEngine) -> None:
-        """With a spare, engines start one after the other: the one that will serve is there sooner."""
+        """With spares, start the engines one after the other, so that the serving ones are ready sooner."""
         if not self.pool.spares:
             return
         before = self.pool.all[: self.pool.all.index(pooled)]
@@ -229,11 +236,11 @@ class Supervisor:
                     await self._arrival.wait()
 
     def _is_only_spare(self) -> bool:
-        """All who should serve do: an engine that is not there is missed as a spare."""
+        """Whether enough engines serve, so that a missing engine is only missing as a spare."""
         return len(self.pool.links()) == len(self.pool.all) - self.pool.spares
 
     async def _connect(self, pooled: PooledEngine) -> None:
-        """Start the engine if it is ours, and shake hands; gives up when its process does."""
+        """Start the engine if it is ours, and connect. Raises EngineDead if its process exits before that."""
         await pooled.engine.start()
         pooled.lost = asyncio.get_running_loop().create_future()
         link = EngineLink(pooled.engine.address, self._cache_bytes, self._events(pooled), self._keys)
@@ -258,7 +265,7 @@ class Supervisor:
         self._greet(pooled, link)
 
     def _greet(self, pooled: PooledEngine, link: EngineLink) -> None:
-        """The link is good. It may lead to the process that the last one led to, which then has not begun anew."""
+        """Put a connected engine into the pool. Counts a restart only if it is another process than before."""
         if pooled.engine_id not in ("", link.engine):
             self._past.add_life(pooled.last_status)
             self._past.restarts += 1
@@ -273,8 +280,13 @@ class Supervisor:
                 self._on_session(pooled, output)
                 return
             stream = None if isinstance(output, messages.Dead) else pooled.streams.get(output.stream)
-            if stream is not None:
-                stream.take(output)
+            if stream is None:
+                return
+            is_new = isinstance(output, messages.Closed) or (isinstance(output, messages.Text) and bool(output.delta))
+            if is_new and stream.place.lost_at is not None:
+                stream.place.speaks()
+                self._recovery.note_progress(stream)
+            stream.take(output)
 
         def on_progress(progress: codec.Progress) -> None:
             stream = pooled.streams.get(progress.stream)
@@ -302,7 +314,7 @@ class Supervisor:
             await asyncio.gather(exited, return_exceptions=True)
 
     async def _lose(self, pooled: PooledEngine, why: str) -> None:
-        """Take the streams off a dead engine, end the one that killed it if that is clear, and queue the others."""
+        """Take the streams off a lost engine, end the stream that crashed it if that is certain, recover the others."""
         link = pooled.link
         substitute = self.pool.lost(pooled)
         streams, pooled.streams = list(pooled.streams.values()), {}
@@ -311,7 +323,7 @@ class Supervisor:
         pooled.last_status = link.status
         self._past.input_cache.add(link.cache.stats)
         pooled.problem = why
-        logger.warning("%s; %d streams will be carried over", why, len(streams))
+        logger.warning("%s; %d streams will be recovered", why, len(streams))
         if substitute is not None:
             logger.warning("the spare engine at %s serves from now on", substitute.engine.address)
         now = self._clock()
@@ -336,7 +348,7 @@ class Supervisor:
     def _crashing_stream(
         self, streams: list[EngineStream], in_step: list[StreamInStep] | None, crashed: bool, others: bool
     ) -> EngineStream | None:
-        """The one stream that the death must be blamed on, if there is one; `others` had streams on the engine too."""
+        """Return the stream that crashed the engine, if that is certain. `others`: other gateways had streams on it."""
         by_suspicion = {stream.suspicion: stream for stream in streams}
         if in_step is None:
             suspects = {stream.suspicion: stream.uncomputed() for stream in streams}
@@ -354,7 +366,7 @@ class Supervisor:
 
 
 def _difference(address: str, spec: ModelSpec, others: ModelSpec) -> str:
-    """Why an engine cannot stand beside the others."""
+    """Say how an engine's model differs from that of the other engines."""
     what = "other settings or another model than"
     if (spec.name, spec.weights) != (others.name, others.weights) and spec.name == others.name:
         what = f"other weights ({spec.weights or 'unmarked'}, not {others.weights or 'unmarked'}) than"

@@ -1,4 +1,4 @@
-"""Bookkeeping on ints: what is available, computed and held, and what the next step does. Runs in the engine process.
+"""Bookkeeping in plain integers: what each stream has, what is computed, and what the next step does (engine process).
 
-Imports the standard library and the engine's vocabulary (`messages`, `spec`, `errors`); no torch, no clock, no threads.
+Imports the standard library and the root modules `messages`, `spec` and `errors`; no torch, no clock, no threads.
 """

@@ -1,15 +1,15 @@
-"""Encoder output by content, between the step that computes it and the last step that reads it.
+"""A cache of encoder output by content, from the step that computes it to the last step that reads it.
 
-A request is one stream here, and an input is one of its items. Streams that carry the same audio share an entry. A
-reference belongs to one (request, input) pair, so two equal items of a stream (silence, say) hold two. An entry without
-references stays until its rows are needed; the one released longest ago goes first. Row 0 is the model's silence.
+A request is a stream, and an input is one of its items. Streams with the same audio share an entry. Each (request,
+input) pair has its own reference, so two equal items of one stream (silence, for example) hold two. An entry without
+references stays until its rows are needed; the one released longest ago is evicted first. Row 0 is the model's silence.
 """
 
 from __future__ import annotations
 
 
 class CachedRows(list[int]):
-    """The rows of one encoded item, and how many (request, input) pairs hold it."""
+    """The cache rows of one encoded item, and the number of (request, input) pairs that reference it."""
 
     __slots__ = ("key", "references")
 
@@ -17,41 +17,43 @@ class CachedRows(list[int]):
     references: int
 
 
-# The inputs of one request that are cached for it, by the input's index: "is it cached" needs no scan.
+# The cached inputs of one request, by input index.
 Held = dict[int, CachedRows]
 
 
 class EncoderCache:
+    """Keeps track of `capacity` embedding rows; the embeddings themselves are in the runner."""
+
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ValueError(f"an encoder cache needs room for at least one embedding, got {capacity}")
         self.capacity = capacity
-        self.queries = 0  # references taken to items, and how many of these were cached already
+        self.queries = 0  # references taken to items; `hits` of them were cached already
         self.hits = 0
         self._free = list(range(capacity, 0, -1))
-        self.entries: dict[bytes, CachedRows] = {}  # all there are, by content
-        # Entries without a reference, in the order of their release, in two generations: `_stale` is consumed from its
-        # end and may hold entries that were taken again since; `_fresh` becomes the next `_stale`. Taking the oldest
-        # out of one dict would scan its deleted slots again at every eviction.
+        self.entries: dict[bytes, CachedRows] = {}  # by content
+        # Entries without references, in order of release, in two generations: `_stale` is consumed from its end and may
+        # contain entries that were referenced again; `_fresh` becomes the next `_stale`. With a single dict, every
+        # eviction would scan its deleted slots.
         self._fresh: dict[bytes, CachedRows] = {}
         self._stale: list[CachedRows] = []
-        self._releasable = 0  # rows that these would give back
+        self._releasable = 0  # rows of the entries without references
         self._requests: dict[str, Held] = {}
 
     def open(self, request: str) -> Held:
-        """Begin a request; returns its index of cached inputs, which the other calls take and keep up to date."""
+        """Begin a request; returns its table of cached inputs, which the other methods take and update."""
         assert request not in self._requests, f"request {request!r} is open"
         held: Held = {}
         self._requests[request] = held
         return held
 
     def close(self, request: str) -> None:
-        """Release all that a request holds, in time proportional to it."""
+        """Release everything that a request references."""
         for entry in self._requests.pop(request, {}).values():
             self._drop_reference(entry)
 
     def lookup(self, held: Held, index: int, key: bytes) -> CachedRows | None:
-        """The entry of a cached item, now referenced by this input; None if it must be encoded."""
+        """The entry of a cached item, now referenced by this input; None if the item must be encoded."""
         entry = self.entries.get(key)
         if entry is None:
             return None
@@ -69,7 +71,7 @@ class EncoderCache:
         return entry
 
     def reserve(self, held: Held, index: int, key: bytes, embeds: int) -> CachedRows | None:
-        """Rows for an item that is about to be encoded, referenced by this input; None if there is no room."""
+        """Allocate rows for an item that is about to be encoded, referenced by this input; None if there is no room."""
         free = self._free
         if embeds > len(free):
             if embeds > len(free) + self._releasable:
@@ -89,7 +91,7 @@ class EncoderCache:
         return entry
 
     def release(self, held: Held, index: int) -> int:
-        """Give up one input's reference, if it has one; returns how many embeddings it held."""
+        """Release the reference of one input, if it has one; returns the number of its embeddings."""
         entry = held.pop(index, None)
         return 0 if entry is None else self._drop_reference(entry)
 
@@ -102,7 +104,7 @@ class EncoderCache:
         return embeds
 
     def _evict(self, embeds: int) -> None:
-        """Free the entries released longest ago, only as many as needed, never a referenced one."""
+        """Evict entries without references, oldest release first, until `embeds` rows are free."""
         free, stale = self._free, self._stale
         while len(free) < embeds:
             if not stale:

@@ -1,8 +1,8 @@
-"""Pages of keys and values: a pool shared by all streams, and one ring table per stream and group.
+"""Pages of keys and values: a pool that all streams share, and one ring table per stream and group.
 
-A ring holds one window and the page being written. Once it is full, the page that slides out of the window is the page
-the next block is written to, so a stream's table never grows and sliding costs nothing. Pages are set aside for a
-whole ring when a stream is admitted, so an admitted stream never waits for one.
+A ring holds one window and the page being written. Once it is full, the page that leaves the window is reused for the
+next block, so a table never grows. The pages of a whole ring are reserved when a stream is admitted, so an admitted
+stream never waits for a page.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from engine.spec import KvGroup
 
 
 class PagePool:
+    """Page numbers that are free, and the count of reserved pages."""
+
     def __init__(self, pages: int) -> None:
         self.capacity = pages
         self.reserved = 0
@@ -24,7 +26,7 @@ class PagePool:
         self.reserved += pages
 
     def take(self) -> int:
-        """One page out of those that were reserved."""
+        """Take one of the reserved pages."""
         return self._free.pop()
 
     def give_back(self, pages: list[int], reserved: int) -> None:
@@ -38,7 +40,7 @@ class PagePool:
 
 
 class RingTable:
-    """Which page holds which block of a stream: block b sits at ring index b % ring_pages."""
+    """The pages of a stream: block b is at ring index b % ring_pages."""
 
     __slots__ = ("_page_positions", "_pool", "_ring_pages", "covered", "pages")
 
@@ -47,10 +49,10 @@ class RingTable:
         self._page_positions = group.page_positions
         self._ring_pages = group.ring_pages
         self.pages: list[int] = []
-        self.covered = 0  # positions below this have a page
+        self.covered = 0  # positions before this one have a page
 
     def extend(self, end: int) -> list[tuple[int, int]]:
-        """Cover all positions below `end`; the ring entries (index, page) that are new."""
+        """Allocate pages for all positions before `end`; returns the new ring entries (index, page)."""
         blocks = -(-end // self._page_positions)
         self.covered = blocks * self._page_positions
         added = []

@@ -1,8 +1,8 @@
-"""One step as data: what the scheduler asks of the runner, and what the runner answers.
+"""One step as data: the plan that the scheduler gives to the runner, and the results that the runner returns.
 
-Rows are places in the runner's slab of encoder output: one row per embedding. Row 0 is the model's constant silence
-row and is never written. Slots are places in the runner's persistent batch: a slot belongs to one stream from the plan
-that opens it to the plan that closes it.
+A row is an index into the runner's slab of encoder output: one row per embedding. Row 0 is the model's constant
+silence and is never written. A slot is an index into the runner's per-stream state: it belongs to one stream from the
+plan that opens it to the plan that closes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class OpenTask:
     delay_positions: int
     options: dict[str, str]
     forced_tokens: list[int]
-    # What `Runner.save` gave for a stream that goes on here, and the audio that it refers to.
+    # For a recovered stream: the state from `Runner.save`, and the audio that it refers to.
     saved: Saved | None = None
     saved_items: Sequence[Item] = ()
     live: bool = True
@@ -45,12 +45,11 @@ class EncodeTask:
 class DecodeTask:
     """Compute positions [start, end) of a stream.
 
-    `rows[i]` holds the input of position `base + i`; base == start unless the model reads its window again.
-    `new_pages` are the ring-table entries (group, ring index, page) that changed since the stream's last task.
-    `final` asks a windowed model to commit all it has heard: no audio that belongs to this text will follow. `pause`
-    says that the speaker paused at `end`: a final task may follow there, so the model decodes to the end right now.
-    `cut_off` says that a final task ends while somebody speaks: its last word may be half a word.
-    `pending` says that the marks which the model left open last have not been said.
+    `rows[i]` is the input of position `base + i`; base == start unless the model rereads its window. `new_pages` are
+    the ring-table entries (group, ring index, page) that changed since the stream's last task. `final`: a windowed
+    model must commit all text, because no more audio belongs to it. `pause`: there is a pause at `end`; a final task
+    may follow there, so the model decodes to the end now. `cut_off`: a final task ends in speech, so its last word may
+    be incomplete. `pending`: the punctuation that the model left pending has not been emitted.
     """
 
     slot: int
@@ -73,13 +72,15 @@ class StepPlan:
     closed: list[int] = field(default_factory=list)
     encode: list[EncodeTask] = field(default_factory=list)
     decode: list[DecodeTask] = field(default_factory=list)
-    # The first so many tasks of `decode` belong to live streams, the others to backlog.
+    # The first `live` tasks of `decode` belong to live streams, the others to uploads.
     live: int = 0
+    # Positions of rebuilds: computed again, with the tokens known from another engine.
+    rebuilt: int = 0
 
 
 @dataclass(slots=True)
 class TimedToken:
-    """A committed token of a windowed model, with the positions (may be fractional) it was heard at."""
+    """A committed token of a windowed model, and the (fractional) positions of its audio."""
 
     token: int
     start: float
@@ -89,12 +90,12 @@ class TimedToken:
 
 @dataclass(slots=True)
 class DecodeResult:
-    """Answer to one DecodeTask, in the order of the plan.
+    """Result of one DecodeTask, in the order of the plan.
 
-    Frame-synchronous models give one token per position in `tokens`. Windowed models give the tokens they commit in
-    `timed`, in `keep_from` the first position their next window still needs, and in `stride` (None: as before) the new
-    positions that make the next step worth taking. `pending` are marks that will stand behind this text unless the next
-    text takes their place. `error` ends this stream alone. `unfinished`: backlog is laid aside and goes on later.
+    Frame-synchronous models return one token per position in `tokens`. Windowed models return the committed tokens in
+    `timed`, the first position that the next window needs in `keep_from`, and in `stride` the number of new positions
+    for the next step (None: unchanged). `pending` is punctuation that follows this text unless the next text replaces
+    it. `error` ends only this stream. `unfinished`: the runner has paused an upload and continues it later.
     """
 
     tokens: Sequence[int] = ()

@@ -1,7 +1,12 @@
-"""What one engine has, how much of it one step may use, and whether a model can live with that."""
+"""Fills a step's plan for the scheduler: which positions each stream computes, and what must be encoded for them.
+
+A step has two budgets: positions to compute and embeddings to encode. A stream that does not fit into the rest of a
+budget waits unchanged for the next step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from engine.core.encoder_cache import EncoderCache
@@ -13,17 +18,19 @@ from engine.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one engine has, and how much of it one step may use."""
+    """Resources of one engine, and the budgets of one step."""
 
     max_streams: int
     cache_embeds: int
     group_pages: tuple[int, ...] = ()
     step_positions: int = 1024
     step_embeds: int = 1024
+    # Positions of rebuilds in a step that has nothing else to do.
+    rebuild_positions: int = 1024
 
 
 def largest_item(spec: ModelSpec, limits: Limits) -> int:
-    """Embeddings of the largest item that always fits into what is set aside for a stream and into one step.
+    """Return the size, in embeddings, of the largest item that always fits into a stream's reserve and one step.
 
     Raises ValueError if a model could never run within these limits.
     """
@@ -39,19 +46,16 @@ def largest_item(spec: ModelSpec, limits: Limits) -> int:
     slack = spec.embeds_per_stream - spec.window_positions
     if slack < 0:
         raise ValueError(f"embeds_per_stream must be at least the window of {spec.window_positions} positions")
-    # An item may stick out of the window at both ends.
+    # Items may extend beyond the window at both ends.
     return min(slack // 2 + 1, limits.step_embeds)
 
 
-# What the next step does for one stream: how far it goes, which cache rows it reads, what must be encoded for that.
-#
-# A step has two budgets, positions to compute and embeddings to encode. A stream that does not fit into what is left
-# of them waits for the next step; nothing of it changes.
-
-# A live stream that is fewer strides of its model behind than this takes every stride. A larger number keeps words the
-# same on a busier machine; with a smaller one a late stream catches up sooner.
+# A live stream that is fewer strides behind than this takes every stride. With a larger number words stay the same on
+# a busier machine; with a smaller one a late stream catches up sooner.
 STRIDES_IN_TIME = 5
-# Streams that met an error nobody foresaw, and the error.
+# Streams rebuilt at once: more of them do not use the device better.
+REBUILT_TOGETHER = 32
+# Streams with an unexpected error, and the error.
 Surprises = list[tuple[str, Exception]]
 _NO_PAGES: list[tuple[int, int, int]] = []
 
@@ -70,10 +74,28 @@ class Planner:
         self._positions = limits.step_positions
         self._embeds = limits.step_embeds
         self._one_frame = not spec.rereads_window and spec.step_positions == 1
+        # Positions per step of a rebuild, and the fewest that are efficient.
+        self._replay_positions = spec.replay_positions
+        self._replay_part = max(1, spec.replay_positions // 4)
+        # Late recovered streams, which may compute `_catch_up_positions` in one step.
+        self._recovering: Collection[str] = ()
+        self._catch_up_positions = 1
+
+    def let_catch_up(self, recovering: Collection[str], positions: int) -> None:
+        """Let these streams compute up to `positions` positions in this step."""
+        self._recovering, self._catch_up_positions = recovering, positions
+
+    def add_rebuilt(self, queue: list[Stream], most_positions: int) -> list[Stream]:
+        """As `add_all`, for rebuilds. Up to `REBUILT_TOGETHER` streams share the positions in whole parts; with fewer
+        streams or more positions, each takes more parts."""
+        part = self._replay_part
+        parts = round(most_positions / (part * max(1, min(len(queue), REBUILT_TOGETHER))))
+        self._replay_positions = min(max(1, parts) * part, self._spec.replay_positions)
+        return self.add_all(queue, most_positions)
 
     def add_all(self, queue: list[Stream], most_positions: int | None = None) -> list[Stream]:
-        """Plan the queued streams in their order, at most so many positions (None: what is left of the budget); returns
-        those that must wait for the next step."""
+        """Plan the queued streams in order, with at most `most_positions` (None: the rest of the budget). Returns those
+        that must wait for the next step."""
         if most_positions is not None:
             self._positions = min(self._positions, most_positions)
         waiting = []
@@ -87,8 +109,8 @@ class Planner:
 
     def _add(self, stream: Stream) -> bool:
         start = base = stream.computed
-        if self._one_frame and start >= stream.forced:
-            # Most streams hear one new frame in most steps: no search, no windows.
+        if self._one_frame and start >= stream.forced and not self._is_late(stream):
+            # Fast path: most streams compute one new frame in most steps.
             index = stream.encoded
             frame = stream.timeline.frame_at(index, start)
             if frame is not None:
@@ -98,7 +120,7 @@ class Planner:
                 return True
         if self._spec.rereads_window:
             if not stream.is_due(self._spec):
-                stream.queued = False  # a skip or a hold took its work away
+                stream.queued = False  # a skip or a hold has removed its work
                 return True
             base, end = self._window_span(stream)
             if end - base > self._positions:
@@ -110,7 +132,7 @@ class Planner:
         rows = self._rows(stream, base, end)
         if len(rows) < end - base:
             end = base + len(rows)
-            # The words of backlog do not depend on what else ran: what is encoded stays, and the whole window waits.
+            # The words of an upload must not depend on the load: keep what is encoded and wait for the whole window.
             if end <= start or (self._spec.rereads_window and not stream.live):
                 return False
         pause = end == stream.next_pause()
@@ -134,32 +156,32 @@ class Planner:
         self._positions -= end - base
 
     def _window_span(self, stream: Stream) -> tuple[int, int]:
-        """Positions [base, end) that a model which rereads its window should read next.
+        """Return the positions [base, end) that a windowed model reads next.
 
-        The span goes on by whole strides, not to the newest sample: what a model hears, and so what it says, then does
-        not depend on how busy the machine is, as long as it keeps up.
+        The span grows by whole strides, not to the newest sample, so that the words do not depend on the load of the
+        machine, as long as it keeps up.
         """
         base, done, stride = stream.base, stream.computed, stream.stride
         limit = base + self._spec.window_for(stream.live)
         in_time = self._is_in_time(stream)
         mark = self._next_mark(stream, limit, in_time)
         end = min(stream.available, limit) if mark is None else mark
-        # The stride that ends at a mark is the mark's own step.
+        # A stride that ends exactly at the mark is computed as the mark's step.
         strides = (end - done - (mark is not None)) // stride
         if strides < 1 or (mark is not None and not in_time):
             return base, end
         return base, done + (1 if in_time else strides) * stride
 
     def _is_in_time(self, stream: Stream) -> bool:
-        """Whether a stream takes every stride and every pause: a live one that is not far behind, or that is behind
-        because an engine was lost. Others leave strides and pauses out."""
+        """Whether a stream computes every stride and every pause: a live stream that is not far behind, or is behind
+        because its engine was lost. Other streams leave strides and pauses out."""
         behind = stream.available - stream.computed
         near = behind < STRIDES_IN_TIME * self._spec.stride_positions
         return stream.live and (near or stream.computed < stream.catch_up_until)
 
     @staticmethod
     def _next_mark(stream: Stream, limit: int, in_time: bool) -> int | None:
-        """Where a span must end at the latest, within its window: at a flush, or at a pause that comes before it."""
+        """Return the position in the window where the span must end: a flush, or a pause before it. None: no mark."""
         mark = stream.flushes[0].position if stream.flushes else limit + 1
         pause = stream.next_pause()
         if pause is not None and pause <= mark and in_time:
@@ -167,17 +189,35 @@ class Planner:
         return mark if mark <= limit else None
 
     def _frames_end(self, stream: Stream) -> int:
-        """How far the next step of a frame-synchronous model goes; no further than computed if nothing is left."""
+        """Return the end of a frame-synchronous model's next step; `computed` if it has no work or no budget."""
         start, stop, step = stream.computed, stream.available, self._spec.step_positions
         if stream.flushes:
             stop = min(stop, stream.flushes[0].position)
         if start < stream.forced:
-            stop, step = min(stop, stream.forced), self._spec.replay_positions
+            return self._replay_end(start, min(stop, stream.forced))
+        if self._is_late(stream):
+            step = max(step, self._catch_up_positions)
         return min(start + min(step, self._positions), stop)
 
+    def _replay_end(self, start: int, stop: int) -> int:
+        """Return the end of the next step of a rebuild whose known tokens reach to `stop`. Avoids a rest that is too
+        short to be efficient."""
+        step, part = self._replay_positions, self._replay_part
+        if step < stop - start < step + part:
+            step += part if step + part <= self._spec.replay_positions else -part
+        if self._positions < min(step, stop - start):
+            step = self._positions // part * part
+            if not step and not self._decode:
+                step = self._positions
+        return min(start + step, stop)
+
+    def _is_late(self, stream: Stream) -> bool:
+        """Whether this is a late recovered stream that may compute more than one position."""
+        return self._catch_up_positions > 1 and stream.id in self._recovering
+
     def _rows(self, stream: Stream, base: int, end: int) -> list[int]:
-        """The cache row of each position in [base, end), the silence row where there is no embedding; items that are
-        not in the cache get into the plan. Fewer rows than positions: the budgets reach no further."""
+        """Return the cache row of each position in [base, end), with the silence row where there is no embedding. Items
+        that are not in the cache are added to the plan. Fewer rows than positions: a budget is exhausted."""
         timeline, held = stream.timeline, stream.held
         lo, hi = timeline.window(base, end)
         rows: list[int] = []
@@ -202,13 +242,13 @@ class Planner:
         return rows
 
     def _cached(self, stream: Stream, index: int, item: Item) -> bool:
-        """Bring an item into the cache for this step; returns False if a budget does not allow it."""
+        """Get an item into the cache for this step; False if a budget does not allow it."""
         embeds = item.embeds
         if embeds:
             if stream.held_embeds + embeds > self._spec.embeds_for(stream.live):
                 return False
             cache, held = self._cache, stream.held
-            # The same audio with another mask has other rows.
+            # With another mask the same audio has other rows.
             key = item.key if embeds == item.length else item.key + bytes(item.mask or ())
             if key in cache.entries:
                 cache.lookup(held, index, key)
@@ -219,6 +259,6 @@ class Planner:
                 self._embeds -= embeds
                 self._encode.append(EncodeTask(stream.id, item.payload, item.mask, entry))
             stream.held_embeds += embeds
-        item.payload = None  # the cache has it now, for as long as this stream needs it
+        item.payload = None  # the cache keeps its rows as long as this stream needs them
         stream.encoded = index + 1
         return True

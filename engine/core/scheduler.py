@@ -1,15 +1,15 @@
-"""Which streams run in the next step, and what the step's results mean for them.
+"""Decides which streams run in the next step (`plan`) and applies the step's results to them (`commit`).
 
-There are no prefill and decode modes: each stream has *available* and *computed* positions, and a step closes the gap
-within the budgets. Live streams go first, the one whose oldest frame has waited longest at the front; backlog fills
-what is left. A stream with nothing to do is in no queue and costs nothing. What a stream can ever need (pages, cache
-rows, a slot) is set aside when it is admitted, so no stream waits for another to end: admission instead of preemption.
+There are no prefill and decode modes: each stream has *available* and *computed* positions, and a step computes what
+lies between them within the budgets. Live streams go first, ordered by the arrival of their oldest uncomputed audio;
+uploads use the rest. A stream without work is in no queue and costs nothing. Everything a stream may need (pages, cache
+rows, a slot) is reserved at admission, so no stream waits for another to end: admission instead of preemption.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from copy import copy
 from operator import attrgetter
 
 from engine.core.encoder_cache import EncoderCache
@@ -32,9 +32,20 @@ from engine.messages import Closed, Failed, Flushed, Item, Open, Output
 from engine.spec import ModelSpec, Vocabulary
 
 _oldest_first = attrgetter("waiting_since")
+# A recovered stream that is at most this far behind is on time again.
+CAUGHT_UP_POSITIONS = 2
+# Positions per step of a late recovered stream, for a model that otherwise computes one.
+MOST_CATCH_UP_POSITIONS = 4
+
+
+def _soonest_first(stream: Stream) -> tuple[bool, int]:
+    """Sort key of rebuilds: streams with recent speech first, then those with the fewest positions left."""
+    return not stream.spoke_lately, stream.forced - stream.computed
 
 
 class Scheduler:
+    """All streams of an engine, the queues of those that have work, and the pools they share."""
+
     def __init__(self, spec: ModelSpec, limits: Limits, vocabulary: Vocabulary) -> None:
         self._max_item_embeds = largest_item(spec, limits)
         self.spec = spec
@@ -47,19 +58,21 @@ class Scheduler:
         self._reserved_embeds = self._step = 0
         self._live: list[Stream] = []
         self._uploads: list[Stream] = []
-        # Tasks that are computed, by slot, and backlog that the runner has begun; their streams are in no queue.
+        # Tasks under way, by slot, and uploads that the runner has paused; their streams are in no queue.
         self._planned: dict[int, DecodeTask] = {}
         self._unfinished: list[DecodeTask] = []
-        self.suspects: dict[str, range] = {}  # streams that may have killed an engine, and the positions it died at
+        self.rebuilding: set[str] = set()  # streams whose next positions repeat known tokens
+        self.recovering: set[str] = set()  # those, and rebuilt streams that have not caught up with their audio
+        self.suspects: dict[str, range] = {}  # crash suspects, and the positions at which an engine died
         self._opened: dict[int, OpenTask] = {}
         self._closed_slots: list[int] = []
         self._replies: list[Output] = []
-        self.surprises: Surprises = []  # met in planning or committing: for the loop to log, and to end their streams
+        self.surprises: Surprises = []  # unexpected errors in planning or committing: the loop ends these streams
 
-    # Commands: each raises a typed StreamError, and then the stream is as it was.
+    # Commands: each may raise a StreamError, and then leaves the stream unchanged.
 
     def admit(self, message: Open) -> None:
-        """Give a new stream everything it can ever need, or refuse it."""
+        """Reserve all that a new stream may need, or refuse it. Raises DuplicateStream, BadOption, AtCapacity."""
         spec, name = self.spec, message.stream
         if name in self.streams:
             raise DuplicateStream(name, "is open already; use another id")
@@ -75,15 +88,18 @@ class Scheduler:
             self.suspects[name] = range(*message.suspect)
         held = self.cache.open(name)
         self.streams[name] = Stream(message, slot, delay, spec, held, self.pools, self._vocabulary)
+        if message.forced_tokens:
+            self.rebuilding.add(name)
+            self.recovering.add(name)
         self._opened[slot] = OpenTask(slot, name, delay, message.options, message.forced_tokens, live=message.live)
 
     def resume(self, message: Open, now: int) -> None:
         """Put a stream that was just admitted into its saved state."""
         stream, state = self.streams[message.stream], message.state
         assert state is not None and self.spec.rereads_window, "only windowed models have states"
-        # Planning takes the audio out of an item, so the runner gets copies of its own.
+        # Planning removes the payload of an item, so the runner gets copies.
         opened = self._opened[stream.slot]
-        opened.saved, opened.saved_items = state.parts["runner"], [replace(item) for item in message.items]
+        opened.saved, opened.saved_items = state.parts["runner"], [copy(item) for item in message.items]
         for item in message.items:
             self._append(stream, item, now)
         if message.items and stream.available != state.position:
@@ -93,7 +109,7 @@ class Scheduler:
         self._queue_if_due(stream)
 
     def feed(self, name: str, items: Iterable[Item], now: int) -> None:
-        """Append items to a stream; `now` is their arrival."""
+        """Append items to a stream; `now` is their time of arrival."""
         stream = self.open_stream(name)
         caught_up = stream.computed == stream.available
         for item in items:
@@ -102,8 +118,8 @@ class Scheduler:
             self._queue(stream, now if caught_up else stream.timeline.arrival_at(stream.computed))
 
     def flush(self, name: str, tag: int | None, position: int | None = None, *, cut_off: bool = False) -> None:
-        """All before `position` (None: all that was fed; it may lie ahead) must become text; `Flushed` follows then.
-        `cut_off`: somebody is speaking there."""
+        """Produce the text of everything before `position` (None: of all audio fed; it may lie ahead), then answer with
+        `Flushed` if there is a tag. `cut_off`: there is speech at `position`."""
         stream = self.open_stream(name)
         done = [stream.computed, *(task.end for task in self._unfinished if task.slot == stream.slot)]
         before = [mark.position for mark in stream.flushes] + (done if self.spec.rereads_window else [])
@@ -112,16 +128,16 @@ class Scheduler:
         self._settle(stream, self._replies)
 
     def mark(self, name: str, tag: int | None = None, *, ends_text: bool = False) -> None:
-        """Where the last flush stands: answer `tag` there, or end the text. What follows it goes on as it was."""
+        """Answer `tag`, or end the text, at the position of the last flush. Later audio is not affected."""
         stream = self.open_stream(name)
         position = stream.flushes[-1].position if stream.flushes else stream.base
         stream.flushes.append(FlushMark(position, tag, ends_text))
         self._settle(stream, self._replies)
 
     def skip(self, name: str, position: int) -> None:
-        """Positions below this need not be heard (nobody speaks there). Only for models that reread their window.
+        """Do not compute positions below this (they are silent). Only for models that reread their window.
 
-        Audio before a flush that is not reached yet is still heard first.
+        Audio before a pending flush is still computed first.
         """
         stream = self.open_stream(name)
         assert self.spec.rereads_window, "a frame-synchronous model hears every position"
@@ -132,21 +148,21 @@ class Scheduler:
             self._skip_to(stream, position)
 
     def pause(self, name: str, position: int) -> None:
-        """The speaker paused at `position`: a live stream is heard up to there, also while it is held. If a flush there
-        follows, its text is known already. Backlog goes on in large steps."""
+        """There is a pause at `position`: compute a live stream up to there, even while it is held, so that the text is
+        ready if a flush follows there. Uploads ignore pauses."""
         stream = self.open_stream(name)
         if stream.live:
             stream.pauses.append(min(position, stream.available))
             self._queue_if_due(stream)
 
     def hold(self, name: str, holding: bool) -> None:
-        """While a stream is held, its audio waits unheard; only a flush makes it run."""
+        """While a stream is held, its audio waits; only a flush or a pause makes it run."""
         stream = self.open_stream(name)
         stream.holding = holding
         self._queue_if_due(stream)
 
     def finish(self, name: str) -> None:
-        """No more audio will come: run out, then close."""
+        """No more audio follows: compute the rest, then close the stream."""
         stream = self.open_stream(name)
         stream.finished = True
         for mark in stream.flushes:
@@ -155,7 +171,7 @@ class Scheduler:
         self._settle(stream, self._replies)
 
     def abort(self, name: str) -> None:
-        """Forget a stream now."""
+        """Close a stream now, without further text."""
         stream = self.streams.get(name)
         if stream is None:
             raise UnknownStream(name, "is not open; open it first")
@@ -163,13 +179,13 @@ class Scheduler:
         self._close(stream)
 
     def fail(self, error: StreamError) -> None:
-        """End one stream with an error; the others do not notice."""
+        """End one stream with an error."""
         self._replies.append(Failed(error.stream, type(error).__name__, str(error)))
         if (stream := self.streams.get(error.stream)) is not None:
             self._close(stream)
 
     def has_work(self) -> bool:
-        """Whether a step has something to run, or to tell the runner."""
+        """Whether a step would compute something, or open or close slots of the runner."""
         return bool(self._live or self.uploads_wait or self._opened or self._closed_slots)
 
     @property
@@ -184,24 +200,64 @@ class Scheduler:
         return bool(self._replies)
 
     def take_replies(self) -> list[Output]:
-        """Answers that are due without a step."""
+        """Return and clear the outputs that need no step."""
         replies, self._replies = self._replies, []
         return replies
 
     # One step: plan, then commit with the runner's results.
 
-    def plan(self, live: bool = True, upload_positions: int | None = None) -> StepPlan:
-        """What to encode and decode next. Streams in the plan stay out of the queues until `commit`, which may come
-        after further plans: no stream is in two of them. Without `live` the step is backlog's alone;
-        `backlog_positions` bounds what it holds of backlog, 0 is none."""
+    @property
+    def rebuild_waits(self) -> bool:
+        """Whether a live stream waits for its rebuild."""
+        return bool(self.rebuilding) and any(stream.is_rebuilt for stream in self._live)
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether something other than rebuilds waits."""
+        return self.uploads_wait or any(not stream.is_rebuilt for stream in self._live)
+
+    @property
+    def on_time(self) -> int:
+        """Number of live streams that are not recovering."""
+        return sum(stream.live for stream in self.streams.values() if stream.id not in self.recovering)
+
+    @property
+    def suspect_is_near(self) -> bool:
+        """Whether the next step, or one under way, may compute positions at which an engine died."""
+        streams = self.streams
+        return any(self._reach(streams[name]) > spot.start for name, spot in self.suspects.items())
+
+    def plan(
+        self, live: bool = True, upload_positions: int | None = None, rebuild_positions: int | None = None
+    ) -> StepPlan:
+        """Plan the next step. Streams in the plan stay out of the queues until `commit`, so no stream is in two plans,
+        even if further plans are made before.
+
+        Without `live`, the step has no live streams except rebuilds. `upload_positions` limits the positions of
+        uploads, `rebuild_positions` those of rebuilds, which are planned after live streams; 0 is none.
+        """
         self._step += 1
         plan = StepPlan(self._step, list(self._opened.values()), self._closed_slots)
         self._opened, self._closed_slots = {}, []
         waiting = self._hold_back() if self.suspects else []
         planner = Planner(self.spec, self.limits, self.cache, plan, self.surprises)
-        if live and self._live:
-            self._live.sort(key=_oldest_first)
-            self._live = planner.add_all(self._live)
+        if rebuild_positions is None:
+            rebuild_positions = self.limits.rebuild_positions if live else 0
+        if (live or rebuild_positions) and self._live:
+            rebuilt = [stream for stream in self._live if stream.is_rebuilt] if self.rebuilding else []
+            if rebuilt:
+                self._live = [stream for stream in self._live if not stream.is_rebuilt]
+            if live:
+                self._live.sort(key=_oldest_first)
+                if self.recovering and not self.rebuilding:
+                    planner.let_catch_up(self.recovering - self.suspects.keys(), self._catch_up_positions())
+                self._live = planner.add_all(self._live)
+            if rebuilt and rebuild_positions:
+                first = len(plan.decode)
+                rebuilt.sort(key=_soonest_first)
+                rebuilt = planner.add_rebuilt(rebuilt, rebuild_positions)
+                plan.rebuilt = sum(task.end - task.start for task in plan.decode[first:])
+            self._live += rebuilt
             plan.live = len(plan.decode)
         if upload_positions != 0 and self._unfinished:
             plan.decode, self._unfinished = plan.decode + self._unfinished, []
@@ -213,12 +269,12 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, results: list[DecodeResult]) -> list[Output]:
-        """Take in what the runner computed, in the order of the plans; returns everything there is to say."""
+        """Apply the runner's results, in the order of the plans; returns all outputs."""
         outputs = self.take_replies()
         rereads = self.spec.rereads_window
         for task, result in zip(plan.decode, results, strict=True):
             if self._planned.get(task.slot) is not task:
-                continue  # its stream has ended meanwhile; the slot may be another's
+                continue  # its stream has ended; another stream may have the slot
             del self._planned[task.slot]
             stream = self.streams[task.stream]
             if result.unfinished:
@@ -233,6 +289,8 @@ class Scheduler:
                     self.fail(StreamFailed(task.stream, f"the model failed on this stream: {problem}"))
                     continue
                 stream.computed, stream.stride = task.end, result.stride or stream.stride
+                if self.recovering:
+                    self._note_recovery(stream)
                 ends = not rereads and bool(stream.flushes) and stream.flushes[0].position <= task.end
                 text = stream.text.commit(task.start, result, ends)
                 if text is not None:
@@ -249,7 +307,7 @@ class Scheduler:
         return outputs + self.take_replies()
 
     def check_integrity(self) -> None:
-        """Recompute all bookkeeping from scratch. For tests, and for idle moments."""
+        """Check all bookkeeping against the streams. Raises AssertionError."""
         self.cache.check_integrity()
         for group, pool in enumerate(self.pools):
             pool.check_integrity([page for stream in self.streams.values() for page in stream.rings[group].pages])
@@ -266,7 +324,7 @@ class Scheduler:
             waiting += sum(task.slot == stream.slot for task in [*self._unfinished, *self._planned.values()])
             assert waiting == int(stream.queued), f"{stream.id} is queued {waiting} times"
 
-    # Inside.
+    # Internal.
 
     def _check_capacity(self, name: str, live: bool) -> None:
         if not self._free_slots:
@@ -300,21 +358,41 @@ class Scheduler:
         stream.available = stream.timeline.end
 
     def _hold_back(self) -> list[Stream]:
-        """Take all suspects but one off the queues: if the engine dies again, it is clear which stream it was."""
-        reach = max(self.spec.replay_positions, self.spec.stride_positions)
+        """Take all crash suspects but one off the queues, so that a second crash identifies the stream."""
         at_the_spot = []
         for stream in [*self._live, *self._uploads]:
             spot = self.suspects.get(stream.id)
             if spot is not None and stream.computed >= spot.stop:
                 del self.suspects[stream.id]
-            elif spot is not None and stream.computed + reach > spot.start:
+            elif spot is not None and self._reach(stream) > spot.start:
                 at_the_spot.append(stream)
         for stream in at_the_spot[1:]:
             (self._live if stream.live else self._uploads).remove(stream)
         return at_the_spot[1:]
 
+    def _reach(self, stream: Stream) -> int:
+        """Return the position up to which the next step may compute a stream. A step does not mix known and new
+        tokens of a stream."""
+        spec = self.spec
+        if spec.rereads_window:
+            return stream.computed + max(spec.replay_positions, spec.stride_positions)
+        if stream.is_rebuilt:
+            return min(stream.computed + spec.replay_positions, stream.forced)
+        return stream.computed + spec.step_positions
+
+    def _catch_up_positions(self) -> int:
+        """Positions per step of a late recovered stream. Fewer while most streams are on time: they share the step."""
+        return MOST_CATCH_UP_POSITIONS if len(self.recovering) > self.on_time else MOST_CATCH_UP_POSITIONS // 2
+
+    def _note_recovery(self, stream: Stream) -> None:
+        """Note whether the stream has been rebuilt, and whether it has caught up."""
+        if not stream.is_rebuilt:
+            self.rebuilding.discard(stream.id)
+            if stream.available - stream.computed <= CAUGHT_UP_POSITIONS:
+                self.recovering.discard(stream.id)
+
     def _queue(self, stream: Stream, arrival: int | None) -> None:
-        """Have the next plan look at a stream whose oldest frame came at `arrival` (None: only a flush waits)."""
+        """Queue a stream whose oldest uncomputed audio came at `arrival` (None: only a flush waits)."""
         stream.queued = True
         if arrival is not None:
             stream.waiting_since = arrival
@@ -330,7 +408,7 @@ class Scheduler:
             self._leave_behind(stream, position)
 
     def _leave_behind(self, stream: Stream, keep: int) -> None:
-        """The stream's next step needs nothing below `keep`: let its cache rows and old items go."""
+        """The stream needs nothing below `keep` any more: release its cache rows and old items."""
         if keep > stream.base:
             stream.base = keep
         timeline, index = stream.timeline, stream.released
@@ -338,7 +416,7 @@ class Scheduler:
         while index < stop:
             stream.held_embeds -= self.cache.release(stream.held, index)
             index += 1
-        while stream.encoded < stop:  # skipped: nobody will ask for its audio
+        while stream.encoded < stop:  # skipped items: their audio is not needed
             timeline.item(stream.encoded).payload = None
             stream.encoded += 1
         if keep >= stream.prune_at:
@@ -348,7 +426,7 @@ class Scheduler:
             stream.clock.prune(horizon)
 
     def _broken_promise(self, task: DecodeTask, result: DecodeResult, live: bool) -> str | None:
-        """What a runner's answer lacks for the stream to go on, if anything."""
+        """Return what is wrong with a runner's result, if anything."""
         if not self.spec.rereads_window:
             return f"{len(result.tokens)} tokens for {task.end - task.start} positions"
         if result.keep_from is not None and not task.base <= result.keep_from <= task.end:
@@ -359,7 +437,7 @@ class Scheduler:
         return None
 
     def _settle(self, stream: Stream, outputs: list[Output]) -> None:
-        """Answer the flushes that the stream has reached; close it if it has run out, else see that it goes on."""
+        """Answer the flushes that the stream has reached; close it if it is finished, else queue it if it has work."""
         reached = stream.base if self.spec.rereads_window else stream.computed
         flushes = stream.flushes
         while flushes and flushes[0].position <= reached:
@@ -380,7 +458,9 @@ class Scheduler:
     def _close(self, stream: Stream) -> None:
         del self.streams[stream.id]
         self.suspects.pop(stream.id, None)
-        del stream.text  # it refers back to the stream; without it no cycle is left for the collector
+        self.rebuilding.discard(stream.id)
+        self.recovering.discard(stream.id)
+        del stream.text  # breaks the reference cycle, so that no garbage collection is needed
         self.cache.close(stream.id)
         for ring in stream.rings:
             ring.close()
@@ -391,6 +471,6 @@ class Scheduler:
             queue[:] = [other for other in queue if other is not stream]
             self._unfinished = [task for task in self._unfinished if task.slot != stream.slot]
             self._planned.pop(stream.slot, None)
-        # The runner never heard of a stream that closes before its first plan.
+        # The runner does not know a stream that closes before its first plan.
         if self._opened.pop(stream.slot, None) is None:
             self._closed_slots.append(stream.slot)

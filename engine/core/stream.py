@@ -1,6 +1,7 @@
-"""Tokens to text and words, one token at a time, over a bounded tail.
+"""One stream in the engine (`Stream`): its items, positions, pages and flushes, and its text (`StreamText`).
 
-A stream keeps at most three undecoded bytes and one unfinished word, however long its transcript gets.
+The memory of a stream is bounded: items, rows and pages behind the window are released, and of the text only an
+incomplete character (at most three bytes) and one unfinished word are kept.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ MAX_WORD_CHARACTERS = 64
 
 
 class Detokenizer:
-    """Incremental: any split of a token row gives the same text."""
+    """Decodes tokens to text incrementally; the text does not depend on how the tokens are split into calls."""
 
     __slots__ = ("_vocabulary", "_whole", "tail")
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._whole = vocabulary.texts
-        self.tail = b""  # of an unfinished character
+        self.tail = b""  # bytes of an incomplete character
 
     def push(self, token: int) -> str:
         if not self.tail:
@@ -42,7 +43,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What is left of an unfinished character, as a replacement character."""
+        """Return a replacement character for an incomplete character, or an empty string."""
         text, _ = utf_8_decode(self.tail, "replace", True)
         self.tail = b""
         return text
@@ -61,13 +62,13 @@ class WordBuilder:
         self._chances: list[Chance] = []
 
     def mark(self, sample: int) -> Word | None:
-        """The model announced a word here; the word before it is complete."""
+        """A word marker: the next word begins at `sample`. Returns the word that this completes."""
         word = self.flush()
         self._marked = sample
         return word
 
     def push(self, text: str, start: int, end: int) -> Word | None:
-        """Add text heard over samples [start, end); returns the word that this completes."""
+        """Add text of the samples [start, end); returns the word that this completes."""
         complete = None
         if self._text and (text[0].isspace() or len(self._text) >= MAX_WORD_CHARACTERS):
             complete = self.flush()
@@ -77,19 +78,19 @@ class WordBuilder:
                 return complete
             self._start = start if self._marked is None else self._marked
             self._marked = None
-        # Marks are not spoken: a word ends with its letters, wherever the model looked when it put the mark.
+        # Punctuation is not spoken: the end of a word is that of its last letters.
         if not any(map(str.isalnum, self._text)) or any(map(str.isalnum, text)):
             self._end = end if end > self._start else self._start
         self._text += text
         return complete
 
     def note_chance(self, piece: bytes, log_probability: float) -> None:
-        """How likely the token was that was pushed last."""
+        """Note the log probability of the token pushed last."""
         self._chances.append((piece, log_probability))
 
     @property
     def unfinished(self) -> tuple[str, int, int, int | None, list[Chance]]:
-        """The word in progress, where an announced one begins, and how likely its tokens were."""
+        """The word in progress: text, start, end, sample of a word marker, and its tokens' log probabilities."""
         return self._text, self._start, self._end, self._marked, list(self._chances)
 
     def resume(self, text: str, start: int, end: int, marked: int | None, chances: list[Chance]) -> None:
@@ -105,23 +106,24 @@ class WordBuilder:
         return word
 
 
-# One stream in the engine: what is available, computed and emitted; its items, pages and text.
-#
-# A stream never grows: items, rows and pages leave behind the window, and text leaves as soon as it is whole.
-
-# Blanks that a silent stream collects before it reports them in a Text without a delta.
+# Blank tokens that a silent stream collects before it reports them in a Text without a delta.
 REPORT_AFTER_TOKENS = 64
-# Old items go in handfuls: one pass over the fronts of the lists serves many steps.
+# Old items are removed once in this many positions, because each removal shifts the lists.
 PRUNE_EVERY_POSITIONS = 32
-# A model without paged attention covers every position there can be.
+# Number of last tokens that tell whether there was speech just before the engine was lost.
+RECENT_POSITIONS = 25
+# Value of `covered` for a model without paged attention.
 UNPAGED = 1 << 62
 
 
 @dataclass(slots=True)
 class FlushMark:
-    """The text of all positions below `position` is wanted. `tag` goes into the answer; None wants no answer. Unless it
-    `ends_text`, the sentence may go on. With `resume_at`, the stream goes on there, what lies between is not heard.
-    `cut_off`: somebody was speaking there, so the last word may be half a word."""
+    """A flush: the text of all positions below `position` is wanted.
+
+    `tag` goes into the answer; None: no answer. Unless `ends_text`, the sentence may continue. With `resume_at`, the
+    stream continues at that position and skips the positions between. `cut_off`: there is speech at `position`, so the
+    last word may be incomplete.
+    """
 
     position: int
     tag: int | None
@@ -131,10 +133,12 @@ class FlushMark:
 
 
 class Stream:
+    """The scheduler's state of one stream. Positions count from the prefix of the model."""
+
     __slots__ = (
         "available", "base", "catch_up_until", "clock", "computed", "covered", "delay", "encoded", "finished",
         "flushes", "forced", "held", "held_embeds", "holding", "id", "live", "new_pages", "pauses", "prune_at",
-        "queued", "released", "rings", "slot", "stride", "text", "timeline", "waiting_since",
+        "queued", "released", "rings", "slot", "spoke_lately", "stride", "text", "timeline", "waiting_since",
     )  # fmt: skip
 
     def __init__(
@@ -154,20 +158,22 @@ class Stream:
         start = spec.prefix_positions
         self.timeline = Timeline(start)
         self.clock = SampleClock(spec.samples_per_position, start)
-        self.available = start  # positions below this have come
+        self.available = start  # positions below this have arrived
         self.computed = start  # positions below this are done
         self.base = start  # first position a model that rereads its window still needs
-        self.stride = spec.stride_positions  # new positions that make a step worth taking while audio keeps coming
+        self.stride = spec.stride_positions  # new positions needed for a step while audio keeps coming
         self.held = held  # items whose rows this stream holds in the encoder cache
         self.held_embeds = 0
-        self.encoded = 0  # items below this index are in the encoder cache, or left it again
-        self.released = 0  # items below this index hold no reference any more
+        self.encoded = 0  # items below this index are or were in the encoder cache
+        self.released = 0  # items below this index hold no cache rows any more
         self.forced = start + len(opened.forced_tokens)  # positions below this repeat known tokens
-        self.catch_up_until = opened.catch_up_until  # positions below this are heard stride by stride, whatever waits
-        self.flushes: deque[FlushMark] = deque()  # still to be reached, in order
+        # Whether there was speech shortly before the engine was lost: the last known tokens are not all blank.
+        self.spoke_lately = not set(opened.forced_tokens[-RECENT_POSITIONS:]) <= vocabulary.blanks
+        self.catch_up_until = opened.catch_up_until  # positions below this are computed stride by stride, even if late
+        self.flushes: deque[FlushMark] = deque()  # not reached yet, in order
         self.finished = False
-        self.pauses: deque[int] = deque()  # where the speaker paused, still to be heard, in order
-        self.holding = False  # audio waits until the gate is sure that somebody speaks
+        self.pauses: deque[int] = deque()  # positions of pauses not computed yet, in order
+        self.holding = False  # audio waits until the gate is certain that it is speech
         self.queued = False
         self.waiting_since = 0
         self.rings = [RingTable(group, pool) for group, pool in zip(spec.kv_groups, pools, strict=True)]
@@ -177,8 +183,13 @@ class Stream:
         self.cover(start)
         self.text = StreamText(self, vocabulary)
 
+    @property
+    def is_rebuilt(self) -> bool:
+        """Whether the next positions repeat known tokens."""
+        return self.computed < self.forced
+
     def cover(self, end: int) -> None:
-        """Have a page for every position below `end`, and note which ring entries are new."""
+        """Allocate pages for all positions below `end`, and note the new ring entries."""
         if end <= self.covered:
             return
         for group, ring in enumerate(self.rings):
@@ -196,13 +207,13 @@ class Stream:
         return goes_on or (bool(self.pauses) and self.next_pause() is not None)
 
     def next_pause(self) -> int | None:
-        """The first pause that was not reached yet."""
+        """Return the first pause that is not computed yet, or None."""
         while self.pauses and self.pauses[0] <= self.computed:
             self.pauses.popleft()
         return self.pauses[0] if self.pauses else None
 
     def save(self) -> Saved:
-        """The state of a windowed model's stream. `finished` is no part of it: the owner sends `Finish` again."""
+        """The state of a windowed model's stream, without `finished`: the gateway sends `Finish` again."""
         flushes = list(self.flushes)[: -1 if self.finished else None]
         return {
             "base": self.base,
@@ -216,7 +227,7 @@ class Stream:
         }
 
     def resume(self, saved: Saved, available: int) -> None:
-        """Take a saved state over; the stream's items are in the timeline already."""
+        """Restore a saved state; the stream's items are in the timeline already."""
         self.timeline.end = self.available = available
         self.base, self.computed, self.holding = saved["base"], saved["computed"], saved["holding"]
         self.pauses, self.stride = deque(saved["pauses"]), saved["stride"]
@@ -238,10 +249,12 @@ class StreamText:
         self._blanks = vocabulary.blanks
         self._marker = vocabulary.word_marker
         self._unsent: list[int] = []
-        self.pending: Sequence[TimedToken] = ()  # marks behind the last word, unless what follows says otherwise
+        self.pending: Sequence[
+            TimedToken
+        ] = ()  # punctuation after the last word, until the next text confirms or replaces it
 
     def commit(self, start: int, result: DecodeResult, ends_segment: bool) -> Text | None:
-        """Text of one step, if there is anything to say."""
+        """Return the Text of one step, or None if there is nothing to report."""
         tokens, unsent = result.tokens, self._unsent
         if len(tokens) == 1 and tokens[0] in self._blanks and start >= self._stream.forced and not ends_segment:
             unsent.append(tokens[0])  # most frames are blank
@@ -258,14 +271,14 @@ class StreamText:
         return self._say(delta, words)
 
     def end_segment(self) -> list[Text]:
-        """End the unfinished word and its marks: the text before a flush does not wait for the text after it."""
+        """Emit the unfinished word and its punctuation: text before a flush does not wait for text after it."""
         words: list[Word] = []
         delta = self._push_timed(self.pending, words) + self._finish_word(words)
         self.pending = ()
         return [self._say(delta, words)] if delta or words else []
 
     def report(self) -> Text:
-        """All tokens that were not sent yet, without a word."""
+        """Return a Text with all tokens that were not sent yet, without a delta."""
         return self._say("", [])
 
     def save(self) -> Saved:
@@ -288,11 +301,11 @@ class StreamText:
         return self._detokenizer.flush()
 
     def _push_frames(self, start: int, tokens: Sequence[int], words: list[Word]) -> str:
-        """One token per position; a token speaks of the audio `delay` positions before it."""
+        """Add one token per position; a token stands for the audio `delay` positions before it."""
         stream, push = self._stream, self._detokenizer.push
         delta = ""
         for position, token in enumerate(tokens, start):
-            # A replayed token was sent before: it rebuilds the unfinished word and nothing else.
+            # A replayed token was sent before: it only rebuilds the unfinished word.
             replayed = position < stream.forced
             if not replayed:
                 self._unsent.append(token)

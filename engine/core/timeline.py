@@ -1,7 +1,8 @@
-"""Placeholder ranges: which positions of an item carry an embedding.
+"""The items of one stream in order (`Timeline`), and the map from positions to samples (`SampleClock`).
 
-The running sum of a mask is kept as a plain list of ints: reading one element of a tensor or an array per item and
-step costs far more than the lookup it serves.
+Item indices are absolute: the first item of a stream has index 0, and pruning does not renumber. Pruned items leave the
+lists when they outnumber the others, so every operation is O(1) amortised or O(log n). Sums and offsets are lists of
+ints: reading single elements of a tensor or array would cost far more than the lookup.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class PlaceholderRange:
             raise ValueError(f"positions [{start}, {end}) are not inside a range of {self.length} positions")
         if self.sums is None:
             return start, end
-        # Index -1 is legal Python, so both zero cases need their own answer.
+        # Index -1 would be the last element, so 0 is a case of its own.
         first = self.sums[start - 1] if start else 0
         last = self.sums[end - 1] if end else 0
         return first, last
@@ -62,38 +63,32 @@ class PlaceholderRange:
         ]
 
 
-# The items of one stream, in order, found by bisect; and the map from positions back to audio samples.
-#
-# Indices are absolute: the first item a stream ever had is 0, and pruning never renumbers. Pruned items are dropped
-# off the front of the lists when they outnumber the living, so every operation is O(1) amortised or O(log n).
-
-
 class Timeline:
-    """Sorted, non-overlapping items. Offsets and ends are plain int lists, so bisect runs in C."""
+    """Sorted items that do not overlap. Offsets and ends are lists of ints, so bisect runs in C."""
 
     __slots__ = ("__weakref__", "_base", "_dead", "_ends", "_items", "_masked", "_offsets", "end")
 
     def __init__(self, start: int = 0) -> None:
-        self._base = 0  # absolute index of the lists' first entry
-        self._dead = 0  # entries at the front that are pruned but not dropped yet
+        self._base = 0  # absolute index of the first entry in the lists
+        self._dead = 0  # leading entries that are pruned but still in the lists
         self._offsets: list[int] = []
         self._ends: list[int] = []
         self._items: list[Item] = []
-        # Ranges of the few items that have a mask; all others are plain [offset, end).
+        # Ranges of the items with a mask; all others are plain [offset, end).
         self._masked: dict[int, PlaceholderRange] = {}
-        self.end = start  # first position no item has covered yet
+        self.end = start  # first position that no item covers
 
     def __len__(self) -> int:
-        """Items appended so far, pruned ones included: the index the next item gets."""
+        """Number of items appended so far, pruned ones included: the index of the next item."""
         return self._base + len(self._ends)
 
     @property
     def first(self) -> int:
-        """Index of the first living item."""
+        """Index of the first item that is not pruned."""
         return self._base + self._dead
 
     def append(self, item: Item) -> None:
-        """Add an item at the end. Raises ValueError if it breaks the order or is malformed."""
+        """Add an item at the end. Raises ValueError if it overlaps the last one or is malformed."""
         offset = item.offset
         if offset < self.end or item.length < 0:
             place = f"item of {item.length} positions at {offset}, but the positions before {self.end} are covered"
@@ -110,7 +105,7 @@ class Timeline:
         self._items.append(item)
 
     def window(self, start: int, end: int) -> tuple[int, int]:
-        """Indices [lo, hi) of the living items that overlap positions [start, end); lo == hi if none does."""
+        """Indices [lo, hi) of the items that overlap positions [start, end); lo == hi if there are none."""
         dead, base = self._dead, self._base
         lo = bisect_right(self._ends, start, dead)
         hi = bisect_left(self._offsets, end, dead)
@@ -122,7 +117,7 @@ class Timeline:
         return self._items[index - self._base]
 
     def frame_at(self, index: int, position: int) -> Item | None:
-        """The item `index` if it is just this one position, with an embedding: a live frame, found without a search."""
+        """Fast path for live audio: item `index` if it is exactly this one position, with an embedding; else None."""
         place = index - self._base
         if place < len(self._items):
             item = self._items[place]
@@ -131,18 +126,18 @@ class Timeline:
         return None
 
     def items(self, lo: int, hi: int) -> list[Item]:
-        """The items [lo, hi), as `window` found them."""
+        """The items [lo, hi), indices as returned by `window`."""
         return self._items[lo - self._base : hi - self._base]
 
     def first_beyond(self, index: int, position: int) -> int:
-        """Index of the first item, from `index` on, reaching beyond a position; of the next to come if none does."""
+        """Index of the first item from `index` on that ends after a position; else the index of the next item."""
         ends, place = self._ends, index - self._base
         while place < len(ends) and ends[place] <= position:
             place += 1
         return self._base + place
 
     def range(self, index: int) -> PlaceholderRange:
-        """Which positions of an item carry an embedding."""
+        """The positions of an item that have an embedding."""
         masked = self._masked.get(index)
         if masked is not None:
             return masked
@@ -150,12 +145,12 @@ class Timeline:
         return PlaceholderRange(item.offset, item.length)
 
     def arrival_at(self, position: int) -> int | None:
-        """When the first item that reaches beyond `position` came; None if none does."""
+        """Arrival time of the first item that ends after `position`; None if there is none."""
         place = bisect_right(self._ends, position, self._dead)
         return self._items[place].arrival if place < len(self._items) else None
 
     def prune(self, position: int) -> None:
-        """Forget the items that end at or before `position`; the others keep their indices."""
+        """Drop the items that end at or before `position`; the others keep their indices."""
         ends, dead = self._ends, self._dead
         size = len(ends)
         while dead < size and ends[dead] <= position:
@@ -182,8 +177,8 @@ class Timeline:
 
 
 class SampleClock:
-    """Positions to audio samples. A segment starts wherever the two clocks stop running together: at the stream's
-    first sample, and after each flush, whose inserted silence moves positions but not audio time."""
+    """Converts positions to samples. A segment begins where the two stop advancing together: at the first sample, and
+    after each flush, whose inserted silence advances positions but not samples."""
 
     __slots__ = ("_origin", "_positions", "_rate", "_samples", "end_sample")
 
@@ -191,14 +186,16 @@ class SampleClock:
         self._rate = samples_per_position
         self._positions = [first_position]
         self._samples = [0]
-        self._origin = -first_position * samples_per_position  # sample of position 0 if the last segment reached there
-        self.end_sample = 0  # first sample no item has covered yet
+        self._origin = (
+            -first_position * samples_per_position
+        )  # sample of position 0, extrapolated from the last segment
+        self.end_sample = 0  # first sample that no item covers
 
     def append(self, item: Item) -> None:
-        """Note where an item's audio sits. Raises ValueError if its samples run backwards."""
+        """Record the sample of an item. Raises ValueError if its samples overlap earlier ones."""
         sample = item.sample
         if sample < self.end_sample:
-            raise ValueError(f"item at sample {sample}, but the samples before {self.end_sample} have come already")
+            raise ValueError(f"item at sample {sample}, but the samples before {self.end_sample} are already covered")
         if sample != self._origin + item.offset * self._rate:
             self._positions.append(item.offset)
             self._samples.append(sample)
@@ -206,7 +203,7 @@ class SampleClock:
         self.end_sample = sample + (item.length * self._rate if item.samples is None else item.samples)
 
     def sample_at(self, position: float) -> int:
-        """The audio sample that a position starts at."""
+        """The sample at which a position starts."""
         positions, samples, following = self._positions, self._samples, self.end_sample
         place = len(positions) - 1
         if position < positions[place]:
@@ -218,7 +215,7 @@ class SampleClock:
         return sample if sample > 0 else 0
 
     def position_at(self, sample: int) -> int:
-        """The position that hears an audio sample."""
+        """The position that contains a sample."""
         place = max(0, bisect_right(self._samples, sample) - 1)
         return self._positions[place] + max(0, sample - self._samples[place]) // self._rate
 
@@ -226,13 +223,13 @@ class SampleClock:
         return {"positions": list(self._positions), "samples": list(self._samples), "end_sample": self.end_sample}
 
     def resume(self, saved: Saved) -> None:
-        """Take over the state of a saved clock."""
+        """Restore a saved state."""
         self._positions, self._samples = list(saved["positions"]), list(saved["samples"])
         self._origin = self._samples[-1] - self._positions[-1] * self._rate
         self.end_sample = saved["end_sample"]
 
     def prune(self, position: int) -> None:
-        """Forget the segments that end before `position`."""
+        """Drop the segments that end before `position`."""
         if len(self._positions) > 1 and self._positions[1] <= position:
             keep = bisect_right(self._positions, position) - 1
             del self._positions[:keep], self._samples[:keep]

@@ -1,4 +1,4 @@
-"""One architecture, one file: weights are shared, state is passed. Torch only; no streams, no engine, no files.
+"""Model architectures, one file each, in torch: weights are shared, state is passed in. No streams and no files.
 
-Imports nothing of the engine but its errors.
+Imports only the root modules of `engine`.
 """

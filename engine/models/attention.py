@@ -3,9 +3,9 @@
 A *row* is one step of a stack's own clock (an encoder frame, a decoder token) and has an absolute number that never
 restarts. Block b = row // page_rows of a stream is in the page at index b % ring_pages of the stream's table.
 
-`PagedAttention.attend` is the one entry. On CUDA, live steps run the Triton kernels in `kernels.py`; everything else
-(CPU, and chunks of more rows than a live step has) gathers the ring and calls torch's attention, which is also the
-reference that the kernels are tested against.
+`PagedAttention.attend` is the one entry. On CUDA, live steps and chunks of rebuilt streams run the Triton kernels
+in `kernels.py`; everything else (CPU, and the openings, which are longer) gathers the ring and calls torch's attention,
+which is also the reference that the kernels are tested against.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""A decoder's pass as one call of compiled code.
+"""Traces a decoder's pass, so that it runs as one call without Python. Used by windowed models on a CPU.
 
-To say one token of a small model, a CPU runs some hundred short operations, and half of the time goes into Python
-between them. What is more, only one thread at a time may run Python: streams that are read side by side wait for each
-other there. So a pass is traced once, by torch's own interpreter, which needs no Python and runs the same operations in
-the same order: what they give is the same, to the last bit.
+For one token of a small model a CPU runs some hundred short operations, and half of the time is Python between them.
+Only one thread at a time can run Python, so streams that are read in parallel would wait for each other. A traced pass
+runs the same operations in the same order in torch's own interpreter; the results are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ Pass = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Te
 
 
 class _Pass(nn.Module):
-    """`decode` of a model, with tensors for arguments. The tracer takes a while over each module that it is shown, so
-    these are the ones that take part."""
+    """A model's `decode` with tensors as arguments. Contains only the modules that take part, because tracing takes
+    time for each module."""
 
     def __init__(self, decode: Decode, decoder: nn.Module) -> None:
         super().__init__()
@@ -41,7 +40,7 @@ class _Pass(nn.Module):
 
 @torch.inference_mode()
 def compiled_decode(model: Moonshine | Whisper, readers: int = 1) -> Decode:
-    """See `SpeechModel.decode`. The model is on a CPU and changes no more; so many threads may read at a time."""
+    """A traced `SpeechModel.decode` of a model on a CPU that does not change any more, for `readers` threads."""
     allow_readers(model, readers)
     passes = [_trace_as(number, model) for number in range(readers)]
 
@@ -55,9 +54,9 @@ def compiled_decode(model: Moonshine | Whisper, readers: int = 1) -> Decode:
 
 
 def _trace_as(number: int, model: Moonshine | Whisper) -> Pass:
-    """A pass with the weights of one of the readers."""
+    """Trace a pass with the weights of one reader."""
     shape = model.decoder_shape
-    # Sizes are no part of what is traced, as long as none of them is one.
+    # Sizes are not fixed by the trace, as long as none of them is 1.
     rows, count, frames = 2, 2, 3
     tokens = torch.zeros(rows, count, dtype=torch.int64)
     state = model.new_state(rows, count)
@@ -72,9 +71,9 @@ def _trace_as(number: int, model: Moonshine | Whisper) -> Pass:
         (keys, values, _all_real(keys)),
     )
     with warnings.catch_warnings():
-        # Of numbers that it takes for constants: sizes of the model, which are.
+        # Warnings about values treated as constants: sizes of the model, which are constant.
         warnings.simplefilter("ignore", TracerWarning)
-        # What torch would rather have us use needs a C++ compiler where the engine runs. Its version is pinned.
+        # The replacement that torch recommends needs a C++ compiler at run time. The torch version is pinned.
         warnings.filterwarnings("ignore", "`torch.jit.trace", DeprecationWarning)
         reader.number = number
         try:
@@ -87,5 +86,5 @@ def _trace_as(number: int, model: Moonshine | Whisper) -> Pass:
 
 
 def _all_real(keys: Tensor) -> Tensor:
-    """The mask of a batch whose frames are all real."""
+    """The mask of a batch without padding."""
     return keys.new_ones(keys.shape[1], 1, 1, keys.shape[4], dtype=torch.bool)

@@ -27,8 +27,11 @@ LONGEST_SLICE_ROWS = 1024
 # (head dim, 8-bit storage) -> warps, pipeline stages; by benchmarks/kernels.py on an H200.
 SHAPES = {(64, False): (2, 2), (128, False): (2, 2), (64, True): (1, 3), (128, True): (1, 3)}
 DEFAULT_SHAPE = (2, 2)
-# A tensor core multiplies 16 rows at least; a live step has 4 query rows per key head, the rest is padding.
-QUERY_TILE = 16
+# A tensor core multiplies 16 rows at least; a live step has 4 query rows per key head, the rest is padding. A chunk of
+# a rebuilt stream has up to 64.
+LIVE_QUERY_ROWS, QUERY_TILE, LARGEST_QUERY_TILE = 4, 16, 64
+# Warps and pipeline stages of the larger tile.
+CHUNK_SHAPE = (4, 2)
 LOG2_E = 1.4426950408889634
 HEADS_PER_STORE = 8
 
@@ -260,7 +263,8 @@ def split_count(streams: int, heads: Heads, page_rows: int, warps: int) -> int:
 
 
 def attend(fused: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads, **tuning: Any) -> Tensor:
-    """Live-step attention: at most 16 query rows per key head. `tuning` overrides the launch shape, for benchmarks."""
+    """At most 64 query rows per key head, and no more rows than the ring has beyond the window: they are stored first.
+    `tuning` overrides the launch shape, for benchmarks."""
     query = fused.new_empty(fused.shape[0], heads.queries * heads.dim)
     store(fused, query, layer, pages, span, heads)
     return attend_stored(query, layer, pages, span, heads, **tuning)
@@ -283,12 +287,16 @@ def attend_stored(
 ) -> Tensor:  # fmt: skip
     """Attention of rotated queries [streams * rows, queries * dim] over rows that are all stored."""
     group = heads.queries // heads.keys
-    if span.rows * group > QUERY_TILE:
-        raise ValueError(f"{span.rows} rows of {group} heads are more than one tile of {QUERY_TILE} query rows")
-    shape = SHAPES.get((heads.dim, pages.scales is not None), DEFAULT_SHAPE)
+    tile = max(QUERY_TILE, triton.next_power_of_2(span.rows * group))
+    if tile > LARGEST_QUERY_TILE:
+        raise ValueError(f"{span.rows} rows of {group} heads are more than one tile of {LARGEST_QUERY_TILE} query rows")
+    live_shape = SHAPES.get((heads.dim, pages.scales is not None), DEFAULT_SHAPE)
+    shape = live_shape if tile == QUERY_TILE else CHUNK_SHAPE
     warps, stages = warps or shape[0], stages or shape[1]
     streams = span.first.shape[0]
-    splits = splits or split_count(streams, heads, pages.page_rows, warps)
+    # Chunks come for many streams at once. One slice keeps their kernels few: each number of slices is a kernel.
+    chunk = span.rows * group > LIVE_QUERY_ROWS
+    splits = splits or (1 if chunk else split_count(streams, heads, pages.page_rows, warps))
     out = torch.empty_like(query)
     lines = query.shape[0] * heads.queries
     data, scales = _layer_of(pages, layer)
@@ -298,7 +306,7 @@ def attend_stored(
         query, data, scales.view(torch.int32), span.tables, span.slots, span.first,
         out, partial, extremes[0], extremes[1], span.tables.shape[1], heads.window, heads.dim**-0.5 * LOG2_E,
         GROUP=group, KEYS=heads.keys, DIM=heads.dim, ROWS=span.rows, PAGE=pages.page_rows,
-        TILE=QUERY_TILE, SPLITS=splits, EIGHT_BIT=pages.scales is not None,
+        TILE=tile, SPLITS=splits, EIGHT_BIT=pages.scales is not None,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:

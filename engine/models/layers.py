@@ -1,7 +1,7 @@
-"""Building blocks that more than one stack of layers uses. Plain functions of tensors; no state.
+"""Building blocks used by more than one model: plain functions of tensors without state.
 
-On CUDA the element-wise blocks run as one Triton kernel each; elsewhere the torch lines below are both the
-implementation and the reference the kernels are tested against.
+On CUDA each element-wise block is one Triton kernel. Elsewhere the torch code below is the implementation; the kernels
+are tested against it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
 
 
 def inverse_frequencies(head_dim: int, theta: float, device: torch.device | str) -> Tensor:
-    """[head_dim / 2] float64. Rounded to float32 once, as the model was trained with, then widened."""
+    """[head_dim / 2] float64. Rounded to float32 once, as in training, then widened."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return (1.0 / theta**exponent).double().to(device)
 
@@ -61,15 +61,15 @@ def inverse_frequencies(head_dim: int, theta: float, device: torch.device | str)
 def rotary_angles(rows: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines, float32 [rows, head_dim / 2], of absolute row numbers (int64).
 
-    The angle is formed and reduced in float64: its error is below 1e-7 radian at row 200,000,000 (position 50,000,000
-    of the encoder), where float32 would be wrong by whole turns. A step has a few thousand angles, so this is free.
+    The angle is computed in float64: its error is below 1e-7 radian at row 200,000,000 (position 50,000,000 of the
+    encoder), where float32 would be wrong by whole turns.
     """
     angle = rows.double()[:, None] * frequencies
     return angle.cos().float(), angle.sin().float()
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn [rows, heads, head_dim] by the angles [rows, head_dim / 2]; the halves of a head are the two components."""
+    """Rotate [rows, heads, head_dim] by the angles [rows, head_dim / 2]; the halves of a head are the components."""
     low, high = heads.float().chunk(2, dim=-1)
     cosine, sine = cosine[:, None], sine[:, None]
     return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1).to(heads.dtype)

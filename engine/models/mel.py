@@ -1,7 +1,7 @@
-"""Log-mel features of 16 kHz audio, as matrix products so that a CUDA graph can hold them.
+"""Log-mel features of 16 kHz audio, as matrix products, so that a CUDA graph can record them.
 
-Frame t is centred on sample 160 t and spans 400 samples. Cutting the audio into items must not move that grid, so an
-item brings the samples around its own frames with it and the same function serves a live item and a whole file.
+Frame t is centred on sample 160 t and spans 400 samples. Splitting the audio into items must not shift this grid, so an
+item includes the samples around its own frames, and the same function serves a live item and a whole file.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ SAMPLE_RATE = 16_000
 FRAME_SAMPLES = 400
 HOP_SAMPLES = 160
 MAX_FREQUENCY_HZ = 8_000.0
-# The model was trained with a fixed ceiling instead of each file's own maximum, which is what lets it stream.
+# The model was trained with a fixed maximum instead of each file's own, which makes streaming possible.
 LOG_MEL_CEILING = 1.5
 LOG_MEL_RANGE = 8.0
 
 
 class MelFrontEnd:
-    """Samples -> log-mel frames. Holds constants only."""
+    """Samples -> log-mel frames. Holds only constants."""
 
     def __init__(self, bins: int, device: torch.device | str = "cpu") -> None:
         self._basis = _windowed_fourier_basis().to(device)
@@ -32,7 +32,7 @@ class MelFrontEnd:
     def frames(self, samples: Tensor) -> Tensor:
         """[..., samples] -> [..., 1 + (samples - 400) // 160, bins], without padding."""
         windows = samples.unfold(-1, FRAME_SAMPLES, HOP_SAMPLES)  # [..., frames, 400]
-        # In float32 the spectral leakage of a loud tone would drown bins near the floor; float64 costs nothing here.
+        # In float32 the spectral leakage of a loud tone would hide bins near the floor.
         spectrum = windows.double() @ self._basis  # [..., frames, 2 * 201]
         real, imaginary = spectrum.chunk(2, dim=-1)
         power = (real.square() + imaginary.square()).float()
@@ -47,8 +47,8 @@ class MelFrontEnd:
 
 
 def item_features(samples: NDArray[np.float32], bins: int) -> NDArray[np.float32]:
-    """Log-mel features of an item, [bins, frames], from its samples with their look-around: what another process may
-    prepare and inject instead of the samples."""
+    """Log-mel features of an item, [bins, frames], from its samples with look-back and look-ahead. Another process may
+    prepare and inject these instead of the samples."""
     return MelFrontEnd(bins).frames(torch.from_numpy(samples)).T.contiguous().numpy()
 
 
@@ -62,7 +62,7 @@ def _windowed_fourier_basis() -> Tensor:
 
 
 def slaney_filters(bins: int) -> Tensor:
-    """[201, bins] float64: triangles of equal area, equally spaced on Slaney's mel scale."""
+    """[201, bins] float64: triangular filters of equal area, equally spaced on Slaney's mel scale."""
     top = _hz_to_mel(MAX_FREQUENCY_HZ)
     corners = _mel_to_hz(torch.linspace(0.0, top, bins + 2, dtype=torch.float64))
     lower, centre, upper = corners[:-2], corners[1:-1], corners[2:]

@@ -1,7 +1,7 @@
 """Moonshine: an encoder over raw audio without 30-second padding, and a small decoder; rotary positions in both.
 
-The layout and the names follow the published checkpoints, except that the three projections of self-attention are one
-matrix, and that the cross-attention keys and values of all layers are made in one place, when a window is encoded.
+Layout and names follow the published checkpoints, with two exceptions: the three projections of self-attention are one
+matrix, and the cross-attention keys and values of all layers are computed together when a window is encoded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from engine.options import Options
 # Kernel and stride of the three convolutions that turn samples into frames.
 _CONVOLUTIONS = ((127, 64), (7, 3), (3, 2))
 
-# Width of a published size -> the heads, [layer, head], whose peaks were measured to move through the audio in step.
+# Width of a published size -> [layer, head] pairs whose attention peaks were measured to follow the audio.
 _ALIGNMENT_HEADS = {
     288: [(3, 0), (3, 2), (3, 5), (4, 2), (4, 3), (4, 7)],
     416: [(4, 2), (4, 6), (5, 3), (5, 5), (5, 6), (6, 1)],
@@ -79,12 +79,12 @@ class MoonshineConfig:
 
 
 class Rotary:
-    """Turns pairs of neighbouring dimensions by an angle that grows with the position."""
+    """Rotary positions: rotates pairs of neighbouring dimensions by an angle that grows with the position."""
 
     def __init__(self, config: MoonshineConfig) -> None:
         exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
         turning = 1.0 / config.rope_theta**exponent
-        # The last pairs of a head do not turn.
+        # The last pairs of a head are not rotated.
         self._frequencies = torch.zeros(config.width // config.heads // 2)
         self._frequencies[: len(turning)] = turning
 
@@ -93,12 +93,12 @@ class Rotary:
 
     def angles(self, positions: Tensor) -> Tensor:
         """[batch, count] -> complex [batch, 1, count, dim / 2]"""
-        # In double precision: a stream that runs for an hour has positions whose angles float32 would round off.
+        # In double precision: after an hour float32 would round the angles.
         angle = positions[:, None, :, None].double() * self._frequencies.to(positions.device)
         return torch.polar(torch.ones_like(angle), angle).to(torch.complex64)
 
     def turn(self, x: Tensor, angles: Tensor) -> Tensor:
-        """[..., heads, count, dim], as complex numbers of neighbouring dimensions: one product."""
+        """Rotate [..., heads, count, dim] as complex numbers of neighbouring dimensions."""
         pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * angles).flatten(-2).to(x.dtype)
 
@@ -162,7 +162,7 @@ class MoonshineEncoder(nn.Module):
         return at_once(self.layer_by_layer(audio, lengths))
 
     def layer_by_layer(self, audio: Tensor, lengths: list[int]) -> Generator[None, None, tuple[Tensor, list[int]]]:
-        """[batch, samples] -> [batch, frames, width] and the frames that are real in each row."""
+        """[batch, samples] -> [batch, frames, width] and real frames per row. Yields before each layer."""
         x = torch.tanh(self.conv1(audio[:, :, None]))
         x = self._normalise(x, [frames_after(length, 1) for length in lengths]).to(self.layer_norm.weight.dtype)
         x = gelu(self.conv3(gelu(self.conv2(x))))  # [batch, frames, width]
@@ -178,7 +178,7 @@ class MoonshineEncoder(nn.Module):
         return self.layer_norm(x), frames
 
     def _normalise(self, x: Tensor, frames: list[int]) -> Tensor:
-        """The group norm takes its mean over a whole row; padding must not count."""
+        """The group norm over each row, without its padding."""
         if min(frames) == x.shape[1]:
             alone = layer_norm(x, x.shape[1:], eps=self.groupnorm.eps)
         else:
@@ -249,7 +249,7 @@ class Moonshine(nn.Module):
     """See `seq2seq.SpeechModel`."""
 
     samples_per_frame = 384
-    # One frame of the last convolution.
+    # Samples for one frame of the last convolution.
     min_samples = 64 * (3 * (3 - 1) + 7 - 1) + 127
     suppressed: list[int] = []
     options = Options(languages=("en",))
@@ -259,26 +259,26 @@ class Moonshine(nn.Module):
         super().__init__()
         self.config = config
         self.encoder = MoonshineEncoder(config)
-        # Keys, then values, of every decoder layer's cross-attention.
+        # Keys, then values, of the cross-attention of every decoder layer.
         self.cross_kv = nn.Linear(config.width, 2 * config.decoder_layers * config.width, bias=False)
         self.decoder = MoonshineDecoder(config)
-        # The embedding, as 8-bit outputs; None before `quantise`.
+        # The embedding as an 8-bit output layer; None before `quantise`.
         self._head: nn.Module | None = None
         self._rotary = Rotary(config)
         self.max_tokens = 194
         self.start_tokens = [config.start_token]
         self.end_token = config.end_token
-        # [decoder layer, head] pairs whose attention follows the audio; all heads if the size was not measured.
+        # [decoder layer, head] pairs whose attention follows the audio; all heads for sizes that were not measured.
         self.alignment_heads = _ALIGNMENT_HEADS.get(config.width) or [
             (layer, head) for layer in range(config.decoder_layers) for head in range(config.heads)
         ]
 
     def go_live(self, ample: bool, to_end: bool = False) -> None:
-        """Nothing to change: it was made for short windows."""
+        """Nothing to change: the model was trained for short windows."""
 
     def move(self, device: torch.device, dtype: torch.dtype) -> None:
         self.to(device, dtype)
-        # Audio may be very quiet, and its norm is a sum over a whole window.
+        # In float32: audio may be very quiet, and its norm is a sum over a whole window.
         self.encoder.conv1.float()
         self.encoder.groupnorm.float()
         self.encoder.rotary.move(device)
@@ -290,7 +290,7 @@ class Moonshine(nn.Module):
     @property
     def widest_frame(self) -> int:
         config = self.config
-        # The first convolution has six frames in one, in float32: as many numbers as twelve.
+        # The first convolution has six frames per encoder frame, in float32: as many bytes as twelve.
         stem, block = 2 * 12 * config.width, 6 * config.width + 2 * config.inner
         return max(stem, block) + 4 * config.decoder_layers * config.width
 
@@ -302,7 +302,7 @@ class Moonshine(nn.Module):
         return self.cross(hidden, frames)
 
     def cross(self, hidden: Tensor, frames: list[int]) -> Encoded:
-        """[batch, frames, width] of the encoder, of which so many are real in each row -> what the decoder hears."""
+        """[batch, frames, width] from the encoder and the number of real frames per row -> the decoder's input."""
         keys, values = cross_keys_values(self.cross_kv(hidden), self.config.decoder_layers, self.config.heads)
         return Encoded(keys, values, frames)
 
@@ -334,8 +334,8 @@ class Moonshine(nn.Module):
         return result
 
     def quantise(self) -> None:
-        """8-bit weights wherever matrices are large: the encoder reads many rows at once, and to say one token the
-        decoder reads all its weights, which is what takes the time."""
+        """Use 8-bit weights for large matrices: the encoder multiplies many rows at once, and the decoder reads all of
+        its weights for each token."""
         quantise_linears(self.encoder.layers)
         quantise_linears(self.encoder.conv2)
         quantise_linears(self.decoder.layers)
@@ -346,7 +346,7 @@ class Moonshine(nn.Module):
 
     @classmethod
     def load(cls, config: MoonshineConfig, tensors: dict[str, Tensor]) -> Moonshine:
-        """From a transformers state dict; every tensor is used once, or it is an error."""
+        """From a transformers state dict. Raises if a tensor is missing or unused."""
         model = cls(config)
         model.load_state_dict(_fused(tensors, config), strict=True)
         return model.eval()

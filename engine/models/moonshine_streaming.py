@@ -1,12 +1,12 @@
-"""Moonshine's encoder in blocks: every frame is encoded once, with a bounded look to both sides.
+"""Moonshine's encoder in blocks: every frame is encoded once, with bounded context on both sides.
 
-The weights are the encoder's own, trained on for this (`docs/training.md`). A block of frames sees what lies up to
-`left` frames before it and `look_ahead` frames behind it. The frames behind it are computed with the block in every
-layer and then again with their own block, so what a frame hears does not reach further with every layer. Until then,
-what was made of them can be listened to. The norm over the whole utterance becomes one over what was heard so far.
+The weights are Moonshine's, trained further for this (`docs/training.md`). A block of frames sees up to `left` frames
+before it and `look_ahead` frames after it. The look-ahead frames are computed with the block in every layer and again
+with their own block, so the context of a frame does not grow with the layers; until then the first result for them can
+be used. The norm over the whole utterance becomes a running norm.
 
-Weights are shared, state is passed: `step(audio, state) -> (frames, state)`. Audio is taken in portions that depend on
-nothing but its position in the stream, so any cutting of the input gives the same numbers, to the last bit.
+Weights are shared, state is passed: `step(audio, state) -> (frames, state)`. Audio is processed in portions that depend
+only on the position in the stream, so the results do not depend on how the input is split, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from engine.models.moonshine import EncoderLayer, MoonshineEncoder, frames_after
 from engine.models.seq2seq import join_heads
 
 SAMPLES_PER_FRAME = 384
-# First convolution's frames in one frame; a frame hears 895 samples, those of the next one begin 384 later.
+# Frames of the first convolution per encoder frame; a frame depends on 895 samples and starts 384 after the one before.
 _CONV1_PER_FRAME = 6
 _FRAME_REACH = 64 * (3 * (3 - 1) + 7 - 1) + 127
 
 
 class UntrainedBlock(EngineError):
-    """The encoder was asked to run in blocks that it was not trained for."""
+    """The encoder was asked to use a block size that it was not trained for."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningNorm:
-    """Where the norm of an utterance starts: a level to expect, which counts as much as `frames` heard frames do."""
+    """Prior of the running norm: an expected level that has the weight of `frames` frames."""
 
     mean: float
     log_variance: float
@@ -43,7 +43,7 @@ class RunningNorm:
 
 @dataclass(frozen=True, slots=True)
 class StreamingSpec:
-    """What an encoder was trained for; it can run as nothing else. Lengths are in frames of 24 ms."""
+    """What an encoder was trained for, and must be run with. Lengths are in frames of 24 ms."""
 
     blocks: tuple[int, ...]
     look_ahead: int
@@ -53,7 +53,7 @@ class StreamingSpec:
 
 @dataclass(slots=True)
 class NormSums:
-    """Sums over the frames of the first convolution so far: of each frame's mean, and of its mean square."""
+    """Sums over the frames of the first convolution so far: of each frame's mean and mean square."""
 
     frames: int = 0
     mean: float = 0.0
@@ -62,13 +62,13 @@ class NormSums:
 
 @dataclass(slots=True)
 class EncoderState:
-    """One stream between two steps. A step uses up the state it is given and returns the one to go on with.
+    """The state of one stream between two steps. A step consumes the state it is given and returns the next one.
 
-    audio: [samples] not turned into frames yet, and the part of the last frames' audio that the next ones hear too;
-    waiting: [1, frames, width] frames of the stem whose block is not complete; position: frames given out;
-    ahead: [frames, width] behind those, as the last block had them while it looked ahead;
-    keys_values: [layers, 2, 1, heads, slots, dim]. The first slots are for a block and what it looks ahead to, up to
-    their last one; behind them comes the ring of the `left` frames before it. What is in use is always one stretch.
+    audio: [samples] not yet turned into frames, including those of the last frames that the next ones overlap;
+    waiting: [1, frames, width] of the convolutions whose block is not complete; position: number of frames returned;
+    ahead: [frames, width] look-ahead frames after those, as computed with the last block;
+    keys_values: [layers, 2, 1, heads, slots, dim]. The first slots belong to a block and its look-ahead, aligned at
+    their end; after them comes a ring of the `left` frames before the block. The slots in use are always contiguous.
     """
 
     audio: Tensor
@@ -80,7 +80,7 @@ class EncoderState:
 
 
 class StreamingEncoder:
-    """Runs the layers of `encoder`, 8-bit or not, on one stream at a time."""
+    """Runs the layers of `encoder`, 8-bit or not, for one stream at a time."""
 
     def __init__(self, encoder: MoonshineEncoder, spec: StreamingSpec, block: int) -> None:
         if block not in spec.blocks:
@@ -92,16 +92,16 @@ class StreamingEncoder:
         self._layers = [cast(EncoderLayer, layer) for layer in encoder.layers]
         self._heads = self._layers[0].self_attn.heads
         self._width = encoder.layer_norm.weight.shape[0]
-        # Frames that go through the layers together.
+        # Frames that pass through the layers together.
         self._span = block + spec.look_ahead
 
     @property
     def delay_samples(self) -> int:
-        """From a block's last frame to the end of the audio that must be there before the block comes out."""
+        """Samples of audio needed after the end of a block's last frame before the block can be computed."""
         return self.spec.look_ahead * SAMPLES_PER_FRAME + _FRAME_REACH - SAMPLES_PER_FRAME
 
     def samples_to_next(self, state: EncoderState) -> int:
-        """Samples since the start of the stream at which the next block comes out."""
+        """Samples since the start of the stream at which the next block is complete."""
         return _samples_for(state.position + self._span)
 
     def start(self) -> EncoderState:
@@ -118,7 +118,7 @@ class StreamingEncoder:
 
     @torch.inference_mode()
     def step(self, audio: Tensor, state: EncoderState) -> tuple[Tensor, EncoderState]:
-        """[samples] of 16 kHz audio -> [frames, width] of the blocks that it completes, often none."""
+        """[samples] of 16 kHz audio -> [frames, width] of the blocks that are now complete, often none."""
         self._take(audio, state)
         blocks = []
         while True:
@@ -131,7 +131,7 @@ class StreamingEncoder:
 
     @torch.inference_mode()
     def finish(self, state: EncoderState) -> Tensor:
-        """The frames left at the end of the stream, [frames, width]; they look ahead to what there is."""
+        """The remaining frames at the end of the stream, [frames, width], with the look-ahead that is there."""
         rest = frames_after(len(state.audio), 3) if len(state.audio) >= _FRAME_REACH else 0
         if rest:
             self._hear(rest, state)
@@ -145,19 +145,19 @@ class StreamingEncoder:
 
     @staticmethod
     def _take(audio: Tensor, state: EncoderState) -> None:
-        # The norm remembers all it heard: one value that is not a number would silence the stream for good.
+        # The norm accumulates: one NaN would spoil the rest of the stream.
         if not bool(torch.isfinite(audio).all()):
             raise ValueError("audio with values that are not numbers")
         state.audio = torch.cat((state.audio, audio))
 
     def _hear(self, frames: int, state: EncoderState) -> None:
-        """The convolutions: `frames` more frames behind those that wait."""
+        """Run the convolutions: `frames` more frames after those that wait."""
         encoder = self._encoder
         heard = state.audio[None, : _samples_for(frames), None]
         state.audio = state.audio[frames * SAMPLES_PER_FRAME :]
         x = torch.tanh(encoder.conv1(heard))  # [1, conv-1 frames, width]
         x, means, squares = running_norm(x, state.sums, self.spec.norm)
-        # What lies behind these frames' own part is heard again with the next ones, and counts then.
+        # The overlap with the next frames is processed again with them and counts only then.
         own = frames * _CONV1_PER_FRAME
         state.sums = NormSums(state.sums.frames + own, float(means[0, own - 1]), float(squares[0, own - 1]))
         x = x * encoder.groupnorm.weight + encoder.groupnorm.bias
@@ -165,7 +165,7 @@ class StreamingEncoder:
         state.waiting = torch.cat((state.waiting, x), dim=1)
 
     def _next_block(self, state: EncoderState) -> Tensor:
-        """Encode the next block with what waits behind it -> [frames, width]"""
+        """Encode the next block together with its look-ahead -> [frames, width]"""
         encoder, span = self._encoder, self._span
         x = state.waiting[:, :span]  # [1, count, width]
         count = x.shape[1]
@@ -177,7 +177,7 @@ class StreamingEncoder:
             query, key, value = layer.self_attn.project(layer.input_layernorm(x), encoder.rotary, angles)
             keys[:, :, span - count : span] = key  # [1, heads, count, dim]
             values[:, :, span - count : span] = value
-            # Keys know their positions, so their order in the ring does not matter.
+            # Keys include their positions, so their order in the ring does not matter.
             mixed = scaled_dot_product_attention(query, keys[:, :, in_use], values[:, :, in_use])
             x = x + layer.self_attn.o_proj(join_heads(mixed))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
@@ -187,7 +187,7 @@ class StreamingEncoder:
         return heard[:settled]
 
     def _keep(self, first: int, settled: int, state: EncoderState) -> None:
-        """Move the block's own keys and values into the ring; those of the look-ahead are computed again."""
+        """Move the block's keys and values into the ring; those of the look-ahead will be computed again."""
         slots, left = state.keys_values, self.spec.left
         at = state.position % left
         before_wrap = min(settled, left - at)
@@ -198,9 +198,9 @@ class StreamingEncoder:
 
 
 def running_norm(x: Tensor, before: NormSums, norm: RunningNorm) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise [batch, conv-1 frames, width] by what was heard up to each frame, behind what was heard before.
+    """Normalise [batch, conv-1 frames, width] by the running statistics up to each frame, starting from `before`.
 
-    Returns with it the sums up to each frame, of means and of mean squares: [batch, conv-1 frames] each.
+    Also returns the running sums of means and of mean squares, [batch, conv-1 frames] each.
     """
     means = x.mean(dim=2).double().cumsum(dim=1) + before.mean
     squares = x.square().mean(dim=2).double().cumsum(dim=1) + before.square

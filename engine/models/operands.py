@@ -1,4 +1,4 @@
-"""What kernels and their references work on: pages of keys and values, spans of rows, factors per row. Data only."""
+"""Operands of the kernels and their references: pages of keys and values, spans of rows, factors per row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 FP8_MAX = 448.0
-# A row of zeros must not divide by zero; far below any scale that real keys and values have.
+# Avoids division by zero for a row of zeros; far below the scale of real keys and values.
 SMALLEST_SCALE = 1e-6
 
 
@@ -28,7 +28,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class KvPages:
-    """Pages of one stack. With 8-bit storage every row of every head has its own scale.
+    """Key and value pages of one stack. With 8-bit storage every row of every head has its own scale.
 
     data: [layers, pages, 2 (key, value), heads, page_rows, dim]; scales: [layers, pages, heads, page_rows, 2] or None,
     so that both scales of a row are one 32-bit word.
@@ -52,7 +52,7 @@ class KvPages:
         return self.data.shape[4]
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole pages, in every layer."""
+        """Copy whole pages in every layer."""
         self.data[:, targets] = self.data[:, sources]
         if self.scales is not None:
             self.scales[:, targets] = self.scales[:, sources]
@@ -60,7 +60,7 @@ class KvPages:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The rows one call computes: `rows` new ones for each stream, from row number `first` on.
+    """The rows that one call computes: `rows` new ones for each stream, starting at row number `first`.
 
     tables: [slots, ring_pages] int32; slots, first: [streams] int64; cosine, sine: [streams * rows, dim / 2].
     """
@@ -75,7 +75,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RowScale:
-    """A factor per row, looked up: row i is multiplied by table[index[i]]. table: [kinds, width]; index: [rows]."""
+    """A factor per row: row i is multiplied by table[index[i]]. table: [kinds, width]; index: [rows]."""
 
     table: Tensor
     index: Tensor

@@ -1,8 +1,7 @@
-"""8-bit products in pieces of two sizes, for kernels that make a plan for every number of rows.
+"""What Whisper and Moonshine share: the `SpeechModel` interface, decoder caches, attention, and 8-bit linear layers.
 
-On ARM such a plan brings all weights into another order: for 24 rows that takes as long as the product itself, for the
-few rows of a decoder's outputs six times as long. Two plans are kept for each matrix. Live text is of another length in
-every pass, so nearly every product would need a new one.
+Weights are shared, state is passed: a pass has an `Encoded` (encoder output) and a `DecoderState` (keys and values of
+the text so far), both batched over streams. Rows of a batch have different lengths; masks keep the rows independent.
 """
 
 from __future__ import annotations
@@ -20,8 +19,14 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from engine.options import Options
 
-# Rows of the larger pieces. Kernels take eight rows at a time, which is the smaller size; a block of the encoder has 39
-# frames, and every piece has a row that spans the range.
+# 8-bit products in pieces of two sizes, for kernels that prepare a plan for each number of rows.
+#
+# On ARM such a plan reorders all weights, which takes as long as the product itself or, for few rows, much longer. Only
+# two plans are kept per matrix, and live text has another length in every pass, so nearly every product would need a
+# new one.
+
+# Rows of the larger pieces; the smaller ones have 8, the number that kernels process at a time. A block of the encoder
+# has 39 frames, and every piece has one more row that spans the range.
 PIECE_ROWS = 40
 
 
@@ -30,16 +35,16 @@ def _product_in_pieces(
     whole_range: Tensor,
     weights: torch.classes.quantized.LinearPackedParamsBase,  # type: ignore[name-defined]
 ) -> Tensor:
-    """[rows, inputs] between -1 and 1, and rows that span that range to fill pieces up with -> [rows, outputs]"""
+    """[rows, inputs] between -1 and 1, and filler rows that span this range -> [rows, outputs]"""
     rows, largest = level.size(0), whole_range.size(0)
-    # Beside many rows a plan costs little.
+    # For many rows the cost of a plan is small.
     if rows > 4 * largest:
         product: Tensor = torch.ops.quantized.linear_dynamic(torch.cat((level, whole_range[:1])), weights)
         return product[:rows]
     parts: list[Tensor] = []
     done = 0
     while done < rows or done == 0:
-        # Two small pieces cost less than a large one.
+        # Two small pieces are cheaper than a large one.
         size = 8 if rows - done <= 2 * (8 - 1) else largest
         part = level[done : done + size - 1]
         piece = torch.cat((part, whole_range[: size - part.size(0)]))
@@ -49,21 +54,18 @@ def _product_in_pieces(
 
 
 with warnings.catch_warnings():
-    # It is called from traces, which know no loops. What torch would rather have us use needs a C++ compiler.
+    # It is called from traces, which cannot contain loops. The replacement that torch recommends needs a C++ compiler.
     warnings.filterwarnings("ignore", "`torch.jit.script`", DeprecationWarning)
     product_in_pieces = torch.jit.script(_product_in_pieces)
 
 
-# What Whisper and Moonshine share: the shape of an encoder-decoder pass, its caches, and 8-bit linear layers.
-#
-# Weights are shared, state is passed: a pass owns an `Encoded` (what the decoder hears) and a `DecoderState` (what it
-# has said so far), both batched over streams. Rows of a batch are ragged; masks make each row's result its own.
+# The interface of encoder-decoder models, and their caches.
 
 T = TypeVar("T")
 
 
 def at_once(work: Generator[None, None, T]) -> T:
-    """Work that could be laid aside between its pieces, done without a break."""
+    """Run a generator of work to its end without interruption; returns its result."""
     while True:
         try:
             next(work)
@@ -73,24 +75,24 @@ def at_once(work: Generator[None, None, T]) -> T:
 
 
 def counts_on(device: torch.device, values: list[int]) -> Tensor:
-    """A few numbers on a device, without waiting for what it is busy with."""
+    """A few integers on a device, without waiting for its queue."""
     return torch.tensor(values).to(device, non_blocking=True)
 
 
 @dataclass(slots=True)
 class Encoded:
-    """Cross-attention keys and values of every decoder layer, padded to the longest row.
+    """Encoder output: cross-attention keys and values of every decoder layer, padded to the longest row.
 
-    keys: [layers, batch, heads, dim, frames], the layout in which a product with them is fast; values: [layers, batch,
-    heads, frames, dim]; lengths: frames that are real, per row.
+    keys: [layers, batch, heads, dim, frames], a layout in which a product with them is fast; values: [layers, batch,
+    heads, frames, dim]; lengths: number of real frames per row.
     """
 
     keys: Tensor
     values: Tensor
     lengths: list[int]
-    # Frames that hold audio, per row: a model may have heard silence behind it. Left out: all that are real.
+    # Frames with audio, per row; silence may follow. Default: all real frames.
     audio: list[int] = field(default_factory=list)
-    # [batch, 1, 1, frames], True where the frame is real; None when all are.
+    # [batch, 1, 1, frames], True where the frame is real; None if there is no padding.
     real: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -102,7 +104,7 @@ class Encoded:
 
     @classmethod
     def stack(cls, rows: list[Encoded]) -> Encoded:
-        """One batch out of passes that were encoded one by one."""
+        """One batch of several that were encoded separately."""
         if len(rows) == 1:
             return rows[0]
         lengths = [length for row in rows for length in row.lengths]
@@ -113,7 +115,7 @@ class Encoded:
         return cls(torch.cat(keys, dim=1), torch.cat(values, dim=1), lengths, audio)
 
     def rows(self, kept: list[int]) -> Encoded:
-        """Some rows of a batch."""
+        """A batch of some of the rows."""
         if kept == list(range(len(self.lengths))):
             return self
         index = counts_on(self.keys.device, kept)
@@ -140,12 +142,12 @@ class DecoderState:
         return cls(like.new_zeros(size), like.new_zeros(size))
 
     def first(self, positions: int) -> DecoderState:
-        """The same state as far as text goes that has so many tokens: what is behind them need not be looked at."""
+        """The state for the first `positions` tokens; the rest need not be read."""
         return DecoderState(self.keys[:, :, :, :positions], self.values[:, :, :, :positions])
 
     def extend(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write [batch, heads, count, dim] at each row's positions, `index` [batch, 1, count, 1]; returns all there
-        is."""
+        """Write [batch, heads, count, dim] at each row's positions, `index` [batch, 1, count, 1]; returns all keys and
+        values."""
         index = index.expand_as(value)
         keys, values = self.keys[layer], self.values[layer]
         keys.scatter_(2, index, key)
@@ -155,7 +157,7 @@ class DecoderState:
 
 @dataclass(slots=True)
 class DecoderPass:
-    """What every layer of one decoding call needs: where its tokens are, what they may see, and what they hear."""
+    """What every layer of one decoder call needs: positions of its tokens, caches, encoder output, causal mask."""
 
     index: Tensor
     state: DecoderState
@@ -165,25 +167,25 @@ class DecoderPass:
     @classmethod
     def start(cls, positions: Tensor, state: DecoderState, encoded: Encoded) -> DecoderPass:
         index = positions[:, None, :, None]
-        # A token sees itself and what came before it: [batch, 1, count, capacity].
+        # A token sees itself and the tokens before it: [batch, 1, count, capacity].
         seen = torch.arange(state.keys.shape[3], device=positions.device) <= index
         return cls(index, state, encoded, seen)
 
     def speak(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Self-attention over the text so far; query is scaled."""
+        """Self-attention over the text so far; query is already scaled."""
         keys, values = self.state.extend(layer, self.index, key, value)
         return join_heads(scaled_dot_product_attention(query, keys, values, attn_mask=self.seen, scale=1.0))
 
     def listen(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross-attention over the audio, with its weights [batch, heads, count, frames]; query is scaled."""
+        """Cross-attention over the audio, and its weights [batch, heads, count, frames]; query is already scaled."""
         mixed, weights = attend(query, self.encoded.keys[layer], self.encoded.values[layer], self.encoded.real)
         return join_heads(mixed), weights
 
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """Tokens by which a model says what it thinks of a window before it reads it: behind `start` stands the token of a
-    language, or that nobody speaks. Languages are in the order of the model's options."""
+    """Tokens with which a model judges a window before it is read: after `start` it predicts the token of a language
+    or `no_speech`. Languages are in the order of the model's options."""
 
     start: int
     no_speech: int
@@ -191,55 +193,56 @@ class Judging:
 
 
 class SpeechModel(Protocol):
-    """An encoder-decoder over audio windows."""
+    """An encoder-decoder model over audio windows."""
 
-    # Audio samples that one encoder frame stands for; word times are counted in frames.
+    # Samples per encoder frame; word times are counted in frames.
     samples_per_frame: int
-    # Fewest samples the front end can make a frame of.
+    # Fewest samples that give a frame.
     min_samples: int
     max_tokens: int
     start_tokens: list[int]
     end_token: int
-    # Tokens that are never text (markers, time stamps); greedy decoding leaves them out.
+    # Tokens that are never text (markers, time stamps); they are never chosen.
     suppressed: list[int]
     options: Options
-    # None: it cannot say.
+    # None: the model cannot judge windows.
     judging: Judging | None
 
     @property
     def decoder_shape(self) -> DecoderShape: ...
 
     def go_live(self, ample: bool, to_end: bool = False) -> None:
-        """Called once, before live use: windows will be short and many. `ample`: the device can pay for hearing them as
-        the model was trained to. `to_end`: this one hears what a speaker who pauses has said, and finds its end."""
+        """Called once, before live use with many short windows. `ample`: the device is fast enough for the padding that
+        the model was trained with. `to_end`: this instance reads windows that end at a pause, and must find the end of
+        the text."""
 
     def move(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Run on this device from now on, with numbers of this type wherever they suffice."""
+        """Move to a device; numbers have this type wherever it is precise enough."""
 
     def frames_of(self, samples: int) -> int:
-        """Frames that the decoder hears of a window of so many samples."""
+        """Number of encoder frames for a window of this many samples."""
 
     @property
     def widest_frame(self) -> int:
-        """Numbers that the encoder holds at once for one frame, at most."""
+        """Most numbers that the encoder holds at once per frame."""
 
     def encode(self, audio: Tensor, lengths: list[int]) -> Encoded:
-        """[batch, samples] of 16 kHz audio, zero behind each row's length -> what the decoder listens to."""
+        """[batch, samples] of 16 kHz audio, zero after each row's length -> encoder output."""
 
     def encode_slowly(self, audio: Tensor, lengths: list[int]) -> Generator[None, None, Encoded]:
-        """The same, a layer at a time; the caller may do something else between them."""
+        """As `encode`, yielding between layers, so that the caller may interleave other work."""
 
     def opening(self, language: str, task: str, before: Sequence[int]) -> list[int]:
-        """Tokens that a text begins with: the code of its language (empty: the model's first), what to do with it
-        (empty: write it down), and tokens of the text before it. `start_tokens` without any of that."""
+        """The tokens that start a text. `language`: a code (empty: the model's first); `task`: empty to transcribe;
+        `before`: tokens of the text before it. Without any of these: `start_tokens`."""
 
     def new_state(self, batch: int, capacity: int) -> DecoderState: ...
 
     def decode(self, tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """tokens, positions: [batch, count] -> hidden [batch, count, width], attention [batch, count, frames].
 
-        All that the state has room for is looked at and masked, so it should be no longer than the text. A row may be
-        padded by repeating positions beyond its own end: what is written there is overwritten before it can be seen.
+        The whole capacity of the state is read and masked, so it should not be longer than the text. A row may be
+        padded by repeating positions after its end: what is written there is overwritten before it is visible.
         Attention is averaged over the heads that follow the audio, and sums to one over frames.
         """
 
@@ -249,10 +252,10 @@ class SpeechModel(Protocol):
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention with its weights: [batch, heads, count, dim] and [batch, heads, count, keys].
 
-    query is scaled; keys are [batch, heads, dim, keys]. Weights are float32, whatever the model computes with.
+    query is already scaled; keys are [batch, heads, dim, keys]. Weights are float32 for every model type.
     """
     batch, heads, count, _ = query.shape
-    # Without the detours of a product of four dimensions: a token has little to do, and much of its time goes there.
+    # bmm on flattened heads: a four-dimensional matmul has more overhead, which matters for a single token.
     scores = torch.bmm(query.flatten(0, 1), keys.flatten(0, 1)).view(batch, heads, count, -1)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
@@ -281,8 +284,8 @@ def join_heads(x: Tensor) -> Tensor:
 
 
 class FrameConv(nn.Module):
-    """A convolution over [batch, frames, channels] as one matrix product: faster here, it can be 8-bit, and on a GPU no
-    library has to make a plan for every new length."""
+    """A convolution over [batch, frames, channels] as one matrix product: it is faster here, can be 8-bit, and needs no
+    library plan for each new length on a GPU."""
 
     def __init__(self, channels: int, width: int, kernel: int, stride: int, bias: bool = True) -> None:
         super().__init__()
@@ -301,7 +304,7 @@ class FrameConv(nn.Module):
 
 
 class Reader(threading.local):
-    """Which of the threads that read side by side this one is."""
+    """The number of this thread among those that read in parallel."""
 
     number = 0
 
@@ -312,14 +315,14 @@ reader = Reader()
 class Int8Linear(nn.Module):
     """A linear layer with 8-bit weights and 8-bit activations.
 
-    The fast kernels take one scale per matrix. Rows of weights and rows of input are therefore brought to the same
-    range first and scaled back behind the product, which is as exact as a scale per row. A last row that spans the
-    range is added, so that rounding is always the same: sums of integers are exact, and so what a row gives does not
-    depend on its neighbours, to the last bit. Weights have as many steps as the processor can add up (`weight_steps`).
+    The fast kernels take one scale per matrix. So rows of weights and rows of input are first scaled to the same range
+    and scaled back after the product, which is as exact as a scale per row. A last row that spans the range is added,
+    so that rounding is always the same: sums of integers are exact, so the result of a row does not depend on the other
+    rows, bit for bit. Weights have as many steps as the processor can add up (`weight_steps`).
 
-    Kernels keep notes of their own beside the weights, and two threads that use the same ones crash. So each reader has
-    a copy of the weights. On ARM they also make a plan for every number of rows that they meet, which takes longer than
-    the product, and remember two of them: there a product is done in pieces of two sizes (`row_pieces.py`).
+    Kernels keep scratch data beside the weights, and two threads that share it crash. So each reader has its own copy
+    of the weights. On ARM kernels also prepare a plan for every number of rows, which takes longer than the product,
+    and keep only two: there a product is done in pieces of two sizes (`product_in_pieces`).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -352,18 +355,18 @@ class Int8Linear(nn.Module):
         return product
 
     def make_plans(self) -> None:
-        """Let the kernels make the plans that they keep for this reader: they take as much memory as the weights."""
+        """Let the kernels prepare this reader's plans, which take as much memory as the weights."""
         for rows in {1, self._whole_range.shape[0]}:
             self(torch.zeros(rows, self._whole_range.shape[1]))
 
     def copy_for_readers(self, readers: int) -> None:
-        """Let so many threads compute at a time."""
+        """Allow this many threads to compute at the same time."""
         quantised, _ = torch.ops.quantized.linear_unpack(self._own_weights())
         while self._readers < readers:
             self._add_reader(quantised)
 
     def _add_reader(self, quantised: Tensor) -> None:
-        # Attributes rather than a list: what is traced must find them.
+        # Attributes, not a list, so that they can be traced.
         setattr(self, f"_weights_{self._readers}", torch.ops.quantized.linear_prepack(quantised, None))
         self._readers += 1
 
@@ -372,30 +375,30 @@ class Int8Linear(nn.Module):
         return weights
 
 
-# Steps from zero to the largest weight: of a signed byte, and what is left of them where pairs of products saturate.
+# Steps from zero to the largest weight: of a signed byte, and the safe number where pairs of products saturate.
 _FULL_STEPS, SAFE_STEPS = 127, 63
 
 
-# Weights of the smallest matrix worth 8 bits. Scaling rows costs as much as a small product does.
+# Fewest weights of a matrix for which 8 bits are worthwhile; scaling rows costs as much as a small product.
 SMALLEST_8_BIT = 200_000
 
 
 @cache
 def weight_steps() -> int:
-    """How finely weights may be rounded here.
+    """How many steps weights may have on this processor.
 
-    Processors without instructions for 8-bit dot products add two products in 16 bits, which large weights overflow:
-    the sum is cut off, silently. Half the range is safe. What the processor does is tried, not looked up.
+    Processors without 8-bit dot-product instructions add two products in 16 bits, which silently saturates for large
+    weights. Half the range is safe. The processor's behaviour is tested, not looked up.
     """
     largest = torch.quantize_per_tensor(torch.ones(1, 64), 1.0 / _FULL_STEPS, 0, torch.qint8)
     packed = torch.ops.quantized.linear_prepack(largest, None)
-    # Minus one sets the lower end of the range, so that the ones are the largest bytes there are.
+    # The -1 sets the lower end of the range, so that the ones become the largest bytes.
     product = torch.ops.quantized.linear_dynamic(torch.tensor([[-1.0] + 63 * [1.0]]), packed)
     return _FULL_STEPS if abs(float(product) - 62.0) < 1.0 else SAFE_STEPS
 
 
 def in_8_bits(weight: Tensor, bias: Tensor | None = None) -> Int8Linear | None:
-    """A linear layer in 8 bits; None if its matrix is too small for that."""
+    """An 8-bit linear layer; None if the matrix is too small for it."""
     if weight.numel() < SMALLEST_8_BIT:
         return None
     supported = torch.backends.quantized.supported_engines
@@ -404,7 +407,7 @@ def in_8_bits(weight: Tensor, bias: Tensor | None = None) -> Int8Linear | None:
 
 
 def quantise_linears(module: nn.Module) -> None:
-    """Replace every large linear layer inside `module` by its 8-bit form."""
+    """Replace every large linear layer in `module` by its 8-bit form."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             smaller = in_8_bits(child.weight, child.bias) if isinstance(child, nn.Linear) else None
@@ -413,14 +416,14 @@ def quantise_linears(module: nn.Module) -> None:
 
 
 def allow_readers(model: nn.Module, readers: int) -> None:
-    """Let so many threads read with a model at a time."""
+    """Allow this many threads to use a model at the same time."""
     for module in model.modules():
         if isinstance(module, Int8Linear):
             module.copy_for_readers(readers)
 
 
 def make_plans(model: SpeechModel) -> None:
-    """For this reader, before somebody speaks."""
+    """Prepare this reader's plans before the first window."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, Int8Linear):
             module.make_plans()

@@ -1,12 +1,12 @@
-"""Silero voice activity detection at 16 kHz: is somebody speaking in this frame of 32 ms?
+"""Silero voice activity detection at 16 kHz: the probability of speech in each frame of 32 ms.
 
     frame, with the 64 samples before it -> magnitudes of a short Fourier transform (4 columns of 129)
     -> four convolutions -> one vector of 128 -> LSTM cell -> probability
 
 Everything up to the LSTM's gates depends on the frame alone, so `encode` takes all frames of all streams at once; only
-`step` goes frame by frame. With four columns every convolution is one matrix product over neighbouring columns, which
-is how it is written here: at this size a general convolution costs several times its arithmetic. On a GPU the Fourier
-transform is a matrix product too (`products`): cheaper there than a transform, and a CUDA graph can hold it.
+`step` goes frame by frame. With four columns each convolution is one matrix product over neighbouring columns; at this
+size a general convolution would cost several times as much. On a GPU the Fourier transform is a matrix product, too
+(`products`): it is faster there and can be recorded in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STATE_SIZE = 128
 _FFT_SAMPLES = 256
 _HOP_SAMPLES = 128
 _BINS = _FFT_SAMPLES // 2 + 1
-# Mirrored samples after the frame, so that its end lies inside a Fourier window as well.
+# Mirrored samples after the frame, so that its end lies inside a Fourier window, too.
 _PADDING_SAMPLES = 64
 
 _SHAPES = {
@@ -56,7 +56,7 @@ class SpeechWeightsError(EngineError):
 
 
 class SileroVad(nn.Module):
-    """Weights only; what a stream has heard so far is passed in and handed back."""
+    """Weights only; the state of a stream is passed in and returned."""
 
     window: Tensor
     basis: Tensor
@@ -87,8 +87,8 @@ class SileroVad(nn.Module):
         keep("window", window)
         spectra = torch.fft.rfft(torch.diag(window.double()))  # [sample, bin]
         keep("basis", torch.cat([spectra.real, spectra.imag], dim=1))  # [256, 2 * 129]
-        # The third convolution turns two columns into one and the fourth sees that one alone: their other taps only
-        # ever meet padding.
+        # The third convolution turns two columns into one and the fourth sees only that one: their other taps only
+        # meet padding.
         for number, taps in enumerate([(0, 1, 2), (0, 1, 2), (1, 2), (1,)]):
             weight = weights[f"encoder.{number}.reparam_conv.weight"]  # [out, in, 3]
             keep(f"conv{number + 1}", torch.cat([weight[:, :, tap] for tap in taps], dim=1).T)  # [taps * in, out]
@@ -100,11 +100,11 @@ class SileroVad(nn.Module):
         keep("out_bias", weights["decoder.decoder.2.bias"])
 
     def encode(self, frames: Tensor) -> Tensor:
-        """Frames [n, 64 + 512], each behind its context -> what they give to the LSTM's gates [n, 4 * 128]."""
+        """Frames [n, 64 + 512], each after its context -> inputs to the LSTM's gates [n, 4 * 128]."""
         padded = functional.pad(frames, (0, _PADDING_SAMPLES), mode="reflect")
         columns = padded.unfold(1, _FFT_SAMPLES, _HOP_SAMPLES)  # [n, 4, 256]
         magnitude = self._magnitude(columns)  # [n, 4, 129]
-        # Zero columns at the sides are the convolutions' padding.
+        # The zero columns at the sides are the convolutions' padding.
         x = _convolve(functional.pad(magnitude, (0, 0, 1, 1)), 1, self.conv1, self.conv1_bias)  # [n, 4, 128]
         x = _convolve(functional.pad(x, (0, 0, 1, 0)), 2, self.conv2, self.conv2_bias)  # [n, 2, 64]
         x = torch.addmm(self.conv3_bias, x.flatten(1), self.conv3).relu_()  # [n, 64]
@@ -131,25 +131,25 @@ class SileroVad(nn.Module):
 
 
 def load_silero(path: Path | None = None, products: bool = False) -> SileroVad:
-    """The detector with the weights that the `silero-vad` package carries, or with those in `path`."""
+    """The detector with the weights of the `silero-vad` package, or with those in `path`. Raises SpeechWeightsError."""
     path = path or _packaged_weights()
     try:
         with warnings.catch_warnings():
-            # TorchScript is deprecated, and it is the one form in which the package ships its current weights to torch
-            # (its safetensors file holds an older model).
+            # TorchScript is deprecated, but it is the only form in which the package ships its current weights for
+            # torch (its safetensors file is an older model).
             warnings.simplefilter("ignore", DeprecationWarning)
             stored: dict[str, Tensor] = torch.jit.load(path, map_location="cpu").state_dict()  # type: ignore[no-untyped-call]
     except (OSError, RuntimeError, ValueError) as error:
         raise SpeechWeightsError(
             f"cannot read the speech detector's weights in {path.name}; reinstall silero-vad"
         ) from error
-    # The same archive holds a model for 8 kHz under another prefix.
+    # The same archive contains a model for 8 kHz under another prefix.
     weights = {name.removeprefix("_model."): tensor for name, tensor in stored.items() if name.startswith("_model.")}
     return SileroVad(weights, products).eval()
 
 
 def _packaged_weights() -> Path:
-    # Looked up, not imported: importing the package sets torch's thread count for the whole process.
+    # Not imported: importing the package sets torch's thread count for the whole process.
     package = find_spec("silero_vad")
     if package is None or package.origin is None:
         raise SpeechWeightsError("speech detection needs the package silero-vad: pip install silero-vad")
@@ -172,6 +172,6 @@ def _convolve(columns: Tensor, stride: int, weight: Tensor, bias: Tensor) -> Ten
 
 
 def _sigmoids_first(gates: Tensor) -> Tensor:
-    """Rows of an LSTM in the order input, forget, cell, output -> input, forget, output, cell: one sigmoid call."""
+    """Reorder an LSTM's rows from input, forget, cell, output to input, forget, output, cell: one sigmoid call."""
     take, forget, new, show = gates.chunk(4)
     return torch.cat([take, forget, show, new])

@@ -1,9 +1,9 @@
 """Voxtral Realtime: a causal audio encoder and a causal decoder that advance together, one token per 80 ms.
 
-Read top to bottom: dimensions, weights, the conv stem, one stack of layers, the model. The model holds weights only;
-attention state is in pages that the caller passes in through `PagedAttention`, so one model serves all streams.
+In this order: dimensions, weights, convolutions, one stack of layers, the model. The model holds only weights;
+attention state is in pages that the caller passes in with `PagedAttention`, so one model serves all streams.
 
-Clocks: position (80 ms) = 8 mel frames = 4 encoder rows = 1 decoder row.
+Time: one position (80 ms) = 8 mel frames = 4 encoder rows = 1 decoder row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STREAMING_PAD = 32
 STREAMING_WORD = 33
 FIRST_TEXT_TOKEN = 1000
 LEFT_PAD_POSITIONS = 32
-# The model's own right padding: one position, and ten more that it was trained to speak its last words in.
+# The model's own right padding: one position, and ten in which it was trained to produce its last words.
 FLUSH_POSITIONS = 11
 MAX_DELAY_POSITIONS = 30
 CONV_KERNEL = 3
@@ -37,7 +37,7 @@ DELAY_THETA = 10_000.0
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Dimensions of one stack of layers. `heads.window` is what it was trained with."""
+    """Dimensions of one stack of layers. `heads.window` is the window it was trained with."""
 
     width: int
     layers: int
@@ -64,7 +64,7 @@ class VoxtralConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> VoxtralConfig:
-        """From a checkpoint's config.json. Anything this implementation does not do is refused by name."""
+        """From a checkpoint's config.json. Raises ValueError that names what this implementation does not support."""
         if config.get("model_type") != ARCHITECTURE:
             raise ValueError(f"model_type is {config.get('model_type')!r}; this loader takes {ARCHITECTURE!r}")
         try:
@@ -98,7 +98,7 @@ class VoxtralConfig:
 
 
 def _rope(stack: dict[str, Any]) -> tuple[str, float]:
-    """Kind and base of a stack's rotary embedding; older files keep the base beside the other fields."""
+    """Kind and base of a stack's rotary embedding; older files have the base next to the other fields."""
     rope = stack.get("rope_parameters") or {}
     return rope.get("rope_type", "default"), float(rope.get("rope_theta", stack.get("rope_theta", 1e6)))
 
@@ -128,7 +128,7 @@ def voxtral_mini_4b() -> VoxtralConfig:
 
 
 def tensor_shapes(config: VoxtralConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint, by its name in `transformers`, and its shape."""
+    """Name (as in `transformers`) and shape of every tensor of a checkpoint."""
     audio, text = config.audio, config.text
     shapes: dict[str, tuple[int, ...]] = {
         "model.audio_tower.embedder.conv1.weight": (audio.width, config.mel_bins, CONV_KERNEL),
@@ -183,7 +183,7 @@ def weight_bytes(config: VoxtralConfig, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer, with the projections that read the same input fused into one matrix."""
+    """Weights of one layer; projections with the same input are fused into one matrix."""
 
     attention_norm: Tensor
     qkv: Tensor
@@ -223,30 +223,30 @@ def _take_layer(tensors: dict[str, Tensor], prefix: str, norms: tuple[str, str],
 
 
 class ConvStem:
-    """mel frames -> encoder input rows, two convolutions written as matrix products over shifted frames."""
+    """Mel frames -> encoder input rows: two convolutions, written as matrix products over shifted frames."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         prefix = "model.audio_tower.embedder."
-        # [out, in, kernel] -> [out, kernel * in]: the frames of a kernel lie side by side in memory
+        # [out, in, kernel] -> [out, kernel * in]: the frames of a kernel are adjacent in memory
         self._first = tensors.pop(prefix + "conv1.weight").transpose(1, 2).flatten(1).contiguous()
         self._first_bias = tensors.pop(prefix + "conv1.bias")
         self._second = tensors.pop(prefix + "conv2.weight").transpose(1, 2).flatten(1).contiguous()
         self._second_bias = tensors.pop(prefix + "conv2.bias")
 
     def item(self, mel: Tensor) -> Tensor:
-        """[items, 3 + 8 n, bins] with look-back -> [items, 4 n, width]; no padding anywhere."""
+        """[items, 3 + 8 n, bins] with look-back -> [items, 4 n, width]; without padding."""
         hidden = gelu(linear(_shifted(mel, stride=1), self._first, self._first_bias))  # [items, 1 + 8 n, width]
         return gelu(linear(_shifted(hidden, stride=2), self._second, self._second_bias))
 
     def offline(self, mel: Tensor) -> Tensor:
-        """[batch, frames, bins] from the very start -> [batch, frames / 2, width]; each conv pads with zeros."""
+        """[batch, frames, bins] from the start of a stream -> [batch, frames / 2, width]; each conv pads with zeros."""
         hidden = gelu(linear(_shifted(pad(mel, (0, 0, 2, 0)), stride=1), self._first, self._first_bias))
         hidden = pad(hidden, (0, 0, 1, 0))
         return gelu(linear(_shifted(hidden, stride=2), self._second, self._second_bias))
 
 
 def _shifted(frames: Tensor, stride: int) -> Tensor:
-    """[batch, frames, channels] -> [batch, outputs, kernel * channels]: what each output of a convolution sees."""
+    """[batch, frames, channels] -> [batch, outputs, kernel * channels]: the inputs of each output of a convolution."""
     return frames.unfold(1, CONV_KERNEL, stride).transpose(2, 3).flatten(2)
 
 
@@ -254,10 +254,10 @@ def _shifted(frames: Tensor, stride: int) -> Tensor:
 
 
 class VoxtralRealtime:
-    """Weights of the whole model and the functions over them. Rows of different streams are independent."""
+    """The weights of the whole model and the functions over them. Rows of different streams are independent."""
 
     def __init__(self, config: VoxtralConfig, tensors: dict[str, Tensor]) -> None:
-        """Takes every tensor out of `tensors` (see `tensor_shapes`), so that memory is never held twice."""
+        """Removes every tensor from `tensors` (see `tensor_shapes`), so that memory is never held twice."""
         self.config = config
         embedding = tensors.pop("model.language_model.embed_tokens.weight")
         self.device, self.dtype = embedding.device, embedding.dtype
@@ -283,10 +283,10 @@ class VoxtralRealtime:
         self.audio_frequencies = inverse_frequencies(config.audio.heads.dim, config.audio.theta, self.device)
         self.text_frequencies = inverse_frequencies(config.text.heads.dim, config.text.theta, self.device)
         if tensors:
-            raise ValueError(f"tensors the model does not know: {', '.join(sorted(tensors))}")
+            raise ValueError(f"tensors that are not part of the model: {', '.join(sorted(tensors))}")
 
     def _scales_of_delays(self, tensors: dict[str, Tensor]) -> list[Tensor]:
-        """Per layer [delays, width]: 1 + mlp(sinusoid(delay)) for every delay there is, so a step only looks it up."""
+        """Per layer [delays, width]: 1 + mlp(sinusoid(delay)) for every delay, so that a step only looks it up."""
         width = self.config.text.width
         frequency = torch.exp(-math.log(DELAY_THETA) * torch.arange(width // 2, dtype=torch.float32) / (width // 2))
         angle = torch.arange(MAX_DELAY_POSITIONS + 1, dtype=torch.float32)[:, None] * frequency
@@ -303,11 +303,11 @@ class VoxtralRealtime:
         return self.feature_rows(self.mel.frames(samples))
 
     def feature_rows(self, mel: Tensor) -> Tensor:
-        """The same from the log-mel frames of those samples, [items, 11, bins]."""
+        """As `stem_rows`, from the log-mel frames of the samples, [items, 11, bins]."""
         return self.stem.item(mel.to(self.dtype)).flatten(1)
 
     def opening_rows(self, positions: int) -> Tensor:
-        """Encoder input [positions, 4 * width] of the silence that every stream starts with."""
+        """Encoder input [positions, 4 * width] of the silence with which every stream starts."""
         silence = torch.zeros(1, positions * self.config.samples_per_position, device=self.device)
         rows = self.stem.offline(self.mel.offline(silence).to(self.dtype))
         return rows.view(positions, -1)
@@ -338,7 +338,7 @@ def _run_stack(
     attention: PagedAttention,
     scales: list[RowScale] | None,
 ) -> Tensor:
-    """[rows, width] through all layers and the last norm. Each norm also does the addition before it."""
+    """[rows, width] through all layers and the last norm. Each norm includes the addition before it."""
     residual, delta = rows, None
     for index, layer in enumerate(layers):
         residual, hidden = add_norm(residual, delta, layer.attention_norm, stack.epsilon)

@@ -1,4 +1,10 @@
-"""Names of Whisper's tensors: OpenAI's, transformers', and ours."""
+"""Whisper of any size, from OpenAI's `.pt` files and from transformers checkpoints.
+
+Names follow OpenAI's files, with two exceptions: the three projections of self-attention are one matrix, and the
+cross-attention keys and values of all layers are computed when a window is encoded. Whisper was trained on windows
+padded to 30 seconds; `context_slack_seconds` reduces the padding to some silence after the audio, which makes live use
+affordable. With little silence the model does not find the end of the text and repeats it.
+"""
 
 from __future__ import annotations
 
@@ -58,12 +64,12 @@ def _openai_name(name: str) -> str:
 
 
 def fused(tensors: dict[str, Tensor], width: int, audio_layers: int, text_layers: int) -> dict[str, Tensor]:
-    """A state dict of either kind under our names, with the matrices that we join."""
+    """A state dict of either kind under this module's names, with fused matrices."""
     left = {_openai_name(name): value.float() for name, value in tensors.items() if name != "proj_out.weight"}
 
     def take(prefix: str, parts: tuple[str, ...]) -> tuple[list[Tensor], list[Tensor]]:
         weights = [left.pop(f"{prefix}{part}.weight") for part in parts]
-        # Keys have no bias in Whisper; a zero one lets the fused matrix have one.
+        # Keys have no bias in Whisper; the fused matrix needs zeros there.
         biases = [left.pop(f"{prefix}{part}.bias", torch.zeros(width)) for part in parts]
         return weights, biases
 
@@ -85,24 +91,17 @@ def fused(tensors: dict[str, Tensor], width: int, audio_layers: int, text_layers
     return left
 
 
-# Whisper of any size, from OpenAI's `.pt` files and from transformers checkpoints.
-#
-# Names follow OpenAI's files, except that the three projections of self-attention are one matrix and that the cross-
-# attention keys and values of all layers are made when a window is encoded. Whisper was trained on windows padded to
-# 30 seconds; `context_slack_seconds` trims that to the audio plus some silence, which makes it affordable live. With
-# little silence it does not know where a text ends, and says it again and again.
+# The model.
 
 LIVE_SLACK_SECONDS = 2.0
-# Behind a window that is heard to its end, on a CPU. Measured with whisper-tiny on 20 prompts of 1.5 to 15 s, how many
-# of their texts ended: 7 with 2 s, 10 with 4, 12 with 6, 18 with 8, 20 with 12 and with 30; an encoder's pass took
-# 0.16 CPU-s with 2 s, 0.49 with 12 and 1.11 with 30.
+# Silence after a window that is read to its end, on a CPU: with 12 s nearly all texts end, with 8 s some do not.
 END_SLACK_SECONDS = 12.0
 
-# What OpenAI bars from transcripts, but for notes: they say that there is music, and its words are left out.
+# The symbols that OpenAI suppresses, except notes: these indicate music, whose words are left out.
 _SYMBOLS = [*'"#()*+/:;<=>@[\\]^_`{|}~「」『』', "<<", ">>", "<<<", ">>>", "--", "---", "-(", "-[", "('", '("']
 _SYMBOLS += ["((", "))", "(((", ")))", "[[", "]]", "{{", "}}"]
 
-# (decoder layers, vocabulary) -> the heads that OpenAI found to follow the audio; [layer, head].
+# (decoder layers, vocabulary) -> [layer, head] pairs that OpenAI found to follow the audio.
 _ALIGNMENT_HEADS: dict[tuple[int, int], list[tuple[int, int]]] = {
     (4, 51864): [(1, 0), (2, 0), (2, 5), (3, 0), (3, 1), (3, 2), (3, 3), (3, 4)],
     (4, 51865): [(2, 2), (3, 0), (3, 2), (3, 3), (3, 4), (3, 5)],
@@ -167,17 +166,17 @@ class WhisperConfig:
 
     @property
     def languages(self) -> int:
-        """Languages it was trained on; each has a token right behind the start token, also in the English files."""
+        """Number of language tokens; they follow the start token, also in English models."""
         return whisper_language_tokens(self.vocabulary)
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """Of the languages that it can be told."""
+        """Codes of the languages that can be set."""
         return whisper_languages(self.vocabulary)
 
     @property
     def start(self) -> int:
-        """Begins a text. Behind it come the languages, then translate, transcribe, and so on."""
+        """The token that starts a text. After it come the languages, then translate, transcribe, and so on."""
         return self.end_token + 1
 
     @property
@@ -186,7 +185,7 @@ class WhisperConfig:
 
     @property
     def previous(self) -> int:
-        """Begins the text before this one."""
+        """The token that starts the text before this one."""
         return self.transcribe + 2
 
     @property
@@ -194,7 +193,7 @@ class WhisperConfig:
         return self.transcribe + 3
 
     def start_tokens(self, language: int, translate: bool = False) -> list[int]:
-        """Without time stamps."""
+        """The start of a text without time stamps. `language`: index of the language."""
         no_timestamps = self.transcribe + 4
         if not self.multilingual:
             return [self.start, no_timestamps]
@@ -202,10 +201,10 @@ class WhisperConfig:
 
 
 def without_lone_frames(attention: Tensor) -> Tensor:
-    """[..., frames], each with no more attention than one of its neighbours has.
+    """[..., frames], each limited to the larger attention of its two neighbours.
 
-    A word is heard over several frames. The first frame of a window, and one in the silence behind it, get attention
-    whatever is said, and in short windows more than the word itself: it would seem to be said at the beginning.
+    A word covers several frames. The first frame of a window, and one in the silence after it, get attention at any
+    token, in short windows more than the word itself; the word would seem to be at the beginning.
     """
     beside = pad(attention, (1, 1))
     return torch.minimum(attention, torch.maximum(beside[..., :-2], beside[..., 2:]))
@@ -253,13 +252,13 @@ class WhisperEncoder(nn.Module):
         self.ln_post = nn.LayerNorm(config.width)
 
     def layer_by_layer(self, mel: Tensor, frames: list[int]) -> Generator[None, None, Tensor]:
-        """[batch, mels, 2 * frames] -> [batch, frames, width]; `frames` are the real ones of each row."""
+        """[batch, mels, 2 * frames] -> [batch, frames, width]; `frames`: real ones per row. Yields between layers."""
         mask = None
-        # A frame of silence on both sides: [batch, 2 * frames + 2, mels].
+        # One frame of silence on both sides: [batch, 2 * frames + 2, mels].
         x = gelu(self.conv1(pad(mel.transpose(1, 2).to(self.positional_embedding.dtype), (0, 0, 1, 1))))
         if min(frames) * 2 < mel.shape[2]:
             lengths = counts_on(mel.device, frames)[:, None]
-            # What a row has behind its end must be the zeros that a lone row is padded with.
+            # After its end a row must have zeros, with which a single row would be padded.
             x = x * (torch.arange(mel.shape[2], device=mel.device) < 2 * lengths)[:, :, None]
             mask = (torch.arange(mel.shape[2] // 2, device=mel.device) < lengths)[:, None, None, :]
         x = gelu(self.conv2(pad(x, (0, 0, 1, 1))))
@@ -318,7 +317,7 @@ class Whisper(nn.Module):
         self.config = config
         self.context_slack_seconds: float | None = None
         self.encoder = WhisperEncoder(config)
-        # Keys, then values, of every decoder layer's cross-attention.
+        # Keys, then values, of the cross-attention of every decoder layer.
         self.cross_kv = nn.Linear(config.width, 2 * config.text_layers * config.width)
         self.decoder = WhisperDecoder(config)
         self._filters = slaney_filters(config.mels).float()
@@ -339,7 +338,7 @@ class Whisper(nn.Module):
         self.alignment_heads = _ALIGNMENT_HEADS.get((config.text_layers, config.vocabulary), upper)
 
     def log_mel(self, audio: Tensor) -> Tensor:
-        """[batch, samples] -> [batch, mels, samples / 160]; each row's floor is 80 dB below its own peak."""
+        """[batch, samples] -> [batch, mels, samples / 160]; the floor is 80 dB below each row's own peak."""
         spectrum = torch.stft(audio, FRAME_SAMPLES, HOP_SAMPLES, window=self._hann, return_complex=True)
         power = spectrum[..., :-1].abs().square()
         log_mel = (self._filters.T @ power).clamp(min=1e-10).log10()
@@ -347,7 +346,7 @@ class Whisper(nn.Module):
         return (torch.maximum(log_mel, floor) + 4.0) / 4.0
 
     def go_live(self, ample: bool, to_end: bool = False) -> None:
-        """Hear the window and some silence behind it, if 30 seconds are too dear."""
+        """Read the window and some silence after it, unless 30 seconds are affordable."""
         slack = END_SLACK_SECONDS if to_end else LIVE_SLACK_SECONDS
         self.context_slack_seconds = None if ample else slack
 
@@ -394,14 +393,14 @@ class Whisper(nn.Module):
         if not (language or task or before):
             return self.start_tokens
         config = self.config
-        # Half of the text may be what came before, as in training.
+        # At most half of the text may be text before it, as in training.
         kept = before[-(config.text_tokens // 2 - 1) :]
         number = config.codes.index(language) if language else 0
         start = config.start_tokens(number, task == TRANSLATE)
         return [config.previous, *kept, *start] if kept else start
 
     def bar_symbols(self, pieces: Sequence[bytes]) -> None:
-        """Never say what nobody speaks: brackets, and marks that only stand in written text."""
+        """Suppress symbols that are not spoken: brackets, and marks that occur only in written text."""
         symbols = {symbol.encode() for symbol in _SYMBOLS}
         self.suppressed += [token for token, piece in enumerate(pieces) if piece.removeprefix(b" ") in symbols]
 
@@ -421,7 +420,7 @@ class Whisper(nn.Module):
         return hidden @ self.decoder.token_embedding.weight.T
 
     def quantise(self) -> None:
-        """8-bit weights where a whole window goes through at once: the encoder and the cross-attention inputs."""
+        """Use 8-bit weights where a whole window is multiplied at once: in the encoder and for cross-attention."""
         quantise_linears(self.encoder.blocks)
         holder = nn.ModuleDict({"cross_kv": self.cross_kv})
         quantise_linears(holder)
@@ -429,7 +428,7 @@ class Whisper(nn.Module):
 
     @classmethod
     def load(cls, config: WhisperConfig, tensors: dict[str, Tensor]) -> Whisper:
-        """From either kind of state dict; every tensor is used once, or it is an error."""
+        """From either kind of state dict. Raises if a tensor is missing or unused."""
         model = cls(config)
         model.load_state_dict(fused(tensors, config.width, config.audio_layers, config.text_layers), strict=True)
         return model.eval()

@@ -1,4 +1,4 @@
-"""Runners execute plans on a device: `frames` for frame-synchronous models, `windowed` for encoder-decoders.
+"""Runners execute plans on a device: `frames` for frame-synchronous models, `windowed` for encoder-decoder models.
 
-Part of the engine process; torch lives here. Imports `core`, `models`, `weights` and the engine's vocabulary.
+Part of the engine process; uses torch. Imports `core`, `models`, `weights` and the root modules of `engine`.
 """

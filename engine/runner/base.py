@@ -1,4 +1,4 @@
-"""What the engine's loop asks of a model runner and of a speech detector. Free of torch."""
+"""The interfaces of model runners and speech detectors that the engine loop uses. Without torch."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ def never() -> bool:
 
 
 class Runner(ABC):
-    """Owns the model and the accelerator: launches a plan and collects its results.
+    """Owns the model and the accelerator: launches plans and collects their results.
 
-    The attributes below say what a runner can do; a subclass sets those that differ from the defaults.
+    The attributes say what a runner can do; a subclass sets those that differ from the defaults.
     """
 
     spec: ModelSpec
     vocabulary: Vocabulary
-    # True if the device computes on its own: the loop plans and launches the next step before it collects this one.
+    # The device computes asynchronously: the loop plans and launches the next step before it collects this one.
     overlaps_steps = False
-    # True if `launch` may leave uploads unfinished when their time is up.
+    # `launch` may leave uploads unfinished when their time is up.
     pauses_uploads = False
-    # True if a stream can be saved and resumed as a value; otherwise it is replayed by its tokens.
+    # A stream can be saved and resumed as a value; otherwise it is replayed with its tokens.
     saves_state = False
-    # True if `judgement` has an answer for some models of this runner.
+    # `judgement` returns something for some models of this runner.
     judges_windows = False
-    # Tokens that the guard against runs of blanks has changed so far.
+    # Number of tokens changed by the guard against runs of blanks.
     blank_guard_activations = 0
 
     @abstractmethod
     def check_open(self, message: Open) -> None:
-        """Raises ValueError if the model does not take these options."""
+        """Raises ValueError if the model does not accept these options."""
 
     @abstractmethod
     def launch(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> Callable[[], list[DecodeResult]]:
-        """Start a plan. The returned call waits for its results, in the order of the plan's decode tasks.
+        """Start a plan. The returned function waits for its results, in the order of the plan's decode tasks.
 
-        Plans are computed in the order of their launches, and results are collected in that order. A runner that
-        pauses uploads computes one piece of upload work, and more until `time_is_up`; upload tasks that are not done by
-        then are answered as unfinished and come again, in the same order, in the next plan with uploads.
+        Plans are computed, and their results collected, in the order of their launches. A runner with `pauses_uploads`
+        does one piece of upload work, and more until `time_is_up`. Upload tasks not done by then have unfinished
+        results and must come again, in the same order, in the next plan with uploads.
         """
 
     def execute(self, plan: StepPlan) -> list[DecodeResult]:
@@ -56,29 +56,28 @@ class Runner(ABC):
         return self.launch(plan)()
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
-        """The state of a slot whose window is [base, end), and the first position whose audio that state needs."""
+        """The state of a slot whose window is [base, end), and the first position whose audio the state needs."""
         raise NotImplementedError("this runner does not save states")
 
     def judgement(self, slot: int) -> tuple[str, float | None]:
-        """The language of the window that was read last, and the probability that it holds no speech; empty and None
-        if the model does not tell."""
+        """The language of the last window, and the probability that it has no speech; empty and None if unknown."""
         return "", None
 
     def warm_up(self) -> None:
-        """Compute what the first step would otherwise wait for."""
+        """Do the slow work of a first step in advance."""
         return None
 
     def close(self) -> None:
-        """Free the memory of the device."""
+        """Free the device's memory."""
         return None
 
 
 class SynchronousRunner(Runner):
-    """A runner that has computed a plan when `launch` returns."""
+    """A runner whose `launch` returns after the plan is computed."""
 
     @abstractmethod
     def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
-        """The results of a plan, as `launch` describes them."""
+        """The results of a plan, as described at `launch`."""
 
     def launch(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> Callable[[], list[DecodeResult]]:
         results = self.compute(plan, time_is_up)
@@ -86,12 +85,12 @@ class SynchronousRunner(Runner):
 
 
 class Detector(ABC):
-    """Speech probabilities for the new samples of many streams at once.
+    """Computes speech probabilities for the new samples of many streams at once.
 
-    If `launch` raises, no stream of the batch has changed: the streams can be sent again, one by one.
+    If `launch` raises, no stream of the batch has changed, and the streams can be sent again one by one.
     """
 
-    # True if the device computes on its own: results are collected after the step that was launched meanwhile.
+    # The device computes asynchronously: results are collected after the step that is launched meanwhile.
     overlaps_steps = False
 
     @abstractmethod
@@ -102,20 +101,20 @@ class Detector(ABC):
 
     @abstractmethod
     def launch(self, batch: list[tuple[str, Samples]]) -> Callable[[], list[Speech]]:
-        """Start on new samples, each stream once. The returned call waits for the frames they complete and leaves out
-        streams that were closed meanwhile."""
+        """Start on new samples; each stream occurs once. The returned function waits for the completed frames and
+        leaves out streams that were closed meanwhile."""
 
     def detect(self, batch: list[tuple[str, Samples]]) -> list[Speech]:
         return self.launch(batch)()
 
     @abstractmethod
     def pass_silence(self, stream: str, samples: int) -> Speech:
-        """`samples` more of a silence in which nothing changes any more: one long frame, without computing it."""
+        """Add `samples` of constant silence: one long frame, not computed."""
 
     def save(self, stream: str) -> Saved:
-        """All that decides the next probabilities of a stream, as plain data."""
+        """The state that determines the next probabilities of a stream, as plain data."""
         raise NotImplementedError("this detector does not save states")
 
     def resume(self, stream: str, saved: Saved) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         raise NotImplementedError("this detector does not save states")

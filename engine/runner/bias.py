@@ -1,8 +1,29 @@
-"""How a byte-pair vocabulary cuts a word: neighbours are joined, those first whose piece has the lowest number."""
+"""Keyword biasing: favours tokens with which an expected word may begin or continue. Used by both kinds of runners.
+
+The keywords of a stream are a tree of their letters. A token moves along the tree by its letters, however the keyword
+is tokenised, so a model that spells a word in an unusual way still finds the rest of it. A keyword is favoured as
+given, in lower case and with capital initials; all three lead to the same node.
+
+A node's *worth* rises with the number of letters that lead to it. A token that continues a keyword as the tokeniser
+would gets a bonus: the worth of its node. A token that leaves the keyword gets none, so the bonus of the beginning is
+lost again, unless a whole keyword is complete by then. A short beginning is worth little, because many other words
+begin like it. Tokens that occur only in an unusual tokenisation of a keyword get no bonus: models use the tokeniser's
+pieces, so such a token is a sign of another word.
+
+With its bonus a token must be more likely than all others together without one. Where a model has no idea, a hundred
+tokens are nearly as likely as its best guess, and a keyword must not be forced then.
+
+The state of a stream in its tree is a number that depends only on its tokens. So the text does not depend on load or on
+how the audio was split, and a draft is checked exactly as it would be decoded.
+
+A model that announces words says blanks while it waits for the next word. Nothing is favoured then, or words would come
+too early. While it waits, its state is the bitwise complement (~) of the number.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache, partial
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -18,8 +39,9 @@ from engine.spec import Vocabulary
 
 
 def joined_pairs(letters: Sequence[bytes], ranks: Mapping[bytes, int]) -> list[bytes]:
-    """Pairs wait in order, the lowest rank first and of the same the leftmost. Nobody looks through the whole word for
-    the next one: what a client sends may be a single word, and everybody's step waits for this."""
+    """Tokenise by byte-pair merges: of all neighbours that can be joined, those with the lowest rank first, then the
+    leftmost. Pairs are kept in a heap, not searched for: a client may send one very long word, and the step of all
+    streams waits for this."""
     parts, count = list(letters), len(letters)
     before, after = list(range(-1, count - 1)), list(range(1, count + 1))
     pairs: list[tuple[int, int, bytes]] = []
@@ -36,7 +58,7 @@ def joined_pairs(letters: Sequence[bytes], ranks: Mapping[bytes, int]) -> list[b
     while pairs:
         _, left, joined = heappop(pairs)
         right = after[left]
-        # One of the two may have been joined with another since.
+        # One of the two may have been joined with another part since.
         if not parts[left] or right == count or parts[left] + parts[right] != joined:
             continue
         parts[left], parts[right], after[left] = joined, b"", after[right]
@@ -51,47 +73,26 @@ def single_bytes(text: bytes) -> list[bytes]:
     return [text[at : at + 1] for at in range(len(text))]
 
 
-# Keyword biasing: which tokens are favoured behind a row of tokens, because an expected word may begin or go on
-# there.
-#
-# The keywords of a stream are a tree of their letters. Where a token leads is a matter of its letters alone, however
-# a keyword is cut into tokens: a model that began to spell a word in its own way still finds the rest of it. A
-# keyword is favoured as it was given, in small letters and with capital initials, and all three lead to the same
-# node.
-#
-# A node's *worth* rises with the letters that lead to it. The token with which the tokeniser would go on in a keyword
-# gets the worth of the node it leads to, and one that leaves the keyword nothing: so what its beginning got is given
-# back, unless the whole of a keyword has been said by then. A short beginning is worth little, because many other
-# words begin like it. Other cuts of a keyword get nothing either: a model says words as its tokeniser cuts them, so a
-# token that a keyword has in an unusual cut only is a sign of another word.
-#
-# With its bonus, a token must be likelier than all others are together without one. Where a model has no idea, a
-# hundred things are nearly as likely as its best guess, and it must not be talked into a keyword then.
-#
-# Where a stream stands in the tree is a number that the row of its tokens alone decides. Its text depends neither on
-# load nor on how the audio came in, and a draft is checked as it would be decoded.
-#
-# A model that announces words says blanks while it waits for the next one: nothing is favoured then, or words would
-# come before their time. Its state is the complement of the number while it waits.
-
-# Worth of a whole keyword, as a log-probability, and the letters after which a beginning has all of it. More finds a
-# few more keywords, and costs more other words than it finds.
+# Worth of a whole keyword, as a log-probability, and the number of letters after which a beginning has all of it. More
+# finds a few more keywords but spoils more other words.
 FULL_WORTH = 4.0
 FULL_LETTERS = 5
 
-# Most tokens that may lead on from all places of a stream's keywords together. Those of usual cuts go in first.
+# Most edges of a stream's tree. Those of usual tokenisations are added first.
 MAX_EDGES = 16_384
-# Lists of keywords that are kept ready for the next stream with the same list.
+# Number of keyword lists whose trees are cached for later streams with the same list.
 KEPT_TREES = 8
 
-# States outside of all keywords: a word may begin with the next letter, or only behind a space.
+# States outside all keywords: a keyword may begin with the next letter, or only after a space.
 AT_WORD, IN_WORD = 0, 1
-# What tokens without letters do: nothing but end the wait, or begin it.
+# Effects of tokens without letters: end the wait for a word, or begin it.
 STAY, WAIT = -1, -2
 
 
 class Edge(NamedTuple):
+    # Target state.
     node: int
+    # Added to the token's logit.
     bonus: float
 
 
@@ -99,36 +100,35 @@ Edges = dict[int, Edge]
 
 
 class Spelling:
-    """The tokens of a vocabulary by their letters."""
+    """The tokens of a vocabulary by their bytes."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        # Of two tokens with the same letters the first one is a lone byte, which models do not say.
+        # Of two tokens with the same bytes the first is a single byte, which models do not use.
         self._tokens = {piece: token for token, piece in enumerate(vocabulary.pieces) if piece}
         self.longest = max(map(len, self._tokens), default=0)
-        # The state behind each token if it is part of no keyword, or what it does instead.
+        # The state after each token if it is not part of a keyword, or STAY or WAIT.
         self.rests = [_rest(piece) if piece else STAY for piece in vocabulary.pieces]
         if vocabulary.word_marker is not None:
             for token in vocabulary.blanks:
                 self.rests[token] = WAIT
 
     def beginnings(self, text: bytes) -> Iterator[tuple[int, int]]:
-        """Every token that `text` begins with, and how many bytes it has."""
+        """Every token that `text` begins with, and its length in bytes."""
         for length in range(1, min(len(text), self.longest) + 1):
             token = self._tokens.get(text[:length])
             if token is not None:
                 yield token, length
 
     def has(self, text: bytes) -> bool:
-        """Whether it is one token."""
+        """Whether the text is a single token."""
         return text in self._tokens
 
     def cut(self, text: bytes) -> list[bytes]:
-        """`text` as the tokeniser cuts it. It joins those neighbours first whose token was learned first, and tokens
-        are numbered as they were learned."""
+        """`text` as the tokeniser splits it: token numbers are the ranks of merges."""
         return joined_pairs(self._letters(text), self._tokens)
 
     def _letters(self, text: bytes) -> list[bytes]:
-        """Letters; those that the vocabulary does not have, byte by byte."""
+        """The letters of the text; letters that are not tokens as single bytes."""
         if text.isascii():
             return single_bytes(text)
         letters = [letter.encode(errors="surrogateescape") for letter in text.decode(errors="surrogateescape")]
@@ -137,22 +137,22 @@ class Spelling:
 
 def _rest(piece: bytes) -> int:
     last = piece[-1:]
-    # An apostrophe stands inside words, and bytes beyond ASCII are parts of letters.
+    # An apostrophe can be inside a word, and bytes beyond ASCII are parts of letters.
     return IN_WORD if last.isalnum() or last == b"'" or last >= b"\x80" else AT_WORD
 
 
 class KeywordTree:
-    """The keywords of one stream. It never changes."""
+    """The keywords of one stream. Immutable."""
 
     def __init__(self, keywords: Sequence[Keyword], spelling: Spelling) -> None:
         self._rests = spelling.rests
         tree, cuts = _Letters(keywords), _Cuts(spelling)
-        # Edges that lead away from every state, because their tokens begin with a space.
+        # Edges from every state: their tokens begin with a space.
         self.entries: Edges = {}
-        # Edges that lead away from each state; the first of two that a token has.
+        # Edges from each state, by token.
         self.edges: list[Edges] = [{} for _ in range(len(tree.numbers) + 1)]
         self.edge_count = 0
-        # What leads on by an unusual cut has no bonus: without it a text may stand outside of a keyword, no more.
+        # Edges of unusual tokenisations have no bonus; they only keep the state right.
         unusual: list[tuple[Edges, int, Edge]] = []
         for here, said, rest, spaces in self._places(tree, spelling.longest):
             usual = cuts.first_of(rest)
@@ -168,22 +168,22 @@ class KeywordTree:
         self._entry_bonuses = np.array([edge.bonus for edge in self.entries.values()], np.float32)
 
     def _places(self, tree: _Letters, longest: int) -> Iterator[tuple[Edges, bytes, bytes, int]]:
-        """Where keywords begin and go on: the edges there, what is said of a keyword, what follows, and how many spaces
-        that begins with. In an order that is always the same, for it decides what there is room for."""
+        """The places where keywords begin or continue: (edges there, part already said, part that follows, number of
+        its leading spaces). The order is deterministic, because it decides which edges there is room for."""
         done: set[tuple[int, bytes]] = set()
         for variant in sorted(tree.variants):
             small = variant.lower()
             yield self.entries, b"", b" " + variant, 1
             for start in range(len(variant)):
-                # Keywords may begin alike, and what differs in case at its beginning may go on the same way.
+                # Keywords may share a beginning, and variants in case may continue in the same way.
                 number, following = tree.numbers[small[:start]], variant[start : start + longest]
                 if (number, following) not in done:
                     done.add((number, following))
                     yield self.edges[number], small[:start], following, 0
 
     def _add_within_terms(self, numbers: Mapping[bytes, int]) -> None:
-        """Within a term of several words another keyword may begin."""
-        # Behind a space alone all of them may, so these come last.
+        """Within a keyword of several words another keyword may begin."""
+        # After a space all keywords may begin, so these places come last.
         for prefix in sorted(numbers, key=lambda prefix: (prefix.endswith(b" "), prefix)):
             if self.edge_count == MAX_EDGES:
                 return
@@ -195,7 +195,7 @@ class KeywordTree:
                         self._add(here, token, edge)
 
     def _add(self, edges: Edges, token: int, edge: Edge) -> None:
-        """If there is room."""
+        """Add an edge if there is room, or raise the bonus of an existing one."""
         if token not in edges:
             if self.edge_count == MAX_EDGES:
                 return
@@ -206,7 +206,7 @@ class KeywordTree:
             edges[token] = edge
 
     def after(self, state: int, token: int) -> int:
-        """The state behind one more token."""
+        """The state after one more token."""
         node = max(state, ~state)
         edge = self.edges[node].get(token) or self.entries.get(token)
         if edge is not None:
@@ -215,14 +215,14 @@ class KeywordTree:
         return rest if rest >= 0 else node if rest == STAY else ~node
 
     def behind(self, tokens: Iterable[int]) -> int:
-        """The state behind a text."""
+        """The state after a text."""
         state = AT_WORD
         for token in tokens:
             state = self.after(state, token)
         return state
 
     def choose(self, state: int, logits: NDArray[np.float32], best: int) -> int:
-        """The token to say, if `best` is the model's own choice."""
+        """The token to use; `best` is the model's own choice."""
         if state < 0:
             return best
         highest = float(logits[best])
@@ -243,7 +243,7 @@ class KeywordTree:
 
 
 class LateTree:
-    """A tree that is made when it is first looked at: not every stream that is opened has something to say."""
+    """A tree that is built at first use: not every opened stream has speech."""
 
     def __init__(self, make: Callable[[], KeywordTree]) -> None:
         self._make = make
@@ -254,41 +254,51 @@ class LateTree:
 
 
 class KeywordTrees:
-    """The trees of a vocabulary's streams, by the option that lists their keywords."""
+    """The keyword trees of one vocabulary, by the text of the `keywords` option."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.spelling = Spelling(vocabulary)
         self._tree = lru_cache(KEPT_TREES)(lambda option: KeywordTree(read_keywords(option), self.spelling))
         self._check = lru_cache(KEPT_TREES)(_check_option)
+        self._beside = ThreadPoolExecutor(1, "keywords")
+        self._coming = lru_cache(KEPT_TREES)(lambda option: self._beside.submit(self._tree, option))
 
     def check(self, options: Mapping[str, str]) -> None:
-        """Raises ValueError if the keywords cannot be used. Takes a tenth of the time that their tree takes."""
+        """Raises ValueError if the keywords cannot be used. Much cheaper than building their tree."""
         if "keywords" in options:
             self._check(options["keywords"])
 
     def later(self, options: Mapping[str, str]) -> LateTree | None:
-        """Of options that were checked."""
+        """A tree to build later, from options that were checked; None without keywords."""
         return LateTree(partial(self._tree, options["keywords"])) if "keywords" in options else None
 
+    def beside(self, options: Mapping[str, str]) -> Future[KeywordTree] | None:
+        """Of options that were checked: the tree is made by another thread, once for all streams with this list."""
+        return self._coming(options["keywords"]) if "keywords" in options else None
+
+    def close(self) -> None:
+        """Nobody waits for trees any more."""
+        self._beside.shutdown(wait=False, cancel_futures=True)
+
     def of(self, options: Mapping[str, str]) -> KeywordTree | None:
-        """Raises ValueError if the keywords cannot be used."""
+        """The tree; None without keywords. Raises ValueError if the keywords cannot be used."""
         return self._tree(options["keywords"]) if "keywords" in options else None
 
 
 class _Cuts:
-    """How the tokeniser cuts what remains of keywords."""
+    """The tokeniser's split of the rest of a keyword, cached."""
 
     def __init__(self, spelling: Spelling) -> None:
         self._spelling = spelling
         self._lengths: dict[bytes, int] = {}
 
     def first_of(self, rest: bytes) -> int:
-        """Bytes of the first token."""
+        """Length in bytes of the first token."""
         # No token reaches into the next word.
         end = rest.find(b" ", 1)
         rest = rest if end < 0 else rest[:end]
         if rest not in self._lengths:
-            # What remains behind a cut is cut as it is within the whole.
+            # After a token, the rest is split in the same way as within the whole.
             at = 0
             for part in self._spelling.cut(rest):
                 self._lengths[rest[at:]] = self._usual(rest[at:], part)
@@ -298,12 +308,12 @@ class _Cuts:
     def _usual(self, rest: bytes, part: bytes) -> int:
         if self._spelling.has(part):
             return len(part)
-        # A vocabulary without single letters cannot join them: there the longest token counts.
+        # A vocabulary without single letters cannot join them: take the longest token there.
         return max((length for _, length in self._spelling.beginnings(rest)), default=0)
 
 
 class _Letters:
-    """What keywords begin with, numbered, and what each beginning is worth."""
+    """All beginnings of keywords, numbered, and the worth of each."""
 
     def __init__(self, keywords: Iterable[Keyword]) -> None:
         self.variants: set[bytes] = set()
@@ -318,18 +328,18 @@ class _Letters:
                 whole.add(variant.lower())
                 for length in range(1, len(variant) + 1):
                     self._add(variant[:length].lower(), keyword.boost)
-                # Each of them costs as much as an edge.
+                # Each beginning takes as much memory as an edge.
                 _check_size(len(self.numbers))
-        # What a whole keyword got is not given back.
+        # Worth that is kept after leaving: that of the longest whole keyword within each beginning.
         self._kept: dict[bytes, float] = {}
         for prefix in sorted(self.numbers, key=len):
             kept = self._kept[prefix[:-1]] if prefix else 0.0
             self._kept[prefix] = self._worths[prefix] if prefix in whole else kept
 
     def _add(self, prefix: bytes, boost: float) -> None:
-        # The number after AT_WORD is taken.
+        # The number after AT_WORD is IN_WORD.
         self.numbers.setdefault(prefix, len(self.numbers) + 1)
-        # More letters than have all of the worth are not counted; one has at most four bytes.
+        # Letters beyond FULL_LETTERS do not count; a letter has at most four bytes.
         letters = len(prefix[: 4 * FULL_LETTERS].decode(errors="ignore"))
         worth = boost * FULL_WORTH * min(1.0, letters / FULL_LETTERS)
         self._worths[prefix] = max(worth, self._worths.get(prefix, 0.0))
@@ -347,25 +357,26 @@ def _check_size(pieces: int) -> None:
         raise ValueError(f"these keywords are too long together: they take more than {MAX_EDGES} pieces")
 
 
-# Keyword trees of many streams on a device: the choice and the state of each row, without the host.
+# Keyword trees of many streams on a device: chooses tokens and advances states there, without the host.
 #
-# A step runs while the host does not know yet what the one before it said, so where a stream stands in its tree is
-# kept on the device, beside the tree. A tree is a row of edges, as many for every slot: from which state, by which
-# token, to which state, for how much. All of it is read in every step, at fixed places, so that a step can be
-# recorded.
+# A step is launched before the host knows the tokens of the step before, so the states are on the device, too. Every
+# slot has a table of edges of the same size: from state, token, to state, bonus. Each step reads all of it, at fixed
+# addresses, so that a step can be recorded as a CUDA graph.
 
-# Where edges come from that come from no state of their own: those that lead away from all states, and unused ones.
+# "From" values of edges without a state of their own: edges from every state, and unused ones.
 _ANYWHERE, _NOWHERE = -1, -2
 _ROWS = 4
-# What a slot holds, and what a step needs of it at the same time: a copy, token numbers of 8 bytes, values and masks.
+# Bytes that a slot holds, and bytes that a row of a step needs on top: a copy, 8-byte token numbers, values and masks.
 BYTES_PER_SLOT = _ROWS * MAX_EDGES * 4
 BYTES_PER_ROW = BYTES_PER_SLOT + 16 * MAX_EDGES
 
 
 class BiasTables:
+    """The states and edge tables of all slots on a device."""
+
     def __init__(self, slots: int, spelling: Spelling, device: torch.device, edges: int = MAX_EDGES) -> None:
         self._states = torch.full((slots,), AT_WORD, dtype=torch.int64, device=device)
-        # By slot: from, token, to, and the bonus, whose bits are those of a float.
+        # By slot: from, token, to, and the bits of the float bonus.
         self._edges = torch.full((slots, _ROWS, edges), _NOWHERE, dtype=torch.int32, device=device)
         self._rests = torch.tensor(spelling.rests, device=device)
         self._filled: set[int] = set()
@@ -376,7 +387,7 @@ class BiasTables:
         return bool(self._filled)
 
     def set_tree(self, slot: int, tree: KeywordTree | None) -> None:
-        """A slot belongs to another stream, which has said nothing yet."""
+        """The slot belongs to a new stream without text."""
         if slot in self._filled:
             self._edges[slot, 0] = _NOWHERE
             self._filled.remove(slot)
@@ -390,7 +401,7 @@ class BiasTables:
         self._states[slot] = state
 
     def choose(self, slots: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
-        """What to say in place of the best `tokens` [rows]; logits [rows, vocabulary]."""
+        """The tokens to use in place of the best `tokens` [rows]; logits [rows, vocabulary]."""
         states = self._states[slots][:, None]
         origins, choices, _, bonuses = self._edges[slots].unbind(dim=1)
         open_edges = (states >= 0) & ((origins == states) | (origins == _ANYWHERE))
@@ -399,12 +410,12 @@ class BiasTables:
         return torch.where(best[:, 0] > logits.logsumexp(dim=1), choices.gather(1, edges)[:, 0].long(), tokens)
 
     def advance(self, slots: Tensor, tokens: Tensor) -> None:
-        """Each row has said its token."""
+        """Advance the state of each row by its token."""
         states = self._states[slots]
         nodes = torch.maximum(states, ~states)
         origins, choices, targets, _ = self._edges[slots].unbind(dim=1)
         said = choices == tokens[:, None]
-        # An edge of the state itself goes before one that leads away from everywhere.
+        # An edge of the state itself takes precedence over one from every state.
         fits = said * (2 * (origins == nodes[:, None]).byte() + (origins == _ANYWHERE).byte())
         found, edges = fits.max(dim=1, keepdim=True)
         rests = self._rests[tokens]

@@ -11,7 +11,7 @@ import ctypes
 import logging
 import os
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ class Download:
 # CUDA graphs: one recording of the whole step per batch size, so that a step is one launch instead of a thousand.
 #
 # Batches are padded up to the next recorded size. All recordings share one memory pool, largest first, because only
-# one of them runs at a time.
+# one of them runs at a time; those of another step may share it too.
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -132,13 +132,16 @@ def batch_sizes(largest: int) -> list[int]:
 class StepGraphs:
     """Runs `step(size)` by replaying its recording. `step` must read and write fixed places only."""
 
-    def __init__(self, step: Callable[[int], None], largest: int) -> None:
+    def __init__(self, step: Callable[[int], None], largest: int, sizes: Sequence[int] = ()) -> None:
         self._step = step
-        self._sizes = batch_sizes(largest)
+        self._sizes = sorted(sizes) or batch_sizes(largest)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def capture(self) -> None:
+    def capture(self, beside: StepGraphs | None = None) -> None:
+        """Record the step for every size, in the memory of the recordings `beside`, if there are any."""
         pool = torch.cuda.graph_pool_handle()
+        if beside is not None and beside._graphs:
+            pool = next(iter(beside._graphs.values())).pool()
         for size in reversed(self._sizes):
             # The first run compiles kernels and lets the libraries choose algorithms, which a recording cannot hold.
             self._step(size)

@@ -19,7 +19,8 @@ from engine.models.whisper import Whisper
 from engine.options import EngineConfig
 from engine.runner.base import Runner
 from engine.runner.device import compute_on_one_thread, free_memory, require_device, total_memory
-from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
+from engine.runner.frames.memory import MemoryPlan
+from engine.runner.frames.runner import REBUILD_POSITIONS, RunnerSettings, VoxtralRunner
 from engine.runner.speech import DeviceSpeechDetector, SpeechDetector
 from engine.runner.windowed.encoders import BlockEncoder, WindowEncoder
 from engine.runner.windowed.memory import longest_window, plan_windows
@@ -97,15 +98,20 @@ def _load_voxtral(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
         blank_guard=config.blank_guard,
     )
     runner = VoxtralRunner.from_checkpoint(path, settings)
-    memory = runner.memory
-    limits = Limits(
+    return runner, frames_limits(runner.memory)
+
+
+def frames_limits(memory: MemoryPlan) -> Limits:
+    """A step has room for a position of every stream, and for streams that are rebuilt."""
+    positions = memory.streams + REBUILD_POSITIONS
+    return Limits(
         max_streams=memory.streams,
         cache_embeds=memory.cache_embeds,
         group_pages=memory.group_pages,
-        step_positions=memory.streams,
-        step_embeds=memory.streams,
+        step_positions=positions,
+        step_embeds=positions,
+        rebuild_positions=REBUILD_POSITIONS,
     )
-    return runner, limits
 
 
 def _load_windowed(path: Path, config: EngineConfig, threads: int) -> tuple[Runner, Limits]:

@@ -361,7 +361,7 @@ class DeviceSpeechDetector(Detector):
             starts = range(0, len(batch), self._capacity)
             rounds += [self._run(batch[start : start + self._capacity]) for start in starts]
             batch = [(stream, samples[ROUND_SAMPLES:]) for stream, samples in batch if len(samples) > ROUND_SAMPLES]
-        return lambda: [speech for part in rounds for speech in self._read(part)]
+        return lambda: self._read_all(rounds)
 
     @torch.inference_mode()
     def pass_silence(self, stream: str, samples: int) -> Speech:
@@ -423,6 +423,16 @@ class DeviceSpeechDetector(Detector):
             for row, piece, length in zip(view, pieces, lengths.tolist(), strict=True):
                 row[:length] = piece[:length]
         self._samples[: len(pieces)].copy_(host, non_blocking=True)
+
+    def _read_all(self, rounds: Sequence[_Round]) -> list[Speech]:
+        """One answer for each stream, however many rounds it took part in."""
+        found: dict[str, Speech] = {}
+        for part in rounds:
+            for speech in self._read(part):
+                first = found.setdefault(speech.stream, speech)
+                if first is not speech:
+                    first.probabilities += speech.probabilities
+        return list(found.values())
 
     def _read(self, found: _Round) -> list[Speech]:
         rows = found.answers.values().tolist()

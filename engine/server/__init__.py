@@ -1,4 +1,4 @@
-"""The engine process: its main, the host that talks to gateways, the loop, the listener. Single-threaded, no asyncio.
+"""The engine process: main, the host that talks to gateways, the loop, speech detection. Single-threaded, no asyncio.
 
-Imports `core`, `boundary`, `runner` and the engine's vocabulary; nothing of `client`. Torch stays behind `runner`.
+Imports `core`, `boundary`, `runner` and the root modules of `engine`; nothing of `client`. Only `runner` uses torch.
 """

@@ -1,9 +1,9 @@
-"""What gateways entrust to an engine: each session's last value, opaque, beside its stream.
+"""Saved handoffs: each session's last value, as opaque bytes, on the engine that runs its stream.
 
-The wills promise: a session has one owner, and its number rises with each; what a former owner still sends changes
-nothing, and neither does a request to adopt it that is older than its owner. A session whose owner is lost, or has
-given it up, waits with its stream for so long as was asked; whoever adopts it gets the value, the stream as it stands,
-and the outputs that the value does not account for.
+Invariants: a session has one owner, and its owner number rises with each owner. Messages from a former owner, and
+requests to adopt that are older than the current owner, change nothing. A session whose owner is lost or has released
+it waits with its stream for the time that was asked for. The gateway that adopts it gets the value, the stream as it
+is, and the outputs that the value does not include.
 """
 
 from __future__ import annotations
@@ -14,48 +14,40 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine import messages
-from engine.boundary.commands import (
-    WireAdopt,
-    WireAsk,
-    WireClaim,
-    WireDropHandoff,
-    WireRenew,
-    WireSaveHandoff,
-    WireSessionCommand,
-)
 from engine.server.peer import MOST_OUTPUTS_KEPT, HostedStream, HostedStreams, Peer
 
 logger = logging.getLogger(__name__)
 
-# How long an owner that is asked for a session may take to give it up before it is taken. Gateways that stood still for
-# nearly as long find out first whether their sessions are still their own: `STANDSTILL_S` must be less.
+# How long an owner may take to release a session that another gateway wants, before it is taken. A gateway that was
+# stopped for nearly this long first checks which sessions it still owns: `STANDSTILL_S` must be less.
 RELEASE_SECONDS = 1.0
-# Gateways lose an engine that stands still for longer, and go on at another one.
+# Gateways give up an engine that is stopped for longer than this, and continue on another one.
 STOOD_STILL_SECONDS = 2.5
-# How long a session counts as held after its gateway has come back without leaving its value anew, or has moved it.
+# How long a session counts as held elsewhere after its gateway has claimed or migrated it.
 CLAIM_SECONDS = 10.0
-# Entries since the last base, and bytes of them, beyond which a will is not believed: owners begin anew long before.
+# Most entries since the last base, and their bytes. A handoff that exceeds them is dropped; gateways send a new base
+# long before.
 MOST_ENTRIES = 8192
 MOST_ENTRY_BYTES = 8 * 1024 * 1024
-# Sessions that had several owners and are over: for how long, and how many of them, an engine knows the last number. A
-# former owner that was stopped meanwhile would go on with its own copy.
+# Ended sessions that had several owners: how long, and how many of them, their last owner number is remembered. Without
+# it a former owner that was stopped meanwhile could continue with its own copy.
 OVER_SECONDS = 600.0
 MOST_OVER = 10_000
-# Sessions that are given away in one go: each may carry a long log, and live outputs wait behind them.
+# Sessions given in one tick: each may have a long log, and live outputs wait behind them.
 GIVEN_AT_ONCE = 16
 REVIEW_SECONDS = 0.25
 
 
 @dataclass(slots=True)
 class SavedHandoff:
-    """Of one session."""
+    """The saved value of one session."""
 
     key: str
     number: int
     owner: Peer | None
-    # The lowest number under which its owner may still speak: it may not have heard of a higher one yet.
+    # Lowest number accepted from the owner, which may not know its new number yet.
     least: int = 0
-    # The gateway that was lost and may come back, with a newer value than this one; none if it gave the session up.
+    # The lost gateway that owned it and may come back with a newer value; empty if it was released.
     left_by: str = ""
     base: bytes = b""
     chunks: deque[bytes] = field(default_factory=deque)
@@ -66,17 +58,17 @@ class SavedHandoff:
     sample_offset: int = 0
     keep_s: float = 0.0
     hosted: HostedStream | None = None
-    # Since when nobody owns it.
+    # When it lost its owner (clock seconds).
     left_at: float = 0.0
-    # Who wants it, and since when, by the time in which the engine listened.
+    # Gateways that want it, and since when (in `_listened_s` seconds).
     claimants: list[Peer] = field(default_factory=list)
     asked_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Elsewhere:
-    """A session that is not here and goes on all the same: its gateway has come back and says so, or has moved it to
-    another engine. Without an owner it is the latter."""
+    """A session without a value here that still exists: its gateway has claimed it, or (owner None) has migrated it to
+    another engine."""
 
     number: int
     owner: Peer | None
@@ -84,8 +76,11 @@ class _Elsewhere:
 
 
 class HandoffTable:
-    """`reaches` sends a word to a gateway at once and says whether there is anybody; `hear_out` takes in what has come
-    from one; `abort` ends a stream."""
+    """All saved handoffs of an engine.
+
+    `reaches` asks a gateway for a session and returns whether the gateway is connected; `hear_out` takes in all
+    received messages of a gateway; `abort` ends a stream.
+    """
 
     def __init__(
         self,
@@ -101,37 +96,37 @@ class HandoffTable:
         self._hear_out = hear_out
         self._abort = abort
         self._handoffs: dict[str, SavedHandoff] = {}
-        # Those that somebody wants.
+        # Keys of sessions with claimants.
         self._wanted: set[str] = set()
         self._elsewhere: dict[str, _Elsewhere] = {}
-        # Sessions that are over: the last number, and since when. The oldest comes first.
+        # Ended sessions: key -> (last owner number, time), oldest first.
         self._over: dict[str, tuple[int, float]] = {}
-        # How long the engine has listened. While it stands still nobody can answer it, and nobody is late.
+        # Seconds during which the engine could receive. While the engine is stopped, no owner counts as late.
         self._listened_s = 0.0
         self._ticked_at = self._reviewed_at = clock()
-        # Until then a session whose owner was lost may have gone on at another engine: this one stood still.
+        # This engine was stopped: until then a session whose owner was lost may have continued on another engine.
         self._in_doubt_until = float("-inf")
 
     def __len__(self) -> int:
         return len(self._handoffs)
 
-    def take(self, peer: Peer, command: WireSessionCommand) -> None:
+    def take(self, peer: Peer, command: messages.SessionCommand) -> None:
         match command:
-            case WireSaveHandoff():
+            case messages.SaveHandoff():
                 self._save_handoff(peer, command)
-            case WireAsk():
+            case messages.Ask():
                 peer.outputs.append(self._held(command.key, command.tag))
-            case WireAdopt():
+            case messages.Adopt():
                 self._adopt(peer, command.key, command.number)
-            case WireRenew():
+            case messages.Renew():
                 peer.outputs.append(messages.Renewed(command.tag, self._renew(peer, command)))
-            case WireClaim():
+            case messages.Claim():
                 self._claim(peer, command)
-            case WireDropHandoff():
+            case messages.DropHandoff():
                 self._disown(command)
 
     def leave(self, peer: Peer) -> None:
-        """A gateway is gone: its sessions wait for another, and so do their streams."""
+        """A gateway is gone: its sessions and their streams wait to be adopted."""
         self._elsewhere = {key: found for key, found in self._elsewhere.items() if found.owner is not peer}
         for handoff in list(self._handoffs.values()):
             if peer in handoff.claimants:
@@ -143,7 +138,7 @@ class HandoffTable:
         self._settle()
 
     def tick(self, now: float) -> None:
-        """Give sessions to those who have waited long enough, and forget those that nobody wants."""
+        """Take sessions from late owners, give them to claimants, and drop those that have waited long enough."""
         if now - self._ticked_at > STOOD_STILL_SECONDS:
             self._in_doubt_until = now + CLAIM_SECONDS
         self._listened_s += min(now - self._ticked_at, 2 * REVIEW_SECONDS)
@@ -154,14 +149,14 @@ class HandoffTable:
         if self._wanted:
             self._settle()
 
-    # Inside.
+    # Internals.
 
     def _review(self, now: float) -> None:
         for handoff in list(self._handoffs.values()):
             if self._handoffs.get(handoff.key) is not handoff:
-                continue  # hearing another one's owner out has ended it
+                continue  # dropped while the messages of another session's owner were taken in
             if handoff.owner is None and not handoff.claimants and now - handoff.left_at > handoff.keep_s:
-                logger.info("nobody came back for session %s", handoff.key)
+                logger.info("session %s was not resumed in time", handoff.key)
                 self._forget(handoff)
             elif (
                 handoff.claimants
@@ -174,12 +169,12 @@ class HandoffTable:
             del self._over[next(iter(self._over))]
 
     def _take_away(self, handoff: SavedHandoff, owner: Peer) -> None:
-        """The owner has had its time. If its last word is here already, that counts."""
+        """The owner is late. If its release has arrived already, that counts."""
         self._hear_out(owner)
         if handoff.owner is not owner or self._handoffs.get(handoff.key) is not handoff:
             return
         if self._clock() < self._in_doubt_until:
-            # It may have gone on at another engine, and not have said so yet.
+            # The session may have continued on another engine whose gateway has not said so yet.
             self._refuse_claimants(handoff)
         else:
             self._release(handoff)
@@ -190,7 +185,7 @@ class HandoffTable:
             return messages.Held(key, tag, handoff.number, whole=not self._is_in_doubt(handoff))
         return messages.Held(key, tag) if elsewhere is None else messages.Held(key, tag, elsewhere.number, whole=False)
 
-    def _renew(self, peer: Peer, command: WireRenew) -> int:
+    def _renew(self, peer: Peer, command: messages.Renew) -> int:
         handoff = self._handoffs.get(command.key)
         if handoff is None:
             return command.number
@@ -200,7 +195,7 @@ class HandoffTable:
         handoff.number += messages.NEXT_OWNER
         return handoff.number
 
-    def _disown(self, command: WireDropHandoff) -> None:
+    def _disown(self, command: messages.DropHandoff) -> None:
         handoff, elsewhere = self._handoffs.get(command.key), self._elsewhere.get(command.key)
         if elsewhere is not None and elsewhere.number <= command.number:
             del self._elsewhere[command.key]
@@ -213,16 +208,17 @@ class HandoffTable:
             if len(self._over) > MOST_OVER:
                 del self._over[next(iter(self._over))]
         if handoff.number < command.number:
-            # It has moved. Whoever asks all engines for it at this moment may have asked the other one too early.
+            # The session has migrated. A gateway that asks all engines now may have asked the other one too early.
             self._elsewhere[command.key] = _Elsewhere(command.number, None, self._clock())
 
     def _is_in_doubt(self, handoff: SavedHandoff) -> bool:
-        """Whether its owner may have taken it to another engine, and not come back yet to say so."""
+        """Whether its owner may have continued it on another engine without having told this one."""
         return handoff.owner is None and bool(handoff.left_by) and self._clock() < self._in_doubt_until
 
-    def _claim(self, peer: Peer, claim: WireClaim) -> None:
-        """A gateway says which sessions it has: those of another are told, and what it left here and goes on with is
-        forgotten. What it does not name waits on: it may have given it up, and the word of that be lost."""
+    def _claim(self, peer: Peer, claim: messages.Claim) -> None:
+        """A gateway says which sessions it owns. Fence those that have a newer owner, and drop saved values that it
+        continues without. Sessions that it does not name keep waiting: it may have released them, and the release may
+        be lost."""
         for key, number, is_elsewhere in claim.claims:
             handoff, (last, _) = self._handoffs.get(key), self._over.get(key, (0, 0.0))
             was_left = handoff is not None and handoff.owner is None and handoff.left_by == peer.gateway
@@ -239,7 +235,7 @@ class HandoffTable:
                     self._elsewhere[key] = _Elsewhere(number, peer, self._clock())
         peer.outputs.append(messages.Claimed(claim.tag))
 
-    def _save_handoff(self, peer: Peer, given: WireSaveHandoff) -> None:
+    def _save_handoff(self, peer: Peer, given: messages.SaveHandoff) -> None:
         handoff = self._handoffs.get(given.key)
         least = 0 if handoff is None else handoff.least if handoff.owner is peer else handoff.number + 1
         if handoff is None and given.key in self._over:
@@ -250,7 +246,7 @@ class HandoffTable:
         if given.base is not None:
             handoff = self._begin(peer, given, handoff)
         elif handoff is None or handoff.owner is not peer:
-            return  # the entries of a will that was not believed; its owner begins anew in time
+            return  # entries without a base: the handoff was dropped, and the owner will send a new base
         handoff.entries += given.entries
         handoff.entry_bytes += sum(map(len, given.entries))
         handoff.consumed = given.consumed
@@ -258,19 +254,21 @@ class HandoffTable:
         if handoff.hosted is not None:
             handoff.hosted.forget_outputs(given.consumed)
         if self._is_overgrown(handoff):
-            logger.warning("session %s: its gateway entrusts more than it may; it cannot be adopted", handoff.key)
+            logger.warning(
+                "session %s: its saved handoff is too large and was dropped; it cannot be adopted", handoff.key
+            )
             self._forget(handoff)
         elif given.last:
             self._release(handoff)
             self._settle()
 
-    def _begin(self, peer: Peer, given: WireSaveHandoff, known: SavedHandoff | None) -> SavedHandoff:
+    def _begin(self, peer: Peer, given: messages.SaveHandoff, known: SavedHandoff | None) -> SavedHandoff:
         assert given.base is not None
         handoff = known or SavedHandoff(given.key, given.number, peer, given.number)
         self._handoffs[given.key] = handoff
         self._elsewhere.pop(given.key, None)
         if handoff.owner not in (None, peer):
-            # It was adopted at another engine, and has moved here.
+            # It was adopted on another engine and has migrated here.
             handoff.owner.outputs.append(messages.Fenced(handoff.key, given.number))
         if handoff.owner is not peer:
             self._refuse_claimants(handoff)
@@ -302,7 +300,7 @@ class HandoffTable:
     def _adopt(self, peer: Peer, key: str, number: int) -> None:
         handoff = self._handoffs.get(key)
         if handoff is None or not messages.same_owner(number, handoff.number):
-            # Somebody else has it since the peer asked: whether its client still waits there is not known any more.
+            # It has a newer owner since the peer asked, and its client may be connected there.
             peer.outputs.append(messages.SessionGiven(key))
             return
         if not handoff.claimants:
@@ -312,13 +310,13 @@ class HandoffTable:
         self._wanted.add(key)
         owner = handoff.owner
         if owner is peer or (owner is not None and not self._reaches(owner, messages.Wanted(key, handoff.number))):
-            # One that turned out to be gone has left its sessions by now.
+            # A send to a lost owner has already released its sessions.
             if handoff.owner is owner:
                 self._release(handoff)
         self._settle()
 
     def _release(self, handoff: SavedHandoff) -> None:
-        """Nobody owns the session now; its stream goes on with what it has."""
+        """The session has no owner now; its stream continues with the audio it has."""
         owner, handoff.owner, handoff.left_at = handoff.owner, None, self._clock()
         if owner is not None and handoff.claimants and owner not in handoff.claimants:
             owner.outputs.append(messages.Fenced(handoff.key, handoff.number + messages.NEXT_OWNER))
@@ -326,7 +324,7 @@ class HandoffTable:
             self._hosted.detach(handoff.hosted)
 
     def _settle(self) -> None:
-        """Give the sessions that nobody owns to those who want them, while there is room on the way to them."""
+        """Give sessions without an owner to their claimants, as long as the claimants' queues have room."""
         given = 0
         for key in list(self._wanted):
             handoff = self._handoffs.get(key)
@@ -340,7 +338,7 @@ class HandoffTable:
                 self._give(handoff, handoff.claimants[-1])
 
     def _give(self, handoff: SavedHandoff, claimant: Peer) -> None:
-        # Of several who ask, the last has the client; the others may ask again.
+        # Of several claimants, the last one has the client; the others may ask again.
         for other in handoff.claimants[:-1]:
             other.outputs.append(messages.SessionGiven(handoff.key))
         handoff.claimants, handoff.owner, handoff.left_by = [], claimant, ""
@@ -375,7 +373,7 @@ class HandoffTable:
 
 
 def _describe(hosted: HostedStream, adopted: messages.SessionGiven) -> None:
-    """Where the stream stood after the last output that is accounted for."""
+    """Describe the stream as it was after the last output that the saved value includes."""
     opening, ahead = hosted.opening, [output for _, output in hosted.outputs]
     answers = [output.tag for output in ahead if isinstance(output, messages.Flushed)]
     tokens = sum(len(output.tokens) for output in ahead if isinstance(output, messages.Text))

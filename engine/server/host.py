@@ -1,4 +1,9 @@
-"""How busy an engine is, as its gateways are told: places, load, lag, and what one more stream would cost."""
+"""`EngineHost`: connects the engine loop with any number of gateways. Used by `engine/server/main.py`.
+
+The host is single-threaded, like the loop. A tick takes in what has arrived (`CommandIntake`), runs one step, and sends
+one message to each gateway that has outputs, with the engine's load (`LoadReport`). Each gateway has its own cache,
+numbering and streams, and cannot see or harm those of the others.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +13,19 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from engine import messages
 from engine.boundary import codec
-from engine.boundary.codec import Frames, Payload, Status, WireData, WireError
-from engine.boundary.commands import (
+from engine.boundary.codec import (
+    Frames,
+    Payload,
+    PayloadPlace,
+    Status,
     UnreadableCommand,
-    WireAbort,
-    WireChangeTurns,
-    WireCommand,
-    WireFeed,
-    WireFinish,
-    WireFlush,
-    WireItem,
-    WireOpen,
-    WireSessionCommand,
+    WireError,
     code_of,
     decode_commands,
-    plain_open,
-    plain_rule,
 )
 from engine.boundary.crash_record import CrashRecord
 from engine.boundary.input_cache import ReceiverCache
@@ -37,37 +37,38 @@ from engine.server.handoff import HandoffTable
 from engine.server.loop import EngineLoop
 from engine.server.peer import HostedStream, HostedStreams, Peer
 
-# The load is the share of so long a time that live streams took: steps, and messages while there was no step.
+# Seconds over which the load is measured: the share of time spent on live streams, in steps and, between steps, on
+# messages.
 LOAD_SECONDS = 1.0
 
 
 class LoadReport:
-    """Fills in one status again and again, from the loop's own counts."""
+    """Keeps one `Status` up to date from the loop's counters."""
 
     def __init__(self, loop: EngineLoop, now: float) -> None:
         self.status = Status(slots_total=loop.scheduler.limits.max_streams)
         self.status.load_per_step, self.status.load_per_stream = loop.meter.live_cost.shares()
-        # Lookups of the warm-up are not reported.
+        # The warm-up's cache lookups are not reported.
         self._queries_at_start, self._hits_at_start = loop.scheduler.cache.queries, loop.scheduler.cache.hits
         totals = loop.meter.totals
         self._live_ns, self._live_speech_ns, self._speech_ns = totals.live_ns, totals.live_speech_ns, totals.speech_ns
         self._load_since = now
-        # Seconds since then that went to messages, while no step was under way.
+        # Seconds spent on messages since `_load_since` while no step was running.
         self._beside_steps_s = 0.0
 
     def spend_beside_steps(self, seconds: float) -> None:
-        """So long messages were taken in and written, and nothing was computed meanwhile."""
+        """Messages were read and written for this long while nothing was computed."""
         self._beside_steps_s += max(0.0, seconds)
 
     def count(self, loop: EngineLoop) -> None:
-        """What changes with every step."""
+        """Update the values that change with every step."""
         cache, status = loop.scheduler.cache, self.status
         status.slots_used = len(loop.scheduler.streams)
         status.encoder_queries = cache.queries - self._queries_at_start
         status.encoder_hits = cache.hits - self._hits_at_start
 
     def measure(self, loop: EngineLoop, streams: Collection[HostedStream], waited_s: float, now: float) -> None:
-        """What is worth a look now and then. Messages wait to be taken in, the oldest for so long."""
+        """Update the values that are reported less often. `waited_s`: age of the oldest message not taken in."""
         self._measure_load(loop, now)
         status, spec, totals = self.status, loop.scheduler.spec, loop.meter.totals
         lags = [stream.available - stream.computed for stream in loop.scheduler.streams.values() if stream.live]
@@ -91,29 +92,28 @@ class LoadReport:
         status, totals = self.status, loop.meter.totals
         per_step, per_stream = loop.meter.live_cost.shares()
         listened, listened_live = totals.speech_ns - self._speech_ns, totals.live_speech_ns - self._live_speech_ns
-        # Messages are as many as pieces of audio; what backlog sends is not counted.
+        # The number of messages follows the amount of audio, so the time for messages is split like the detector's.
         beside = self._beside_steps_s / elapsed * (listened_live / listened if listened else 1.0)
         live = sum(stream.live for stream in loop.scheduler.streams.values())
         status.load = min(1.0, (totals.live_ns - self._live_ns) / 1e9 / elapsed + beside)
-        # Streams that are silent are listened to as well.
+        # The speech detector runs on silent streams, too.
         status.load_per_step = per_step + listened_live / 1e9 / elapsed
         status.load_per_stream = per_stream + beside / live if per_stream and live else per_stream
         self._live_ns, self._live_speech_ns, self._speech_ns = totals.live_ns, totals.live_speech_ns, totals.speech_ns
         self._load_since, self._beside_steps_s = now, 0.0
 
 
-# A gateway's batch on its way into the loop: its audio through the gateway's cache, then command by command.
-#
-# The intake promises: what one command says, and whether it can be read at all, concerns its own stream alone.
+# Intake of a gateway's batch: its audio goes through the gateway's cache, then its commands are applied one by one. A
+# bad or unreadable command affects only its own stream.
 
 logger = logging.getLogger(__name__)
 
-# A key, the size of its data and the data itself, if it came along.
+# (key, size in bytes, data or None if only the hash was sent).
 Keyed = tuple[bytes, int, Payload | None]
 
 
 class CommandIntake:
-    """Hands commands to the loop under the names it knows streams by; `clock` is for what streams did lately."""
+    """Passes commands to the loop under the loop's names for streams. `clock`: seconds."""
 
     def __init__(
         self, loop: EngineLoop, hosted_streams: HostedStreams, handoffs: HandoffTable, clock: Callable[[], float]
@@ -122,13 +122,13 @@ class CommandIntake:
         self._hosted = hosted_streams
         self._handoffs = handoffs
         self._clock = clock
-        # The engine takes nothing new.
+        # No new streams are accepted.
         self.draining = False
-        # Commands for the loop. Whoever asks it about its streams hands them on first.
+        # Commands not passed to the loop yet. They must be passed on before its streams are looked at.
         self._coming: list[messages.Command] = []
 
     def take(self, peer: Peer, batch: codec.Batch, frames: Frames, now: int) -> list[bytes]:
-        """Everything in a batch. Returns the keys of data that must be sent again first; then nothing was taken."""
+        """Apply a batch. Returns the keys of missing data, which must be sent again first; then nothing is applied."""
         keyed = [self._keyed(peer, data, frames) for data in batch.data]
         missing = [key for key in peer.cache.missing(keyed, peer.repaired) if key not in peer.gone]
         if missing:
@@ -142,11 +142,11 @@ class CommandIntake:
         return []
 
     @staticmethod
-    def _keyed(peer: Peer, data: WireData, frames: Frames) -> Keyed:
+    def _keyed(peer: Peer, data: PayloadPlace, frames: Frames) -> Keyed:
         try:
             payload = codec.payload_of(data, frames)
         except WireError as error:
-            logger.warning("gateway %s sent audio that is none: %s", peer.gateway, error)
+            logger.warning("gateway %s sent invalid audio: %s", peer.gateway, error)
             peer.gone.add(data.key)
             payload = None
         return data.key, 0 if payload is None else payload.nbytes, payload
@@ -166,92 +166,93 @@ class CommandIntake:
     def _take_command(
         self,
         peer: Peer,
-        command: WireCommand | UnreadableCommand,
+        command: messages.Command | UnreadableCommand,
         audio: Sequence[tuple[bytes, Payload | None]],
         now: int,
     ) -> None:
-        if isinstance(command, WireFeed):
+        if isinstance(command, messages.Feed):
             self._feed(peer, command, audio)
-        elif isinstance(command, WireSessionCommand):
+        elif isinstance(command, messages.SessionCommand):
             self._handoffs.take(peer, command)
-        elif isinstance(command, WireOpen):
+        elif isinstance(command, messages.Open):
             self._hand_on(now)
             self._open(peer, command, audio)
         elif isinstance(command, UnreadableCommand):
             self._end_unread(peer, command)
         elif (name := peer.streams.get(command.stream)) is not None:
-            # Else it crossed with the stream's end, which its gateway has been told of.
+            # An unknown stream has ended; its gateway has been told, but sent this command before it knew.
             self._take_request(peer, name, command)
 
-    def _feed(self, peer: Peer, command: WireFeed, audio: Sequence[tuple[bytes, Payload | None]]) -> None:
+    def _feed(self, peer: Peer, command: messages.Feed, audio: Sequence[tuple[bytes, Payload | None]]) -> None:
         name = peer.streams.get(command.stream)
         if name is None:
             return
         try:
-            items = self._items(name, command.items, audio)
+            self._fill_in(name, command.items, audio)
         except BadItem as error:
             self._fail(name, str(error))
         else:
-            self._hosted.streams[name].fed(items, self._loop.scheduler.spec.samples_per_position)
-            self._coming.append(messages.Feed(name, items))
+            self._hosted.streams[name].fed(command.items, self._loop.scheduler.spec.samples_per_position)
+            self._coming.append(messages.Feed(name, command.items))
 
     def _take_request(
-        self, peer: Peer, name: str, command: WireFlush | WireChangeTurns | WireFinish | WireAbort
+        self, peer: Peer, name: str, command: messages.Flush | messages.ChangeTurns | messages.Finish | messages.Abort
     ) -> None:
         match command:
-            case WireFlush():
+            case messages.Flush():
                 self._hosted.streams[name].flushed(command.tag, command.pause)
                 self._coming.append(messages.Flush(name, command.tag, command.pause))
-            case WireChangeTurns():
-                self._coming.append(messages.ChangeTurns(name, plain_rule(command.turns)))
-            case WireFinish():
+            case messages.ChangeTurns():
+                self._coming.append(messages.ChangeTurns(name, command.turns))
+            case messages.Finish():
                 self._hosted.streams[name].finished()
                 self._coming.append(messages.Finish(name))
-            case WireAbort():
+            case messages.Abort():
                 self._hosted.release(peer, command.stream, name)
                 self._coming.append(messages.Abort(name))
 
-    def _open(self, peer: Peer, command: WireOpen, audio: Sequence[tuple[bytes, Payload | None]]) -> None:
+    def _open(self, peer: Peer, command: messages.Open, audio: Sequence[tuple[bytes, Payload | None]]) -> None:
         open_as = peer.streams.get(command.stream)
         if open_as is not None and open_as in self._loop.scheduler.streams:
             error = DuplicateStream(command.stream, "is open already; use another id")
             peer.outputs.append(messages.Refused(command.stream, type(error).__name__, str(error)))
             return
         if self.draining:
-            refusal = AtCapacity(command.stream, "this engine takes no new streams: it is about to end")
+            refusal = AtCapacity(command.stream, "this engine is draining and takes no new streams; try again")
             peer.outputs.append(messages.Failed(command.stream, type(refusal).__name__, str(refusal)))
             return
         spec = self._loop.scheduler.spec
         name = self._hosted.open(peer, command, spec.prefix_positions, self._clock())
         try:
-            items = self._items(name, command.items, audio)
+            self._fill_in(name, command.items, audio)
         except BadItem as error:
             self._fail(name, str(error))
         else:
-            self._hosted.streams[name].fed(items, spec.samples_per_position)
-            self._coming.append(plain_open(command, name, items))
+            self._hosted.streams[name].fed(command.items, spec.samples_per_position)
+            self._coming.append(msgspec.structs.replace(command, stream=name))
+        # The command is kept with the stream, for its options; its audio is not.
+        command.items = []
 
-    def _items(
-        self, name: str, described: Sequence[WireItem], audio: Sequence[tuple[bytes, Payload | None]]
-    ) -> list[messages.Item]:
-        """Raises BadItem."""
-        spec, items = self._loop.scheduler.spec, []
-        for part in described:
-            item = messages.Item(part.offset, part.length, part.sample, mask=part.mask, samples=part.samples)
-            if part.data is not None:
-                if part.data >= len(audio):
-                    raise BadItem(name, f"the item at position {part.offset} refers to audio that did not come")
-                item.key, item.payload = audio[part.data]
+    def _fill_in(
+        self, name: str, items: Sequence[messages.Item], audio: Sequence[tuple[bytes, Payload | None]]
+    ) -> None:
+        """Give items the audio that came with their batch. Raises BadItem."""
+        spec = self._loop.scheduler.spec
+        for item in items:
+            place, item.data = item.data, None
+            item.key, item.payload, item.arrival, item.embeds = b"", None, 0, 0
+            if place is not None:
+                if place >= len(audio):
+                    raise BadItem(name, f"the item at position {item.offset} refers to audio that was not sent")
+                item.key, item.payload = audio[place]
             complaint = complaint_about(item, spec)
             if complaint is not None:
-                raise BadItem(name, f"item at position {part.offset}: {complaint}")
+                raise BadItem(name, f"item at position {item.offset}: {complaint}")
             if item.key and item.payload is None:
-                why = f"the engine does not hold the hash {item.key.hex()} and no data came with it"
+                why = f"the engine has no data for the hash {item.key.hex()} and none came with it"
                 raise BadItem(name, f"{why}; send the item's data")
-            items.append(item)
-        return items
 
-    # Ends.
+    # Failed streams.
 
     def _end_unread(self, peer: Peer, unread: UnreadableCommand) -> None:
         logger.warning("gateway %s, stream %s: %s", peer.gateway, unread.stream, unread.why)
@@ -265,7 +266,7 @@ class CommandIntake:
             peer.outputs.append(messages.Failed(unread.stream, code_of(unread.opens), text))
 
     def _fail(self, name: str, why: str, code: str = BadItem.__name__) -> None:
-        """End one stream with an error, wherever it is by now."""
+        """End one stream with an error."""
         hosted = self._hosted.streams[name]
         hosted.tell(messages.Failed(hosted.name, code, why.replace(name, hosted.name)))
         self._hosted.forget(name)
@@ -276,38 +277,32 @@ class CommandIntake:
         self._loop.submit(coming, now)
 
 
-# The engine's shell: commands from any number of gateways into one loop, and each step's outputs back to their
-# owners.
-#
-# Single-threaded, like the loop it hosts: take what has arrived, run a step, send one message to each gateway
-# concerned. Every gateway has its own mirror, its own numbering and its own streams, and can neither see nor harm the
-# others.
-
-# How long an acknowledgement may wait for outputs to travel with, and how often progress and the load are worth a word.
+# Seconds that an acknowledgement may wait for outputs, and seconds between reports of progress and of the load.
 ACK_SECONDS = 0.02
 PROGRESS_SECONDS = 0.02
 STATUS_SECONDS = 0.08
 SPEECH_THRESHOLD = 0.5
-# Commands that are taken in before the next step: the audio of a stream, and with it a word of its session, for every
-# position that a step reads of it.
+# Commands taken in before the next step: per position that a step reads of a stream, its audio and a saved handoff.
 COMMANDS_A_POSITION = 2
 LEAST_COMMANDS = 256
-# How long taking them in may last. A stream with many keywords takes a third of a second to open, and an engine that
-# took in all who come at once would be taken for dead.
+# Longest time spent on taking in commands. Opening a stream with many keywords takes a third of a second; an engine
+# that opened many at once would be taken for dead.
 TAKE_SECONDS = 0.1
-# Messages of a gateway in a row that are none, before it has to connect anew.
+# Consecutive undecodable messages after which a gateway must connect again.
 MOST_UNREADABLE = 5
 
 
 @dataclass(frozen=True, slots=True)
 class DrainRequest:
-    """Whether an engine was asked to take nothing new and to end when it is empty, and how long that may take."""
+    """Whether the engine was asked to drain (accept nothing new, end when empty), and how long that may take."""
 
     asked: Callable[[], bool]
     seconds: float
 
 
 class EngineHost:
+    """The engine's side of all links, around one loop. `clock`: monotonic seconds."""
+
     def __init__(
         self,
         loop: EngineLoop,
@@ -331,18 +326,18 @@ class EngineHost:
         self._load = LoadReport(loop, clock())
 
     def serve(self, stop: Callable[[], bool], drain: DrainRequest | None = None) -> None:
-        """Until `stop` says so, or all is gone that was there when the engine was asked to drain. Raises EngineDead
-        when the loop has failed for all streams."""
+        """Run until `stop` returns True or the engine has drained. Raises EngineDead if the loop fails for all
+        streams."""
         while not stop() and not (drain is not None and drain.asked() and self._is_drained(drain.seconds)):
             self._socket.wait(0 if self._loop.has_work() or self._runnable() else self._patience())
             self.tick()
 
     def _is_drained(self, seconds: float) -> bool:
-        """Whether nothing is left, or no more time."""
+        """Start draining if not started; returns whether nothing is left or the time is over."""
         now, status = self._clock(), self._load.status
         if not status.draining:
             logger.info(
-                "draining: %d streams and %d sessions are to move", len(self._hosted.streams), len(self._handoffs)
+                "draining: %d streams and %d sessions to migrate", len(self._hosted.streams), len(self._handoffs)
             )
             self._drains_until = now + seconds
             status.draining = self._intake.draining = True
@@ -352,7 +347,7 @@ class EngineHost:
         return nothing_left or now >= self._drains_until
 
     def tick(self) -> None:
-        """Take in all that has come, run one step, and say what there is to say."""
+        """Receive all messages, take in batches, run one step, and send the results."""
         began, steps = self._clock(), self._loop.meter.totals
         stepped_ns = steps.ns
         self._receive_all()
@@ -366,9 +361,9 @@ class EngineHost:
             raise EngineDead(dead)
 
     def _patience(self) -> float:
-        """How long nothing needs to happen unless a message comes."""
-        owed = any(peer.numbering.taken > peer.acknowledged for peer in self._peers.values())
-        return ACK_SECONDS if owed else BEAT_SECONDS / 4
+        """How long to wait for a message when there is nothing to do."""
+        unacknowledged = any(peer.numbering.taken > peer.acknowledged for peer in self._peers.values())
+        return ACK_SECONDS if unacknowledged else BEAT_SECONDS / 4
 
     def _runnable(self) -> bool:
         return any(peer.waits_for_a_turn for peer in self._peers.values())
@@ -391,7 +386,7 @@ class EngineHost:
                 peer.heard_at = self._clock()
                 self._dispatch(peer, message, frames)
         except WireError as error:
-            logger.warning("a gateway sent something unreadable: %s", error)
+            logger.warning("a gateway sent a message that cannot be decoded: %s", error)
             self._count_undecodable(name, peer, str(error))
 
     def _greet(self, name: bytes, hello: codec.Hello) -> None:
@@ -406,8 +401,8 @@ class EngineHost:
         if hello.model not in (None, spec.name):
             self._dismiss(name, f"the engine runs {spec.name!r}, the gateway wants {hello.model!r}")
             return
-        # A gateway that comes back, or a connection that was another's before. It has all it needs to begin anew, and
-        # says which sessions it goes on with.
+        # The gateway reconnects, or the connection's name was used by another one. Drop the old state: the gateway has
+        # what it needs to open its streams again, and says which sessions it continues.
         for old in [peer for peer in self._peers.values() if peer.gateway == hello.gateway or peer.name == name]:
             self._drop(old, comes_back=True)
         cache: ReceiverCache[Payload] = ReceiverCache(max(0, hello.cache_bytes))
@@ -422,8 +417,8 @@ class EngineHost:
         self._socket.send(name, codec.encode(codec.Unwelcome(why)))
 
     def _count_undecodable(self, name: bytes, peer: Peer | None, why: str) -> None:
-        """Something came that is no message. If it was to be one, its number is missed and it is sent again; a gateway
-        that has nothing better to send is told to connect anew, with new numbers: waiting would stop its streams."""
+        """A message could not be decoded. If it was a batch, its number is missed and it is sent again. A gateway that
+        sends only such messages must connect again with new numbers; otherwise its streams would stall."""
         if peer is not None:
             peer.unreadable += 1
             if peer.unreadable < MOST_UNREADABLE:
@@ -431,8 +426,10 @@ class EngineHost:
         self._dismiss(name, why)
 
     def _drop(self, peer: Peer, *, comes_back: bool = False) -> None:
-        """Forget a gateway and everything it had open, but for sessions that another may go on with. One that comes
-        back opens its streams anew; of one that does not, the last words count."""
+        """Forget a gateway and its streams, except sessions that another gateway may adopt.
+
+        A gateway that comes back opens its streams again. If it is gone for good, its last messages are applied first.
+        """
         if not comes_back:
             self._hear_out(peer)
             if self._peers.get(peer.name) is not peer:
@@ -443,7 +440,7 @@ class EngineHost:
             self._abort(name)
 
     def _hear_out(self, peer: Peer) -> None:
-        """Take in all that has come from a gateway."""
+        """Take in all received batches of a gateway."""
         while self._take_batch(peer, self._clock()):
             pass
 
@@ -452,7 +449,7 @@ class EngineHost:
         self._loop.submit([messages.Abort(name)], time.monotonic_ns())
 
     def _reaches(self, peer: Peer, wanted: messages.Wanted) -> bool:
-        """Ask a gateway for a session; False if it is gone, which only sending to it tells."""
+        """Ask a gateway to give up a session; False if it is gone, which only a failed send shows."""
         if self._peers.get(peer.name) is not peer:
             return False
         beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self._load.status)
@@ -486,7 +483,7 @@ class EngineHost:
 
     def _take_repair(self, peer: Peer, repair: codec.Repair, frames: Frames) -> None:
         if repair.seq != peer.numbering.taken + 1:
-            return  # an answer to a question that was asked twice
+            return  # a second answer, because the question was repeated
         for data in repair.data:
             try:
                 payload = codec.payload_of(data, frames)
@@ -506,9 +503,11 @@ class EngineHost:
     # Batches into the loop.
 
     def _take_turns(self, now: float) -> None:
-        """A batch of each gateway in turn, and no more of them than a step has room for: a step computes one frame of
-        each stream, or a stride of a windowed one, so an engine that took in all that came while it was late would
-        never catch up."""
+        """Take in batches, one of each gateway in turn, but not more than a step has room for.
+
+        A step computes one position of each stream (a stride for windowed models). An engine that is late and took in
+        everything at once would never catch up.
+        """
         positions = len(self._hosted.streams) * self._loop.scheduler.spec.stride_positions
         left = max(LEAST_COMMANDS, COMMANDS_A_POSITION * positions)
         peers = list(self._peers.values())
@@ -518,15 +517,15 @@ class EngineHost:
             peers = [peer for peer in peers if self._take_batch(peer, now)]
 
     def _take_batch(self, peer: Peer, now: float) -> bool:
-        """Whether there may be another one to take."""
+        """Take in one batch; returns whether there may be another one."""
         if not (peer.inbox and peer.numbering.may_send):
             return False
         batch, frames, _ = peer.inbox[0]
         try:
             missing = self._intake.take(peer, batch, frames, time.monotonic_ns())
         except Exception:
-            logger.exception("a batch of gateway %s cannot be taken in; the gateway has to connect anew", peer.gateway)
-            self._dismiss(peer.name, "the engine could not take a batch in; connect again")
+            logger.exception("a batch of gateway %s cannot be applied; the gateway must connect again", peer.gateway)
+            self._dismiss(peer.name, "the engine could not apply a batch; connect again")
             return False
         if missing:
             if peer.asked_at is None or now - peer.asked_at > BEAT_SECONDS:
@@ -541,7 +540,7 @@ class EngineHost:
     # Outputs.
 
     def _step(self) -> str | None:
-        """Run one step if there is one to run; the reason if the engine died of it."""
+        """Run one step if there is work; returns the reason if the engine died of it, else None."""
         dead = None
         if self._loop.has_work():
             result = self._loop.step()
@@ -594,18 +593,18 @@ class EngineHost:
                 self._say(peer, codec.encode(beat), now)
 
     def _beat_is_due(self, peer: Peer, now: float) -> bool:
-        owed = peer.numbering.taken > peer.acknowledged
-        return now - peer.spoke_at >= (ACK_SECONDS if owed else BEAT_SECONDS)
+        unacknowledged = peer.numbering.taken > peer.acknowledged
+        return now - peer.spoke_at >= (ACK_SECONDS if unacknowledged else BEAT_SECONDS)
 
     def _say(self, peer: Peer, frames: list[Any], now: float) -> None:
-        """That there is nobody any more is known when something is said."""
+        """Send to a gateway. Only a failed send shows that a gateway is gone."""
         peer.acknowledged, peer.spoke_at = peer.numbering.taken, now
         if not self._socket.send(peer.name, frames):
             self._miss(peer)
 
     def _miss(self, peer: Peer) -> None:
-        logger.warning("gateway %s is gone; its sessions wait for another", peer.gateway)
-        # What it said before may have come since.
+        logger.warning("gateway %s is gone; its sessions wait to be adopted", peer.gateway)
+        # Its last messages may have arrived since.
         self._receive_all()
         if self._peers.get(peer.name) is peer:
             self._drop(peer)
@@ -614,7 +613,7 @@ class EngineHost:
         try:
             frames = self._encode_update(peer, progress)
         except Exception:
-            logger.exception("an output cannot be encoded; its stream ends")
+            logger.exception("an output cannot be encoded; its stream is ended")
             self._end_unwritable(peer)
             frames = self._encode_update(peer, progress)
         peer.numbering.keep(frames)
@@ -622,19 +621,18 @@ class EngineHost:
         return frames
 
     def _encode_update(self, peer: Peer, progress: list[codec.Progress]) -> list[Any]:
-        outputs = [codec.wire_output(output) for output in peer.outputs]
         numbering = peer.numbering
-        update = codec.Update(numbering.next_number, numbering.taken, outputs, progress, self._load.status)
+        update = codec.Update(numbering.next_number, numbering.taken, peer.outputs, progress, self._load.status)
         return codec.encode(update)
 
     def _end_unwritable(self, peer: Peer) -> None:
-        """Leave out the outputs that cannot be written, and end their streams instead."""
+        """Replace the outputs that cannot be encoded by failures, and end their streams."""
         for index, output in enumerate(peer.outputs):
             try:
-                codec.encode(codec.wire_output(output))
+                codec.encode(output)
             except Exception as error:
                 stream = getattr(output, "stream", "")
-                text = f"stream {stream!r}: what was said cannot be sent: {type(error).__name__}"
+                text = f"stream {stream!r}: an output cannot be sent: {type(error).__name__}"
                 peer.outputs[index] = messages.Failed(stream, StreamFailed.__name__, text)
                 name = peer.streams.get(stream)
                 if name is not None:
@@ -642,7 +640,7 @@ class EngineHost:
                     self._loop.submit([messages.Abort(name)], time.monotonic_ns())
 
     def _progress(self, now: float) -> dict[bytes, list[codec.Progress]]:
-        """Of every stream that moved since the last time."""
+        """Progress of every stream that advanced since the last report, by peer."""
         progress: dict[bytes, list[codec.Progress]] = {}
         moving_is_work = not self._loop.silence_is_free
         for name, stream in self._loop.scheduler.streams.items():

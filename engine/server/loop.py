@@ -49,7 +49,7 @@ from engine.messages import (
     Text,
 )
 from engine.runner.base import Detector, Runner
-from engine.server.metering import StepMeter, UploadBudget
+from engine.server.metering import RebuildBudget, Shares, StepMeter, UploadBudget
 from engine.server.skipped_silence import SilenceSkipper
 from engine.server.speech import GateSettings, Listener, Target
 from engine.server.stream_state import StreamStates
@@ -60,6 +60,9 @@ logger = logging.getLogger(__name__)
 _REFUSALS = (DuplicateStream, UnknownStream, StreamFinished)
 # Steps that may be under way while the next one is planned, if the runner can do that.
 STEPS_AHEAD = 1
+# The same while all streams are rebuilt or late. A rebuilding step takes the host long to begin: the device has another
+# one to do by then, and nobody is on time who would have to wait for both.
+STEPS_AHEAD_FOR_NOBODY = 2
 
 
 @dataclass(slots=True)
@@ -100,6 +103,7 @@ class EngineLoop:
         self.meter = StepMeter(scheduler.spec, clock)
         self._launched: deque[LaunchedStep] = deque()
         self._uploads = UploadBudget(scheduler, self.meter.position_cost, runner.pauses_uploads, clock)
+        self._rebuild = RebuildBudget(scheduler)
         # Called with the streams and positions about to be computed: if the engine dies now, they are the suspects.
         self.announce: Callable[[list[Target]], None] | None = None
         self._outbox: list[Output] = []
@@ -139,6 +143,9 @@ class EngineLoop:
                 self._say(Refused(error.stream, type(error).__name__, str(error)))
             except StreamError as error:
                 self.scheduler.fail(error)
+            except EngineDead as error:
+                self._broken = error  # the next step says so
+                return
             except Exception as error:
                 self._blame(command.stream, error)
             if command.stream not in self.scheduler.streams:
@@ -165,7 +172,7 @@ class EngineLoop:
         live_share = self._listen()
         self.meter.times.speech_ns = self.meter.lap()
         outputs += self._take_outbox()
-        if self.scheduler.suspects:
+        if self.scheduler.suspect_is_near:
             self._commit(outputs, 0)
         if self.scheduler.has_work():
             plan = self._plan()
@@ -194,7 +201,9 @@ class EngineLoop:
     def _most_ahead(self) -> int:
         """Steps that may be under way after one was planned. A stream that may have killed an engine is computed while
         nothing else is: if the engine dies again, it is clear who it was."""
-        return STEPS_AHEAD if self.runner.overlaps_steps and not self.scheduler.suspects else 0
+        if not self.runner.overlaps_steps or self.scheduler.suspect_is_near:
+            return 0
+        return STEPS_AHEAD_FOR_NOBODY if self._rebuild.has_the_device else STEPS_AHEAD
 
     @property
     def is_flying(self) -> bool:
@@ -219,13 +228,25 @@ class EngineLoop:
         return self._listener.live_share
 
     def _plan(self) -> StepPlan:
-        shares = self._uploads.shares()
-        plan = self.scheduler.plan(shares.live, shares.upload_positions)
+        rebuild = self._rebuild.positions()
+        shares = Shares(live=False, upload_positions=0) if rebuild else self._uploads.shares()
+        plan = self.scheduler.plan(shares.live, shares.upload_positions, rebuild)
         self._blame_surprises()
         plans = [*(launched.plan for launched in self._launched), plan]
-        self._announce((task.stream, task.start, task.end) for part in plans for task in part.decode)
+        self._announce(self._targets(plans))
         self.meter.times.plan_ns = self.meter.lap()
         return plan
+
+    def _targets(self, plans: Iterable[StepPlan]) -> list[Target]:
+        """What the runner is about to do, or does: positions to compute, and streams to open, which may have states."""
+        found = [(task.stream, task.start, task.end) for part in plans for task in part.decode]
+        computed = {name for name, *_ in found}
+        for part in plans:
+            for opened in part.opened:
+                stream = self.scheduler.streams.get(opened.stream)
+                if stream is not None and opened.stream not in computed:
+                    found.append((opened.stream, stream.computed, stream.computed + 1))
+        return found
 
     def _execute(self, plan: StepPlan) -> LaunchedStep:
         launches = self._listener.launches if self._listener is not None else 0
@@ -249,7 +270,9 @@ class EngineLoop:
             self._blame_surprises()
             plan.decode = [task for task, result in zip(plan.decode, results, strict=True) if not result.unfinished]
             meter.times.commit_ns += meter.lap()
-            meter.account(plan, launched.began)
+            ns = meter.account(plan, launched.began)
+            if plan.rebuilt:
+                self._rebuild.account(plan.rebuilt, ns)
         return plan
 
     def _judged(self, plan: StepPlan, outputs: list[Output]) -> list[Output]:

@@ -1,8 +1,10 @@
-"""The cycle collector of an engine: at rest."""
+"""The engine process: builds the loop from a configuration, warms it up, and serves gateways.
+
+Started by a gateway (`run_child`), by `tickertape engine`, or in a thread (`run_engine`).
+"""
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 import signal
@@ -25,6 +27,7 @@ from engine.errors import EngineDead, EngineError
 from engine.logs import WITHOUT_TIME, set_up_logging
 from engine.options import EngineConfig
 from engine.runner.load import load_detector, load_runner
+from engine.server.collector import calm_collector
 from engine.server.host import DrainRequest, EngineHost
 from engine.server.loop import EngineLoop
 from engine.server.skipped_silence import skip_settings
@@ -33,39 +36,31 @@ from engine.spec import ModelSpec
 from engine.weights.checkpoint import fingerprint
 from engine.weights.store import resolve
 
-
-def calm_collector() -> None:
-    """Call once, when the model is loaded. Steps leave no cycles behind; left as it is, the collector would walk the
-    bookkeeping of every stream again and again, for milliseconds at a time, and find nothing."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 50, 50)
-
-
-# From a configuration to an engine loop that runs it: weights, runner, speech detection, limits.
+# Building the loop: weights, runner, speech detection, limits.
 
 
 def build_loop(config: EngineConfig, clock: Callable[[], int] = time.perf_counter_ns) -> EngineLoop:
-    """Load the model and what surrounds it. Raises EngineError with what to change."""
+    """Load the model and build the loop around it. Raises EngineError with a text that says what to change."""
     path = resolve(config.model)
     runner, limits = load_runner(path, config)
-    # Gateways compare it: two engines must not answer with different weights under one name.
+    # Gateways compare fingerprints, so that engines with different weights under one name are not mixed.
     spec = replace(runner.spec, weights=fingerprint(path))
     scheduler = Scheduler(spec, limits, runner.vocabulary)
-    # A windowed model makes words up in silence. A frame-synchronous one was trained to hear it; a long one is cut out.
+    # Windowed models invent words in silence, so a gate keeps it from them. Frame-synchronous models are trained with
+    # silence; only long silence is skipped, to save work.
     gate = GateSettings() if runner.spec.rereads_window else None
     cut = None if spec.rereads_window or not config.cut_silence_s else skip_settings(config.cut_silence_s)
     return EngineLoop(scheduler, runner, load_detector(runner, limits.max_streams), gate, clock, cut)
 
 
-# The engine process: build the engine, warm it up, listen, serve. What a first user would wait for happens here.
+# Running it. Slow first-time work happens here, before the first session.
 
 logger = logging.getLogger(__name__)
 
-# Builds the loop where it will run; must be picklable to run in another process.
+# Builds the loop in the process where it will run; must be picklable for another process.
 Build = Callable[[], EngineLoop]
 
-# Streams whose steps are measured at the start.
+# Most streams of noise with which the cost of a step is measured at the start.
 MEASURED_STREAMS = 8
 
 
@@ -78,8 +73,10 @@ def run_engine(
     drain: DrainRequest | None = None,
     fleet_secret: bytes | None = None,
 ) -> None:
-    """Build, warm up, listen and serve until `stop`, or until the engine has drained. Raises EngineDead when the runner
-    fails for all streams. With the fleet's secret, links over tcp are encrypted."""
+    """Build, warm up, bind the address, and serve until `stop` returns True or the engine has drained.
+
+    Raises EngineDead if the runner fails for all streams. With a fleet secret, links over tcp are encrypted.
+    """
     check_address(address)
     began = time.perf_counter()
     loop = build()
@@ -100,10 +97,10 @@ def run_engine(
 
 
 def warm_up(loop: EngineLoop) -> None:
-    """Let the model run what a first user would have to wait for: its own warm-up, then one whole short stream.
+    """Run the model's own warm-up and one short stream, so that the first session does not wait for it.
 
-    Where noise costs what speech does, more streams show what a step costs, so that the first users are not turned
-    away for want of a measurement. A model that hears speech alone has to wait for some.
+    For models that compute noise like speech, more streams then measure the cost of a step, so that admission has an
+    estimate from the start. For models that skip noise the first speech has to provide it.
     """
     loop.runner.warm_up()
     _run_noise(loop, 1)
@@ -114,7 +111,7 @@ def warm_up(loop: EngineLoop) -> None:
 
 
 def _run_noise(loop: EngineLoop, streams: int) -> None:
-    """So many short streams at once, from beginning to end. Raises EngineDead if the model fails."""
+    """Run this many short streams of noise at once to their end. Raises EngineDead if the model fails."""
     for number in range(streams):
         name = f"warm-up {number}"
         items = _noise(loop.scheduler.spec, number)
@@ -134,10 +131,10 @@ def _noise(spec: ModelSpec, seed: int) -> list[messages.Item]:
 
 
 def run_child(address: str, build: Build, warm: bool, record_path: Path) -> None:
-    """Main function of an engine that a gateway starts; it ends with that gateway."""
+    """Main function of an engine process that a gateway starts; it ends when that gateway ends."""
     asked_to_stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
-    # Ctrl-C, or a terminal that is closed, reaches the whole group; the gateway decides when its engine stops.
+    # Ctrl-C and a closed terminal signal the whole process group; the gateway decides when its engine stops.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     set_up_logging(WITHOUT_TIME)
@@ -145,7 +142,7 @@ def run_child(address: str, build: Build, warm: bool, record_path: Path) -> None
     try:
         run_engine(address, build, asked_to_stop.is_set, warm, CrashRecord.at(record_path))
     except EngineError as error:
-        # Its text says what to change; where in the code it came up does not help.
+        # The text says what to change; a stack trace does not help.
         logger.error("%s", error)
         raise SystemExit(1) from None
 

@@ -157,23 +157,24 @@ class StepMeter:
         before, self.mark = self.mark, self._clock()
         return self.mark - before
 
-    def account(self, plan: StepPlan, began: int) -> None:
+    def account(self, plan: StepPlan, began: int) -> int:
         """The plan that was begun then is committed now. Plans may overlap: the time for which two were under way
-        counts for the first, which the second had to wait for."""
+        counts for the first, which the second had to wait for. Returns the nanoseconds that it took."""
         times = self.times
         times.streams = len(plan.decode)
         times.positions = sum(task.end - task.start for task in plan.decode)
         ns = self.mark - max(began, self._committed_at)
         self._committed_at = self.mark
         read = sum(task.end - task.base for task in plan.decode)
-        if read:
+        if read and not plan.rebuilt:
             self.position_cost.add(read, ns, self.mark)
         live_ns = ns * _live_part(plan, read)
         times.live_ns += live_ns
         # Streams that heard nothing new cost nothing worth counting: their text was there already.
         heard = [task.end - task.start for task in plan.decode[: plan.live] if task.end > task.start]
-        if heard:
+        if heard and not plan.rebuilt:
             self.live_cost.add(len(heard), live_ns, sum(heard) * self._position_ns, self.mark)
+        return ns
 
     def end(self, live_share_heard: float) -> None:
         """The step is over. `live_share_heard` is the part of the listening that was for live streams."""
@@ -204,6 +205,12 @@ def _live_part(plan: StepPlan, read: int) -> float:
 
 # Of the time in which a live stream hears what makes its next step.
 SHARE_OF_STRIDE = 0.1
+# Of the same time, a step that rebuilds streams, between two of live ones: while most live streams are on time, and
+# while more of them are rebuilt. And the fewest positions that it rebuilds.
+SHARE_FOR_REBUILDING, SHARE_FOR_MOST = 0.25, 0.5
+LEAST_REBUILD_POSITIONS = 256
+# While nobody is on time, it rebuilds so many for each stream that lost its engine: some streams at a time.
+POSITIONS_A_STREAM = 16
 # One step in so many takes twice as much: steps of one size do not show what a position costs.
 PROBE_EVERY = 16
 
@@ -214,6 +221,51 @@ class Shares:
 
     live: bool = True
     upload_positions: int | None = None
+
+
+class RebuildBudget:
+    """Streams that lost their engine are computed again in steps of their own, between two of live streams: a live
+    frame never waits for more than one of them. While nobody else is live, or was rebuilt and has not caught up, such a
+    step takes all that its limit allows; beside streams that are on time, what keeps it short, by what the last ones
+    took."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        spec = scheduler.spec
+        self._scheduler = scheduler
+        self._most = scheduler.limits.rebuild_positions
+        self._stride_ns = spec.stride_positions * spec.samples_per_position * 1e9 / spec.sample_rate
+        # What a position costs, by the last steps; the first one is small.
+        self._position_ns = SHARE_FOR_REBUILDING * self._stride_ns / LEAST_REBUILD_POSITIONS
+        self._is_next = False
+
+    def positions(self) -> int:
+        """Positions that the step about to be planned rebuilds, and nothing else; 0: it rebuilds none."""
+        scheduler = self._scheduler
+        if not scheduler.rebuild_waits:
+            self._is_next = False
+            return 0
+        if scheduler.others_wait and not self._is_next:
+            self._is_next = True
+            return 0
+        self._is_next = False
+        on_time = scheduler.on_time
+        if not on_time:
+            # Few streams take turns in smaller steps: else all of them would be rebuilt at the end, and none before.
+            return min(self._most, max(self._most // 4, POSITIONS_A_STREAM * len(scheduler.recovering)))
+        share = SHARE_FOR_REBUILDING if on_time >= len(scheduler.rebuilding) else SHARE_FOR_MOST
+        return min(self._most, max(LEAST_REBUILD_POSITIONS, int(share * self._stride_ns / self._position_ns)))
+
+    @property
+    def has_the_device(self) -> bool:
+        """Whether streams are rebuilt and nobody is on time."""
+        return bool(self._scheduler.rebuilding) and not self._scheduler.on_time
+
+    def account(self, rebuilt: int, ns: int) -> None:
+        """A step that rebuilt so many positions took so long. One step that took much longer than those before, such as
+        one that loaded a kernel, changes little."""
+        if rebuilt >= LEAST_REBUILD_POSITIONS // 2:
+            found = min(max(ns / rebuilt, 0.5 * self._position_ns), 2.0 * self._position_ns)
+            self._position_ns += 0.5 * (found - self._position_ns)
 
 
 class UploadBudget:

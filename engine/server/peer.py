@@ -1,4 +1,4 @@
-"""One gateway as an engine sees it: its numbering, its mirror of the input cache, its streams, what waits for it."""
+"""One gateway as the engine sees it: its numbering, audio cache and streams, and the messages waiting both ways."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from dataclasses import dataclass, field
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import Frames, Payload
-from engine.boundary.commands import WireOpen
 from engine.boundary.input_cache import ReceiverCache
 from engine.boundary.sockets import Numbering
 
-# Outputs kept of a stream until its gateway accounts for them. Without a will nobody does, and few are kept.
+# Most outputs kept per stream until a saved handoff includes them; few are kept for streams without a handoff.
 MOST_OUTPUTS_KEPT = 4096
 OUTPUTS_KEPT_WITHOUT_HANDOFF = 64
 
 
 @dataclass(slots=True)
 class HostedStream:
-    """Where a stream of the loop belongs, what its gateway calls it, and how far it has come.
+    """A stream of the loop: its gateway, the gateway's name for it, and its progress.
 
-    `peer` is None while its gateway is lost and no other has adopted it.
+    `peer` is None while its gateway is lost and no other one has adopted it.
     """
 
     peer: Peer | None
     name: str
     live: bool
-    # When it last made work; a new stream is expected to.
+    # When it last caused work (clock seconds); the opening counts as work.
     heard_at: float
     loop_name: str
-    opening: WireOpen
-    # Where its audio ends, and where the current segment of it began.
+    opening: messages.Open
+    # End of its audio (position and sample), and the sample at which the current segment began.
     end: int
     end_sample: int = 0
     segment: int = 0
-    # The last flush that came, and the last that was answered; the position of the next token.
+    # Tag of the last flush received, and of the last one answered; position of the next token.
     flushes: int = 0
     answered: int = 0
     tokens: int = 0
-    # Positions computed, and how far its gateway was told that it is.
+    # Positions computed, and positions reported to the gateway.
     computed: int = 0
     reported: int = 0
     speaking: bool = False
-    # Outputs with their numbers, from the first that its gateway does not account for.
+    # Number of outputs so far; (sequence number, output) of those that no saved handoff includes; whether the session
+    # saves handoffs.
     told: int = 0
     outputs: deque[tuple[int, messages.Output]] = field(default_factory=deque)
     accounted: bool = False
@@ -64,7 +64,7 @@ class HostedStream:
         self.segment = self.end_sample
 
     def tell(self, output: messages.Output) -> None:
-        """Say something, to the gateway if there is one; kept until it is accounted for."""
+        """Send an output to the gateway, if there is one, and keep it until a saved handoff includes it."""
         self.told += 1
         if isinstance(output, messages.Flushed):
             self.answered = output.tag
@@ -77,7 +77,7 @@ class HostedStream:
             self.peer.outputs.append(output)
 
     def forget_outputs(self, consumed: int) -> None:
-        """The first `consumed` outputs are accounted for."""
+        """A saved handoff includes the first `consumed` outputs."""
         self.accounted = True
         while self.outputs and self.outputs[0][0] <= consumed:
             self.outputs.popleft()
@@ -85,54 +85,54 @@ class HostedStream:
 
 @dataclass(slots=True)
 class Peer:
-    """One gateway."""
+    """One gateway's connection."""
 
     name: bytes
     gateway: str
     cache: ReceiverCache[Payload]
     heard_at: float
     numbering: Numbering = field(default_factory=Numbering)
-    # Batches to be taken in, and when each of them came.
+    # Batches to take in, each with the time at which it arrived.
     inbox: deque[tuple[codec.Batch, Frames, float]] = field(default_factory=deque)
-    # Data that was sent again for the batch at the head of the inbox, and hashes that nobody has data for.
+    # For the first batch of the inbox: data that was sent again, and hashes without data on either side.
     repaired: dict[bytes, Payload] = field(default_factory=dict)
     gone: set[bytes] = field(default_factory=set)
     asked_at: float | None = None
-    # Messages that were none, since the last one that was taken.
+    # Consecutive undecodable messages.
     unreadable: int = 0
     outputs: list[messages.Output] = field(default_factory=list)
-    # The loop's name of each stream that takes commands, by the gateway's own.
+    # The gateway's name -> the loop's name, of each stream that takes commands.
     streams: dict[str, str] = field(default_factory=dict)
     acknowledged: int = 0
     spoke_at: float = 0.0
 
     @property
     def waits_for_a_turn(self) -> bool:
-        """There is a batch that nothing keeps from being taken in. A gateway that does not take its outputs is not
-        served until it does: that bounds what waits for it."""
+        """Whether a batch can be taken in. A gateway that does not acknowledge its outputs is not served until it
+        does; this bounds the outputs waiting for it."""
         return bool(self.inbox) and self.asked_at is None and self.numbering.may_send
 
     @property
     def has_room(self) -> bool:
-        """Little enough is under way to it, and waits for it, for more."""
+        """Whether few enough outputs are waiting for it, and unacknowledged, to add more."""
         return self.numbering.may_send and len(self.outputs) < MOST_OUTPUTS_KEPT
 
 
 class HostedStreams:
-    """Every stream of the loop, and whose it is.
+    """Every stream of the loop, and its gateway.
 
-    Two gateways may use the same name, and one gateway may use a name again while the loop has yet to say that the
-    stream before has ended. So each opening gets a name of its own in the loop, and no two are ever confused.
+    Two gateways may use the same name for a stream, and one gateway may use a name again before the loop has reported
+    the end of the stream before. So each opened stream gets a unique name in the loop.
     """
 
     def __init__(self) -> None:
         self.streams: dict[str, HostedStream] = {}
-        # Whether streams have come or gone since somebody last looked.
+        # Streams were opened or ended since the last status report.
         self.changed = False
         self._openings = 0
 
-    def open(self, peer: Peer, opening: WireOpen, first_position: int, now: float) -> str:
-        """The loop's name of a new stream. It tells whose the stream was when the engine is gone."""
+    def open(self, peer: Peer, opening: messages.Open, first_position: int, now: float) -> str:
+        """Register a new stream; returns its name in the loop. The crash record needs the gateway's name in it."""
         self._openings += 1
         stream = opening.stream
         name = f"{peer.gateway}/{self._openings}/{stream}"
@@ -144,7 +144,7 @@ class HostedStreams:
         return name
 
     def forget(self, name: str) -> None:
-        """The loop has no such stream any more. Harmless for one that is not there."""
+        """The loop has ended the stream. Does nothing if it is unknown."""
         hosted = self.streams.pop(name, None)
         if hosted is not None:
             if hosted.peer is not None:
@@ -152,33 +152,33 @@ class HostedStreams:
             self.changed = True
 
     def find(self, name: str) -> HostedStream | None:
-        """Whose a stream of the loop is; None if nobody wants to hear of it: its gateway has opened another since."""
+        """The stream with this name in the loop; None if its gateway has opened another one under its name since."""
         hosted = self.streams.get(name)
         if hosted is not None and hosted.peer is not None and hosted.peer.streams.get(hosted.name, name) != name:
             return None
         return hosted
 
     def release(self, peer: Peer, stream: str, name: str) -> None:
-        """The stream takes no more commands: what its gateway calls by this name from now on is another."""
+        """The stream takes no more commands; its gateway may use the name for another one."""
         if peer.streams.get(stream) == name:
             del peer.streams[stream]
 
     def detach(self, hosted: HostedStream) -> None:
-        """No gateway has the stream now; what its last one still sends is not for it."""
+        """Take the stream from its gateway, whose later commands do not reach it."""
         if hosted.peer is not None:
             self.release(hosted.peer, hosted.name, hosted.loop_name)
         hosted.peer = None
 
     def attach(self, hosted: HostedStream, peer: Peer) -> None:
-        """This gateway has the stream from now on."""
+        """Give the stream to this gateway."""
         hosted.peer = peer
-        # It is told at once how far the stream is.
+        # Report progress at once.
         hosted.reported, self.changed = -1, True
         if hosted.loop_name in self.streams:
             peer.streams[hosted.name] = hosted.loop_name
 
     def leave(self, peer: Peer) -> list[str]:
-        """Forget all streams of a gateway; the loop's names of them."""
+        """Forget all streams of a gateway; returns the loop's names of them."""
         names = [name for name, hosted in self.streams.items() if hosted.peer is peer]
         for name in names:
             self.forget(name)

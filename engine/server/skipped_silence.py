@@ -1,15 +1,15 @@
-"""Silence that nobody computes: what a frame-synchronous model does not hear of a stream while nobody speaks in it.
+"""Skipped silence: long silence that a frame-synchronous model does not compute. Used by the engine loop.
 
-Such a model computes every position it is given, and most of a conversation is somebody else's turn. So after a settled
-silence a live stream's audio waits here instead of going to the scheduler. What lies far enough behind is cut out; when
-somebody speaks, the stream goes on a little before that. To the model the audio around a cut is one piece: positions
-are contiguous, and the engine counts fewer of them than the gateway. Audio time stays right, because items say which
-sample they start at.
+Such a model computes every position it is given, although most of a conversation is another speaker's turn. So after a
+settled silence a live stream's audio waits here instead of going to the scheduler. Audio that lies far enough back is
+skipped; when speech starts, the stream continues a little before it. To the model the audio around a skip is
+contiguous. So there are two counts of positions: the *gateway count* includes skipped positions, the *engine count*
+does not. Sample times stay right, because each item has its sample.
 
-The gate decides, as for windowed models, with other settings: it is open at first, and its hang-over is the silence
-that settles. Which items are cut depends on the probabilities alone, not on when they are known: an item goes on only
-when no verdict to come could cut it. A flush lets all before it go on. What was cut is told to the gateway as a token
-of its own for each position, so that a replay cuts the same.
+A speech gate decides, as for windowed models but with other settings: it starts open, and its hang-over is the silence
+that settles. Which items are skipped depends only on the probabilities, not on when they arrive: an item is released
+only when no later probability could skip it. A flush releases everything before it. Each skipped position is reported
+to the gateway as a `SKIPPED` token, so that a replay skips the same positions.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from engine.core.scheduler import Scheduler
 from engine.core.stream import REPORT_AFTER_TOKENS
 from engine.errors import StreamError, StreamFinished
@@ -27,13 +29,13 @@ from engine.server.speech import GateSettings, SpeechGate, Target
 from engine.spec import ModelSpec
 
 SAMPLE_RATE = 16_000
-# The least evidence that the gate of a windowed model asks for: a word that is missed is worse than silence computed.
+# As low as the gate of windowed models allows: a missed word is worse than computed silence.
 EVIDENCE = 0.2
 PRE_ROLL_SECONDS = 0.48
 
 
 def skip_settings(settled_seconds: float) -> GateSettings:
-    """The gate that cuts silence out after so many seconds of it."""
+    """Settings of a gate that skips silence after this many seconds of it."""
     return GateSettings(
         evidence=EVIDENCE,
         conversation_evidence=EVIDENCE,
@@ -44,57 +46,57 @@ def skip_settings(settled_seconds: float) -> GateSettings:
 
 @dataclass(slots=True)
 class PendingMark:
-    """A flush or the end, behind all audio that came before it."""
+    """A flush or the end of the stream, queued behind the audio before it. `position` as in `add_mark`."""
 
     command: Flush | Finish
     position: int | None
 
 
 class SkippingStream:
-    """One stream: what waits, what was cut, and how engine and gateway count."""
+    """One stream: its waiting audio, its skips, and the conversion between the two counts."""
 
     def __init__(self, message: Open, gate: GateSettings | None, spec: ModelSpec) -> None:
         self._rate = spec.samples_per_position
         if gate is not None:
-            # The words before a pause come so much later: audio that brings them out is not cut.
+            # The last word before a pause comes out this much later; the audio until then must not be skipped.
             delay = spec.default_delay_positions if message.delay_positions is None else message.delay_positions
             least = (spec.said_positions_for(delay) + 2) * self._rate
             gate = replace(gate, hang_over_samples=max(gate.hang_over_samples, least))
         self._gate = None if gate is None else SpeechGate(gate, is_open=True)
         self.finished = False
         self.waiting: deque[Item | PendingMark] = deque()
-        # Up to where text is wanted, by each mark among them.
+        # For each waiting mark: the sample up to which audio had arrived.
         self._marks: deque[int] = deque()
-        # End of the audio that has come, of the frames that were judged, and how long a frame is.
+        # End of the audio received, end of the audio judged, and frame length, all in samples.
         self._end_sample = self._judged = self._frame = 0
-        # Positions of the gateway's count below this go by what was cut the first time.
+        # A replay: positions (gateway count) that were skipped the first time, and where this record ends.
         first, tokens = spec.prefix_positions, message.forced_tokens
         self._recorded = {first + index for index, token in enumerate(tokens) if token == SKIPPED}
         self._recorded_until = first + len(tokens)
-        # So many positions were cut; and how many of them before which position of the engine's count.
+        # Skipped positions in total, and (engine position, total before it) for each skip.
         self.skipped_positions = 0
         self._skips: list[tuple[int, int]] = []
-        # Of which cuts the gateway has not been told: before which position, how long, and how long together.
+        # Skips not reported yet: (engine position, length); `unreported` is the sum of the lengths.
         self._unreported: deque[tuple[int, int]] = deque()
         self.unreported = 0
         self._reported_until = self._recorded_until - len(self._recorded)
         self._skip_until_sample = 0
 
     def add(self, items: Iterable[Item]) -> None:
-        """Audio that has come."""
+        """Queue items that have arrived."""
         for item in items:
             if item.payload is not None and item.payload.ndim > 1:
-                self._gate = None  # features cannot be listened to
+                self._gate = None  # the detector takes samples, not features
             self._end_sample = max(self._end_sample, item.sample + self._samples(item))
             self.waiting.append(item)
 
     def add_mark(self, command: Flush | Finish, position: int | None = None) -> None:
-        """`position`: up to where the text is wanted, on the engine's count; None: all."""
+        """Queue a flush or the end. `position`: the engine position up to which text is wanted; None: all."""
         self.waiting.append(PendingMark(command, position))
         self._marks.append(self._end_sample)
 
     def judge(self, speech: Speech, go_on: Callable[[], None]) -> None:
-        """Frames that were listened to; one by one if something waits, because it may `go_on` between two of them."""
+        """Pass probabilities to the gate; frame by frame if items wait, and `go_on` after each, which releases them."""
         if self._gate is None or not speech.probabilities:
             return
         one_by_one = [[value] for value in speech.probabilities] if self.waiting else [speech.probabilities]
@@ -106,7 +108,7 @@ class SkippingStream:
                 go_on()
 
     def goes_straight_on(self, item: Item) -> bool:
-        """Whether an item that has just come waits for nothing, as most do while somebody speaks; else `add` it."""
+        """Fast path for speech: whether a new item can be released at once. If not, `add` it."""
         gate, payload = self._gate, item.payload
         if gate is None or self.waiting or item.offset < self._recorded_until or payload is None or payload.ndim > 1:
             return False
@@ -118,8 +120,7 @@ class SkippingStream:
 
     @property
     def all_waits(self) -> bool:
-        """Whether `next` has nothing to give and nothing to cut, seen at a glance: nothing is there, or nobody speaks
-        and the item in front is not far enough behind."""
+        """Fast path for silence: True if `next` would return None (nothing waits, or the first item must wait)."""
         if not self.waiting:
             return True
         gate, head = self._gate, self.waiting[0]
@@ -128,7 +129,10 @@ class SkippingStream:
         return head.offset >= self._recorded_until and head.sample + self._samples(head) > gate.floor
 
     def next(self, reached: int) -> Item | PendingMark | None:
-        """What goes on now, on the engine's count, which has come to `reached`; None: the rest waits for a verdict."""
+        """The next released item or mark, in engine positions; None: the rest must wait for probabilities.
+
+        `reached`: the engine position that the stream has reached.
+        """
         gate = self._gate
         while self.waiting:
             head = self.waiting.popleft()
@@ -148,7 +152,7 @@ class SkippingStream:
                 return self.counted(head)
             else:
                 certain = 0 if gate.certain_until is None else gate.certain_until
-                # A position goes on if it begins in what is certain.
+                # A position is released if it begins within the certain part.
                 count = self._position_offset(head, certain + self._rate - 1)
                 if head.sample < certain and (count > 0 or not self._samples(head)):
                     return self.counted(self._split(head, count or head.length))
@@ -157,24 +161,24 @@ class SkippingStream:
         return None
 
     def gateway_count(self, position: int) -> int:
-        """A position of the engine's count on the gateway's. What was cut right before it counts as done."""
+        """Convert an engine position to the gateway count, including what was skipped right before it."""
         if self._skips and position >= self._skips[-1][0]:
-            return position + self.skipped_positions  # as it nearly always is
+            return position + self.skipped_positions  # the usual case
         index = bisect_right(self._skips, (position, 1 << 62)) - 1
         return position + (self._skips[index][1] if index >= 0 else 0)
 
     @property
     def is_settled(self) -> bool:
-        """Whether the gateway knows all that was cut, and no old count is left to forget."""
+        """Whether all skips are reported and `forget_before` has nothing to do."""
         return not self.unreported and len(self._skips) < 2
 
     def forget_before(self, position: int) -> None:
-        """Nobody will ask how positions before this one were counted."""
+        """Positions before this one will not be converted any more."""
         while len(self._skips) > 1 and self._skips[1][0] <= position:
             self._skips.pop(0)
 
     def tell(self, text: Text) -> None:
-        """Put what was cut among the tokens of a text."""
+        """Insert `SKIPPED` tokens for unreported skips into the tokens of a text."""
         start, tokens, done = self._reported_until, [], 0
         self._reported_until = end = start + len(text.tokens)
         while self._unreported and self._unreported[0][0] <= end:
@@ -191,11 +195,11 @@ class SkippingStream:
         return item.length * self._rate if item.samples is None else item.samples
 
     def _is_flushed(self) -> bool:
-        """Whether the text of all that waits in front is wanted, and a verdict on all of it is there."""
+        """Whether a flush wants the text of the first items, and all audio before the flush is judged."""
         return bool(self._marks) and self._judged + self._frame > self._marks[0]
 
     def _recorded_part(self, item: Item) -> Item:
-        """The first positions of a gap that were all cut the first time, or all not. Other items stay whole."""
+        """The first positions of a gap that were all skipped the first time, or all not. Other items stay whole."""
         if not _is_gap(item):
             return item
         was_skipped, count = item.offset in self._recorded, 1
@@ -205,7 +209,7 @@ class SkippingStream:
         return self._split(item, count)
 
     def _position_offset(self, item: Item, sample: int) -> int:
-        """How many positions of an item end at or before a sample: of a gap any number, of other items all or none."""
+        """How many positions of an item end at or before a sample: of a gap any number, of another item all or none."""
         if not self._samples(item):
             return 0
         if _is_gap(item):
@@ -213,10 +217,10 @@ class SkippingStream:
         return item.length if item.sample + self._samples(item) <= sample else 0
 
     def _split(self, item: Item, positions: int) -> Item:
-        """The first so many positions; the rest waits on."""
+        """The first `positions` of an item; the rest goes back to the queue."""
         if positions >= item.length:
             return item
-        rest = replace(item, offset=item.offset + positions, length=item.length - positions)
+        rest = structs.replace(item, offset=item.offset + positions, length=item.length - positions)
         rest.sample += positions * self._rate
         if item.mask is not None:
             rest.mask = item.mask[positions:]
@@ -224,11 +228,11 @@ class SkippingStream:
             rest.samples = max(0, item.samples - positions * self._rate)
         self.waiting.appendleft(rest)
         mask = None if item.mask is None else item.mask[:positions]
-        return replace(item, length=positions, mask=mask, samples=None)
+        return structs.replace(item, length=positions, mask=mask, samples=None)
 
     def counted(self, item: Item) -> Item:
-        """An item that goes on, on the engine's count."""
-        return replace(item, offset=item.offset - self.skipped_positions) if self.skipped_positions else item
+        """A released item, with its offset on the engine count."""
+        return structs.replace(item, offset=item.offset - self.skipped_positions) if self.skipped_positions else item
 
     def _cut(self, item: Item, reached: int, told: bool) -> None:
         self.skipped_positions += item.length
@@ -246,7 +250,10 @@ def _is_gap(item: Item) -> bool:
 
 
 class SilenceSkipper:
-    """Stands between the loop and the scheduler, for live streams; `settings` None cuts only what was cut before."""
+    """Filters the commands for live streams between the loop and the scheduler.
+
+    With `settings` None it only repeats recorded skips.
+    """
 
     def __init__(self, scheduler: Scheduler, settings: GateSettings | None, say: Callable[[Output], None]) -> None:
         self._scheduler = scheduler
@@ -256,7 +263,7 @@ class SilenceSkipper:
         self._now = 0
 
     def open(self, message: Open) -> Open:
-        """The message as the scheduler and the runner understand it, on the engine's count."""
+        """The message for scheduler and runner, in engine positions."""
         skipped_before = SKIPPED in message.forced_tokens
         if not message.live or (self._settings is None and not skipped_before):
             return message
@@ -268,17 +275,17 @@ class SilenceSkipper:
             start, end = (place - message.forced_tokens[: place - first].count(SKIPPED) for place in suspect)
             suspect = start, end
         kept = [token for token in message.forced_tokens if token != SKIPPED]
-        return replace(message, forced_tokens=kept, suspect=suspect)
+        return structs.replace(message, forced_tokens=kept, suspect=suspect)
 
     def check_open(self, name: str) -> None:
-        """Raise if nothing more may be asked of a stream."""
+        """Raises StreamError if the stream takes no more audio or flushes."""
         self._scheduler.open_stream(name)
         stream = self._streams.get(name)
         if stream is not None and stream.finished:
             raise StreamFinished(name, "was finished; open a new stream for more audio")
 
     def close(self, name: str) -> None:
-        """Harmless for a stream that was never there."""
+        """Does nothing for an unknown stream."""
         self._streams.pop(name, None)
 
     def feed(self, name: str, items: list[Item], now: int) -> None:
@@ -318,7 +325,7 @@ class SilenceSkipper:
         self._go_on(message.stream, stream)
 
     def judge(self, speech: Speech) -> None:
-        """What was found in a stream. An error ends it alone."""
+        """Pass a stream's speech probabilities on. An error ends only that stream."""
         name = speech.stream
         stream = self._streams.get(name)
         if stream is None or name not in self._scheduler.streams:
@@ -329,7 +336,7 @@ class SilenceSkipper:
             self._scheduler.fail(error)
 
     def tell(self, outputs: Iterable[Output]) -> None:
-        """Texts say which positions were cut, so that a replay cuts the same."""
+        """Add the skipped positions to the texts, so that a replay skips the same."""
         if self._streams:
             for output in outputs:
                 if isinstance(output, Text) and (stream := self._streams.get(output.stream)) is not None:
@@ -349,7 +356,7 @@ class SilenceSkipper:
         ]
 
     def _go_on(self, name: str, cut: SkippingStream) -> None:
-        """Hand on what may go on, in order."""
+        """Pass released items and marks to the scheduler, in order."""
         scheduler = self._scheduler
         while (stream := scheduler.streams.get(name)) is not None:
             entry = cut.next(stream.available)

@@ -21,6 +21,7 @@ Pure: time is a count of samples, and the cut of the audio into calls changes no
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 
 from audio.speech_edges import EdgeDetector, EdgeMemory, EdgeSettings, EdgeState, Fall
 from engine.core.scheduler import Scheduler
+from engine.errors import EngineDead
 from engine.messages import Flush, Item, Output, Saved, Speech, Text, TurnRule
 from engine.runner.base import Detector
 from engine.server.word_times import WordTimes
@@ -333,6 +335,7 @@ class PendingAudio:
     def __init__(self, spec: ModelSpec) -> None:
         self.spans = [PendingSpan()]
         self.length = 0  # samples to listen to
+        self.end = 0  # where the audio ends that has come
         self._spec = spec
         self._settling = SETTLING_SECONDS * spec.sample_rate
 
@@ -346,7 +349,7 @@ class PendingAudio:
             else:
                 # Without look-around and padding.
                 self._add_samples(item.payload[spec.look_back_samples : spec.look_back_samples + count])
-            end = item.sample + count
+            end = self.end = item.sample + count
         return end
 
     def _add_samples(self, samples: Samples) -> None:
@@ -467,7 +470,12 @@ class TurnEnds:
 
     def save(self) -> Saved:
         state, *counts = astuple(self._edges.save())
-        return {"rule": astuple(self._rule), "last": self.last, "state": state.name, "counts": counts}
+        return {
+            "rule": (self._rule.threshold, self._rule.min_speech_samples, self._rule.silence_samples),
+            "last": self.last,
+            "state": state.name,
+            "counts": counts,
+        }
 
     @classmethod
     def resumed(cls, saved: Saved) -> TurnEnds:
@@ -491,6 +499,10 @@ def _settings(rule: TurnRule) -> EdgeSettings:
 
 # A stream that is about to be computed, and the positions [start, end).
 Target = tuple[str, int, int]
+# Streams in a row that a detector cannot listen to: one more, and it is not their fault.
+MOST_UNHEARD = 3
+
+logger = logging.getLogger(__name__)
 
 
 class Listener:
@@ -531,6 +543,8 @@ class Listener:
         self._answers: deque[Callable[[], list[Speech]]] = deque()
         self.launches = 0
         self._pending_audio: dict[str, PendingAudio] = {}
+        # Streams, one after the other, that the detector could not listen to.
+        self._unheard_in_a_row = 0
         # Of streams of a frame-synchronous model.
         self._spoken: dict[str, LastSpeech] = {}
 
@@ -591,12 +605,19 @@ class Listener:
         live_samples = sum(audio.length for name, audio in pending_audio.items() if streams[name].live)
         self.live_share = live_samples / samples if samples else 0.0
         spans = {name: audio.spans for name, audio in pending_audio.items()}
-        if self._scheduler.suspects:
-            # One of them may have killed an engine: listened to alone, it is found out.
-            for name in spans:
-                self._hear({name: spans[name]})
-        else:
-            self._hear(spans)
+        for name in self._suspects_among(pending_audio):
+            # It may have killed an engine: listened to alone, it is found out.
+            self._hear({name: spans.pop(name)})
+        self._hear(spans)
+
+    def _suspects_among(self, pending_audio: dict[str, PendingAudio]) -> list[str]:
+        """Streams that may have killed an engine, and whose audio reaches the spot at which it died."""
+        suspects, streams = self._scheduler.suspects, self._scheduler.streams
+        return [
+            name
+            for name in pending_audio.keys() & suspects.keys()
+            if streams[name].clock.position_at(pending_audio[name].end) > suspects[name].start
+        ]
 
     def collect(self, launches: int) -> None:
         """Take in what was found by the first so many launches. Waits for the device."""
@@ -699,19 +720,48 @@ class Listener:
                     self._pass_silence(name, span.silence)
 
     def _detect(self, batch: list[tuple[str, Samples]]) -> list[Speech]:
-        """All streams at once. If that fails nothing was heard, and each is listened to alone: one of them is why."""
+        """All streams at once. If that fails nothing was heard, and each is listened to alone: one of them is why, and
+        ends. A detector that hears none of several has failed for all of them, and so has the engine."""
         try:
             answers = self._detector.launch(batch)
             if not self._detector.overlaps_steps:
-                return answers()
+                found = answers()
+                self._unheard_in_a_row = 0
+                return found
             self._answers.append(answers)
             self.launches += 1
+            self._unheard_in_a_row = 0
             return []
         except Exception as error:
             if len(batch) == 1:
+                self._unheard_in_a_row += 1
+                if self._unheard_in_a_row > MOST_UNHEARD:
+                    raise EngineDead(f"the speech detector failed: {type(error).__name__}: {error}") from error
                 self._blame(batch[0][0], error)
                 return []
-        return [speech for entry in batch for speech in self._detect([entry])]
+            logger.warning("streams are listened to one by one, because listening to all failed: %r", error)
+        return self._detect_apart(batch)
+
+    def _detect_apart(self, batch: list[tuple[str, Samples]]) -> list[Speech]:
+        found: list[Speech] = []
+        failed: list[tuple[str, Exception]] = []
+        for name, samples in batch:
+            try:
+                answers = self._detector.launch([(name, samples)])
+                if self._detector.overlaps_steps:
+                    self._answers.append(answers)
+                    self.launches += 1
+                else:
+                    found += answers()
+            except Exception as error:
+                failed.append((name, error))
+        if len(failed) == len(batch):
+            last = failed[-1][1]
+            raise EngineDead(f"the speech detector failed: {type(last).__name__}: {last}") from last
+        self._unheard_in_a_row = 0
+        for name, reason in failed:
+            self._blame(name, reason)
+        return found
 
     def _pass_silence(self, name: str, samples: int) -> None:
         try:

@@ -1,9 +1,9 @@
-"""The states of windowed streams as plain data, so that another engine can go on exactly there.
+"""Saves the states of windowed streams as plain data, so that another engine can continue exactly there.
 
-What a windowed model says next depends on more than its window: on what it said in the pass before, on the utterance
-before, on where strides fall, on the speech detector's memory and the gate's. Hearing the audio of the window again
-gives other words now and then. So the state itself goes to the gateway, a few kilobytes at a time: with all that is
-said, so that no text is without the state after it, and now and then in between, so that little has to be heard again.
+The next text of a windowed model depends on more than its window: on the hypothesis of the pass before, the utterance
+before, where strides begin, and the states of speech detector and gate. Reading the audio of the window again gives
+different words now and then. So the state itself, a few kilobytes, is sent to the gateway: with every text, so that
+the gateway never has a text without the state after it, and now and then in between, so that a replay is short.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from engine.messages import Flush, Flushed, Open, Output, Speech, StreamState, T
 from engine.runner.base import Runner
 from engine.server.speech import Listener
 
-# The state of a stream in which nothing happens is saved so often.
+# Interval at which the state of a stream without text is saved.
 QUIET_SECONDS = 1.0
 
 
 class StreamStates:
-    """Saves the states of one loop's streams, and lets streams go on from them."""
+    """Saves the states of a loop's streams, and restores them. `blame` ends one stream with an error."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class StreamStates:
         self._blame = blame
         spec = scheduler.spec
         self._quiet_positions = int(QUIET_SECONDS * spec.sample_rate / spec.samples_per_position)
-        # Of each stream: the last flush that came, and where it was when its state was last saved.
+        # Per stream: tag of its last flush, and its position when its state was last saved.
         self._tags: dict[str, int] = {}
         self._taken_at: dict[str, int] = {}
 
@@ -44,7 +44,7 @@ class StreamStates:
         self._tags[message.stream] = message.tag
 
     def resume(self, message: Open, now: int) -> None:
-        """Put a stream that was just opened into the state that its message carries. Raises BadItem."""
+        """Restore the state in the message into a stream that was just opened. Raises BadItem."""
         state, name = message.state, message.stream
         assert state is not None
         self._scheduler.resume(message, now)
@@ -54,7 +54,7 @@ class StreamStates:
             self._listener.resume(name, state.parts)
 
     def take(self, plan: StepPlan | None, outputs: Iterable[Output]) -> list[StreamState]:
-        """The states to send after a step: of streams that ran or said something, now and then of those listened to."""
+        """The states to send after a step: of streams that ran or had outputs, and now and then of quiet ones."""
         streams = self._scheduler.streams
         names = dict.fromkeys(task.stream for task in plan.decode) if plan is not None else {}
         for output in outputs:
@@ -74,7 +74,7 @@ class StreamStates:
         return states
 
     def forget(self, name: str) -> None:
-        """The stream has ended. Harmless for one that was never there."""
+        """The stream has ended. Does nothing if it is unknown."""
         self._tags.pop(name, None)
         self._taken_at.pop(name, None)
 

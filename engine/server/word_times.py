@@ -1,10 +1,10 @@
-"""Words end with the speech that they were heard in, and follow each other.
+"""Corrects the word times of windowed models with the speech detector.
 
-A windowed model tells the place of a word by where it looked most while it said it. That is right within a few tenths
-of a second, and it changes from one pass to the next: a word may seem to last into the silence behind it, and the next
-one to begin before the last has ended. The speech detector knows to a frame when somebody speaks.
+A windowed model locates a word by its attention. That is accurate to a few tenths of a second and changes from pass to
+pass: a word may seem to last into the silence after it, or to begin before the word before has ended. The speech
+detector knows to a frame where speech is. So words end with the speech they are in, and do not overlap.
 
-Times are samples of the engine's count. Pure.
+Times are samples of the engine's stream. No I/O.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from collections.abc import Iterable
 from engine.messages import Saved, Word
 
 SAMPLE_RATE = 16_000
-# So long behind the last frame with speech a word may end: the detector is a little early where a word fades out.
+# A word may end this long after the last frame with speech: the detector is a little early where a word fades out.
 GRACE_SAMPLES = SAMPLE_RATE // 10
-# A word that seems to be said in silence belongs to speech that is noticed so much later.
+# A word in silence belongs to speech that is detected at most this much later.
 ONSET_SAMPLES = 6 * SAMPLE_RATE // 10
-# Speech before the window of the model is kept so long: marks and unfinished words may come late.
+# How long speech before the model's window is kept: marks and unfinished words may come late.
 KEPT_SAMPLES = 10 * SAMPLE_RATE
 
 
 class WordTimes:
-    """Follows one stream. `threshold`: a frame whose probability is below it holds no speech."""
+    """The word times of one stream. A frame with a probability of at least `threshold` is speech."""
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
-        # Where stretches of speech begin, and where each ends. They neither touch nor overlap.
+        # Starts and ends (samples) of the intervals of speech. They neither touch nor overlap.
         self._starts: list[int] = []
         self._ends: list[int] = []
         # End of the last word.
         self._said_until = 0
 
     def hear(self, sample: int, frame_samples: int, probabilities: Iterable[float]) -> None:
-        """Frames that were listened to, the first of which begins at `sample`."""
+        """Add the speech probabilities of frames; the first frame begins at `sample`."""
         for probability in probabilities:
             if probability >= self._threshold:
                 if self._ends and self._ends[-1] >= sample:
@@ -51,14 +51,14 @@ class WordTimes:
         del self._starts[:old], self._ends[:old]
 
     def bound(self, words: Iterable[Word]) -> None:
-        """Set the times of words right, in the order in which they were said."""
+        """Correct the times of words, in the order in which they were spoken."""
         for word in words:
             word.end_sample = max(self._latest_end(word), self._said_until)
             word.start_sample = min(max(word.start_sample, self._said_until), word.end_sample)
             self._said_until = word.end_sample
 
     def _latest_end(self, word: Word) -> int:
-        """Where the word ends: with the last speech that begins before its end, or where it seems to."""
+        """Where the word ends: at the end of the last speech that begins before its end, or at its own end."""
         start, end = word.start_sample, word.end_sample
         behind = bisect_left(self._starts, end)
         if not behind:
@@ -66,7 +66,7 @@ class WordTimes:
         limit = self._ends[behind - 1] + GRACE_SAMPLES
         follows = behind < len(self._starts) and self._starts[behind] <= end + ONSET_SAMPLES
         if start >= limit and follows:
-            return end  # the beginning of what follows, which the detector noticed late
+            return end  # the word begins the next speech, which was detected late
         return min(end, limit)
 
     def save(self) -> Saved:

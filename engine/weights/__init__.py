@@ -1,4 +1,4 @@
-"""Where weights come from, and how files become models: registry, cache folder, checkpoints, vocabularies.
+"""Finds and loads weights: registry of names, download cache, checkpoints, vocabularies.
 
-Imports `models`, `core` (vocabularies) and the engine's errors; used by the engine process and by commands that fetch.
+Imports `models` and the root modules of `engine`. Used by the engine process and by commands that download models.
 """

@@ -1,4 +1,4 @@
-"""Checkpoint directories in safetensors format, whole or sharded, against the tensors that a model expects."""
+"""Reads checkpoint folders in safetensors format, whole or sharded, and checks them against the expected tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.errors import EngineError
 
 CONFIG_FILE = "config.json"
-# Tensors that older releases of a format named otherwise: the old beginning of a name -> the beginning it has now.
+# Names in older releases of the format: old prefix -> current prefix.
 RENAMED_PREFIXES = {
     "language_model.model.": "model.language_model.",
     "language_model.lm_head.": "lm_head.",
@@ -24,7 +24,7 @@ NAMES_SHOWN = 8
 
 
 class BadCheckpoint(EngineError):
-    """The directory is not a checkpoint of this model. The text names what is wrong."""
+    """The folder is not a checkpoint of this model; the text says what is wrong."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -47,9 +47,9 @@ def read_tensors(
     *,
     tied: dict[str, str] | None = None,
 ) -> dict[str, Tensor]:
-    """Every tensor of `shapes`, by name. Missing, extra and mis-shaped tensors are refused together, by name.
+    """Every tensor of `shapes`, by name. Raises BadCheckpoint that names missing, extra and mis-shaped tensors.
 
-    `tied` maps a name that may be present to the tensor it must be equal to; it is checked and then left out.
+    `tied` maps an optional name to the tensor that it must equal; it is checked and then left out.
     """
     from safetensors import safe_open
 
@@ -98,7 +98,7 @@ def _load(
 
 
 def _tensor_files(directory: Path) -> list[Path]:
-    """The shards that the index names, or the single file."""
+    """The shards listed in the index, or the single file."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -127,11 +127,11 @@ def _shorten(problems: list[str]) -> str:
     return f"{shown}; and {rest} more" if rest > 0 else shown
 
 
-# A short mark by which two sets of weights are told apart, whatever they are called.
+# Fingerprints, which tell two sets of weights apart whatever their names are.
 #
-# Reading all of a large checkpoint once more would make every start longer, so large files are sampled: blocks all
-# over them, and their size. Weights that were trained differ nearly everywhere, so a few hundred blocks find them
-# out; this is no proof against somebody who wants two files to look alike.
+# Reading a large checkpoint twice would make every start slower, so large files are sampled: their size, and blocks
+# spread over the whole file. Trained weights differ nearly everywhere, so this finds a difference. It is no protection
+# against deliberate collisions.
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ort", ".onnx")
 BLOCK_BYTES = 1 << 16
@@ -139,13 +139,13 @@ MOST_BLOCKS = 256
 
 
 def fingerprint(path: Path) -> str:
-    """Of a checkpoint: a file, or all files with weights in a folder."""
+    """The fingerprint of a checkpoint: a file, or all weight files in a folder."""
     files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in WEIGHT_FILES)
     digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
-        # Whole blocks from the first to the last one.
+        # Blocks evenly spread from the first to the last.
         count = min(MOST_BLOCKS, -(-size // BLOCK_BYTES))
         last = max(0, size - BLOCK_BYTES)
         with file.open("rb") as data:

@@ -1,7 +1,7 @@
-"""Read trained weights out of ONNX (protobuf) and ORT (flatbuffer) files, and name Moonshine's as transformers does.
+"""Reads trained weights from ONNX (protobuf) and ORT (flatbuffer) files, and gives them transformers' names.
 
-Only initializers and the names around each node are read: a few wire types of two well-documented formats, so neither
-runtime is a dependency. Quantised tensors come with a scale and a zero point and are dequantised here, once.
+Only initializers and the names around each node are read. This takes a few wire types of two documented formats, so
+neither runtime is a dependency. Quantised tensors have a scale and a zero point and are dequantised here, once.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.generic]
 
-# TensorProto.DataType: the element types that weights are stored in.
+# TensorProto.DataType: the element types of weights.
 _DTYPES = {1: np.float32, 2: np.uint8, 3: np.int8, 6: np.int32, 7: np.int64}
 
 
 class BadOnnxFile(ValueError):
-    """The file does not hold the tensors it should."""
+    """The file is not readable, or lacks expected tensors."""
 
 
 @dataclass(slots=True)
 class Graph:
-    """Weights by name, and for every node the names of what it reads and writes."""
+    """Weights by name, and for every node the names of its inputs and outputs."""
 
     tensors: dict[str, Array] = field(default_factory=dict)
     nodes: list[tuple[list[str], list[str]]] = field(default_factory=list)
 
 
 def read_graph(data: bytes) -> Graph:
-    """Read either format; an ORT file says so in its first bytes."""
+    """Read either format; an ORT file is known by its first bytes. Raises BadOnnxFile."""
     graph = Graph()
     try:
         if data[4:8] == b"ORTM":
@@ -50,7 +50,7 @@ def read_graph(data: bytes) -> Graph:
     return graph
 
 
-# ONNX: protobuf fields, nested
+# ONNX: nested protobuf fields
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
@@ -65,7 +65,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def _fields(message: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Length-delimited fields of a message as bytes, and varints as eight little-endian bytes."""
+    """The fields of a message: length-delimited ones as bytes, varints as ten little-endian bytes."""
     data = memoryview(message)
     at = 0
     while at < len(data):
@@ -77,7 +77,7 @@ def _fields(message: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
         elif wire == 2:
             length, at = _varint(data, at)
             if at + length > len(data):
-                raise ValueError("a field runs past the end")
+                raise ValueError("a field extends past the end of the file")
             yield number, data[at : at + length]
             at += length
         elif wire in (1, 5):
@@ -213,13 +213,13 @@ def _read_ort_graph(table: _Table, graph: Graph) -> None:
 # Moonshine's names
 
 _PROJECTION = re.compile(r"/layers\.(\d+)/(self_attn|encoder_attn|mlp)/(\w+)/(?:MatMul|Add)_output_0")
-# Names changed between the releases the files were exported from.
+# Names that differ between the releases from which the files were exported.
 _RENAMED = {"dense": "o_proj", "up_proj": "fc1", "down_proj": "fc2"}
 _PLAIN = re.compile(r"^(?:model\.decoder\.)?(layers\.\d+\.[\w.]+?\.(?:weight|bias)|norm\.weight|layer_norm\.weight)$")
 
 
 def moonshine_tensors(encoder: bytes, decoder: bytes) -> dict[str, npt.NDArray[np.float32]]:
-    """All of Moonshine's weights in float32, under the names transformers gives them."""
+    """All of Moonshine's weights in float32, under transformers' names."""
     tensors: dict[str, npt.NDArray[np.float32]] = {}
     for side, data in (("encoder", encoder), ("decoder", decoder)):
         graph = read_graph(data)
@@ -233,7 +233,7 @@ def moonshine_tensors(encoder: bytes, decoder: bytes) -> dict[str, npt.NDArray[n
             if found and weight is not None:
                 layer, block, projection = found.groups()
                 key = f"{prefix}layers.{layer}.{block}.{_RENAMED.get(projection, projection)}.weight"
-                # MatMul keeps (in, out), Linear keeps (out, in).
+                # MatMul stores (in, out), Linear stores (out, in).
                 tensors[key] = np.ascontiguousarray(_dequantised(graph, weight).T)
         if side == "encoder":
             tensors.update({prefix + key: value for key, value in _convolutions(graph).items()})
@@ -257,7 +257,7 @@ def _convolutions(graph: Graph) -> dict[str, npt.NDArray[np.float32]]:
         stem = re.match(r"^(conv[123]\.(?:weight|bias))(?:_quantized|_add_tensor)?$", name)
         if stem:
             found[stem[1]] = _dequantised(graph, name)
-    # The norm after the first convolution was exported as a plain multiply and add.
+    # The norm after the first convolution was exported as a multiplication and an addition.
     for part, output in (("weight", "/groupnorm/Mul_output_0"), ("bias", "/groupnorm/Add_output_0")):
         for inputs, outputs in graph.nodes:
             if outputs and outputs[0] == output:
@@ -267,13 +267,13 @@ def _convolutions(graph: Graph) -> dict[str, npt.NDArray[np.float32]]:
     return found
 
 
-# Whisper's names: weights of products have lost theirs, and are known by the node that multiplies with them.
+# Whisper's names: the weights of matrix products have lost theirs and are identified by the node that uses them.
 
 _PRODUCT = re.compile(r"/(layers\.\d+)/((?:(?:self_attn|encoder_attn)/)?\w+)/MatMul_output_0")
 
 
 def whisper_tensors(encoder: bytes, decoder: bytes) -> dict[str, npt.NDArray[np.float32]]:
-    """All of Whisper's weights in float32, under the names transformers gives them."""
+    """All of Whisper's weights in float32, under transformers' names."""
     tensors: dict[str, npt.NDArray[np.float32]] = {}
     for side, data in (("encoder", encoder), ("decoder", decoder)):
         graph, prefix = read_graph(data), f"model.{side}."
@@ -285,7 +285,7 @@ def whisper_tensors(encoder: bytes, decoder: bytes) -> dict[str, npt.NDArray[np.
             found = _PRODUCT.search(outputs[0]) if outputs else None
             weight = next((name for name in inputs if name.endswith("_quantized") and name in graph.tensors), None)
             if found and weight is not None:
-                # MatMul keeps (in, out), Linear keeps (out, in).
+                # MatMul stores (in, out), Linear stores (out, in).
                 key = f"{prefix}{found[1]}.{found[2].replace('/', '.')}.weight"
                 tensors[key] = np.ascontiguousarray(_dequantised(graph, weight).T)
     return tensors
@@ -299,6 +299,6 @@ def _dequantised(graph: Graph, name: str) -> npt.NDArray[np.float32]:
     quantised = values.astype(np.float32)
     scale, zero = graph.tensors[stem + "_scale"], graph.tensors[stem + "_zero_point"].astype(np.float32)
     if graph.tensors[stem + "_zero_point"].dtype == np.float32:
-        # Convolutions are stored as multiply and add; matrix products subtract an integer zero first.
+        # Convolutions are stored as multiply and add; matrix products subtract an integer zero point first.
         return quantised * scale.astype(np.float32) + zero
     return (quantised - zero) * scale.astype(np.float32)

@@ -1,7 +1,8 @@
-"""The file of a streaming encoder: what it was trained for, and its weights beside the published decoder.
+"""Loads windowed models from disk, with or without a streaming encoder.
 
-Matrices are codes of a byte with a range per row, in the form the 8-bit layers compute with. The description travels in
-the file, so an encoder cannot be run with blocks, a look-ahead or a norm it was not trained for.
+A streaming encoder is a file of its own beside the published weights, which still provide the decoder. Its matrices are
+8-bit codes with one range per row, the form in which the 8-bit layers compute. The file's metadata says what the
+encoder was trained for, so that it cannot be run with other blocks, another look-ahead or another norm.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from engine.weights.vocabularies import load_pieces
 
 _DESCRIPTION = "tickertape-streaming-encoder"
 _FORMAT = 1
-# What time is to the encoder. A file that does not say hears as the first ones did, which is this.
+# The encoder's sample rate and frame length. Files without these fields have these values.
 _CLOCK = {"sample_rate": 16_000, "samples_per_frame": SAMPLES_PER_FRAME}
 
 
 def description(spec: StreamingSpec, base: str) -> dict[str, str]:
-    """The file's metadata; `base` names the model whose decoder goes with it."""
+    """The file's metadata; `base` is the model whose decoder belongs to it."""
     return {_DESCRIPTION: json.dumps({"format": _FORMAT, "base": base, **_CLOCK, **asdict(spec)})}
 
 
 def _spec(metadata: dict[str, str] | None) -> StreamingSpec:
     stored = json.loads((metadata or {})[_DESCRIPTION])
     if stored["format"] != _FORMAT:
-        raise ValueError(f"its format is {stored['format']!r}, and this version reads {_FORMAT}")
+        raise ValueError(f"its format is {stored['format']!r}; this version reads {_FORMAT}")
     for name, value in _CLOCK.items():
         if stored.get(name, value) != value:
-            raise ValueError(f"it was trained with {name} {stored[name]!r}, and this engine hears with {value}")
+            raise ValueError(f"it was trained with {name} {stored[name]!r}; this engine uses {value}")
     return StreamingSpec(
         blocks=tuple(stored["blocks"]),
         look_ahead=stored["look_ahead"],
@@ -50,7 +51,10 @@ def _spec(metadata: dict[str, str] | None) -> StreamingSpec:
 
 
 def load_streaming_weights(model: Moonshine, file: Path) -> StreamingSpec:
-    """Put the streaming encoder's weights in the place of the published ones; returns what they were trained for."""
+    """Replace the model's encoder weights by those in the file; returns what they were trained for.
+
+    Raises BadCheckpoint.
+    """
     try:
         with safe_open(file, "pt") as stored:
             spec = _spec(stored.metadata())
@@ -67,9 +71,9 @@ def load_streaming_weights(model: Moonshine, file: Path) -> StreamingSpec:
 
 
 def pack_rows(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """A matrix as codes and the largest value of each row, the form in which `Int8Linear` computes with it.
+    """A matrix as 8-bit codes and the largest value of each row, the form in which `Int8Linear` computes.
 
-    The steps are those of the processors that have the fewest, so that no other rounding follows there.
+    It uses as few steps as the least capable processors have, so that no further rounding happens there.
     """
     ranges = weight.abs().amax(dim=1).clamp(min=1e-12)
     codes = (weight / ranges[:, None] * SAFE_STEPS).round().to(torch.int8)
@@ -77,7 +81,7 @@ def pack_rows(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The opposite of `pack_rows` for every matrix; other tensors as they are."""
+    """The inverse of `pack_rows` for every matrix; other tensors unchanged."""
     plain = {}
     for name, value in tensors.items():
         if name.endswith(".codes"):
@@ -88,14 +92,14 @@ def unpack_rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-# From a folder or file on disk to a model that can run: which family it is, its weights, its vocabulary.
+# From a folder or file to a model: its family, its weights, its vocabulary.
 
 
 def load_speech_model(path: Path) -> tuple[Moonshine | Whisper, list[bytes]]:
-    """A windowed model in float32 and the bytes of its tokens.
+    """A windowed model in float32, and the bytes of its tokens. Raises BadCheckpoint.
 
-    `path` is a transformers checkpoint folder, a folder made by `tickertape pull`, or an OpenAI `.pt` file with its
-    `vocabulary.tiktoken` beside it.
+    `path` is a transformers checkpoint folder, a folder made by `tickertape pull`, or an OpenAI `.pt` file next to its
+    `vocabulary.tiktoken`.
     """
     try:
         folder = path if path.is_dir() else path.parent

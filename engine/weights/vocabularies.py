@@ -1,4 +1,4 @@
-"""Token id -> the bytes it stands for, from the vocabulary files that checkpoints come with."""
+"""Reads vocabulary files of checkpoints: token id -> bytes of the token."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from engine.models.voxtral_realtime import FIRST_TEXT_TOKEN, STREAMING_WORD
 from engine.spec import Vocabulary
 
-# How sentencepiece writes a space.
+# Sentencepiece's character for a space.
 _SPACE = "\u2581"
 
 
 def load_pieces(folder: Path, size: int) -> list[bytes]:
-    """Bytes of every token, leading space included; empty for markers and for ids the file does not name."""
+    """The bytes of every token, leading space included; empty for markers and for ids that the file does not have."""
     for name, read in (
         ("tokenizer.json", _from_tokenizer_json),
         ("tokenizer.bin", _from_tokenizer_bin),
@@ -36,7 +36,7 @@ def load_pieces(folder: Path, size: int) -> list[bytes]:
 
 
 def _from_tokenizer_bin(file: Path) -> list[bytes]:
-    """Each token is its length (low seven bits first, as many bytes as needed) and its bytes."""
+    """Each token is its length (low seven bits first, one or two bytes) and its bytes."""
     data = file.read_bytes()
     pieces: list[bytes] = []
     at = 0
@@ -56,7 +56,7 @@ def _sentencepiece_bytes(piece: bytes) -> bytes:
 
 
 def _from_tiktoken(file: Path) -> list[bytes]:
-    """Lines of base64 and rank."""
+    """Each line has a token in base64 and its rank."""
     pieces: list[bytes] = []
     for number, line in enumerate(file.read_bytes().splitlines()):
         text, rank = line.split()
@@ -93,7 +93,7 @@ def _byte_level(content: dict[str, Any]) -> bool:
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for letters from 256 on."""
+    """GPT-2's alphabet: printable bytes stand for themselves, the others are letters from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -101,11 +101,14 @@ def _byte_letters() -> dict[str, int]:
     return letters
 
 
-# The vocabulary of Mistral's tekken tokenizer, read from tekken.json: which bytes each token stands for.
+# Mistral's tekken tokenizer (tekken.json).
 
 
 def read_tekken(path: Path, size: int) -> Vocabulary:
-    """Ids below 1000 are special and carry no text; text token i of the file has id 1000 + i, up to `size` ids."""
+    """Ids below 1000 are special tokens without text; text token i of the file has id 1000 + i, up to `size` ids.
+
+    Raises ValueError.
+    """
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["vocab"]
         pieces = [b""] * FIRST_TEXT_TOKEN + [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]

@@ -1,4 +1,4 @@
-"""The thin face to Ray: actors around keepers and the manager, and how a cluster is started, joined and spoken to.
+"""The only package that imports Ray: actors for keepers and the manager, and starting, joining and calling a cluster.
 
-Nothing else of ours imports ray, and this is imported by `tickertape fleet` alone.
+Only `tickertape fleet` imports it.
 """

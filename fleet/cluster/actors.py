@@ -1,4 +1,8 @@
-"""Keepers as Ray actors: hired on their node, asked all at once, hired again when they are lost."""
+"""The Ray actors of a fleet: one around each keeper, one around the manager, and the manager's calls to the keepers.
+
+Each actor has a thread that does its work. Calls between actors carry only reports, tables and orders, a few a second,
+independent of the load of the fleet.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +28,13 @@ from fleet.state import FleetError, Kind, Node, Table, Unit, write_whole
 logger = logging.getLogger(__name__)
 EDGE = "tickertape_edge"
 ANSWER_S = 2.0
-# A node's first task starts a process there.
+# Seconds for the first answer of a node, where Ray has to start a worker process.
 FIRST_ANSWER_S = 60.0
 
 
 class RayCrew:
+    """Keepers as Ray actors, for the manager: started on their nodes, called all at once, started again when lost."""
+
     def __init__(
         self, plan: FleetPlan, fingerprint: str, keeper: type, units_on: Callable[[str, str], list[Unit]]
     ) -> None:
@@ -48,7 +54,7 @@ class RayCrew:
         return list(self._nodes.values())
 
     def found_on(self, node: Node) -> list[Unit]:
-        """Raises FleetError if the node does not say."""
+        """Raises FleetError if the node does not answer."""
         self.calls += 1
         task = self._units_on.options(num_cpus=0, scheduling_strategy=self._on(node.name))
         try:
@@ -70,7 +76,7 @@ class RayCrew:
             max_restarts=-1,
             num_cpus=needs.cpus,
             num_gpus=needs.gpus,
-            # A keeper without its node is of no use: the fleet hires another one elsewhere.
+            # Ray must not restart a keeper on another node: the manager starts another unit instead.
             scheduling_strategy=self._on(unit.node),
         ).remote(unit, asdict(plan), place)
         self._hired[unit.name] = (unit, plan, actor)
@@ -100,7 +106,7 @@ class RayCrew:
             try:
                 ray.kill(hired[2])
             except (RayError, ValueError):
-                logger.info("the keeper of %s was gone already", name)
+                logger.info("the keeper of %s had ended already", name)
 
     def _read(self, name: str, answer: Any) -> dict[str, Any] | None:
         try:
@@ -109,7 +115,7 @@ class RayCrew:
         except ActorDiedError:
             unit, plan, _ = self._hired[name]
             if unit.node in self._ids:
-                logger.info("the keeper of %s is lost; another one goes on", name)
+                logger.info("the keeper of %s is lost; another one is started", name)
                 self.hire(unit, plan)
         except RayError:
             logger.info("the keeper of %s does not answer now", name)
@@ -126,20 +132,17 @@ def as_node(node: dict[str, Any]) -> Node:
     )
 
 
-# What runs inside Ray: one actor around each keeper, and one around the manager.
-#
-# Each has a thread that does the work; calls are for words, a few a second, whatever the fleet carries.
-
+# Seconds between two steps of a keeper.
 STEP_S = 0.5
 
 
 def units_on(folder: str, node: str) -> list[Unit]:
-    """What runs on this node already; a task, run there."""
+    """The units that run on this node already; a Ray task that runs on the node."""
     return [record.unit(node) for record in Records(Path(folder)).running()]
 
 
 class KeeperActor:
-    """The process that is kept outlives this one; see `Keeper`."""
+    """The actor of one keeper. The keeper's process outlives the actor; see `Keeper`."""
 
     def __init__(self, unit: Unit, plan: dict[str, Any], place: Place) -> None:
         made = EngineKeeper if unit.kind is Kind.ENGINE else GatewayKeeper
@@ -161,11 +164,11 @@ class KeeperActor:
             try:
                 self._keeper.step()
             except Exception:
-                logger.exception("the keeper of %s stumbled", self._keeper.unit.name)
+                logger.exception("a step of the keeper of %s failed", self._keeper.unit.name)
 
 
 class FleetActor:
-    """The manager; its memory is a file on the head's disk."""
+    """The actor of the manager; its memory is a file on the head's disk."""
 
     def __init__(self, plan: dict[str, Any], fingerprint: str) -> None:
         wanted = plan_from(plan)
@@ -210,7 +213,7 @@ class FleetActor:
             return self._status()
 
     def forget(self) -> None:
-        """The fleet is down and is not to come back by itself."""
+        """Deletes the memory: the fleet is down and must not start again by itself."""
         self._file.unlink(missing_ok=True)
 
     def _work(self) -> None:
@@ -219,10 +222,10 @@ class FleetActor:
             try:
                 with self._lock:
                     self._manager.step()
-                    # For programs on the head that look often: asking Ray takes a second and more.
+                    # For programs on the head that poll often: a call through Ray takes more than a second.
                     write_whole(self._file.with_name("status.json"), json.dumps(self._status()))
             except Exception:
-                logger.exception("a look at the fleet failed")
+                logger.exception("a round of the fleet's manager failed")
 
     def _remembered(self) -> Memory | None:
         try:

@@ -1,4 +1,8 @@
-"""What Ray must be told before it is imported: by environment variables, the same for every process of a fleet."""
+"""Starts, joins and stops the Ray cluster, and calls the fleet's manager. Used by the commands of `tickertape fleet`.
+
+Ray reads environment variables when it is imported; `set_up` sets them, the same for every process of a fleet, so Ray
+is imported inside functions only.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ from fleet.secret import cluster_token, fingerprint, make_secret, read_secret
 from fleet.state import FleetError
 
 TESTED = "2.60"
-# A node goes on without the head for so long; Ray's own minute is less than a machine takes to boot.
+# Seconds that a node waits for a lost head. Ray's default of a minute is shorter than the boot of a machine.
 HEAD_AWAY_S = 3600
-# How the head asks its nodes whether they are there: every 2 s, with 3 s for an answer, and a node is given up after 4
-# misses, so after 20 s. With Ray's own figures (3 s, 10 s, 5) a machine that stands still, whose connections take
-# everything and answer nothing, is missed for 65 s.
+# Health checks of the head: every 2 s, with 3 s for an answer, and a node is given up after 4 misses, so after 20 s.
+# With Ray's defaults (3 s, 10 s, 5) a stopped machine, whose connections stay open without answers, is given up after
+# 65 s.
 NODE_HEALTH = {
     "RAY_health_check_period_ms": "2000",
     "RAY_health_check_timeout_ms": "3000",
@@ -31,7 +35,7 @@ NODE_HEALTH = {
 
 
 def check_ray() -> None:
-    """Raises FleetError if Ray is not there, or is not the one this was tested with."""
+    """Raises FleetError if Ray is not installed, or not in the tested version."""
     try:
         found = metadata.version("ray")
     except metadata.PackageNotFoundError:
@@ -43,15 +47,15 @@ def check_ray() -> None:
 
 
 def cluster_environment(plan: FleetPlan) -> dict[str, str]:
-    """Raises FleetError if the secret cannot be read."""
+    """Environment variables for Ray's processes. Raises FleetError if the secret cannot be read."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": cluster_token(read_secret(plan.secret_path)),
-        # What the head knows is on its disk, so that it comes back with it.
+        # The head keeps its state on disk, so that it survives a restart.
         "RAY_gcs_storage": "rocksdb",
         "RAY_gcs_storage_path": str(plan.folder / "head"),
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_AWAY_S),
-        # Speech is not a batch job.
+        # Ray's workers start engines and gateways, which must not run at the low priority of batch jobs.
         "RAY_worker_niceness": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -59,21 +63,19 @@ def cluster_environment(plan: FleetPlan) -> dict[str, str]:
 
 
 def set_up(plan: FleetPlan) -> None:
-    """For this process; what the operator has set stays."""
+    """Sets the variables of this process; those that the operator has set stay. Raises FleetError."""
     check_ray()
     for name, value in {**NODE_HEALTH, **cluster_environment(plan)}.items():
         os.environ.setdefault(name, value)
-    # A token of another fleet in the environment is no use here.
+    # The environment may have the token of another fleet.
     os.environ["RAY_AUTH_TOKEN"] = cluster_environment(plan)["RAY_AUTH_TOKEN"]
 
-
-# Starting a cluster on this machine, joining one, and speaking to the fleet's manager.
 
 FLEET = "fleet"
 HEAD = "head"
 START_S = 180.0
 CALL_S = 30.0
-# What the cluster logs is none of a command's business.
+# A command does not show the cluster's logs.
 QUIET: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": 50}
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
@@ -112,7 +114,7 @@ def address_of(plan: FleetPlan) -> tuple[str, int]:
 
 
 def answers(plan: FleetPlan) -> bool:
-    """Whether somebody listens where the cluster should be."""
+    """Whether a process listens at the cluster's address."""
     try:
         socket.create_connection(address_of(plan), 2.0).close()
         return True
@@ -130,7 +132,7 @@ def is_here(plan: FleetPlan) -> bool:
 
 
 def start_head(plan: FleetPlan) -> None:
-    """A cluster of this machine alone, for others to join. It outlives this process. Raises FleetError."""
+    """Starts a cluster on this machine that others can join. It outlives this process. Raises FleetError."""
     make_secret(plan.secret_path)
     set_up(plan)
     _forget_head_before(plan)
@@ -144,13 +146,13 @@ def start_head(plan: FleetPlan) -> None:
     while not answers(plan):
         if not is_running(record) or time.monotonic() > deadline:
             text = f"no cluster started at {plan.cluster}: {records.last_line(HEAD)}"
-            raise FleetError(f"{text}; all it said is in {log}")
+            raise FleetError(f"{text}; the whole log is {log}")
         time.sleep(0.2)
 
 
 def _forget_head_before(plan: FleetPlan) -> None:
-    """Ray remembers where it last had a head on this machine, and starts none there again while a node of that cluster
-    runs here too. Nobody answers there: that head is gone, and its nodes wait for this one."""
+    """Ray remembers the address of its last head on this machine, and starts no other head there while a node of that
+    cluster runs here. No process answers at that address, so the head is gone and its nodes wait for the new one."""
     from ray._common.utils import reset_ray_address
     from ray._private.utils import read_ray_address
 
@@ -159,7 +161,7 @@ def _forget_head_before(plan: FleetPlan) -> None:
 
 
 def stop_head(plan: FleetPlan) -> bool:
-    """Stop the cluster that was started here; others are left alone. Returns whether there was one."""
+    """Stops the cluster that was started on this machine, and no other. Returns whether there was one."""
     records = Records(plan.folder / "cluster")
     record = records.read(HEAD)
     if record is None or not is_running(record):
@@ -173,7 +175,7 @@ def stop_head(plan: FleetPlan) -> bool:
 
 
 def check_welcome(plan: FleetPlan) -> None:
-    """Ask the head whether it knows our token: joining with a wrong one would try for ever. Raises FleetError."""
+    """Checks that the head accepts our token: with a wrong one, Ray's join would retry for ever. Raises FleetError."""
     set_up(plan)
     if not answers(plan):
         raise FleetError(f"no cluster answers at {plan.cluster}: start it there with `tickertape fleet up`")
@@ -186,11 +188,11 @@ def check_welcome(plan: FleetPlan) -> None:
         text = f"the cluster at {plan.cluster} has another secret: is {plan.secret_path} the same file as there?"
         raise FleetError(text) from None
     except RayError as error:
-        raise FleetError(f"what answers at {plan.cluster} is no head of Ray: {_first_line(error)}") from error
+        raise FleetError(f"the process at {plan.cluster} is not a head of Ray: {_first_line(error)}") from error
 
 
 def connect(plan: FleetPlan, patience_s: float = 0.0) -> None:
-    """Raises FleetError if there is no cluster, or it does not want us. A head that has just begun wants patience."""
+    """Connects to the cluster; retries for `patience_s`, for a head that has just started. Raises FleetError."""
     deadline = time.monotonic() + patience_s
     check_welcome(plan)
     import ray
@@ -204,12 +206,12 @@ def connect(plan: FleetPlan, patience_s: float = 0.0) -> None:
             if time.monotonic() < deadline:
                 time.sleep(1.0)
                 continue
-            text = f"the cluster at {plan.cluster} does not take us: {_first_line(error)}"
-            raise FleetError(f"{text}; is this machine one of its nodes, and Ray of the same version?") from error
+            text = f"the cluster at {plan.cluster} refuses this machine: {_first_line(error)}"
+            raise FleetError(f"{text}; run this on a node of the cluster, with its version of Ray") from error
 
 
 class FleetCalls:
-    """The manager, spoken to from a command; `connect` comes first."""
+    """Calls of a command to the fleet's manager; `connect` must be called before."""
 
     def __init__(self, plan: FleetPlan, start: bool = False) -> None:
         import ray
@@ -222,7 +224,7 @@ class FleetCalls:
             raise FleetError(f"{text}: start it with `tickertape fleet up`") from None
 
     def call(self, method: str, *arguments: Any, timeout_s: float = CALL_S) -> Any:
-        """Raises FleetError."""
+        """Calls a method of `FleetActor`. Raises FleetError."""
         from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
         try:
@@ -236,7 +238,7 @@ class FleetCalls:
             raise FleetError(f"the fleet's manager does not answer: {_first_line(error)}") from error
 
     def end(self) -> None:
-        """The manager goes, for good."""
+        """Ends the manager and deletes its stored state."""
         self.call("forget")
         self._ray.kill(self._actor)
 
@@ -249,20 +251,20 @@ class FleetCalls:
             **options,
             max_restarts=-1,
             num_cpus=0,
-            # Beside the head's storage, and with the file of its memory.
+            # On the head's machine, where its memory file is.
             resources={"node:__internal_head__": 0.001},
         )
         return made.remote(asdict(plan), print_of_secret)
 
 
 def run_node(plan: FleetPlan, name: str, edge: bool) -> subprocess.Popen[bytes]:
-    """This machine as a node of the cluster, until the process ends. Raises FleetError."""
+    """Makes this machine a node of the cluster for as long as the returned process runs. Raises FleetError."""
     check_welcome(plan)
     return subprocess.Popen(join_command(plan, name, edge), env={**os.environ, **cluster_environment(plan)})
 
 
 def end_units_here(plan: FleetPlan) -> list[str]:
-    """End what the fleet left on this machine, without any cluster; returns their names."""
+    """Ends the fleet's units on this machine without a cluster; returns their names."""
     ended = []
     for folder in sorted((plan.folder / "nodes").glob("*")):
         for record in Records(folder).running():

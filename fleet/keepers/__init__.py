@@ -1,5 +1,5 @@
-"""Keepers run beside what they keep, on its node: one `tickertape engine` or one `tickertape serve` each.
+"""Keepers: each starts, watches and drains one `tickertape engine` or `tickertape serve` process on its own node.
 
-They are plain classes with real processes and no Ray. A process outlives its keeper; the next keeper of the same name
-finds it by the record on the node's disk and goes on with it.
+They do not use Ray. A process outlives its keeper; the next keeper of the same name finds the process by the record on
+the node's disk and continues with it.
 """

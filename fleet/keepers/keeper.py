@@ -1,7 +1,7 @@
-"""The keeper of one process: starts it, watches it, starts it again, drains it.
+"""Keepers of one engine or gateway process: they start it, watch it, restart it and drain it.
 
-`step` does what is due, `report` says how things are; a thread calls the one, the fleet the other. A keeper that comes
-back finds the process of the one before it and goes on with it.
+`KeeperActor` in `fleet/cluster/actors.py` runs one: its thread calls `step`, and the manager's calls use `report` and
+`drain`. A new keeper finds the process of its predecessor by its record and continues with it.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from fleet.plan import FleetPlan
 from fleet.secret import fingerprint, read_secret
 from fleet.state import FleetError, Table, Unit, UnitState, write_table, write_whole
 
-# Between two starts of a process that ends by itself, at first and at most.
+# Seconds before a process that ended by itself is started again: the first time, and at most.
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
-# A process that ran for so long is well; the next wait is short again.
+# After this many seconds of running, the next wait is the first one again.
 WELL_S = 60.0
-# After the time it may drain for, a process has so long to end.
+# Seconds that a process has to end after its drain time, before it is killed.
 GRACE_S = 15.0
-# Which GPUs a process may use; Ray says so to its workers.
+# The variable in which Ray tells its workers their GPUs.
 GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a keeper works."""
+    """The node of a keeper."""
 
     node: str
-    # Where the other machines reach this node.
+    # The address at which other machines reach the node.
     host: str
-    # What the secret of every node must look like.
+    # The fingerprint of the head's secret, which the node's secret must have too.
     fingerprint: str
 
 
 class Keeper:
-    """The part that engines and gateways have in common. Safe for two threads."""
+    """The common part of the keepers of engines and gateways. Safe for two threads."""
 
     def __init__(self, unit: Unit, plan: FleetPlan, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
         self.unit = unit
@@ -65,7 +65,7 @@ class Keeper:
         self._clock = clock
         self._lock = threading.RLock()
         self._records = Records(plan.node_folder(place.node))
-        # Why it cannot be: `node` or `port` is to blame, and it is for the fleet to try elsewhere.
+        # `node` or `port` if the process cannot run because of it: the manager then tries another one.
         self._blame = ""
         self._error = ""
         self._restarts = 0
@@ -87,13 +87,13 @@ class Keeper:
         raise NotImplementedError
 
     def observe(self) -> None:
-        """Look at the running process; the lock is not held."""
+        """Query the running process; called without the lock."""
 
     def forget(self) -> None:
-        """The process that was looked at is gone: what it was like says nothing of the next one."""
+        """Clear the observations of a process that has ended."""
 
     def facts(self) -> dict[str, Any]:
-        """What there is to say beside what every keeper says."""
+        """Fields that this kind of keeper adds to the report."""
         return {}
 
     @property
@@ -101,6 +101,7 @@ class Keeper:
         return False
 
     def step(self) -> None:
+        """Start, restart or kill the process if it is time for that, then observe it."""
         with self._lock:
             if self._has_ended or self._blame:
                 return
@@ -115,7 +116,7 @@ class Keeper:
             self.observe()
 
     def drain(self) -> None:
-        """Ask the process to take nothing new and to end when it is empty; asking twice changes nothing."""
+        """Tell the process to take nothing new and to end when it is empty; a second call changes nothing."""
         with self._lock:
             if self._record is None:
                 self._has_ended = True
@@ -126,7 +127,7 @@ class Keeper:
             self._kill_at = self._kill_at or self._clock() + self.drain_s + GRACE_S
 
     def end(self) -> None:
-        """At once, with everything it started."""
+        """Kill the process and its children at once."""
         with self._lock:
             self._has_ended = True
             if self._record is not None:
@@ -160,7 +161,7 @@ class Keeper:
         return UnitState.SERVING if self._record is not None and self.serves else UnitState.STARTING
 
     def _found(self) -> Record | None:
-        """The process that a keeper of this name left behind, if it runs and is what is wanted now."""
+        """The running process of an earlier keeper of this name, if there is one."""
         record = self._records.read(self.unit.name)
         if record is None or not is_running(record):
             return None
@@ -177,7 +178,7 @@ class Keeper:
             return
         if fingerprint(secret) != self.place.fingerprint:
             text = f"node {self.place.node} has another secret in {self.plan.secret_path} than the head"
-            self._blame, self._error = "node", f"{text}: copy the head's file there"
+            self._blame, self._error = "node", f"{text}: copy the head's file to that node"
 
     def _start(self) -> None:
         if not _is_free(self.place.host, self.unit.port):
@@ -204,7 +205,7 @@ class Keeper:
         self._started_at = self._clock()
 
     def _note_loss(self, record: Record) -> None:
-        """The process is gone: it was asked to, or it is started again after a while."""
+        """The process has ended: because it was drained, or by itself; then it is started again after a wait."""
         self._record = None
         self._records.remove(record.name)
         self.forget()
@@ -230,10 +231,9 @@ def _is_free(host: str, port: int) -> bool:
         return False
 
 
-# The keeper of an engine. An engine has no HTTP: what it carries is known from the gateways.
-
-
 class EngineKeeper(Keeper):
+    """The keeper of an engine. An engine has no HTTP: gateways report its load."""
+
     @property
     def drain_s(self) -> float:
         return self.plan.engine.drain_s
@@ -251,21 +251,22 @@ class EngineKeeper(Keeper):
         ]
 
 
-# The keeper of a gateway: writes its table of engines, and reads what it says of itself and of them.
-
+# Timeout of a request to the gateway, in seconds.
 LOOK_S = 2.0
-# Beside the goodbyes, a gateway waits for turns of clients that do not resume.
+# Seconds in which turns of clients that do not resume may finish, besides the time for closing sockets.
 TURNS_S = 15.0
-# Any address of the machine; it is asked for at the one that always works.
+# A gateway that listens on all addresses is queried at the loopback address.
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _REFUSED = re.compile(r'^tickertape_refused_total\{[^}]*reason="capacity"[^}]*\} (\S+)$', re.MULTILINE)
 
 
 class GatewayKeeper(Keeper):
+    """The keeper of a gateway: writes its table of engines and the fleet's figures, and queries its state over HTTP."""
+
     _capacity: dict[str, Any] | None = None
     _is_ready = False
     _speaks_tls = False
-    # None until the gateway has said so.
+    # Sessions refused for lack of room since the gateway's start; None before the first answer.
     _refused: int | None = None
 
     @property
@@ -288,7 +289,7 @@ class GatewayKeeper(Keeper):
             *("--host", self.plan.gateway.host),
             *("--port", str(self.unit.port)),
             *("--engine-table", str(self.table_path)),
-            *("--fleet.manager", str(self.figures_path)),
+            *("--fleet.figures", str(self.figures_path)),
             *("--fleet.gateway", self.unit.name),
             *("--fleet-secret-file", str(self.plan.secret_path)),
             *("--server.drain-spread-s", f"{self.plan.gateway.drain_s:g}"),
@@ -299,7 +300,7 @@ class GatewayKeeper(Keeper):
         write_table(self.table_path, table)
 
     def take_figures(self, figures: Mapping[str, Any]) -> None:
-        """Written each time: how old the file is says how old the figures are."""
+        """Writes the fleet's figures every time: the age of the file is the age of the figures."""
         write_whole(self.figures_path, json.dumps(figures))
 
     def observe(self) -> None:
@@ -324,14 +325,14 @@ class GatewayKeeper(Keeper):
         return {"capacity": self._capacity, "refused": self._refused}
 
     def _get(self, path: str) -> tuple[int, str]:
-        """The status and the text; 0 if nobody answers."""
+        """Returns status and body of the answer; status 0 without an answer."""
         connection = self._connection()
         try:
             connection.request("GET", path)
             answer = connection.getresponse()
             return answer.status, answer.read().decode(errors="replace")
         except (ssl.SSLError, http.client.HTTPException, ConnectionResetError):
-            # Somebody is there and speaks the other way; only the configuration knows which.
+            # A server is there and may use the other protocol, http or https, which only its configuration says.
             self._speaks_tls = not self._speaks_tls
             return 0, ""
         except OSError:
@@ -347,7 +348,7 @@ class GatewayKeeper(Keeper):
 
 
 def _trusting() -> ssl.SSLContext:
-    """The certificate is made for the public name; this is our own process on our own machine."""
+    """Checks no certificate: it is for the public name, and the gateway is a process on this machine."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,6 +1,6 @@
-"""Starts a program that is nobody's child, and prints its process id: `python -m fleet.keepers.launch LOG PROGRAM ...`.
+"""Starts a detached program and prints its process id: `python -m fleet.keepers.launch LOG PROGRAM ...`.
 
-Whoever ends its own children when it ends, as Ray's workers do, does not find this one.
+The program is no child of the keeper, so a Ray worker that kills its children when it ends does not kill it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 
 def main() -> None:
     log, *command = sys.argv[1:]
-    # Ray gives its workers a low priority. Speech must not have it; taking it off is allowed to few. A higher one that
-    # the operator gave stays.
+    # Ray gives its workers a low priority, which engines and gateways must not inherit. Raising it needs a privilege.
+    # A higher priority that the operator has set stays.
     if os.getpriority(os.PRIO_PROCESS, 0) > 0:
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, 0)

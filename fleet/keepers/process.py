@@ -1,4 +1,7 @@
-"""A process that outlives whoever started it, and its record on disk."""
+"""Detached processes and their records on disk. Used by keepers and for the head of the Ray cluster.
+
+A process outlives the one that started it; the record lets another keeper find it.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,28 @@ from pathlib import Path
 
 from fleet.state import FleetError, Kind, Unit, UnitState
 
-# A log that is larger at a start makes room: the one before it is kept once.
+# A log larger than this at a start is renamed to NAME.log.1.
 MOST_LOG_BYTES = 10_000_000
 LAUNCH_S = 60.0
 TAIL_BYTES = 4096
-# Fields of /proc/PID/stat behind the program's name: the state, and when the process began, in clock ticks.
+# Fields of /proc/PID/stat after the program's name: the state, and the start time of the process in clock ticks.
 _STATE, _BEGAN = 0, 19
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a keeper must know to go on with a process that it did not start."""
+    """Everything that a keeper needs to continue with a process that it did not start."""
 
     name: str
     kind: str
     port: int
     generation: int
     pid: int
-    # Process ids are used again; this tells two of the same number apart.
+    # Start time in clock ticks: process ids are reused, and this identifies the process.
     began: int
     is_draining: bool = False
     restarts: int = 0
-    # The GPUs it was given: whoever starts it again must not take those of a neighbour.
+    # The GPUs of the process (CUDA_VISIBLE_DEVICES): a restart must not take those of another engine.
     gpus: str | None = None
 
     def unit(self, node: str) -> Unit:
@@ -43,7 +46,7 @@ class Record:
 
 
 def began(pid: int) -> int | None:
-    """When a process began; None if there is none, or it waits to be buried."""
+    """The start time of a process in clock ticks; None if it does not exist or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -57,7 +60,7 @@ def is_running(record: Record) -> bool:
 
 
 def launch(command: Sequence[str], environment: Mapping[str, str], log: Path) -> tuple[int, int]:
-    """Returns the process id and when it began. Raises FleetError."""
+    """Starts a detached process. Returns its process id and start time in clock ticks. Raises FleetError."""
     log.parent.mkdir(parents=True, exist_ok=True)
     if log.is_file() and log.stat().st_size > MOST_LOG_BYTES:
         log.replace(log.with_suffix(".log.1"))
@@ -66,12 +69,12 @@ def launch(command: Sequence[str], environment: Mapping[str, str], log: Path) ->
     if done.returncode:
         raise FleetError(f"cannot start {command[0]}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
     pid = int(done.stdout)
-    # One that has ended already began at no time: the first look finds that it is gone.
+    # A process that has ended already gets the start time 0, so that `is_running` is False for it.
     return pid, began(pid) or 0
 
 
 def send(record: Record, number: signal.Signals) -> None:
-    """To this process and to no other that has its id now."""
+    """Sends a signal to the process, unless it has ended and another process has its id now."""
     if is_running(record):
         try:
             os.kill(record.pid, number)
@@ -80,7 +83,7 @@ def send(record: Record, number: signal.Signals) -> None:
 
 
 def kill_family(record: Record) -> None:
-    """The process and what it started: it leads a session of its own."""
+    """Kills the process and its children: it is the leader of its process group."""
     if is_running(record):
         try:
             os.killpg(record.pid, signal.SIGKILL)
@@ -89,14 +92,14 @@ def kill_family(record: Record) -> None:
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a plain process gets: nothing of Ray, neither its token nor its idea of how many threads one may have."""
+    """The environment without Ray's variables: neither its token nor its limit on threads."""
     return {
         name: text for name, text in environment.items() if not name.startswith("RAY_") and name != "OMP_NUM_THREADS"
     }
 
 
 class Records:
-    """The records of one node, a file each. They are there before anything is told to the process."""
+    """The records of one node, one file each. A record is written before a signal is sent to its process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -105,14 +108,14 @@ class Records:
         return self.folder / f"{name}.log"
 
     def last_line(self, name: str) -> str:
-        """What a process said last."""
+        """The last line of a process's log."""
         try:
             with self.log_of(name).open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
                 lines = file.read().decode(errors="replace").strip().splitlines()
         except OSError:
             lines = []
-        return lines[-1] if lines else "it left no word"
+        return lines[-1] if lines else "its log is empty"
 
     def write(self, record: Record) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +134,7 @@ class Records:
         self._path(name).unlink(missing_ok=True)
 
     def running(self) -> list[Record]:
-        """Those of processes that run; the others are of no use to anybody any more and go."""
+        """The records of running processes; records of ended processes are deleted."""
         found = []
         for path in sorted(self.folder.glob("*.unit")):
             record = self.read(path.stem)

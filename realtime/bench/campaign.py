@@ -14,7 +14,8 @@ from typing import Any
 
 from realtime.bench.clients import Bank, ClientPlan, Target, play_all, playlist
 from realtime.bench.plot import draw
-from realtime.bench.record import Objective, RunRecord, error_rate, largest, read_run
+from realtime.bench.record import Objective, RunRecord, largest, read_run
+from realtime.bench.words import error_rate
 
 # Clients start at random times within this many seconds, so that they are not in step.
 PHASES_S = 1.0

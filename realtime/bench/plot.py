@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from realtime.bench.record import Objective, RunRecord, percentile
+from realtime.bench.record import Objective, RunRecord
+from realtime.bench.trend import percentile
 
 WIDTH, HEIGHT = 860, 360
 PANEL_WIDTH, PANEL_HEIGHT, TOP = 330, 240, 60

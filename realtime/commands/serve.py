@@ -21,7 +21,6 @@ from realtime.commands.pull import fetch, model_name
 from realtime.commands.terminal import CommandFailed, UsageError, note, out, read_config
 from realtime.config import Changes, Config, ConfigError, check_tls, known_keys
 from realtime.serving.tokens import fleet_secret
-from realtime.workers.parent import workers_for
 
 # systemd's socket for Type=notify.
 SOCKET_VARIABLE = "NOTIFY_SOCKET"
@@ -171,7 +170,7 @@ SHORT = {
     "--model": ("model.name", "a name from `tickertape models`, or a path to a checkpoint"),
     "--device": ("model.device", "auto, cpu, cuda, or cuda:1 for the second GPU"),
     "--max-streams": ("model.max_streams", "most streams at once (default: as many as the machine can serve)"),
-    "--threads": ("model.threads", "CPU threads of the model (default: one per core)"),
+    "--threads": ("model.threads", "CPU threads of the model (default: chosen by the model)"),
     "--engine": ("model.engines", "addresses of running engines, separated by commas"),
     "--engine-table": (
         "fleet.table",
@@ -232,14 +231,14 @@ def run(options: argparse.Namespace) -> int:
     check_fleet_secret(config)
     check_spool()
     check_port(config.server.host, config.server.port)
-    from realtime.commands.serve import Hangup
-
     hangup = Hangup()
     if not config.engines_elsewhere:
         fetch(model_name(config.model.name))
     import asyncio
 
     import uvloop
+
+    from realtime.workers.parent import workers_for
 
     set_up_logging(level=config.server.log_level)
     stop_by_terminate()

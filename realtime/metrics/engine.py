@@ -45,7 +45,7 @@ def engine_collector(
             ("engine_streams_recovered", "Streams rebuilt on a new engine", seen.streams_recovered),
             ("engine_streams_given_up", "Streams that could not be rebuilt", seen.streams_given_up),
             ("engine_poisonous_streams", "Streams ended because they crashed the engine", seen.crashing_streams),
-            ("engine_recovery_seconds", "Time streams waited to be rebuilt", seen.recovery_seconds_sum),
+            ("engine_recovery_seconds", "Time until streams of a lost engine were rebuilt", seen.recovery_seconds_sum),
         ):
             yield CounterMetricFamily(f"tickertape_{name}", text, value=count)
         parts = CounterMetricFamily("tickertape_step_seconds", "Time of all steps, by part", labels=["part"])

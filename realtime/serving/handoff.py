@@ -456,6 +456,9 @@ class SessionHandoff:
             self._taken_by = link
             if former is not None:
                 former.send(messages.DropHandoff("", self._key, number))
+            if self._left_copy:
+                # The lost engine is told when it is back, whichever gateway has the session then.
+                self._engine.handoffs.note_over(self._key, number - 1)
             if stream is not None:
                 stream.previous_engine.release()
 

@@ -1,4 +1,4 @@
-"""What must hold after an attack, whatever it was."""
+"""Conditions that must hold after every attack."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POOL_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What a server has open while nobody attacks it."""
+    """The open resources of a server without an attack."""
 
     sessions: int
     tasks: float

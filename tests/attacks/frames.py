@@ -11,7 +11,7 @@ PROTOCOL_ERROR, BAD_TEXT, TOO_BIG = 1002, 1007, 1009
 
 @attack()
 async def malformed_frames(target: Target) -> None:
-    """One frame each that breaks a rule of the protocol."""
+    """Sockets that send one frame each, which breaks a rule of the protocol."""
     too_long = b"\x81\xff" + (2**63).to_bytes(8, "big") + bytes(4)
     for name, data, code in (
         ("reserved bit 1", frame(TEXT, b"{}", reserved=4), PROTOCOL_ERROR),
@@ -41,7 +41,7 @@ async def malformed_frames(target: Target) -> None:
 
 @attack(gateway_mib=72)
 async def fragments_for_ever(target: Target) -> None:
-    """A message in fragments of 64 KiB that goes on until it is larger than any message may be."""
+    """A message in fragments of 64 KiB that grows beyond the largest allowed message."""
     async with target.upgraded() as socket:
         await socket.send_frame(TEXT, b"x", fin=False)
         piece = frame(CONTINUED, bytes(65_536), fin=False)
@@ -51,7 +51,7 @@ async def fragments_for_ever(target: Target) -> None:
 
 @attack(gateway_mib=8)
 async def fragments_of_one_byte(target: Target) -> None:
-    """A message of 100,000 fragments with a byte each: it may cost its bytes, not an object for each of them."""
+    """A message of 100,000 fragments of one byte: it may cost its bytes, but not an object for each fragment."""
     async with target.upgraded() as socket:
         await socket.send_frame(TEXT, b"[", fin=False)
         piece = frame(CONTINUED, b"[", fin=False)
@@ -101,7 +101,7 @@ async def pings_without_reading(target: Target) -> None:
 
 @attack()
 async def a_flood_of_pongs(target: Target) -> None:
-    """A hundred thousand pongs that nobody asked for."""
+    """A hundred thousand pongs without a ping."""
     async with target.upgraded() as socket:
         for _ in range(10):
             await socket.send(frame(PONG, b"") * 10_000)
@@ -120,7 +120,7 @@ async def talking_after_the_close(target: Target) -> None:
 
 @attack(gateway_mib=72)
 async def one_message_too_large(target: Target) -> None:
-    """A single message of 30 MB is refused by its head, before its bytes are read."""
+    """A single message of 30 MB: it is refused by its frame header, before its bytes are read."""
     async with target.upgraded() as socket:
         await socket.send(b"\x81\xff" + (30_000_000).to_bytes(8, "big") + bytes(4))
         assert await socket.close_code_while_sending(bytes(65_536), 30_000_000) == TOO_BIG

@@ -1,4 +1,4 @@
-"""A gateway gone mad: what a real gateway said to an engine, spoiled and said again by a raw socket."""
+"""Fuzzes the link to an engine: recorded messages of a real gateway, corrupted and sent again by a raw socket."""
 
 from __future__ import annotations
 

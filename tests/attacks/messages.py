@@ -1,4 +1,4 @@
-"""Attacks in JSON: messages that parse and should not, and messages that should parse and are far too much."""
+"""Attacks in JSON: messages that parse but are invalid, and valid messages that are far too large or too many."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def bad_json(target: Target) -> None:
 
 @attack()
 async def odd_json(target: Target) -> None:
-    """JSON that is valid and strange: a key twice, NUL in a key, numbers beyond any float, an emoji."""
+    """Valid but unusual JSON: a key twice, NUL in a key, numbers beyond any float, an emoji."""
     digits = "9" * 4000
     async with target.client() as client:
         for text in (
@@ -65,7 +65,7 @@ async def odd_json(target: Target) -> None:
 
 @attack()
 async def wrong_types_everywhere(target: Target) -> None:
-    """Every field that the server knows, with a value of every other type. Nothing but an answer may come of it."""
+    """Every field that the server knows, with a value of every other type: each gets an answer and nothing else."""
     fields: list[tuple[str, ...]] = [
         ("type",),
         ("event_id",),
@@ -131,7 +131,7 @@ def _nested(kind: str, path: tuple[str, ...], value: Any) -> dict[str, Any]:
 
 @attack()
 async def long_event_ids(target: Target) -> None:
-    """Mistakes with an event id of 60 kB each, which the answer would have to repeat."""
+    """Invalid messages with an event id of 60 kB each, which the answer would have to repeat."""
     async with target.client() as client:
         for _ in range(100):
             await client.send("no.such.thing", event_id="e" * 60_000)
@@ -147,7 +147,7 @@ async def long_event_ids(target: Target) -> None:
 
 @attack(gateway_mib=40)
 async def large_messages_without_audio(target: Target) -> None:
-    """A message over 64 KiB that is not audio is not read any further, whatever it says."""
+    """Messages over 64 KiB without audio: the rest of each is not parsed."""
     big = "k" * 1_000_000
     for message in (
         {"type": "session.update", "session": {"audio": {"input": {"noise_reduction": {"type": big}}}}},
@@ -187,7 +187,7 @@ async def echoes_that_nobody_reads(target: Target) -> None:
 
 @attack(gateway_mib=32)
 async def a_resume_log_full_of_echoes(target: Target) -> None:
-    """The frames kept for a client that may come back are bounded by their bytes, not by their number."""
+    """Large answers to a client that may resume: the kept frames are bounded by their bytes."""
     async with target.client() as client:
         await client.update(include=["session.resume"], transcription={"keywords": KEYWORDS})
         for _ in range(40):
@@ -200,7 +200,7 @@ async def a_resume_log_full_of_echoes(target: Target) -> None:
 
 @attack()
 async def a_storm_of_updates(target: Target) -> None:
-    """Hundreds of changes of the keywords, as many as may be, while audio comes: each asks for a new engine stream."""
+    """Hundreds of changes of the longest keyword list while audio comes: each needs a new engine stream."""
     async with target.client() as client:
         await client.update(turn_detection=None)
         reading = asyncio.create_task(_drain(client))
@@ -235,7 +235,7 @@ async def a_storm_of_commits_and_clears(target: Target) -> None:
 
 @attack()
 async def prompts_that_are_not_taken(target: Target) -> None:
-    """A thousand prompts for a model that takes none: the log says so a few times, and then how often."""
+    """A thousand prompts for a model that takes none: the log says so a few times and then only counts."""
     async with target.client() as client:
         reading = asyncio.create_task(_drain(client))
         for number in range(1000):
@@ -248,7 +248,7 @@ async def prompts_that_are_not_taken(target: Target) -> None:
 
 @attack()
 async def audio_beside_mistakes(target: Target) -> None:
-    """Short appends and a mistake in one segment, and nothing behind them: what came is heard without more."""
+    """Short appends and an invalid message in one TCP segment, and nothing after it: the audio is processed at once."""
     async with target.upgraded() as socket:
         audio_input = {"format": {"type": "audio/pcm", "rate": 16000}, "turn_detection": None}
         session = {"audio": {"input": audio_input}, "include": ["input_audio_buffer.acks"]}
@@ -283,7 +283,7 @@ async def updates_that_are_half_wrong(target: Target) -> None:
 
 @attack()
 async def mistakes_without_end(target: Target) -> None:
-    """Two thousand mistakes from twenty sockets: answered, but no faster than `limits.mistakes_per_second`."""
+    """Two thousand invalid messages from twenty sockets: answered, but no faster than `limits.mistakes_per_second`."""
 
     async def err(number: int) -> int:
         async with target.client() as client:

@@ -67,7 +67,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A stretch in which the gateway's event loop served nobody else. See `timed_server`."""
+    """A time in which the gateway's event loop was blocked. See `timed_server`."""
 
     at: float = 0.0
     wall_ms: float = 0.0
@@ -87,7 +87,7 @@ class Hold:
 
     @property
     def away_ms(self) -> float:
-        """How long the gateway served nobody else, whoever had their turns meanwhile."""
+        """How long the gateway's event loop was blocked, also by several clients in turn."""
         return min(self.wall_ms, self.loop_ms + self.threads_ms)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Attacks with audio: bytes that are none, silence without end, and containers that unfold."""
+"""Attacks with audio: bytes that are not audio, endless silence, and containers that decompress to very much audio."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def the_largest_bad_base64(target: Target) -> None:
 
 @attack()
 async def the_largest_appends(target: Target) -> None:
-    """Fifteen megabytes of audio in one append, as much as OpenAI takes, in raw samples and in G.711."""
+    """Fifteen megabytes of audio in one append, OpenAI's limit, in raw samples and in G.711."""
     for audio_format in ({"type": "audio/pcm", "rate": 48000}, {"type": "audio/pcmu"}):
         async with target.client() as client:
             await client.update(format=audio_format, turn_detection=None, include=["input_audio_buffer.acks"])
@@ -143,7 +143,7 @@ async def the_largest_appends(target: Target) -> None:
 
 @attack(gateway_mib=40)
 async def one_frame_of_eight_channels(target: Target) -> None:
-    """A binary frame of 21 MiB with the samples of eight channels: dealt out to eight sessions in pieces."""
+    """A binary frame of 21 MiB with the samples of eight channels: given to eight sessions in pieces."""
     query = "encoding=linear16&sample_rate=48000&channels=8&multichannel=true"
     async with target.client(f"{target.listen}?{query}", greeted=False) as client:
         await client.send_raw(bytes(21 * 2**20))
@@ -176,7 +176,7 @@ async def appends_of_one_byte(target: Target) -> None:
 
 @attack()
 async def another_format_with_every_message(target: Target) -> None:
-    """Three hundred changes of format, containers among them, with audio of another in between."""
+    """Three hundred changes of format, containers among them, with audio in another format in between."""
     formats: list[dict[str, Any]] = [
         {"type": "audio/pcm", "rate": 8000},
         {"type": "audio/pcmu"},
@@ -208,7 +208,7 @@ async def a_gap_of_six_days(target: Target) -> None:
 
 @attack()
 async def gap_upon_gap(target: Target) -> None:
-    """Thirty gaps of the longest kind that is taken: many are no way round the limit on one."""
+    """Thirty gaps of the greatest allowed length: many of them do not evade the limit on one."""
     async with target.client() as client:
         await client.update(turn_detection=None, format={"type": "audio/pcm", "rate": 8000})
         for _ in range(30):
@@ -220,7 +220,7 @@ async def gap_upon_gap(target: Target) -> None:
 
 @attack()
 async def gaps_that_are_no_lengths(target: Target) -> None:
-    """Gaps of NaN, of less than nothing, of text and of more than a float holds."""
+    """Gaps whose length is NaN, negative, a text, or too large for a float."""
     async with target.client() as client:
         for text in ("-1", '"1"', "true", "[]", "1e309", "-1e-300", "9" * 400):
             await client.send_raw(f'{{"type": "{GAP}", "samples": {text}}}')
@@ -240,19 +240,19 @@ async def a_flac_bomb_on_a_socket(target: Target) -> None:
 
 @attack(gateway_mib=48)
 async def an_mp4_that_never_begins(target: Target) -> None:
-    """Sixteen megabytes of empty boxes in front of an index that does not come."""
+    """Sixteen megabytes of empty boxes instead of an index."""
     await _container_is_refused(target, mp4_of_free_boxes(16 * 2**20))
 
 
 @attack(gateway_mib=48)
 async def containers_with_endless_headers(target: Target) -> None:
-    """Ogg and Matroska whose headers go on for ever."""
+    """Ogg and Matroska whose headers never end."""
     for data in (endless_ogg_header(8 * 2**20), endless_matroska(8 * 2**20)):
         async with target.client() as client:
             await client.update(format={"type": "audio/webm", "transport": "binary"})
             for start in range(0, len(data), 2**20):
                 await client.send_raw(data[start : start + 2**20])
-            # Nothing was heard so far, and nothing is held: whoever sends it pays for it and nobody else.
+            # No audio was decoded and nothing is held: only the sender pays for it.
             await client.send("no.such.thing", event_id="the end")
             while (await client.error())["event_id"] != "the end":
                 pass
@@ -260,7 +260,7 @@ async def containers_with_endless_headers(target: Target) -> None:
 
 @attack()
 async def containers_that_are_none(target: Target) -> None:
-    """Noise, a ZIP archive, a page of HTML, a WAV head with an image behind it, cut and damaged files."""
+    """Noise, a ZIP archive, a page of HTML, a WAV header followed by an image, cut and damaged files."""
     whole = flac(2)
     rng = np.random.default_rng(5)
     for data in (
@@ -282,7 +282,7 @@ async def containers_that_are_none(target: Target) -> None:
 
 @attack()
 async def codecs_that_are_not_served(target: Target) -> None:
-    """Sound that libav could decode and we do not serve, in files and on sockets: refused by its name."""
+    """Codecs that libav could decode and the server does not allow, in files and on sockets: refused by name."""
     for container, codec, rate in (
         ("matroska", "ac3", 48_000),
         ("matroska", "mp2", 48_000),
@@ -301,7 +301,7 @@ async def codecs_that_are_not_served(target: Target) -> None:
 
 @attack(gateway_mib=12)
 async def a_codec_that_wants_gigabytes(target: Target) -> None:
-    """ALAC whose head asks for the largest frames of eight channels: its decoder has bounds, apart from the gateway."""
+    """ALAC whose header declares the largest frames of eight channels: its decoder is a bounded process."""
     data = bytearray(written("matroska", "alac", 44_100))
     head = data.index(struct.pack(">I", 4096))
     data[head : head + 4], data[head + 9] = struct.pack(">I", 4096 * 4096), 8
@@ -312,7 +312,7 @@ async def a_codec_that_wants_gigabytes(target: Target) -> None:
 
 @attack()
 async def an_index_at_the_end_that_never_ends(target: Target) -> None:
-    """MP4 files whose index is behind the sound and describes millions of packets, or boxes without end."""
+    """MP4 files whose index is at the end and describes millions of packets, or endless boxes."""
     kind, media = box(b"ftyp", b"isom" + bytes(4)), box(b"mdat", bytes(4000))
     for index_of in (
         index(track(samples=50_000_000, per_chunk=50_000_000)),
@@ -329,7 +329,7 @@ async def an_index_at_the_end_that_never_ends(target: Target) -> None:
 
 @attack()
 async def audio_after_the_end(target: Target) -> None:
-    """Deepgram: container audio behind CloseStream is let go, the socket is closed as if it had not come."""
+    """Deepgram: container audio after CloseStream is ignored, and the socket is closed normally."""
     async with target.client(target.listen, greeted=False) as client:
         await client.send_raw(flac(2))
         await client.send("CloseStream")

@@ -1,4 +1,4 @@
-"""What an attacker has: raw sockets, WebSocket frames made by hand, and clients that say what they please."""
+"""The attacker's tools: raw sockets, hand-made WebSocket frames, and clients that send any message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each attack against the real server, while somebody else speaks: the others' words, the engine and memory stay."""
+"""Each attack against the real server beside a good client, whose words, the engine and the memory must not change."""
 
 from __future__ import annotations
 

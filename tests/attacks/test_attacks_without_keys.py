@@ -1,4 +1,4 @@
-"""Attacks on a server that has no keys and room for few sessions; all else is as with the others."""
+"""Attacks on a server without keys and with room for few sessions; the checks are the same."""
 
 from __future__ import annotations
 

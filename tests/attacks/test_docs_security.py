@@ -1,4 +1,4 @@
-"""docs/security.md names every attack, and only attacks that there are."""
+"""docs/security.md lists exactly the attacks that exist."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Fuzzed conversations and requests against the real server while somebody else speaks.
+"""Fuzzed conversations and requests against the real server beside a good client.
 
-The short form runs always, the long one with `make soak`: `TICKERTAPE_FUZZ_MESSAGES` says how long. Finds of the past
-are in `cases/`, each as the messages that were needed, and are sent again every time.
+The short run is part of the suite, the long one of `make soak`: `TICKERTAPE_FUZZ_MESSAGES` is its length. Earlier
+findings are in `cases/`, each as the messages that were needed, and are sent again every time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Corrupted messages between gateway and engine: they cost whoever sends them, and other gateways' streams go on."""
+"""Corrupted messages between gateway and engine: they affect only their sender, not the streams of other gateways."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python -P timed_server.py HOLDS_FILE serve --port 0 ...
 
-A heartbeat runs on the gateway's loop every 2 ms. When it comes late, nobody else was served meanwhile: a callback took
+A heartbeat runs on the gateway's loop every 2 ms. When it comes late, the loop was blocked meanwhile: a callback took
 long, many short ones came in a row, or another thread kept the interpreter's lock. Each such stretch becomes a line of
 the file: when it ended, how long it lasted, how much processor time the loop and other threads of the process spent in
 it, and the same of the callback that took the largest part. On a busy machine a loop is also late because others had
@@ -35,7 +35,7 @@ PROTOCOL_CALLS = (
 
 
 class HoldRecorder:
-    """Times callbacks, and notes the stretches in which the loop served nobody else."""
+    """Measures callbacks, and records the times in which the loop was blocked."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file

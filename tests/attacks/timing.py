@@ -1,4 +1,4 @@
-"""Attacks with time: clients that come and go, that do not read, that hardly send, that never stop talking."""
+"""Attacks with time: clients that connect and leave, that do not read, that hardly send, and endless speech."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def sessions_left_behind(target: Target) -> None:
 
 @attack()
 async def a_client_that_does_not_read(target: Target) -> None:
-    """Speech, word times and acknowledgements for a client that never reads: its own loss."""
+    """Speech, word times and acknowledgements for a client that never reads: only that client is closed."""
     include = ["item.input_audio_transcription.words", "input_audio_buffer.acks", "session.resume"]
     audio_input = {"format": {"type": "audio/pcm", "rate": 48000, "transport": "binary"}}
     async with target.upgraded() as socket:
@@ -53,7 +53,7 @@ async def a_client_that_does_not_read(target: Target) -> None:
 
 @attack()
 async def audio_far_ahead_of_time(target: Target) -> None:
-    """Ten minutes of audio as fast as the line takes it: what waits is bounded, and TCP slows the sender."""
+    """Ten minutes of audio at full speed: waiting audio is bounded, and TCP slows the sender."""
     async with target.upgraded() as socket:
         audio_input = {"format": {"type": "audio/pcm", "rate": 16000, "transport": "binary"}, "turn_detection": None}
         await socket.send_event(type="session.update", session={"audio": {"input": audio_input}})
@@ -100,7 +100,7 @@ async def half_closed_sockets(target: Target) -> None:
 
 @attack()
 async def a_turn_that_never_ends(target: Target) -> None:
-    """Deepgram without endpointing: somebody talks on and on, and every result repeats only what is open."""
+    """Deepgram without endpointing and endless speech: each result repeats only the text since the last final one."""
     url = f"{target.listen}?encoding=linear16&sample_rate=48000&endpointing=false&interim_results=true"
     async with target.client(url, greeted=False) as client:
         reading = asyncio.create_task(_longest(client.socket))

@@ -1,4 +1,4 @@
-"""Attacks on keys: client secrets that want more, resume tokens of others, items for everybody's cache."""
+"""Attacks on keys: client secrets beyond their rights, other clients' resume tokens, items for the shared cache."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def a_secret_that_mints_secrets(target: Target) -> None:
 
 @attack()
 async def forged_secrets(target: Target) -> None:
-    """Secrets that were never given, a secret with a letter changed, a key with the prefix of a secret."""
+    """Secrets that were never issued, a secret with a changed letter, a key with the prefix of a secret."""
     secret = await secret_of(target)
     for forged in ("ek_", "ek_forged", secret[:-1] + "!", secret.upper(), "ek_" + GOOD_KEY, secret + " "):
         if forged.strip() != secret:
@@ -53,7 +53,7 @@ async def forged_secrets(target: Target) -> None:
 
 @attack()
 async def secrets_of_a_key_that_is_gone(target: Target) -> None:
-    """Secrets that this server would have signed for a key that it does not have any more, or for no key at all."""
+    """Correctly signed secrets of a key that was removed, or of no key."""
     signer = Signer(SIGNING_SECRET.encode())
     before, without = Authenticator(("a-key-that-is-gone", BAD_KEY), signer), Authenticator((), signer)
     good = before.issue(before.check(BAD_KEY, ""), Settings(), 60).value
@@ -66,7 +66,7 @@ async def secrets_of_a_key_that_is_gone(target: Target) -> None:
 
 @attack()
 async def bad_requests_for_secrets(target: Target) -> None:
-    """Bodies that are no JSON, too large or too deep, and lifetimes without end."""
+    """Bodies that are not JSON, too large or nested too deeply, and endless lifetimes."""
     for body, statuses in (
         (b"{", (400,)),
         (b"[]", (400,)),
@@ -92,7 +92,7 @@ async def resumable(client: Client) -> str:
 
 @attack()
 async def guessed_tokens(target: Target) -> None:
-    """Tokens that are guessed, tampered with or far too long, and numbers that are none."""
+    """Tokens that are guessed, modified or far too long, and sequence numbers that are not numbers."""
     async with target.client() as client:
         token = await resumable(client)
         for guess in ("", "rt_", "x" * 5000, token[:-1], token + "A", token.swapcase(), "%00", "rt_" + "A" * 32):
@@ -141,7 +141,7 @@ async def a_storm_of_takeovers(target: Target) -> None:
 
 @attack()
 async def resuming_while_connected(target: Target) -> None:
-    """Ten sockets with the token of a session that is in use, all at once: one has it in the end."""
+    """Ten sockets at once with the token of a connected session: one of them has it in the end."""
     async with target.client() as client:
         token = await resumable(client)
         codes: list[Any] = []
@@ -177,7 +177,7 @@ BAD_FIELDS: list[dict[str, Any]] = [
 
 @attack()
 async def poisoned_items(target: Target) -> None:
-    """Items for everybody's cache, good but for one field: text for a number, or a number beyond counting."""
+    """Items for the shared cache with one wrong field: a text for a number, or a number out of range."""
     sound = np.linspace(-0.5, 0.5, 1280, dtype=np.float32)
     good: dict[str, Any] = {"offset": 0, "length": 1, "sample": 0, "hash": hash_payload(sound).hex(), "shape": [1280]}
     good["data"] = base64.b64encode(sound.tobytes()).decode()

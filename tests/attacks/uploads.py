@@ -1,4 +1,4 @@
-"""Attacks with files: forms that never end, that lie about their length, and files that are not what they say."""
+"""Attacks with files: endless forms, wrong lengths, and files that are not what their name says."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def answer_of(socket: RawSocket) -> Answer:
 
 @attack()
 async def a_language_twice(target: Target) -> None:
-    """A form that names two languages: once it ended the engine. The last one counts, or the form is refused."""
+    """A form that names two languages, which once crashed the engine: the last one counts, or the form is refused."""
     answer = await target.upload(form_field("language", "en"), form_field("language", "de"), form_file(flac(0.5)))
     assert answer.status in (200, 400), answer.body
     if answer.status == 400:
@@ -92,7 +92,7 @@ async def texts_without_a_total(target: Target) -> None:
 
 @attack()
 async def forms_that_stop_half_way(target: Target) -> None:
-    """Twenty forms that hold as much text as they may and go no further: bounded together, and cut off."""
+    """Twenty forms that send as much text as is allowed and then stop: bounded together, and cut off."""
 
     async def begin_and_wait() -> bytes:
         async with target.raw() as socket:
@@ -109,7 +109,7 @@ async def forms_that_stop_half_way(target: Target) -> None:
 
 @attack()
 async def chunks_of_a_byte(target: Target) -> None:
-    """Two hundred kilobytes of body in chunks with a byte each, from two clients: read in turns with everybody else."""
+    """Two hundred kilobytes of body in chunks of one byte, from two clients: they take turns with other clients."""
 
     async def trickle() -> Answer:
         async with target.raw() as socket:
@@ -124,7 +124,7 @@ async def chunks_of_a_byte(target: Target) -> None:
 
 @attack()
 async def renderings_that_nobody_asked_for(target: Target) -> None:
-    """Forty requests to render a file: off unless it is switched on, and refused before the file is read."""
+    """Forty requests to render a file without `server.inject`: refused before the file is read."""
     body = form_file(flac(20)) + f"--{BOUNDARY}--\r\n".encode()
     answers = await asyncio.gather(*(target.post("/v1/audio/render", body, FORM) for _ in range(40)))
     assert {(answer.status, answer.code) for answer in answers} == {(403, "render_not_allowed")}
@@ -132,7 +132,7 @@ async def renderings_that_nobody_asked_for(target: Target) -> None:
 
 @attack()
 async def a_codec_that_takes_long(target: Target) -> None:
-    """A form whose texts are to be read by a codec that takes time by the square of their length."""
+    """A form that names a text codec whose time grows with the square of the length."""
     body = b"".join((*(form_field(f"f{n}", "-" + "b" * 60_000) for n in range(20)), form_file(b"x")))
     answer = await target.post(PATH, body + f"--{BOUNDARY}--\r\n".encode(), f"{FORM}; charset=punycode")
     assert answer.status == 400 and answer.code == "invalid_form"
@@ -165,7 +165,7 @@ async def forms_without_an_end(target: Target) -> None:
 
 @attack()
 async def lies_about_the_length(target: Target) -> None:
-    """A body longer than it said it would be, and one that said it would be far too long."""
+    """A body longer than its Content-Length, and a Content-Length far beyond the limit."""
     async with target.raw() as socket:
         await socket.send(head(target, "Content-Length: 999999999999"))
         answer = await answer_of(socket)
@@ -179,7 +179,7 @@ async def lies_about_the_length(target: Target) -> None:
 
 @attack()
 async def chunks_without_an_end(target: Target) -> None:
-    """A file in chunks that goes on beyond `limits.upload_bytes`, which counts what comes."""
+    """A file in chunks that grows beyond `limits.upload_bytes`, which counts the received bytes."""
     async with target.raw() as socket:
         await socket.send(head(target, "Transfer-Encoding: chunked"))
         await socket.send(chunk(form_file(b"")[:-2]))
@@ -194,7 +194,7 @@ async def chunks_without_an_end(target: Target) -> None:
 
 @attack()
 async def chunks_that_are_none(target: Target) -> None:
-    """Chunk sizes that are negative, huge or text, and extensions without end."""
+    """Chunk sizes that are negative, huge or text, and endless chunk extensions."""
     for size in (b"-1\r\n", b"ffffffffffffffffffff\r\n", b"xyz\r\n", b"1;" + b"e" * 200_000 + b"\r\n", b"0x10\r\n"):
         async with target.raw() as socket:
             await socket.send(head(target, "Transfer-Encoding: chunked", "Connection: close"))
@@ -243,7 +243,7 @@ async def files_that_are_none(target: Target) -> None:
 
 @attack()
 async def uploads_cancelled_in_the_middle(target: Target) -> None:
-    """Thirty uploads whose clients leave while the file is on its way, and ten that leave while it is transcribed."""
+    """Thirty uploads whose clients leave while the file is sent, and ten that leave while it is transcribed."""
     body = form_file(flac(20)) + f"--{BOUNDARY}--\r\n".encode()
     for number in range(40):
         async with target.raw() as socket:
@@ -254,7 +254,7 @@ async def uploads_cancelled_in_the_middle(target: Target) -> None:
 
 @attack()
 async def streamed_answers_that_nobody_waits_for(target: Target) -> None:
-    """Eight uploads with `stream=true` whose clients leave: their places are free again."""
+    """Eight uploads with `stream=true` whose clients leave: their slots become free."""
     body = form_field("stream", "true") + form_file(flac(20)) + f"--{BOUNDARY}--\r\n".encode()
     for _ in range(8):
         async with target.raw() as socket:
@@ -266,7 +266,7 @@ async def streamed_answers_that_nobody_waits_for(target: Target) -> None:
 
 @attack()
 async def a_crowd_of_uploads(target: Target) -> None:
-    """Forty uploads at once: a few run, some wait, the others are told to come back."""
+    """Forty uploads at once: a few run, some wait, the others get 503 with `Retry-After`."""
     answers = await asyncio.gather(*(target.upload(form_file(flac(0.3))) for _ in range(40)))
     assert {answer.status for answer in answers} <= {200, 429, 503}
     refused = [answer for answer in answers if answer.status != 200]
@@ -275,7 +275,7 @@ async def a_crowd_of_uploads(target: Target) -> None:
 
 @attack()
 async def slow_uploads(target: Target) -> None:
-    """Twenty uploads that take every place and then send nothing: cut off, and their places are free again."""
+    """Twenty uploads that take every slot and then send nothing: cut off, and their slots become free."""
 
     async def begin_and_wait() -> bytes:
         async with target.raw() as socket:

@@ -49,7 +49,7 @@ async def ask(target: Target, host: str, origin: str) -> list[tuple[str, Answer]
 
 @attack(few_sessions=True)
 async def a_page_of_another_website(target: Target) -> None:
-    """A page of another website, or from disk, opens sockets, uploads, mints secrets and reads figures."""
+    """A page of another website, or from disk, opens sockets, uploads, mints secrets and reads metrics."""
     host = f"127.0.0.1:{target.port}"
     for origin in (WEBSITE, "null", f"http://127.0.0.1:{target.port + 1}", f"http://{host}.attacker.example"):
         for path, answer in await ask(target, host, origin):
@@ -61,7 +61,7 @@ async def a_page_of_another_website(target: Target) -> None:
 
 @attack(few_sessions=True)
 async def a_website_whose_name_leads_here(target: Target) -> None:
-    """DNS rebinding: the browser takes the server for a part of the website, and so are Host and Origin."""
+    """DNS rebinding: the browser takes the server for a part of the website, with its Host and Origin."""
     for name in ("attacker.example", "localhost.attacker.example", "127.0.0.1.attacker.example"):
         host = f"{name}:{target.port}"
         for path, answer in await ask(target, host, f"http://{host}"):
@@ -70,7 +70,7 @@ async def a_website_whose_name_leads_here(target: Target) -> None:
 
 @attack(few_sessions=True)
 async def numbers_that_are_none(target: Target) -> None:
-    """Numbers of Deepgram's query that one reader takes and another does not, with eight channels each."""
+    """Numbers in Deepgram's query that only some parsers accept, with eight channels each."""
     raw = f"{target.listen}?encoding=linear16&multichannel=true&channels=8"
     for number in (
         "00004800099",
@@ -92,7 +92,7 @@ async def numbers_that_are_none(target: Target) -> None:
 
 @attack(few_sessions=True)
 async def callers_that_are_made_up(target: Target) -> None:
-    """Forty sockets that say in `X-Forwarded-For` that each comes from elsewhere: limits count by the connection."""
+    """Forty sockets with different forged `X-Forwarded-For` headers: limits count by the connection's address."""
     async with AsyncExitStack() as sockets:
         for number in range(40):
             headers = {"X-Forwarded-For": f"10.0.0.{number}", "Forwarded": f"for=10.0.0.{number}"}
@@ -109,7 +109,7 @@ async def callers_that_are_made_up(target: Target) -> None:
 
 @attack(few_sessions=True)
 async def leaving_in_the_handshake_of_many_channels(target: Target) -> None:
-    """Sixty clients that ask for four channels each and are gone at any moment of the handshake."""
+    """Sixty clients that ask for four channels each and leave at various moments of the handshake."""
     path = "/v1/listen?encoding=linear16&sample_rate=16000&multichannel=true&channels=4"
     for number in range(60):
         async with target.raw() as socket:

@@ -1,4 +1,4 @@
-"""Containers: what is wrong with a file is said by type, what was good stays, and any split gives the same samples."""
+"""Containers: errors by type, good audio before an error is kept, and any split gives the same samples."""
 
 from __future__ import annotations
 
@@ -610,7 +610,7 @@ def test_a_format_that_is_not_served_is_refused_by_its_name(container: str, code
 
 @pytest.mark.parametrize("kind", ["mp2", "video"])
 def test_no_decoder_that_is_not_served_is_opened_to_find_out_what_is_in_a_file(kind: str) -> None:
-    """libav opens decoders of all tracks before anybody asks for one, unless it is told which it may."""
+    """libav opens the decoders of all tracks at once, unless it gets a list of allowed ones."""
     data = write(*UNSERVED["mp2"], {}) if kind == "mp2" else silent_video()
     av.logging.set_level(av.logging.VERBOSE)
     try:

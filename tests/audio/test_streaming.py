@@ -1,4 +1,4 @@
-"""Bytes to items in one go: streaming equals offline through decoding, resampling and cutting."""
+"""From bytes to items: streaming equals offline through decoding, resampling and cutting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program: what it refuses, with which exit status, what it writes; and figures that are worked out by hand."""
+"""The accuracy benchmark: refusals with exit status, its output, and figures compared with hand-made ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.playing import Cost, Played
 from benchmarks.recordings import Clip, Part, Session
 from benchmarks.scoring import Word
 from engine.weights.store import UnknownModel
-from realtime.bench.record import english_normaliser
+from realtime.bench.words import english_normaliser
 from tests.benchmarks.test_playing import make_loop
 from tests.benchmarks.test_recordings import write_wav
 

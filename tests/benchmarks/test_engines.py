@@ -1,4 +1,4 @@
-"""The engine without a model says what it hears, wherever its own count begins."""
+"""The words of the engine without a model are a function of the audio, wherever its positions begin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the engine's thread says what its streams say."""
+"""The benchmark of the engine's thread: its streams produce the expected words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as rare, as found, as suffered and as made up."""
+"""Which words count as rare, found, wrong and unspoken."""
 
 from __future__ import annotations
 

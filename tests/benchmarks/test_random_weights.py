@@ -1,4 +1,4 @@
-"""Random weights say something: Voxtral of speech, and Whisper what its script has."""
+"""Random weights output words: Voxtral during speech, Whisper its script."""
 
 from __future__ import annotations
 

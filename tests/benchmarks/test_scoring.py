@@ -18,7 +18,7 @@ from benchmarks.scoring import (
     seams_of,
     times_to_final,
 )
-from realtime.bench.record import Errors
+from realtime.bench.words import Errors
 
 WHOLE = "And so, ask not what your country can do. Ask what you can do."
 

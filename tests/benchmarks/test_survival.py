@@ -1,4 +1,4 @@
-"""How clients that resume are summed up, and which kinds of losses the command takes."""
+"""The figures of clients that resume, and the kinds of losses that the command accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uploads of the benchmark: each is sent again and again under other names, and texts are compared file by file."""
+"""The uploads benchmark: each file is sent repeatedly under other names, and texts are compared file by file."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def test_uploads_alone_stop_when_their_time_is_over() -> None:
 
 
 def test_runs_without_a_whole_upload_prove_nothing() -> None:
-    with pytest.raises(RunFailed, match="no upload came to its end"):
+    with pytest.raises(RunFailed, match="no upload was finished"):
         same_texts(EndlessUploads(AUDIO, 1), EndlessUploads(AUDIO, 1))

@@ -1,4 +1,4 @@
-"""What docker would make of the deployment files, worked out without docker: variables, environment, command."""
+"""Evaluates the deployment files as docker would, without docker: variables, environment, command."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_wheel_says_what_it_is_and_what_it_needs(wheel: Path) -> None:
 
 
 def test_every_extra_is_real() -> None:
-    """An extra that installs what nobody imports is a promise without a product."""
+    """Every package that an extra installs is imported."""
     folders = [
         path for path in ROOT.iterdir() if path.is_dir() and path.name != "tests" and not path.name.startswith(".")
     ]

@@ -1,4 +1,4 @@
-"""A plain WebSocket client for tests that say exactly what goes over the wire."""
+"""A plain WebSocket client for tests that specify exact messages."""
 
 from __future__ import annotations
 

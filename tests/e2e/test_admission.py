@@ -1,4 +1,4 @@
-"""Admission at a real socket: a client that is refused, fails or leaves holds no place."""
+"""Admission at a real socket: a client that is refused, fails or leaves does not count as a session."""
 
 from __future__ import annotations
 

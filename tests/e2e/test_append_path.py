@@ -1,4 +1,4 @@
-"""Audio takes a short way when nothing speaks against it, and a long one otherwise: what is heard is the same."""
+"""Appends take a fast path if they can and a general one otherwise: the audio is the same."""
 
 from __future__ import annotations
 

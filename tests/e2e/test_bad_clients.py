@@ -1,4 +1,4 @@
-"""What goes wrong on a socket: bad messages, bad handshakes, abrupt ends. Each has its answer, and others go on."""
+"""Errors on a socket: bad messages, bad handshakes, abrupt ends. Each gets its answer; other clients are unaffected."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def test_harmless_unknown_things_are_accepted_in_silence(serve: Serve) -> 
         await client.send("session.update", session=session)
         shown = (await client.until("session.updated"))[-1]["session"]
         assert shown["audio"]["input"]["turn_detection"]["create_response"] is True
-        assert shown["audio"]["input"]["noise_reduction"] is None, "nobody does that"
+        assert shown["audio"]["input"]["noise_reduction"] is None, "the server has no noise reduction"
         await works(client)
 
 

@@ -1,4 +1,4 @@
-"""Clocks that jump: limits, deadlines and waiting sessions go by a clock that only runs forwards."""
+"""Clocks that jump: limits, deadlines and waiting sessions use a monotonic clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WALL_CLOCK = {
 
 
 class Wall:
-    """A clock on the wall that somebody sets."""
+    """A wall clock that can be set."""
 
     def __init__(self) -> None:
         self._true = time.time

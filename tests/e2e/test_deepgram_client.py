@@ -153,7 +153,7 @@ async def until(happened: Callable[[], bool]) -> None:
 
 
 async def listen_in_real_order(running: Any, query: str, audio: bytes) -> list[dict[str, Any]]:
-    """Small pieces, each heard before the next comes: as if somebody spoke."""
+    """Small pieces, each processed before the next comes, as in live speech."""
     async with raw_client(listen(running, query)) as client:
         for start in range(0, len(audio), 3200):
             await client.socket.send(audio[start : start + 3200])

@@ -1,4 +1,4 @@
-"""A server that runs out of file descriptors: it refuses in time, says so once, and answers those who watch it."""
+"""A server that runs out of file descriptors: it refuses in time, logs it once, and answers monitoring requests."""
 
 from __future__ import annotations
 

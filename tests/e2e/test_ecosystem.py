@@ -87,7 +87,7 @@ async def test_deepgrams_package_reads_two_channels(serve: Serve) -> None:
     async with serve() as running, asyncio.timeout(30):
         messages = await clients.deepgram_channels(running.base_url, audio)
     finals = [message for message in messages if message.type == "Results" and message.is_final]
-    assert {tuple(message.channel_index) for message in finals} == {(0, 2)}, "nobody speaks on the other one"
+    assert {tuple(message.channel_index) for message in finals} == {(0, 2)}, "the other channel is silent"
     spoken = " ".join(message.channel.alternatives[0].transcript for message in finals)
     assert spoken.split() == ["w1", "w2", "w3", "w4", "w5"]
     assert messages[-1].type == "Metadata" and messages[-1].channels == 2

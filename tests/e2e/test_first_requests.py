@@ -1,4 +1,4 @@
-"""The first request of a kind finds all code loaded: imports would hold the event loop, and with it everybody."""
+"""All code is loaded before the first request of a kind: an import would block the event loop and all clients."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class Fleet:
     # Processes that are stopped for so long and go on. The speaker says nothing new meanwhile.
 
     async def stop_engine(self, speaker: SpeakingClient, seconds: float) -> None:
-        """The one with the stream. Whoever has waited for so long goes on at the other one."""
+        """The engine with the stream; after a long wait its streams continue on the other one."""
         await self._stop(self.engines[await self.home()], seconds)
 
     async def stop_other_engine(self, speaker: SpeakingClient, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Clients that send what costs little to send and much to hold: nothing of it piles up, and others do not wait."""
+"""Messages that are cheap to send and expensive to hold: nothing accumulates, and other clients do not wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fuzzed messages against a gateway in this process, where every object can be looked at: nothing is left behind.
+"""Fuzzed messages against a gateway in this process, where every object can be inspected: none is left over.
 
 The real server gets the same and more in `tests/attacks/test_fuzz.py`.
 """

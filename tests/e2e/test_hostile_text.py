@@ -1,4 +1,4 @@
-"""Text of clients that would begin a header, a line of the log or a terminal's command, everywhere they can put it."""
+"""Clients' texts that could start a header, a log line or a terminal command, in every place that takes text."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ async def test_upload_that_is_no_form_or_too_large_is_refused(serve: Serve) -> N
 
 @pytest.mark.parametrize(("charset", "status"), [("utf-8", 200), ('"UTF-8"', 200), ("punycode", 400), ("idna", 400)])
 async def test_nobody_chooses_the_codec_that_reads_a_form(serve: Serve, charset: str, status: int) -> None:
-    """Some take minutes for a text of a few hundred kilobytes, and everybody waits."""
+    """Some codecs take minutes for a text of a few hundred kilobytes, and all clients would wait."""
     form = httpx.Request("POST", "http://x", files={"file": ("a.wav", wav(0.2), "audio/wav")}, data={"model": "m"})
     content_type = f"{form.headers['content-type']}; charset={charset}"
     async with serve() as running, httpx.AsyncClient() as http:

@@ -1,4 +1,4 @@
-"""Messages of many megabytes: all of their audio is heard, and neither work in one go nor memory grows with them."""
+"""Messages of many megabytes: all audio is processed, and neither the longest block of the loop nor memory grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions as they are in life: at the pace of speech, an hour long, and a hundred at once without a blocked loop."""
+"""Realistic sessions: at the pace of speech, an hour long, and a hundred at once without a blocked loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of a model over the wire: what is in force is shown, what is not is said, and mistakes change nothing."""
+"""Options of a model over the wire: values in force are shown, others are reported, and mistakes change nothing."""
 
 from __future__ import annotations
 

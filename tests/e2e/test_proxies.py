@@ -1,4 +1,4 @@
-"""Behind a proxy, and behind nothing: whose word counts for where a client comes from."""
+"""Which headers decide a client's address, behind a proxy and without one."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ async def test_sighup_changes_keys_and_limits_and_closes_no_socket(tmp_path: Pat
             assert await status_of(server.ws, OLD) == 401
             async with greeted_client(server.ws, **bearer(NEW)):
                 assert await status_of(server.ws, NEW) == 429
-            # Whoever was there has noticed nothing.
+            # Sessions that were open are not affected.
             assert (await client.update(turn_detection=None))["type"] == "transcription"
         assert await server.stop() == 0
         assert "Traceback" not in server.said and OLD not in server.said and NEW not in server.said
@@ -260,7 +260,7 @@ async def test_a_certificate_that_was_renewed_is_used_and_a_broken_one_is_not(tm
 
 
 def test_a_server_stops_when_its_terminal_is_closed(tmp_path: Path) -> None:
-    """It sends SIGHUP as well; a server that went on could be stopped by nobody in that terminal."""
+    """Closing a terminal sends SIGHUP too; a server that continued could not be stopped from that terminal."""
     log, port = tmp_path / "log", free_port()
     child, terminal = pty.fork()
     if child == 0:

@@ -22,7 +22,7 @@ from tests.realtime.gateway_doubles import silence, tone
 
 @contextmanager
 def events_between_turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The most events of requests that are handled before somebody else has a turn; every piece is its own turn."""
+    """The largest number of request events that are handled before another client's turn; every piece is one turn."""
     counted, most = 0, [0]
     next_event = h11.Connection.next_event
 

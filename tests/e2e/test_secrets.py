@@ -1,4 +1,4 @@
-"""Marked secrets, and everything that a server and its commands say: no mark is in any of it.
+"""No output of a server or its commands contains a secret: the secrets are marked, and all output is searched.
 
 Secrets are keys, the secret that tokens are signed with, the content of the fleet's secret file, client secrets, resume
 tokens in addresses, and keys that are wrong, which may be right ones with a typing error. Paths of files are none.

@@ -1,4 +1,4 @@
-"""Requests that never end: each head has its deadline, bodies must bring something, and answers must be read."""
+"""Requests that never end: deadlines for the head, the pace of the body, and reading the answer."""
 
 from __future__ import annotations
 

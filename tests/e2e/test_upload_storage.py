@@ -1,4 +1,4 @@
-"""What uploads hold: texts of forms in memory, files on a disk that may be full, answers that nobody reads."""
+"""The resources of uploads: texts of forms in memory, files on a full disk, answers that clients do not read."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ async def test_a_server_without_a_free_descriptor_says_so_and_goes_on(serve: Ser
         assert (await http.post(f"{running.base_url}/audio/transcriptions", files=file())).status_code == 200
 
 
-# Answers that nobody reads
+# Answers that clients do not read
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Uploads within their bounds: counted as they arrive, few at once, and given up when nobody waits for them."""
+"""Limits of uploads: counted as they arrive, few at once, and cancelled when the client has left."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from realtime.http.forms import IN_MEMORY_BYTES, Spool
 from tests.audio.test_containers import write
-from tests.audio.test_mp4_mp4_file import FILES as MP4_FILES
-from tests.audio.test_mp4_mp4_file import video
+from tests.audio.test_mp4_files import FILES as MP4_FILES
+from tests.audio.test_mp4_files import video
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import greeted_client
 from tests.e2e.test_http import error_code

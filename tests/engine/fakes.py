@@ -32,7 +32,7 @@ from engine.spec import ModelSpec, Vocabulary
 RATE = 1600
 POSITION = 128
 FRAME = 64
-# A sample no other audio has: whoever computes it dies.
+# A sample value that no other audio has: an engine that computes it crashes.
 POISON = np.float32(77.0)
 
 FRAMES = ModelSpec(
@@ -127,12 +127,12 @@ class FakeFrames(SynchronousRunner):
 
 @dataclass
 class LaunchingFrames(FakeFrames):
-    """A device with a queue: what is launched is computed later, in order, by chance or when somebody asks."""
+    """A device with a queue: launched plans are computed in order, at random times or when results are collected."""
 
     chance: random.Random = field(default_factory=lambda: random.Random(0))
     queue: deque[tuple[StepPlan, list[DecodeResult]]] = field(default_factory=deque)
     overlaps_steps = True
-    # The most plans that nobody had asked about yet when another one came.
+    # The largest number of uncollected plans when another one was launched.
     most_ahead: int = 0
     unasked: int = 0
 

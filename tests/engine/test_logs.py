@@ -1,4 +1,4 @@
-"""The log: whatever strangers say stays in its line, and no kind of line can flood it."""
+"""The log: clients' texts stay within their line, and no kind of line can flood it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model takes, and the bounds of what it may be told."""
+"""The options that a model takes, and their bounds."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MANY = Options(languages=("en", "de"), detects_language=True, translates=True, p
         (replace(MANY, translates=False), {"task": "translate"}, "takes no option 'task'"),
         (MANY, {"prompt": "x" * 16_385}, "at most 16384 characters"),
         (MANY, {"keywords": "a\t1\nb\t1\nc\t1\nd\t1"}, "at most 3 keywords"),
-        (MANY, {"keywords": "a"}, "no number"),
-        (MANY, {"keywords": ""}, "no number"),
+        (MANY, {"keywords": "a"}, "not a number"),
+        (MANY, {"keywords": ""}, "not a number"),
         (MANY, {"keywords": "a\tnan"}, "between 0.1 and 10, not at nan"),
     ],
 )

@@ -28,7 +28,7 @@ def until(condition: Callable[[], Any], what: str = "it") -> Any:
 
 
 def two_ports() -> tuple[int, int]:
-    """Ports that nobody has now: `free_port` counts upwards from each, so they lie apart."""
+    """Free ports, far apart from each other, because `free_port` counts upwards from each."""
     with socket.create_server(("127.0.0.1", 0)) as first:
         port = int(first.getsockname()[1])
     base = 20_000 + port % 10_000

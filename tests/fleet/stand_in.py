@@ -89,7 +89,7 @@ parser = argparse.ArgumentParser(allow_abbrev=False)
 parser.add_argument("what", choices=("engine", "serve"))
 for flag in ("--listen", "--fleet-secret-file", "--drain-s", "--config", "--host", "--engine-table"):
     parser.add_argument(flag)
-for flag in ("--fleet.manager", "--fleet.gateway", "--server.drain-spread-s"):
+for flag in ("--fleet.figures", "--fleet.gateway", "--server.drain-spread-s"):
     parser.add_argument(flag)
 parser.add_argument("--port", type=int)
 given = parser.parse_args()

@@ -166,7 +166,7 @@ def test_a_gateway_gets_its_table_and_says_what_it_sees(keeper_of: Make, monkeyp
     stepped(engine, lambda report: report["pid"])
     report = stepped(gateway, lambda report: report["state"] == "serving")
     assert report["capacity"]["engines"][0]["name"] == "e1" and report["refused"] == 3
-    # What it said does not count for the process that comes after it, which cannot take anybody yet.
+    # The old answer does not count for the next process, which cannot take sessions yet.
     os.kill(report["pid"], signal.SIGKILL)
     monkeypatch.setattr(gateway, "observe", lambda: None)
     again = stepped(gateway, lambda now: now["pid"] not in (None, report["pid"]))

@@ -247,4 +247,4 @@ def test_a_refusal_brings_one_more_engine(plan: FleetPlan, crew: LocalCrew) -> N
     gateway = next(keeper for keeper in crew.keepers.values() if isinstance(keeper, GatewayKeeper))
     gateway.table_path.with_name("refused").write_text("4")
     status = run(manager, lambda status: len(serving(status)) == 3)
-    assert status["engines_wanted"] == 2 and any("refused for want of room" in note for note in status["notes"])
+    assert status["engines_wanted"] == 2 and any("refused for lack of room" in note for note in status["notes"])

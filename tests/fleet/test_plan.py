@@ -1,4 +1,4 @@
-"""The fleet's file, its secret, its table and its sums."""
+"""The fleet file, the secret, the table of engines and the fleet-wide figures."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.fleet_secret import MIN_SECRET_BYTES, MOST_SECRET_BYTES
 from engine.fleet_secret import read_secret as secret_of_a_process
 from fleet.manager import fleet_capacity, load_of
 from fleet.plan import FleetPlan, read_plan
-from fleet.secret import LEAST_BYTES, MOST_BYTES, cluster_token, fingerprint, make_secret, read_secret
+from fleet.secret import cluster_token, fingerprint, make_secret, read_secret
 from fleet.state import FleetError, FleetFileError, Kind, Unit, UnitState, next_table, write_table
 
 
@@ -44,16 +45,16 @@ def test_paths_are_meant_from_where_the_file_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("name = 'Big Fleet'", "name: 'Big Fleet' must be small letters"),
+        ("name = 'Big Fleet'", "name: 'Big Fleet' must be 1 to 31 small letters"),
         ("[engine]\nmots = 3", "unknown key 'engine.mots'; did you mean 'engine.most'?"),
-        ("[engine]\nleast = 3", "engine.least (3) must be 1 or more, and engine.most (1) not less"),
+        ("[engine]\nleast = 3", "engine.least (3) must be 1 or more, and engine.most (1) at least as large"),
         ("[engine]\ngpus = 1.5", "engine.gpus must be a share of one GPU or a whole number, not 1.5"),
         ("[engine]\nleast = '1'", "engine.least must be a whole number, not '1'"),
         ("[engine]\ndrain_s = -1", "engine.drain_s cannot be negative, but is -1"),
         ("[gateway]\nport = 70000", "gateway.port must lie between 1 and 65000, not 70000"),
         ("[gateway]\ncount = 0", "gateway.count must be 1 or more"),
         ("[scale]\nabove = 0.4", "scale.below (0.5) must be less than scale.above (0.4)"),
-        ("engine = 3", "engine must be a section with keys of its own"),
+        ("engine = 3", "engine must be a section with keys"),
         ("config = 'none.toml'", "config: there is no file"),
         ("look_s = 0", "look_s must be at least 0.1"),
         ("[engine", "is not valid TOML"),
@@ -66,7 +67,7 @@ def test_what_cannot_be_is_said(tmp_path: Path, text: str, said: str) -> None:
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
-    with pytest.raises(FleetFileError, match="cannot read the fleet's file"):
+    with pytest.raises(FleetFileError, match="cannot read the fleet file"):
         read_plan(tmp_path / "none.toml")
 
 
@@ -80,14 +81,14 @@ def test_a_secret_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
     assert fingerprint(secret) not in cluster_token(secret) and len(cluster_token(secret)) == 64
 
 
-@pytest.mark.parametrize("length", [LEAST_BYTES - 1, LEAST_BYTES, MOST_BYTES, MOST_BYTES + 1])
+@pytest.mark.parametrize("length", [MIN_SECRET_BYTES - 1, MIN_SECRET_BYTES, MOST_SECRET_BYTES, MOST_SECRET_BYTES + 1])
 def test_a_secret_that_the_fleet_takes_is_one_that_its_processes_take(length: int, tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("x" * length)
-    if LEAST_BYTES <= length <= MOST_BYTES:
+    if MIN_SECRET_BYTES <= length <= MOST_SECRET_BYTES:
         assert read_secret(path) == secret_of_a_process(path)
     else:
-        with pytest.raises(FleetError, match="at least 32 characters and at most 4096"):
+        with pytest.raises(FleetError, match="use 16 to 4096 random ones"):
             read_secret(path)
 
 
@@ -95,7 +96,7 @@ def test_a_secret_that_is_missing_or_short_is_said(tmp_path: Path) -> None:
     with pytest.raises(FleetError, match="it must be the same file on every node"):
         read_secret(tmp_path / "none")
     (tmp_path / "short").write_text("abc")
-    with pytest.raises(FleetError, match="at least 32 characters"):
+    with pytest.raises(FleetError, match="has 3 bytes; use 16 to"):
         read_secret(tmp_path / "short")
 
 

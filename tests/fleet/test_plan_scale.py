@@ -1,4 +1,4 @@
-"""Scaling: when it grows and shrinks, that it does not swing, and that it stays within its bounds."""
+"""Scaling: when the fleet grows and shrinks, without oscillation and within its bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement spreads units, respects what nodes have, and says why there is no place."""
+"""Placement spreads units, respects the resources of nodes, and says why there is no room."""
 
 from __future__ import annotations
 

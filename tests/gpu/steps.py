@@ -5,24 +5,27 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.kernels import KeywordChoice
-from benchmarks.random_weights import random_voxtral
+from benchmarks.random_weights import random_tensors, random_voxtral
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.messages import Abort, Feed, Finish, Item, Open, Output
+from engine.models.attention import gather_ring
+from engine.models.operands import Span
 from engine.models.silero import load_silero
-from engine.models.voxtral_realtime import VoxtralRealtime, voxtral_mini_4b
+from engine.models.voxtral_realtime import FIRST_TEXT_TOKEN, STREAMING_WORD, VoxtralRealtime, voxtral_mini_4b
 from engine.runner.base import SynchronousRunner, never
 from engine.runner.bias import AT_WORD
 from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
+from engine.runner.load import frames_limits
 from engine.runner.speech import DeviceSpeechDetector, SpeechDetector
 from engine.server.loop import EngineLoop
 from engine.spec import Vocabulary
@@ -167,6 +170,61 @@ def compare_overlap(kv_dtype: torch.dtype, positions: int) -> tuple[dict[str, li
     model, vocabulary = random_voxtral(voxtral_mini_4b(), torch.bfloat16, torch.device("cuda"))
     runner = make_runner(model, vocabulary, kv_dtype, graphs=True, kernels=True)
     return in_turns(runner, positions, overlap=True), in_turns(runner, positions, overlap=False)
+
+
+def rebuilding_errors(kv_dtype: torch.dtype, known: tuple[int, ...] = (199, 150, 37)) -> dict[str, float]:
+    """Streams of so many known tokens, rebuilt together in chunks on the device, against the same streams one position
+    at a time in float32 on the CPU: the relative error of the keys and values in the last layer of each stack."""
+    config = voxtral_mini_4b()
+    config = replace(config, audio=replace(config.audio, layers=2), text=replace(config.text, layers=2))
+    tensors = random_tensors(config, torch.bfloat16, torch.device("cpu"))
+    runners = []
+    for device, dtype, pages in (("cpu", torch.float32, torch.float32), ("cuda", torch.bfloat16, kv_dtype)):
+        model = VoxtralRealtime(config, {name: tensor.to(device, dtype) for name, tensor in tensors.items()})
+        settings = RunnerSettings(device, dtype, pages, decoder_window=64, max_streams=len(known))
+        memory = plan_memory(
+            config, 1 << 40, decoder_window=64, dtype=dtype, kv_dtype=pages, max_streams=settings.max_streams
+        )
+        vocabulary = Vocabulary([b""] * config.vocabulary, STREAMING_WORD)
+        runners.append(VoxtralRunner(model, vocabulary, memory, settings))
+    by_one, rebuilt = runners
+    by_one.spec = replace(by_one.spec, replay_positions=1)
+    wanted, found = (_ring_after(runner, known) for runner in (by_one, rebuilt))
+    return {
+        name: float((found[name] - values).norm() / values.norm()) for name, values in wanted.items() if values.numel()
+    }
+
+
+@torch.inference_mode()
+def _ring_after(runner: VoxtralRunner, known: tuple[int, ...]) -> dict[str, Tensor]:
+    """Keys and values of streams whose tokens are all known, by stack and stream."""
+    draw, loop = (
+        np.random.default_rng(6),
+        EngineLoop(Scheduler(runner.spec, frames_limits(runner.memory), runner.vocabulary), runner),
+    )
+    start = runner.spec.prefix_positions
+    for stream, count in enumerate(known):
+        noise = (draw.standard_normal(count * 1280 + 2000) * 0.1).astype(np.float32)
+        tokens = draw.integers(FIRST_TEXT_TOKEN, 10_000, count).tolist()
+        items = [
+            Item(start + i, 1, i * 1280, b"%d %d" % (stream, i), noise[i * 1280 : i * 1280 + 2000])
+            for i in range(count)
+        ]
+        loop.submit([Open(f"s{stream}", forced_tokens=tokens), Feed(f"s{stream}", items)], stream)
+    slots = {name: stream.slot for name, stream in loop.scheduler.streams.items()}
+    while loop.has_work():
+        loop.step()
+    rings = {}
+    for stack, cache in zip(("encoder", "decoder"), runner._caches, strict=True):
+        for (name, slot), count in zip(slots.items(), known, strict=True):
+            assert loop.scheduler.streams[name].computed == start + count
+            end = torch.tensor([(start + count) * cache.layout.rows_per_position], device=runner.device)
+            span = Span(cache.table, torch.tensor([slot], device=runner.device), end, 1, end, end)
+            held, rows = gather_ring(cache.layout.layers - 1, cache.pages, span, torch.float32)
+            seen = rows[0] >= end - cache.layout.heads.window
+            order = rows[0][seen].argsort()
+            rings[f"{stack} {name}"] = held[0][seen][order].cpu()
+    return rings
 
 
 def detection_error(device: str, streams: int = 40, rounds: int = 60) -> float:

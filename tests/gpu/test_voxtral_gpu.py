@@ -13,7 +13,7 @@ from benchmarks.kernels import KeywordChoice, attention_inputs, stacks
 from engine.models.attention import attend_reference
 from engine.models.layers import add_norm_reference, inverse_frequencies, rotary_angles, swiglu_reference
 from engine.models.operands import KvPages, RowScale
-from tests.gpu.steps import compare_choices, compare_overlap, compare_paths, detection_error
+from tests.gpu.steps import compare_choices, compare_overlap, compare_paths, detection_error, rebuilding_errors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -27,13 +27,15 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.parametrize("eight_bit", [False, True])
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
-@pytest.mark.parametrize("splits", [1, 3, 5, None])
+@pytest.mark.parametrize(("splits", "positions"), [(1, 1), (3, 1), (5, 1), (None, 1), (None, 4), (None, 16)])
 @torch.inference_mode()
-def test_attention_kernel_equals_the_reference(stack: str, eight_bit: bool, splits: int | None) -> None:
-    """Against float32: young, wrapping and far-gone streams; outputs and pages poisoned first."""
+def test_attention_kernel_equals_the_reference(stack: str, eight_bit: bool, splits: int | None, positions: int) -> None:
+    """Against float32: young, wrapping and far-gone streams, a live step and chunks of known tokens; outputs and pages
+    poisoned first."""
     from engine.models import kernels
 
     heads, rows = stacks(1024)[stack]
+    rows *= positions
     window = heads.window
     firsts = torch.tensor([0, 4, 64, window - 4, window, window + 4, 5 * window + 8, 200_000_000], device="cuda")
     pages, span, fused = attention_inputs(heads, rows, 2, eight_bit, firsts)
@@ -45,7 +47,7 @@ def test_attention_kernel_equals_the_reference(stack: str, eight_bit: bool, spli
     torch.full((64 << 20,), float("nan"), device="cuda")
     found = kernels.attend_stored(query, 1, pages, span, heads, splits=splits)
     error = relative(found, wanted)
-    print(f"{stack} {'fp8' if eight_bit else 'bf16'} splits={splits}: relative error {error:.1e}")
+    print(f"{stack} {'fp8' if eight_bit else 'bf16'} splits={splits} positions={positions}: relative error {error:.1e}")
     assert error < 1e-2
     assert relative(pages.data[1].float(), twin.data[1].float()) < 1e-2
 
@@ -80,6 +82,14 @@ def test_the_recorded_step_equals_the_eager_step(kv_dtype: torch.dtype) -> None:
     # Both paths round to bfloat16 in every layer, in different orders; 58 layers make a few hundredths of it.
     print(f"{kv_dtype}: logits, kernels against reference: worst relative error {max(outcome.logit_errors):.1e}")
     assert max(outcome.logit_errors) < 5e-2
+
+
+@pytest.mark.parametrize("kv_dtype", KV_TYPES)
+def test_streams_rebuilt_in_chunks_hold_what_the_reference_holds(kv_dtype: torch.dtype) -> None:
+    """Keys and values behind two layers of full size; 8 bits have a mantissa of three."""
+    errors = rebuilding_errors(kv_dtype)
+    print(f"{kv_dtype}: keys and values, rebuilt on the device against the CPU: {errors}")
+    assert len(errors) == 6 and max(errors.values()) < (2e-2 if kv_dtype == torch.bfloat16 else 5e-2)
 
 
 @pytest.mark.parametrize("kv_dtype", KV_TYPES)

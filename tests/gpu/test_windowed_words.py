@@ -1,4 +1,4 @@
-"""Real weights say the same, whether windows are read one by one or as the batches of a GPU."""
+"""Real weights give the same words, whether windows are decoded one by one or as batches of a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do windows that are read as batches on a GPU give the words that a CPU gives? Real weights, real speech.
+"""Compares the words of windows decoded as batches on a GPU with those of a CPU. Real weights, real speech.
 
     python -m tests.gpu.windowed_words --model moonshine-tiny --clips FOLDER --devices cpu cuda --json words.json
 
@@ -33,7 +33,7 @@ from engine.server.loop import EngineLoop
 from engine.server.speech import GateSettings
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import resolve
-from realtime.bench.record import edit_distance, normaliser
+from realtime.bench.words import edit_distance, normaliser
 
 POSITION_SAMPLES = 1280
 # The microphone stays open after the last word.

@@ -1,4 +1,4 @@
-"""A server made of a socket and a function: for clients that must cope with any answer."""
+"""A server made of a socket and a function, for clients that must handle any answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration: wrong keys and values are named, and the sources win in their order."""
+"""The configuration: wrong keys and values are named, and sources override each other in order."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_what_can_be_reloaded_changes_in_place_and_the_rest_is_named() -> None:
     assert str(changes) == (
         "changed: auth.keys, limits.max_sessions; changed and needs a restart: server.port, model.name"
     )
-    assert limits.max_sessions == 7, "whoever holds the section sees it"
+    assert limits.max_sessions == 7, "holders of the section see the change"
     assert config.auth.keys == (MARK,) and config.server.port == 8000 and config.model.name == "default"
     assert str(take_over(config, config)) == "nothing has changed"
 

@@ -1,4 +1,4 @@
-"""Texts of clients that become numbers: what is checked is what is used."""
+"""Numbers from clients' texts: the checked value is the used value."""
 
 from __future__ import annotations
 

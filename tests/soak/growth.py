@@ -1,4 +1,4 @@
-"""What may not grow: memory, objects, and the time of a step. Figures come with their 95 % interval."""
+"""Measures growth of memory, objects and the time of a step, with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from realtime.bench.record import trend
+from realtime.bench.trend import trend
 
 
 def resident_bytes() -> int:
-    """Memory this process holds, after everything that nobody needs is gone."""
+    """Memory of this process after garbage collection."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def object_count() -> int:
-    """Objects that the collector knows; those of a cycle that nobody holds do not count."""
+    """Objects that the collector tracks, after it has freed unreachable cycles."""
     gc.collect()
     return len(gc.get_objects())
 

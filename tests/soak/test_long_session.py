@@ -1,4 +1,4 @@
-"""One session for a day, in compressed time, through the real loop: a late step costs what an early one did."""
+"""One session of a day, in compressed time, through the real loop: late steps cost as much as early ones."""
 
 from __future__ import annotations
 

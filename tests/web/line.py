@@ -31,7 +31,7 @@ class Line:
         self._writers.clear()
 
     def close_for_good(self) -> None:
-        """Nobody gets through any more."""
+        """Refuses all connections from now on."""
         self._closed = True
         self.cut()
 

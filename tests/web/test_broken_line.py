@@ -1,4 +1,4 @@
-"""The way between page and server breaks or clogs: the page says so, and no word is lost or said twice.
+"""The connection between page and server breaks or stalls: the page says so, and no word is lost or doubled.
 
 Where words are compared with what was spoken, a file is played at its own pace: it takes the same way as a microphone,
 and a browser on a busy machine loses nothing of it.
@@ -150,7 +150,7 @@ async def test_device_that_is_online_again_does_not_wait_for_the_next_try(page: 
 
 
 async def test_page_in_the_background_comes_back_without_its_timers(page: Page, server: PageServer) -> None:
-    """Browsers let the timers of a page that nobody looks at run once a minute; its sound comes all the same."""
+    """Browsers run the timers of a hidden page once a minute; its audio continues."""
     await page.before_load(
         """const [once, often] = [setTimeout, setInterval];
         const late = (delay) => (window.hushed && delay > 100 ? 6e4 : delay);

@@ -1,4 +1,4 @@
-"""A file on its way through the page: its captions and their times, how far it is, and how it ends without a word."""
+"""A file in the page: its captions and their times, its progress, and its end without text."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ async def test_choice_after_a_reload_is_in_view(page: Page, server: PageServer) 
               return document.elementFromPoint(x + width / 2, y + height / 2)?.id;
             }})()"""
             assert f"#{await page.evaluate(seen)}" == button
-    # Next after the captions, and the button in them, for whoever has no pointer.
+    # Next after the captions, and the button in them, for users without a pointer.
     await page.evaluate("document.querySelector('#captions').focus()")
     for button in ("earlier", "go-on", "afresh"):
         await page.press("Tab")

@@ -35,7 +35,7 @@ async def test_speak_read_stop_and_save(page: Page, server: PageServer) -> None:
     shown = await turns(page)
     assert {turn.state for turn in shown} == {"done"} and len(shown) > 1
     check_said(shown)
-    # The server keeps no place for somebody who has left.
+    # The server keeps no session for a client that has left.
     assert server.engine.active == set()
     await check_files(page, [turn.text for turn in shown])
     assert all(url.startswith((server.url, server.url.replace("http", "ws"))) for url in page.requests)

@@ -1,4 +1,4 @@
-"""What people do with captions: find, copy, read them in large type, see which words the model is unsure of."""
+"""Reading captions: find, copy, large type, and words with low confidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where sound comes from besides the microphone, and what the model is told with it: tabs, files, languages, words."""
+"""Audio sources besides the microphone (tabs, files), and options for the model (language, words to expect)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_sound_of_a_tab_is_heard(page: Page, server: PageServer, choice: s
     await page.click("#listen")
     await page.until(OPEN_TEXT)
     assert await page.evaluate("window.asked") == asked
-    # Nobody needs the picture.
+    # The picture is not used.
     assert await page.evaluate("window.shared.getVideoTracks().every((track) => track.readyState === 'ended')")
     await stop(page)
     check_said(await turns(page))

@@ -157,6 +157,8 @@ FRAMES_PER_POSITION = 8
 CONTEXT_FRAMES = 3
 # Encoder-cache rows beyond what streams hold at once: room for shared and recently released audio.
 SPARE_EMBEDS = 1024
+# Rows of the encoder cache that a stream may hold: those of the longest chunk of known tokens in a step.
+EMBEDS_PER_STREAM = 64
 # Libraries, kernels, recordings and fragmentation, measured with room to spare.
 FIXED_WORKSPACE_BYTES = 2 * GIB
 
@@ -186,6 +188,8 @@ def voxtral_spec(config: VoxtralConfig, layouts: tuple[StackLayout, StackLayout]
         look_ahead_samples=LOOK_AHEAD_SAMPLES,
         prefix_positions=LEFT_PAD_POSITIONS,
         flush_positions=FLUSH_POSITIONS,
+        embeds_per_stream=EMBEDS_PER_STREAM,
+        replay_positions=EMBEDS_PER_STREAM,
         default_delay_positions=config.default_delay,
         max_delay_positions=MAX_DELAY_POSITIONS,
         kv_groups=tuple(layout.group for layout in layouts),

@@ -7,12 +7,15 @@ enough to leave a rut, too little to invent words in silence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.core.plan import SILENCE_ROW
 from engine.models.voxtral_realtime import BOS, MAX_DELAY_POSITIONS, STREAMING_PAD, VoxtralRealtime
 from engine.runner.bias import BiasTables
 from engine.runner.device import upload
@@ -51,9 +54,53 @@ def next_blank_runs(blank_runs: Tensor, tokens: Tensor, chosen: Tensor) -> Tenso
     return torch.where(chosen, longer, blank_runs)
 
 
-# The passes over the model: one position of many streams, a chunk of one stream, and the openings all streams share.
+# The passes over the model: one position of many streams, chunks of known tokens, and the openings all streams share.
 #
 # A batched pass reads and writes fixed places only, so that it can be recorded as a CUDA graph.
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive positions of one stream whose tokens are known: `tokens[i]` is fed to `position + i`, whose encoder
+    input is row `inputs[i]`."""
+
+    slot: int
+    position: int
+    inputs: Sequence[int]
+    tokens: Sequence[int]
+    delay: int
+
+
+class ChunkBuffers:
+    """Fixed places for the chunks of a pass, all of one length, so that a recording can read and write them."""
+
+    def __init__(self, length: int, streams: int, padding_slot: int, device: torch.device) -> None:
+        self.length, self.streams = length, streams
+        self._padding = Chunk(padding_slot, 0, [SILENCE_ROW] * length, [STREAMING_PAD] * length, 1)
+        self._where = torch.zeros(2, streams, dtype=torch.int64, device=device)
+        self._rows = torch.zeros(3, streams * length, dtype=torch.int64, device=device)
+        self.upload([])
+        # Written by every pass: when it is there, the pass is over.
+        self.done = torch.zeros(1, device=device)
+
+    def upload(self, chunks: Sequence[Chunk]) -> None:
+        where, rows = _numbers([*chunks, *[self._padding] * (self.streams - len(chunks))])
+        self._where.copy_(upload(where, self._where.device))
+        self._rows.copy_(upload(rows, self._rows.device))
+
+    def numbers(self, streams: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Slots and positions of so many streams; input rows, tokens and delays of their positions."""
+        slots, positions = self._where[:, :streams].unbind()
+        inputs, tokens, delays = self._rows[:, : streams * self.length].unbind()
+        return slots, positions, inputs, tokens, delays
+
+
+def _numbers(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Slot and position of each chunk; input row, token and delay of each position."""
+    count = len(chunks[0].inputs)
+    where = np.array([[chunk.slot, chunk.position] for chunk in chunks], dtype=np.int64).T
+    rows = np.array([[chunk.inputs, chunk.tokens, [chunk.delay] * count] for chunk in chunks], dtype=np.int64)
+    return where, rows.transpose(1, 0, 2).reshape(3, -1)
 
 
 class ModelPasses:
@@ -104,15 +151,19 @@ class ModelPasses:
         guarded = choice.guarded & (forced == NOT_FORCED)
         self._buffers.results[:, :size] = torch.stack([tokens, choice.failed.long(), guarded.long()])
 
-    def chunk(self, slot: int, position: int, inputs: list[int], tokens: list[int], delay: int) -> Tensor:
-        """Positions of one stream whose tokens are known: `tokens[i]` is what position `position + i` is fed.
+    def chunks(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Chunks of equal length, as one pass; returns the last hidden rows, [streams * positions, width]."""
+        device, count = self._model.device, len(chunks[0].inputs)
+        where, rows = _numbers(chunks)
+        slots, positions = upload(where, device)
+        inputs, tokens, delays = upload(rows, device)
+        return self._forward(slots, positions, count, inputs, tokens, delays, self._kernels)
 
-        Returns the last hidden rows, [positions, width].
-        """
-        numbers = upload(np.array([inputs, tokens], dtype=np.int64), self._model.device)
-        where = upload(np.array([slot, position], dtype=np.int64), self._model.device)
-        delays = torch.full_like(numbers[0], delay)
-        return self._forward(where[:1], where[1:], len(inputs), numbers[0], numbers[1], delays, use_kernels=False)
+    def recorded_chunks(self, buffers: ChunkBuffers, streams: int) -> None:
+        """The chunks in the buffers, with the padding."""
+        slots, positions, inputs, tokens, delays = buffers.numbers(streams)
+        hidden = self._forward(slots, positions, buffers.length, inputs, tokens, delays, self._kernels)
+        buffers.done.copy_(hidden[0, :1])
 
     def openings(self) -> None:
         """Keys and values of the silence before every stream, for each delay. The encoder does not know the delay."""

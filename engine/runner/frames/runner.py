@@ -11,13 +11,17 @@ the device, and the host asks for them when it has time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from engine.core.plan import DecodeResult, DecodeTask, OpenTask, StepPlan
+from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, OpenTask, StepPlan
 from engine.messages import Open
 from engine.models.voxtral_realtime import (
     MAX_DELAY_POSITIONS,
@@ -29,15 +33,34 @@ from engine.models.voxtral_realtime import (
 from engine.runner.base import Runner, never
 from engine.runner.bias import BiasTables, KeywordTree, KeywordTrees
 from engine.runner.device import Download, StepGraphs, free_memory, require_device, total_memory
-from engine.runner.frames.batch import NOT_FORCED, EncoderSlab, Payloads, SlotState, StepBuffers, StepRows, outcome_of
-from engine.runner.frames.memory import MemoryPlan, StackCache, plan_share, stack_layouts, voxtral_spec
-from engine.runner.frames.passes import ModelPasses
+from engine.runner.frames.batch import (
+    ENCODE_BATCH,
+    NOT_FORCED,
+    EncoderSlab,
+    Payloads,
+    SlotState,
+    StepBuffers,
+    StepRows,
+    outcome_of,
+)
+from engine.runner.frames.memory import MemoryPlan, StackCache, StackLayout, plan_share, stack_layouts, voxtral_spec
+from engine.runner.frames.passes import Chunk, ChunkBuffers, ModelPasses
 from engine.spec import Vocabulary
 from engine.weights.checkpoint import read_config, read_tensors
 from engine.weights.vocabularies import read_tekken
 
+logger = logging.getLogger(__name__)
+
 # More streams than this in one step run as several passes; the weights are then a small part of the cost.
 LARGEST_BATCH = 512
+# Known tokens are computed in chunks of at most so many positions of a stream, then of a quarter, and so many positions
+# in one pass. Each length of chunks is a kernel of its own.
+LONGEST_CHUNK = 16
+CHUNK_PASS_POSITIONS = 2048
+# Known positions in one step while nobody else is on time: an eighth of a second of an H200.
+REBUILD_POSITIONS = 4096
+# Streams in a recorded pass of the longest chunks.
+CHUNK_STREAMS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 BROKEN_LOGITS = "the model's output is not a number; the audio may hold values that are not finite"
 
 
@@ -63,6 +86,8 @@ class _Slot:
     forced: list[int]
     keywords: KeywordTree | None = None
     opened: bool = False
+    # Its keywords, while they are made ready.
+    coming: Future[KeywordTree] | None = None
 
     def blank_run(self, known: int) -> int:
         """Length of the run of blanks that ends the first `known` outputs; outputs before the delay do not count."""
@@ -85,6 +110,17 @@ class _Work:
 
 # A batched pass: who was in it, and what it answers.
 _Pass = tuple[list[_Work], Download]
+
+
+def chunk_sizes(layouts: Sequence[StackLayout]) -> list[int]:
+    """Positions of one stream that a pass may compute, the most first: as many rows as a ring has beyond its window,
+    because the new rows are stored before the oldest ones are read; and a quarter of that."""
+    room = min(
+        (layout.group.ring_pages * layout.page_rows - layout.heads.window + 1) // layout.rows_per_position
+        for layout in layouts
+    )
+    longest = 1 << (min(room, LONGEST_CHUNK).bit_length() - 1)
+    return [size for size in (longest, longest // 4) if size > 1]
 
 
 class VoxtralRunner(Runner):
@@ -132,6 +168,19 @@ class VoxtralRunner(Runner):
         )
         self._graphs = StepGraphs(self._passes.batch, self._buffers.capacity) if use_graphs else None
         self._slots: dict[int, _Slot] = {}
+        # Slots whose keywords are not on the device yet.
+        self._unready: set[int] = set()
+        self._chunk_sizes = chunk_sizes(layouts)
+        self._chunk_buffers: ChunkBuffers | None = None
+        self._chunk_graphs: StepGraphs | None = None
+        if use_graphs:
+            longest, most = self._chunk_sizes[0], min(CHUNK_STREAMS[-1], CHUNK_PASS_POSITIONS // self._chunk_sizes[0])
+            self._chunk_buffers = ChunkBuffers(longest, most, memory.streams, model.device)
+            self._chunk_graphs = StepGraphs(
+                partial(self._passes.recorded_chunks, self._chunk_buffers),
+                most,
+                [n for n in CHUNK_STREAMS if n <= most],
+            )
         self._warm = False
 
     @classmethod
@@ -163,7 +212,9 @@ class VoxtralRunner(Runner):
                 f"in steps of {unit} ms"
             )
         self.spec.options.check(message.options)
-        self._keywords.of(message.options)
+        # Half a thousand keywords take a third of a second, which other streams must not wait for.
+        self._keywords.check(message.options)
+        self._keywords.beside(message.options)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -176,15 +227,31 @@ class VoxtralRunner(Runner):
         if self._graphs is not None:
             self._buffers.upload(StepRows([], [], [], []), Payloads([], []))
             self._graphs.capture()
+        if self.device.type == "cuda":
+            self._compile_chunks()
+
+    def _compile_chunks(self) -> None:
+        """Run chunks of every length once, and record the longest: the first stream that is rebuilt waits neither for a
+        kernel nor for memory. They write to the padding's page."""
+        silence = np.zeros(self._slab.payload_samples, np.float32)
+        self._slab.encode(Payloads([self._slab.spare_row] * ENCODE_BATCH, [silence] * ENCODE_BATCH))
+        for size in self._chunk_sizes:
+            chunk = Chunk(self.memory.streams, 0, [SILENCE_ROW] * size, [STREAMING_PAD] * size, 1)
+            for streams in (1, min(self.memory.streams, CHUNK_PASS_POSITIONS // size)):
+                self._passes.chunks([chunk] * streams)
+        if self._chunk_graphs is not None:
+            self._chunk_graphs.capture(beside=self._graphs)
+        torch.cuda.synchronize()
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
         if not self._caches:
             return
-        self._graphs = None
+        self._graphs = self._chunk_graphs = self._chunk_buffers = None
         del self._passes, self._slab, self._state, self._buffers, self._bias
         self._caches.clear()
         self._slots.clear()
+        self._keywords.close()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -193,10 +260,13 @@ class VoxtralRunner(Runner):
         self.warm_up()
         for slot in plan.closed:
             self._slots.pop(slot, None)
+            self._unready.discard(slot)
         if plan.opened:
             self._open(plan.opened)
         self._update_tables(plan.decode)
         payloads, errors = self._slab.payloads(plan.encode)
+        if self._unready:
+            self._take_keywords(plan.decode, errors)
         work = [_Work(task) for task in plan.decode]
         sound = [share for share in work if share.task.stream not in errors] if errors else work
         chunks = [share for share in sound if share.task.end - share.task.start > 1]
@@ -204,17 +274,20 @@ class VoxtralRunner(Runner):
         if chunks or len(payloads.rows) > min(len(sound), capacity):
             self._slab.encode(payloads)
             payloads = Payloads([], [])
-        for share in chunks:
-            self._replay(share)
+        rebuilt = self._rebuild(chunks)
         passes: list[_Pass] = []
         while due := [share for share in sound if share.task.start + share.done < share.task.end]:
             for start in range(0, len(due), capacity):
                 passes.append(self._run_batch(due[start : start + capacity], payloads))
                 payloads = Payloads([], [])
-        return lambda: self._read(work, passes, errors)
+        return lambda: self._read(work, passes, rebuilt, errors)
 
-    def _read(self, work: list[_Work], passes: list[_Pass], errors: dict[str, str]) -> list[DecodeResult]:
+    def _read(
+        self, work: list[_Work], passes: list[_Pass], rebuilt: Download | None, errors: dict[str, str]
+    ) -> list[DecodeResult]:
         """What the passes of a plan have answered."""
+        if rebuilt is not None:
+            rebuilt.values()  # known tokens need no answer, but a host that did not wait would run ahead of the device
         for batch, answers in passes:
             outcome = outcome_of(answers, len(batch))
             self.blank_guard_activations += outcome.guarded
@@ -230,11 +303,32 @@ class VoxtralRunner(Runner):
         for task in opened:
             # Before the delay has passed the model has nothing to speak of: its output is blank whatever it hears.
             blanks = [STREAMING_PAD] * (task.delay_positions - len(task.forced_tokens))
-            keywords = self._keywords.of(task.options)
-            self._slots[task.slot] = _Slot(task.delay_positions, [*task.forced_tokens, *blanks], keywords)
-            self._bias.set_tree(task.slot, keywords)
+            coming = self._keywords.beside(task.options)
+            self._slots[task.slot] = _Slot(task.delay_positions, [*task.forced_tokens, *blanks], coming=coming)
+            self._bias.set_tree(task.slot, None)
+            if coming is not None:
+                self._unready.add(task.slot)
         slots, delays = [task.slot for task in opened], [task.delay_positions for task in opened]
         self._state.set(slots, tokens=[STREAMING_PAD] * len(opened), delays=delays, runs=[0] * len(opened))
+
+    def _take_keywords(self, tasks: list[DecodeTask], errors: dict[str, str]) -> None:
+        """Streams have their keywords from the first output on that is not known beforehand, so that their words do not
+        depend on how long the keywords took: if need be, this waits for them."""
+        prefix = self.spec.prefix_positions
+        for task in tasks:
+            slot = self._slots[task.slot]
+            if slot.coming is None or (task.end - prefix <= len(slot.forced) and not slot.coming.done()):
+                continue
+            self._unready.discard(task.slot)
+            coming, slot.coming = slot.coming, None
+            try:
+                slot.keywords = coming.result()
+            except Exception as error:
+                logger.error("the keywords of stream %s cannot be used", task.stream, exc_info=error)
+                errors[task.stream] = f"its keywords cannot be used ({type(error).__name__})"
+                continue
+            self._bias.set_tree(task.slot, slot.keywords)
+            self._bias.set_state(task.slot, slot.keywords.behind(slot.forced[: task.start - prefix]))
 
     def _update_tables(self, tasks: list[DecodeTask]) -> None:
         """Enter new pages, and fill those of a stream's first task with the opening it shares."""
@@ -260,21 +354,60 @@ class VoxtralRunner(Runner):
 
     # Decoding
 
-    def _replay(self, share: _Work) -> None:
-        """Run a stretch of known tokens as one chunk."""
-        task, prefix = share.task, self.spec.prefix_positions
-        slot, begin = self._slots[task.slot], task.start - prefix
-        forced = slot.forced
-        end = min(task.end - prefix, len(forced))
-        if end - begin < 2:
-            return
-        fed = [forced[begin - 1] if begin else STREAMING_PAD, *forced[begin : end - 1]]
-        self._passes.chunk(task.slot, task.start, task.rows[: end - begin], fed, slot.delay)
-        self._state.set([task.slot], [forced[end - 1]], [slot.delay], [slot.blank_run(end)])
-        if slot.keywords is not None:
-            self._bias.set_state(task.slot, slot.keywords.behind(forced[:end]))
-        share.tokens += forced[begin:end]
-        share.done = end - begin
+    def _rebuild(self, work: list[_Work]) -> Download | None:
+        """Compute the positions whose tokens are known, many streams side by side in chunks of one length. Returns what
+        says when the device has done so.
+
+        What does not fill a last chunk is computed with positions before it once more, which changes nothing. So a
+        stream with few positions takes shorter chunks, and one with very few goes into batched passes.
+        """
+        done: Download | None = None
+        for size in self._chunk_sizes:
+            most = CHUNK_PASS_POSITIONS // size
+            while due := [share for share in work if size <= self._known(share) > share.done]:
+                for start in range(0, len(due), most):
+                    done = self._run_chunks(due[start : start + most], size)
+        rebuilt = [
+            (share.task.slot, share.task.start - self.spec.prefix_positions + share.done)
+            for share in work
+            if share.done
+        ]
+        if not rebuilt:
+            return None
+        slots = [self._slots[slot] for slot, _ in rebuilt]
+        self._state.set(
+            [slot for slot, _ in rebuilt],
+            [slot.forced[known - 1] for slot, (_, known) in zip(slots, rebuilt, strict=True)],
+            [slot.delay for slot in slots],
+            [slot.blank_run(known) for slot, (_, known) in zip(slots, rebuilt, strict=True)],
+        )
+        for slot, (number, known) in zip(slots, rebuilt, strict=True):
+            if slot.keywords is not None:
+                self._bias.set_state(number, slot.keywords.behind(slot.forced[:known]))
+        return done
+
+    def _known(self, share: _Work) -> int:
+        """How many positions of a task have known tokens."""
+        begin = share.task.start - self.spec.prefix_positions
+        return min(share.task.end - share.task.start, len(self._slots[share.task.slot].forced) - begin)
+
+    def _run_chunks(self, due: list[_Work], size: int) -> Download:
+        """The next `size` positions of each stream, as one pass."""
+        chunks = []
+        for share in due:
+            task, slot = share.task, self._slots[share.task.slot]
+            first = min(share.done, self._known(share) - size)
+            begin = task.start - self.spec.prefix_positions + first
+            fed = [slot.forced[begin - 1] if begin else STREAMING_PAD, *slot.forced[begin : begin + size - 1]]
+            chunks.append(Chunk(task.slot, task.start + first, task.rows[first : first + size], fed, slot.delay))
+            share.tokens += slot.forced[begin + share.done - first : begin + size]
+            share.done = first + size
+        buffers, graphs = self._chunk_buffers, self._chunk_graphs
+        if buffers is None or graphs is None or size != buffers.length:
+            return Download(self._passes.chunks(chunks)[:1, :1].float())
+        buffers.upload(chunks)
+        graphs.run(len(chunks))
+        return Download(buffers.done)
 
     def _run_batch(self, batch: list[_Work], payloads: Payloads) -> _Pass:
         """The next position of each stream in `batch`, as one pass."""

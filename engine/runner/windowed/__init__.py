@@ -1,4 +1,4 @@
-"""The runner of windowed models (Moonshine, Whisper): rereads a window, commits what is stable.
+"""The runner of windowed models (Moonshine, Whisper): reads a window again in every pass and commits stable text.
 
-Imports `engine.models`, `engine.core` and what `engine.runner` shares; nothing of `frames`.
+Imports `engine.models`, `engine.core` and the modules directly in `engine.runner`; nothing of `frames`.
 """

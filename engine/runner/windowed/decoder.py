@@ -1,7 +1,8 @@
-"""Greedy decoding for a batch of windows: known text in one pass, then token by token until every row has stopped.
+"""Greedy decoding for a batch of windows, language detection, and decoding with CUDA graphs.
 
-A row brings the text it has committed and a draft, what it said in its last pass. The draft is only a guess to save
-time: it is checked in the same pass as the committed text, and kept as far as the model would say the same again.
+Known text is read in one pass; then one token per row and pass until every row has stopped. A row has committed text
+and a draft, the hypothesis of its last pass. The draft only saves time: it is checked in the same pass as the committed
+text, and kept as far as the model would choose the same tokens again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from engine.runner.windowed.stability import Policy, Progress
 
 @dataclass(frozen=True, slots=True)
 class DecodedToken:
-    """What the model says in one place, how sure it is, and the frame that it attends to."""
+    """The model's choice at one place, its log-probability, and the encoder frame that it attends to most."""
 
     token: int
     log_probability: float
@@ -37,27 +38,27 @@ class DecodedToken:
 
 @dataclass(slots=True)
 class Row:
-    """One stream's part of a decoding pass; the lists are filled in by it."""
+    """One stream's part of a decoding batch. The decoder fills the lists from `tokens` on."""
 
     committed: list[int]
     draft: list[int]
-    # Most new tokens; and the frame at which decoding stops, because a token there is too close to the live edge (None:
-    # it does not stop).
+    # Most new tokens; and the frame from which on a token is too close to the live edge, so decoding stops (None: it
+    # does not stop).
     most: int
     stop_frame: float | None
-    # Frames that hold audio; attention to padding behind them says nothing.
+    # Frames with audio; attention to the padding after them means nothing.
     frames: int
-    # Tells when the text begins again; then decoding stops.
+    # Notices text that begins again; decoding stops then.
     progress: Progress = field(default_factory=lambda: Progress(-inf, inf))
-    # Words to favour, and where the text stands among them.
+    # Keywords to favour, and the state of the text in their tree.
     keywords: KeywordTree | None = None
     state: int = AT_WORD
-    # What the text begins with; None: as the model's texts do.
+    # Tokens that start the text; None: the model's default.
     opening: list[int] | None = None
     tokens: list[int] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)
-    # The model said that the text ends here.
+    # The model chose its end token.
     ended: bool = False
     done: bool = False
 
@@ -66,7 +67,7 @@ class Row:
             self.state = self.keywords.behind(self.committed)
 
     def states(self) -> Iterator[int]:
-        """Where the text stands behind what is committed, and behind each token of the draft."""
+        """The keyword state after the committed text, and after each token of the draft."""
         state = self.state
         yield state
         for token in self.draft:
@@ -75,8 +76,8 @@ class Row:
             yield state
 
     def favour(self, answer: DecodedToken, state: int, logits: Tensor) -> DecodedToken:
-        """What to say instead, if a keyword may begin or go on there. How sure the model is of it is what the model
-        itself says: a keyword is no evidence."""
+        """The token to use when keywords are considered. Its log-probability is the model's own: a keyword is no
+        evidence."""
         if self.keywords is None:
             return answer
         values = logits.cpu().numpy()
@@ -100,8 +101,8 @@ class Row:
 
 
 class DecoderBatch:
-    """One batch under way: `encoded` is what it hears, `audio` ([rows]) how many of these frames hold audio, `state`
-    what it has said. Tokens that are barred are never said. `decode` stands for the model's own."""
+    """A running batch. `encoded`: its encoder output; `audio` [rows]: number of frames with audio; `state`: keys and
+    values of its text; `barred`: tokens that are never chosen; `decode`: replaces the model's own method."""
 
     def __init__(
         self,
@@ -118,21 +119,21 @@ class DecoderBatch:
         self._encoded = encoded
         self._audio = audio
         self._state = state
-        # Behind the last answers: of the places that were asked for, or of every row.
+        # Logits of the last choices: of the places that were asked for, or of every row.
         self.logits: Tensor
 
     def read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> list[DecodedToken]:
-        """Text that is known, as one pass; answers for some of its places, as (row, column), and logits for those of
-        them that have these numbers."""
+        """Read known text in one pass. Returns the choices at `places` (row, column); `logits` keeps those of the
+        places with the numbers `kept`."""
         return answers_of(self._read(known, places, kept))
 
     def say(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
-        """One more token of every row, each behind its last token at that one's position."""
+        """One more token per row, given each row's last (token, position)."""
         given = upload(np.array(last, np.int64), self._barred.device)
         return answers_of(self.next(given, max(position for _, position in last) + 1))
 
     def next(self, given: Tensor, text: int) -> Tensor:
-        """The same for [rows, 2] of tokens and positions, in texts of at most so many tokens."""
+        """As `say`, on the device: `given` [rows, 2] has tokens and positions, `text` is the longest text in tokens."""
         hidden, attention = self._decode(given[:, :1], given[:, 1:], self._state.first(text), self._encoded)
         return self._choose(hidden[:, 0], attention[:, 0], self._audio)
 
@@ -149,8 +150,8 @@ class DecoderBatch:
         return chosen
 
     def _choose(self, hidden: Tensor, attention: Tensor, audio: Tensor) -> Tensor:
-        """[places, width], [places, frames], [places] -> [3, places]: one copy brings all of it to the host. Token and
-        frame numbers are small enough for a float32."""
+        """[places, width], [places, frames], [places] -> [3, places] of token, log-probability, peak: one tensor, so
+        that one copy brings it to the host. Token and frame numbers are exact in float32."""
         logits = self._model.logits(hidden).float()
         logits.index_fill_(1, self._barred, float("-inf"))
         self.logits = logits
@@ -168,6 +169,8 @@ def answers_of(chosen: Tensor) -> list[DecodedToken]:
 
 
 class GreedyDecoder:
+    """Decodes batches of rows on one device."""
+
     def __init__(self, model: SpeechModel, device: torch.device | str = "cpu", decode: Decode | None = None) -> None:
         self._model = model
         self._decode = decode
@@ -178,7 +181,7 @@ class GreedyDecoder:
             pass
 
     def passes(self, rows: list[Row], encoded: Encoded) -> Iterator[None]:
-        """One pass of the model at a time; the caller may do something else between them."""
+        """Decode, yielding after each pass of the model, so that the caller may interleave other work."""
         audio = upload(np.array([row.frames for row in rows], np.int64), self._barred.device)
 
         def decoder_batch(text: int) -> DecoderBatch:
@@ -188,7 +191,7 @@ class GreedyDecoder:
         return self._passes(rows, decoder_batch)
 
     def _passes(self, rows: list[Row], decoder_batch_for: Callable[[int], DecoderBatch]) -> Iterator[None]:
-        """`speaker_for` gets the longest text that the rows can come to, in tokens."""
+        """`decoder_batch_for` gets the longest text that the rows can reach, in tokens."""
         prefixes = [[*(row.opening or self._model.start_tokens), *row.committed] for row in rows]
         texts = [len(prefix) + max(row.most, len(row.draft)) + 1 for prefix, row in zip(prefixes, rows, strict=True)]
         decoder_batch = decoder_batch_for(max(texts))
@@ -204,9 +207,9 @@ class GreedyDecoder:
     def _check_drafts(
         self, decoder_batch: DecoderBatch, rows: list[Row], prefixes: list[list[int]]
     ) -> list[tuple[int, int]]:
-        """Run everything known; returns the token each row goes on from, and its position."""
+        """Read all known text; returns for each row the token to continue from, and its position."""
         known = [prefix + row.draft for prefix, row in zip(prefixes, rows, strict=True)]
-        # Only outputs from the last committed token on say something new.
+        # Only the outputs from the last committed token on are needed.
         places = [
             (index, at) for index, prefix in enumerate(prefixes) for at in range(len(prefix) - 1, len(known[index]))
         ]
@@ -226,61 +229,58 @@ class GreedyDecoder:
         return last
 
 
-# What a model thinks of a window before it reads it: whether anybody speaks, and in which language.
+# Judging a window before it is read: whether it has speech, and in which language.
 #
-# A stream whose language was not told has it found out in the first window that is long enough to tell. From then on
-# it stays: one short word that sounds like another language would otherwise change the language of what is said in
-# it, and with it words that were right. Whoever changes the language tells it, or opens another stream. Where the
-# model is not sure, its best guess counts for the one utterance, and the next one is asked again.
+# Without a given language, the language is detected in the first window that is long enough. Then it stays: otherwise
+# one short word that sounds like another language would change the language of the text, and words that were right. To
+# change it, a client sets it or opens another stream. While the model is not sure, its best guess is used for one
+# utterance, and the next utterance is judged again.
 
-# Positions of speech in which a language can be told from others, and how likely it must be then to stay.
-# Seen with Whisper tiny and the voices of espeak-ng in German, French, Spanish and Italian: of two seconds one was told
-# right, of four seconds all were.
+# Positions of speech needed to detect a language (four seconds), and the probability from which on it stays.
 TELLING_POSITIONS = 50
 SURE_LANGUAGE = 0.5
-# Where the model says with this probability that nobody speaks, doubtful words are not believed. OpenAI's own bound.
+# From this probability of no speech on, doubtful words are not believed. OpenAI's own threshold.
 NO_SPEECH_PROBABILITY = 0.6
-# Where it has heard an utterance to its end and says so with less than this, somebody speaks, and words are believed
-# down to a lower mean log-probability. Measured with whisper-tiny: of 300 prompts in five languages three are not below
-# it; of 28 noises in two lengths only one piece of music is, whose notes have -2.0. Of these prompts 21 were below the
-# bound for all others, and three are below this one, taken for other words of their own language or another.
+# If an utterance was read to its end and its probability of no speech is below this, it is speech, and words are
+# believed down to the lower mean log-probability SPOKEN_DOUBT: prompts of non-native speakers are often that unsure.
 SPEECH_PROBABILITY = 0.3
 SPOKEN_DOUBT = -1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
+    # Probability that the window has no speech.
     no_speech: float
-    # How likely each of the model's languages is, if it is one of them.
+    # Probability of each of the model's languages.
     languages: list[float]
 
 
 def judge(model: SpeechModel, encoded: Encoded) -> list[Judgement]:
-    """One for each row, from the first token that the model would say."""
+    """One judgement per row, from the model's first token."""
     judging = model.judging
-    assert judging is not None, "this model cannot say"
+    assert judging is not None, "this model cannot judge windows"
     rows, device = len(encoded.lengths), encoded.keys.device
     tokens = torch.full((rows, 1), judging.start, device=device)
     hidden, _ = model.decode(tokens, torch.zeros_like(tokens), model.new_state(rows, 1), encoded)
     logits = model.logits(hidden[:, 0]).float()
-    nobody = logits.softmax(dim=-1)[:, judging.no_speech].tolist()
+    no_speech = logits.softmax(dim=-1)[:, judging.no_speech].tolist()
     spoken = logits[:, list(judging.languages)].softmax(dim=-1).tolist()
-    return [Judgement(*each) for each in zip(nobody, spoken, strict=True)]
+    return [Judgement(*each) for each in zip(no_speech, spoken, strict=True)]
 
 
 @dataclass(slots=True)
 class LanguageState:
-    """What a stream was told, and what its model has found out."""
+    """The language options of a stream, and what the model has detected."""
 
     task: str
     prompt: list[int]
-    # Codes that may be spoken.
+    # Codes of the languages to choose from.
     languages: Sequence[str]
-    # The code of what is spoken; empty if that is not known, or goes without saying.
+    # Code of the spoken language; empty if unknown, or if the model has only one.
     language: str = ""
-    # The language stays.
+    # The language is not detected any more.
     settled: bool = False
-    # How likely nobody speaks in the window, if the model says so.
+    # Probability that the window has no speech, if the model says so.
     no_speech: float | None = None
 
     @classmethod
@@ -291,7 +291,7 @@ class LanguageState:
         return cls(given.get("task", ""), prompt, languages, told, settled)
 
     def waits(self, positions: int) -> bool:
-        """Whether a window of so many positions, to which more will come, is too short to tell its language."""
+        """Whether a growing window of this many positions is still too short to detect its language."""
         return not self.settled and positions < TELLING_POSITIONS
 
     def hear(self, judgement: Judgement, options: Options, positions: int) -> None:
@@ -304,14 +304,14 @@ class LanguageState:
         self.settled = share >= SURE_LANGUAGE and positions >= TELLING_POSITIONS
 
     def doubt(self, policy: Policy, to_end: bool) -> float:
-        """Mean log-probability below which an utterance is taken for noise. How unsure a translation is says little
-        about what was heard. `to_end`: it was heard to its end."""
-        nobody = math.nan if self.no_speech is None else self.no_speech
-        if nobody > NO_SPEECH_PROBABILITY:
+        """Mean log-probability below which an utterance is taken for noise. `to_end`: it was read to its end. The
+        confidence in a translation says little about the audio, so it does not count."""
+        no_speech = math.nan if self.no_speech is None else self.no_speech
+        if no_speech > NO_SPEECH_PROBABILITY:
             return policy.sure
         if self.task:
             return -math.inf
-        return min(policy.doubt, SPOKEN_DOUBT) if to_end and nobody < SPEECH_PROBABILITY else policy.doubt
+        return min(policy.doubt, SPOKEN_DOUBT) if to_end and no_speech < SPEECH_PROBABILITY else policy.doubt
 
     def save(self) -> Saved:
         return {"language": self.language, "settled": self.settled, "no_speech": self.no_speech}
@@ -320,15 +320,15 @@ class LanguageState:
         self.language, self.settled, self.no_speech = saved["language"], saved["settled"], saved["no_speech"]
 
 
-# The decoder's step on a device, one token for every row, in places that do not move: on CUDA it is a recording.
+# The decoder's step on a device, one token per row, in fixed buffers: on CUDA it is a recorded graph.
 #
-# The places are sized for the largest batch, the longest window and the longest text. A batch uses the beginning of
-# them, in one of a few shapes: rows, frames and tokens are rounded up to the next recorded size, because what a
-# recording reads it always reads, used or not.
+# The buffers are sized for the largest batch, the longest window and the longest text. A batch uses the beginning of
+# them in one of a few shapes: rows, frames and tokens are rounded up to the next recorded size, because a graph always
+# reads everything it was recorded with.
 
 
 def sizes_up_to(largest: int, smallest: int, growth: float) -> list[int]:
-    """Sizes worth a recording, each so much larger than the one before."""
+    """Sizes to record up to `largest`, each `growth` times the one before."""
     sizes = [largest]
     while sizes[-1] / growth >= smallest:
         sizes.append(int(sizes[-1] / growth))
@@ -337,7 +337,7 @@ def sizes_up_to(largest: int, smallest: int, growth: float) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Sizes of batches that a step can have, smallest first."""
+    """The batch sizes that are recorded, smallest first."""
 
     rows: Sequence[int]
     frames: Sequence[int]
@@ -351,7 +351,7 @@ class Shapes:
         return Shape(_next(self.rows, rows), _next(self.frames, frames), _next(self.tokens, tokens))
 
     def all(self) -> list[Shape]:
-        """The largest first: recordings share one pool of memory."""
+        """Largest first: recordings share one memory pool."""
         return [Shape(*sizes) for sizes in product(self.rows[::-1], self.frames[::-1], self.tokens[::-1])]
 
 
@@ -367,7 +367,7 @@ def _next(sizes: Sequence[int], size: int) -> int:
 
 
 class Stage:
-    """The places, and the recordings that work on them."""
+    """The buffers, and the recorded graphs that work on them."""
 
     def __init__(
         self,
@@ -381,7 +381,7 @@ class Stage:
         self._model = model
         self.barred = barred
         self.shapes = shapes
-        # Known text that is read at once, over all rows.
+        # Tokens of known text read at once, over all rows.
         self.tokens_at_once = tokens_at_once
         device, decoder = barred.device, model.decoder_shape
         rows, frames, tokens = shapes.rows[-1], shapes.frames[-1], shapes.tokens[-1]
@@ -393,13 +393,13 @@ class Stage:
         self.audio = torch.ones(rows, dtype=torch.int64, device=device)
         self.given = torch.zeros(rows, 2, dtype=torch.int64, device=device)
         self.chosen = torch.zeros(3, rows, device=device)
-        # [rows, vocabulary], for rows that favour keywords; made by the first step.
+        # [rows, vocabulary], for rows with keywords; allocated by the first step.
         self.logits: Tensor | None = None
         self._records = records
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
 
     def encoded(self, shape: Shape) -> Encoded:
-        """What a batch of this shape hears, to be written into."""
+        """The encoder-output buffer of a batch of this shape, to be written into."""
         layers, heads, dim = self._sizes()
         keys = self._cut(self._cross_keys, layers, shape.rows, heads, dim, shape.frames)
         values = self._cut(self._cross_values, layers, shape.rows, heads, shape.frames, dim)
@@ -412,13 +412,13 @@ class Stage:
         return DecoderState(self._cut(self._keys, *sizes), self._cut(self._values, *sizes))
 
     def record(self) -> None:
-        """Once, before the first batch."""
+        """Record a graph for every shape; call once, before the first batch."""
         if not self._records:
             return
         pool = torch.cuda.graph_pool_handle()
         self.real.fill_(True)
         for shape in self.shapes.all():
-            # The first run lets the libraries choose algorithms, which a recording cannot hold.
+            # The first run lets the libraries choose algorithms, which cannot be recorded.
             self._step(shape)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -433,7 +433,7 @@ class Stage:
             self._step(shape)
 
     def _step(self, shape: Shape) -> None:
-        """Reads and writes fixed places only."""
+        """One token per row; reads and writes fixed buffers only."""
         decoder_batch = DecoderBatch(
             self._model, self.barred, self.encoded(shape), self.audio[: shape.rows], self.state(shape)
         )
@@ -448,13 +448,13 @@ class Stage:
 
     @staticmethod
     def _cut(whole: Tensor, layers: int, *sizes: int) -> Tensor:
-        """The beginning of every layer's part, as a tensor of this shape."""
+        """The beginning of every layer's part of a buffer, as a tensor of this shape."""
         count = torch.Size(sizes).numel()
         return whole[:, :count].view(layers, *sizes)
 
 
 class RecordedDecoderBatch(DecoderBatch):
-    """A batch on a stage: known text runs as it comes, and what is said token by token runs as a recording."""
+    """A batch in the buffers of a stage: known text is read directly, new tokens are decoded by recorded graphs."""
 
     def __init__(self, model: SpeechModel, stage: Stage, heard: Sequence[Encoded], audio: list[int], text: int) -> None:
         rows, frames = len(audio), max(part.values.shape[3] for part in heard)
@@ -462,7 +462,7 @@ class RecordedDecoderBatch(DecoderBatch):
         self._shape = shape = stage.shapes.fit(rows, frames, text)
         whole, state = stage.encoded(shape), stage.state(shape)
         _copy(heard, whole)
-        # What is masked still has to be numbers.
+        # Masked entries must be finite, too.
         state.keys.zero_()
         state.values.zero_()
         stage.audio[:rows].copy_(upload(np.array(audio, np.int64), stage.barred.device))
@@ -477,7 +477,7 @@ class RecordedDecoderBatch(DecoderBatch):
         return answers_of(stage.chosen[:, :rows])
 
     def _read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> Tensor:
-        """A few rows at a time: attention to all frames of all rows, for all tokens, would take much memory."""
+        """Read a few rows at a time: attention of all tokens to all frames of all rows would take much memory."""
         count = max(1, self._stage.tokens_at_once // max(map(len, known)))
         chosen, logits, wanted = [], [], set(kept)
         for first in range(0, len(known), count):
@@ -501,8 +501,8 @@ class RecordedDecoderBatch(DecoderBatch):
 
 
 def _copy(heard: Sequence[Encoded], whole: Encoded) -> None:
-    """Batches that were encoded one after the other, as one. Rows that nobody hears listen to something all the same:
-    an empty row would have no attention at all."""
+    """Copy batches that were encoded one after the other into one. Unused rows get one valid frame, because attention
+    over an empty row is undefined."""
     assert whole.real is not None
     whole.real.zero_()
     whole.real[..., 0] = True
@@ -511,6 +511,6 @@ def _copy(heard: Sequence[Encoded], whole: Encoded) -> None:
         rows, frames = slice(first, first + len(part.lengths)), part.values.shape[3]
         whole.keys[:, rows, :, :, :frames] = part.keys
         whole.values[:, rows, :, :frames] = part.values
-        whole.values[:, rows, :, frames:] = 0.0  # what is masked still has to be numbers
+        whole.values[:, rows, :, frames:] = 0.0  # masked entries must be finite, too
         whole.real[rows, ..., :frames] = True if part.real is None else part.real
         first = rows.stop

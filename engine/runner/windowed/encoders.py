@@ -1,7 +1,7 @@
-"""How a windowed model hears: what changes between models that encode a window again and models that hear each frame
-once. The runner decodes and commits; an ear turns a task's audio into what the decoder listens to.
+"""Encoders of windowed models: `WindowEncoder` encodes a window again in every pass, `BlockEncoder` each frame once.
 
-All places are positions, absolute on the stream's clock.
+The runner decodes and commits; an encoder turns a task's audio into encoder output for the decoder. All places are
+positions of the stream.
 """
 
 from __future__ import annotations
@@ -26,48 +26,48 @@ from engine.runner.windowed.stability import POSITIONS_PER_SECOND, HypothesisTok
 
 @dataclass(slots=True)
 class EncodedAudio:
-    """What one pass listens to."""
+    """Encoder output for one pass of one stream."""
 
     encoded: Encoded
-    # Where the first frame begins and the last one ends. Behind the edge there may be audio that is not encoded yet.
+    # Positions at which the first frame begins and the last one ends. After `edge` there may be audio not encoded yet.
     origin: float
     edge: float
-    # Text of the part before the window, if the sound begins before it.
+    # Tokens of the audio before the window, if the encoded audio begins before it.
     said: Sequence[int] = ()
-    # Positions until there is more to listen to; None: as many as before.
+    # Positions until a next pass is worthwhile; None: as before.
     stride: int | None = None
 
-    # Which row of `encoded` it is.
+    # The row in `encoded`.
     row: int = 0
 
     @property
     def frames(self) -> int:
-        """Frames that hold audio."""
+        """Number of frames with audio."""
         return self.encoded.audio[self.row]
 
 
 class StreamEncoder(Protocol):
-    """`audio` is always [1, samples] of the task's whole window."""
+    """Encodes the windows of many streams, by slot. `audio` is always [1, samples] of the task's whole window."""
 
     def hear(self, task: DecodeTask, audio: Tensor) -> EncodedAudio: ...
 
     def end(self, task: DecodeTask, audio: Tensor, said: list[HypothesisToken]) -> None:
-        """The utterance ends with this task's window; `said` is all that was said in it. The next one's first pass
-        comes a stride of the model behind its beginning."""
+        """The utterance ends with this task's window; `said` is its whole text. The next utterance's first pass comes
+        one stride of the model after its beginning."""
 
     def forget(self, slot: int) -> None:
-        """The slot's stream is closed. Harmless for a slot that heard nothing."""
+        """The slot's stream is closed. Does nothing for an unused slot."""
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
-        """The slot as plain data, whose window is [base, end) now, and the first position whose audio it needs."""
+        """The state of a slot with the window [base, end), and the first position whose audio the state needs."""
 
     def resume(self, slot: int, saved: Saved, items: Sequence[Item]) -> None:
-        """Be where `save` was; `items` hold the audio it needs."""
+        """Restore a saved state; `items` contain the audio it needs."""
 
 
 @dataclass(slots=True)
 class Tail:
-    """The end of the previous utterance, audio and words: context for the beginning of the next one."""
+    """The end of the previous utterance, audio and tokens: context for the beginning of the next one."""
 
     audio: Tensor
     tokens: list[int]
@@ -83,13 +83,13 @@ class Tail:
         return self.end - self.positions
 
     def up_to(self, base: int) -> Tensor:
-        """[1, samples], with the pause before the next utterance: how long it was says whether a sentence ended. Nobody
-        speaks in it, and it is heard as silence."""
+        """[1, samples] up to `base`: the tail and the pause after it, as silence. The length of the pause tells the
+        model whether a sentence has ended."""
         return pad(self.audio, (0, (base - self.end) * SAMPLES_PER_POSITION))
 
 
 class Tails:
-    """The ends of the previous utterances of many streams."""
+    """The tails of many streams, by slot."""
 
     def __init__(self, pieces: list[bytes], policy: Policy, device: torch.device | str) -> None:
         self._pieces = pieces
@@ -116,7 +116,7 @@ class Tails:
         self._tails.pop(slot, None)
 
     def near(self, slot: int, base: int, end: int) -> Tail | None:
-        """The end of the previous utterance, while it is recent and the window too young to speak for itself."""
+        """The tail, while it is recent and the window too short to be understood without it; else None."""
         tail = self._tails.get(slot)
         near = tail is not None and base - tail.end <= self._policy.tail_gap and end - base <= self._policy.tail_until
         return tail if near else None
@@ -134,7 +134,7 @@ class Tails:
 
 
 class WindowEncoder:
-    """Encodes the whole window again in every pass, and before a young window the end of the utterance before."""
+    """Encodes the whole window again in every pass; in front of a young window also the tail of the last utterance."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class WindowEncoder:
         to_end: SpeechModel | None = None,
     ) -> None:
         self._model = model
-        # Hears windows that are heard to their end, one at a time.
+        # The model for windows that are read to their end, one at a time.
         self._to_end = to_end or model
         self._tails = Tails(pieces, policy, device)
 
@@ -153,7 +153,7 @@ class WindowEncoder:
         return at_once(self.hear_slowly(task, audio))
 
     def hear_slowly(self, task: DecodeTask, audio: Tensor) -> Generator[None, None, EncodedAudio]:
-        """The same in pieces; the caller may do something else between them."""
+        """As `hear`, yielding after each piece of work."""
         tail = self._tails.near(task.slot, task.base, task.end)
         if tail is not None:
             audio = torch.cat((tail.up_to(task.base), audio), dim=1)
@@ -167,10 +167,10 @@ class WindowEncoder:
         return EncodedAudio(encoded, tail.start, task.end, tail.tokens)
 
     def hear_together(self, tasks: Sequence[DecodeTask], slab: AudioSlab) -> list[EncodedAudio]:
-        """The same for several windows, as one batch."""
+        """As `hear`, for several windows in one batch."""
         tails = [self._tails.near(task.slot, task.base, task.end) for task in tasks]
         starts = [task.base if tail is None else tail.start for task, tail in zip(tasks, tails, strict=True)]
-        # Silence where the tail will stand, and in the pause behind it.
+        # Silence in the place of the tail and of the pause after it.
         rows = [[SILENCE_ROW] * (task.base - start) + task.rows for task, start in zip(tasks, starts, strict=True)]
         audio = slab.gather(rows)
         for place, tail in zip(audio, tails, strict=True):
@@ -196,36 +196,37 @@ class WindowEncoder:
         self._tails.resume(slot, saved, items)
 
 
-# An ear that hears each frame once: blocks are encoded with bounded context, and their frames are kept.
+# Encoding in blocks: each frame is encoded once with bounded context, and kept.
 #
-# An utterance is heard from its anchor on: the position at which its encoder started. What a frame says depends on
-# the audio since the anchor and on nothing else, not on how that audio was cut into tasks; so a stream is rebuilt
-# exactly by hearing it again from there. An utterance that goes on for long gets a new anchor where its window
-# begins, when that has just been cut and is short: that bounds the audio that a rebuild needs, and little is heard
-# twice.
+# An utterance is encoded from its anchor on, the position at which its encoder started. A frame depends only on the
+# audio since the anchor, not on how it was split into tasks, so a stream is rebuilt exactly by encoding it again from
+# there. A long utterance gets a new anchor at the start of its window when the window has just been cut: this bounds
+# the audio that a rebuild needs, and little is encoded twice.
 #
-# A pass is worth while when a block has come out, so the ear says when the next one will. It hears what the block
-# looked ahead to as well, as far as it was understood with the block: words need not wait until that is settled.
+# A pass is worthwhile when a block is complete, so the encoder says when the next one will be. The pass also gets the
+# block's look-ahead frames, so that words need not wait until these are final.
 
-# A window that is cut later than this after its anchor gets a new one. The encoder was trained on up to 28 s; a window
-# is cut every seven or eight seconds.
+# A window that is cut when its utterance has lasted this many positions since the anchor gets a new one. The encoder
+# was trained on up to 28 s; a window is cut every seven or eight seconds.
 LONG_FROM_ANCHOR = int(18 * POSITIONS_PER_SECOND)
 
 
 @dataclass(slots=True)
 class _Utterance:
-    """What was heard of one utterance."""
+    """The encoder state and output of one utterance."""
 
     anchor: int
-    # Audio before this position is with the encoder.
+    # The encoder has the audio before this position.
     heard: int
     state: EncoderState
-    # Frames of the window, the first of which is frame number `first` since the anchor.
+    # Frames of the window; the first has the number `first`, counted from the anchor.
     encoded: Encoded
     first: int = 0
 
 
 class BlockEncoder:
+    """Encodes audio in blocks, each frame once. See the comment above."""
+
     def __init__(self, model: Moonshine, encoder: StreamingEncoder) -> None:
         self._model = model
         self._encoder = encoder
@@ -233,7 +234,7 @@ class BlockEncoder:
 
     @property
     def first_stride(self) -> int:
-        """Positions from the beginning of an utterance to its first block."""
+        """Positions from the beginning of an utterance to its first complete block."""
         return self._next_block_at(self._start(0))
 
     def hear(self, task: DecodeTask, audio: Tensor) -> EncodedAudio:
@@ -243,7 +244,7 @@ class BlockEncoder:
         new = audio[0, (utterance.heard - task.base) * SAMPLES_PER_POSITION :]
         self._take(utterance, new, task.end)
         self._drop_before(utterance, self._frames_before(utterance, task.base))
-        # The utterance may go on behind a pause, so what ends there is a copy.
+        # The utterance may continue after a pause, so a copy of the state is finished.
         ends = task.final or task.pause
         ahead = self._encoder.finish(_copy(utterance.state)) if ends else utterance.state.ahead
         encoded = _join(utterance.encoded, self._cross(ahead))
@@ -281,7 +282,7 @@ class BlockEncoder:
         return _Utterance(anchor, anchor, state, self._cross(state.waiting[0]))
 
     def _next_block_at(self, utterance: _Utterance) -> int:
-        """The position at whose beginning the audio of the next block is there."""
+        """The position from which on the audio of the next block is complete."""
         samples = self._encoder.samples_to_next(utterance.state)
         return utterance.anchor + -(-samples // SAMPLES_PER_POSITION)
 
@@ -290,7 +291,7 @@ class BlockEncoder:
         return was_cut and task.end - utterance.anchor > LONG_FROM_ANCHOR
 
     def _frames_before(self, utterance: _Utterance, base: int) -> int:
-        """Frames since the anchor that begin before the window."""
+        """Number of frames since the anchor that begin before the window."""
         samples = (base - utterance.anchor) * SAMPLES_PER_POSITION
         return -(-samples // self._model.samples_per_frame)
 
@@ -302,7 +303,7 @@ class BlockEncoder:
 
     @staticmethod
     def _drop_before(utterance: _Utterance, first: int) -> None:
-        """Let go of frames before the first one of the window."""
+        """Drop the frames before the window's first one."""
         drop = min(first - utterance.first, utterance.encoded.lengths[0])
         if drop > 0:
             encoded = utterance.encoded
@@ -312,7 +313,7 @@ class BlockEncoder:
             utterance.first += drop
 
     def _cross(self, frames: Tensor) -> Encoded:
-        """[frames, width] -> what the decoder listens to."""
+        """[frames, width] -> keys and values for the decoder's cross-attention."""
         return self._model.cross(frames[None], [len(frames)])
 
 
@@ -323,7 +324,7 @@ def _join(left: Encoded, right: Encoded) -> Encoded:
 
 
 def _copy(state: EncoderState) -> EncoderState:
-    """A state to use up, without harm to the one it is a copy of."""
+    """A copy of the state that can be changed without changing the original."""
     twin = copy(state)
     twin.keys_values = state.keys_values.clone()
     return twin

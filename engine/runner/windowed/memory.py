@@ -1,4 +1,4 @@
-"""The audio of all streams, a row for each position, where the model runs; row 0 is silence and is never written."""
+"""The audio of all streams on the device (`AudioSlab`), and how much memory a windowed model needs (`plan_windows`)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ SAMPLES_PER_POSITION = 1_280
 
 
 class AudioSlab:
+    """Audio of all streams, one row per position. Row 0 is silence and is never written."""
+
     def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
         self.rows = torch.zeros(rows + 1, SAMPLES_PER_POSITION, device=device)
         self._device = self.rows.device
-        # Rows with values that are not numbers.
+        # Rows with NaN or infinite values.
         self._broken: set[int] = set()
 
     def write(self, tasks: Sequence[EncodeTask]) -> None:
-        """The samples of some items, in one copy."""
+        """Write the samples of the items in one copy."""
         if not tasks:
             return
         samples = np.concatenate([_samples(task) for task in tasks])
@@ -45,7 +47,7 @@ class AudioSlab:
         return self.gather([task.rows])
 
     def gather(self, windows: Sequence[Sequence[int]]) -> Tensor:
-        """[windows, samples] of so many rows each, with silence behind the shorter ones."""
+        """[windows, samples]: the rows of each window, shorter ones padded with silence."""
         length = max(map(len, windows))
         rows = np.zeros((len(windows), length), np.int64)
         for place, window in zip(rows, windows, strict=True):
@@ -60,7 +62,7 @@ def _samples(task: EncodeTask) -> np.ndarray[tuple[int, int], np.dtype[np.float3
 
 
 def audio_of(items: Sequence[Item], start: int, end: int) -> Tensor:
-    """[1, samples] of positions [start, end); silence where no item has any."""
+    """[1, samples] of positions [start, end); silence where there is no item."""
     audio = torch.zeros(end - start, SAMPLES_PER_POSITION)
     for item in items:
         if item.payload is None:
@@ -73,28 +75,28 @@ def audio_of(items: Sequence[Item], start: int, end: int) -> Tensor:
     return audio.view(1, -1)
 
 
-# How much memory a windowed model and its streams need on a device: asked before anything is allocated there.
+# Memory planning, before anything is allocated on the device.
 
-# Most windows that are decoded as one batch. More would share a step, and wait for the longest text among them.
+# Most windows decoded as one batch. A larger batch would wait for the longest text in it.
 MOST_ROWS = 128
-# Most frames that the encoder hears at once: enough to keep a large device busy.
+# Most frames encoded at once: enough to keep a large device busy.
 MOST_FRAMES_AT_ONCE = 24_000
-# Most known text that is read at once, over all rows of a batch: every reading costs as many launches as a token does.
+# Most tokens of known text read at once, over all rows of a batch. Each reading costs as many kernel launches as a
+# token.
 MOST_TOKENS_AT_ONCE = 8_192
-# Streams that are taken if nobody says how many: what their host can schedule, not what the memory holds.
+# Default for the number of streams: what the host can schedule, not what fits into memory.
 MOST_STREAMS = 1024
-# Libraries, recordings and fragmentation.
+# Libraries, CUDA graphs and fragmentation.
 FIXED_BYTES = GIB
 
 
-# A step reads so many whole windows of live streams for each four rows of a batch, because most are far from whole, or
-# half as many windows of files.
+# Batch rows per whole live window of a step. Most windows are far from whole, so a step has more rows than that.
 ROWS_PER_WHOLE_WINDOW = 4
 
 
 @dataclass(frozen=True, slots=True)
 class WindowMemory:
-    """What one device holds: streams, windows in a batch, frames that are encoded and tokens that are read at once."""
+    """Memory plan of one device: streams, rows in a batch, frames encoded at once, tokens read at once, and bytes."""
 
     streams: int
     rows: int
@@ -114,7 +116,7 @@ class WindowMemory:
 
 
 def longest_window(spec: ModelSpec, policy: Policy) -> int:
-    """Samples of the longest window of a live stream: a whole one, or a young one behind the longest utterance."""
+    """Longest window of a live stream in samples: a whole one, or a young one with the tail of the last utterance."""
     behind_another = spec.window_positions + policy.tail_gap + policy.tail_until
     return int(behind_another + 1) * SAMPLES_PER_POSITION
 
@@ -128,15 +130,18 @@ def plan_windows(
     longest: int,
     max_streams: int | None,
 ) -> WindowMemory:
-    """Fit the model, a batch and `max_streams` streams (or as many as there is room for) into `room` bytes."""
+    """Fit the model, a batch and `max_streams` streams (None: as many as fit) into `room` bytes.
+
+    Raises NotEnoughMemory.
+    """
     size, shape, frames = dtype.itemsize, model.decoder_shape, model.frames_of(longest)
     weights = sum(parameter.numel() for parameter in model.parameters()) * size
     # Audio of the window and around it, and of the utterance before.
     stream_bytes = (spec.embeds_for(live=True) + spec.window_positions) * SAMPLES_PER_POSITION * 4
-    # Attention with its weights, and what the model says in every place.
+    # Per token of known text: attention weights, and logits.
     token_bytes = shape.heads * frames * 10 + model.config.vocabulary * 8
-    # Keys and values of what a row hears, as they are encoded and where the decoder reads them, and of what it says;
-    # a fourth more for backlog.
+    # Per row: cross keys and values as encoded and as copied for the decoder, and the decoder's own; a quarter more for
+    # uploads.
     row_bytes = 2 * shape.layers * shape.heads * shape.dim * size * (2 * frames + model.max_tokens) * 5 // 4
     frame_bytes = model.widest_frame * size
     left = room - weights - FIXED_BYTES - (max_streams or 1) * stream_bytes

@@ -1,7 +1,15 @@
-"""Text that a model is told came before: its tokens, by the ranks of a byte-pair vocabulary."""
+"""`WindowedRunner`: reads each stream's window again, decodes from committed text on, and commits what is stable.
+
+Encoding and decoding happen in `windows.py`, on a CPU or a device: the live streams of a plan in one or more parts,
+uploads as another. The runner decides what is read, and makes text of the tokens.
+
+A window of an upload has no earlier pass to continue from, and reading it takes longer than a live stream can wait. So
+it is read in pieces (one encoder layer or one decoder pass each) and can be interrupted after every piece.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
@@ -40,35 +48,31 @@ from engine.runner.windowed.stability import (
 from engine.runner.windowed.windows import Results, Windows
 from engine.spec import ModelSpec, Vocabulary
 
-# Most characters of a prompt that are looked at, from its end: a model keeps a few hundred tokens of it.
+# Characters at the end of a prompt that are used: a model keeps a few hundred tokens of it.
 LAST_CHARACTERS = 2_000
-# Pieces of a text that are never joined: words with the space before them, numbers, marks. As GPT-2 has them.
+# Parts of a text that are never joined: words with the space before them, numbers, marks. The same as in GPT-2.
 _WORDS = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
 
 
 class Prompts:
-    """A token's number is its rank: of two neighbours that can be joined, those that make the lowest one are."""
+    """Tokenises prompts. The number of a token is its merge rank."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._ranks = {piece: token for token, piece in enumerate(pieces) if piece}
 
     def tokens(self, text: str) -> list[int]:
-        """Of a text as if it were said: behind a space."""
+        """The tokens of a prompt, as if it were spoken text after a space."""
         text = text.strip()[-LAST_CHARACTERS:]
         words = _WORDS.findall(f" {text}") if text else []
         parts = (part for word in words for part in joined_pairs(single_bytes(word.encode()), self._ranks))
         return [self._ranks[part] for part in parts if part in self._ranks]
 
 
-# The runner of windowed models: rereads each stream's window, decodes on from committed text, commits what is stable.
-#
-# The windows (`windows.py`) do the reading, on a CPU or on a device: live streams of a plan in one part or several,
-# backlog as another. The runner says what is to be read, and makes text of what was said.
-#
-# A window of backlog has no earlier pass to go on from and takes longer than a live stream can wait. It is therefore
-# read in pieces, one layer of the encoder or one pass of the decoder each, and can be laid aside behind every piece.
-
 SAMPLE_RATE = 16_000
+# Streams in a row that cannot be read: one more, and it is not their fault.
+MOST_FAILED_READINGS = 3
+
+logger = logging.getLogger(__name__)
 
 
 def windowed_spec(name: str, window_positions: int, stride_positions: int, file_window_positions: int = 1) -> ModelSpec:
@@ -81,7 +85,7 @@ def windowed_spec(name: str, window_positions: int, stride_positions: int, file_
         window_positions=window_positions,
         file_window_positions=file_window_positions,
         history_positions=max(window_positions, file_window_positions),
-        # An item may stick out of the window at both ends.
+        # Items may extend beyond both ends of the window.
         embeds_per_stream=window_positions + 64,
         options=Options(keywords=MAX_KEYWORDS),
     )
@@ -89,19 +93,19 @@ def windowed_spec(name: str, window_positions: int, stride_positions: int, file_
 
 @dataclass(slots=True)
 class _Slot:
-    """What a stream's window holds: text that was committed from it, and what the last pass said after that."""
+    """The text of a stream's window: committed tokens, and the hypothesis of the last pass after them."""
 
     live: bool
     language_state: LanguageState
     committed: list[HypothesisToken] = field(default_factory=list)
     hypothesis: list[HypothesisToken] = field(default_factory=list)
-    # Something of this utterance has been committed: somebody speaks.
+    # Text of this utterance has been committed, so it is speech.
     spoken: bool = False
-    # The last pass heard the end of the utterance before with this one.
+    # The last pass read the end of the utterance before together with this one.
     heard_on: bool = False
-    # Behind the last utterance. If its task says that they are pending, they are not said yet.
+    # Marks after the last utterance. If a task has `pending` set, they are not committed yet.
     marks: list[TimedToken] = field(default_factory=list)
-    # If set, the hypothesis is the whole rest of the window [start, end): a final pass has nothing left to decode.
+    # If set, the hypothesis covers the rest of the window [start, end): a final pass has nothing to decode.
     understood: tuple[int, int] | None = None
     keywords: LateTree | None = None
 
@@ -114,35 +118,39 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Reading:
-    """Windows that are read side by side, piece by piece. `results` is there when no piece is left."""
+    """Windows that are read together, piece by piece. `results` is complete when no piece is left."""
 
     live: bool
-    # Of streams that are still there.
+    # Slots whose streams are still open.
     open_slots: set[int]
     rows: dict[int, Row] = field(default_factory=dict)
     work: Iterator[None] = iter(())
     results: dict[int, DecodeResult] = field(default_factory=dict)
+    # Streams are read one by one, because it failed to read them together.
+    apart: bool = False
 
     def go_on(self, time_is_up: Callable[[], bool]) -> bool:
-        """One piece, and more while there is time; True if that was all."""
+        """Do one piece of work, and more while there is time; True if all is done."""
         for _ in self.work:
             if time_is_up():
                 return False
         return True
 
     def refuse(self, slot: int, why: str) -> None:
-        """A stream cannot be read: it ends alone."""
+        """A stream cannot be read: end it alone."""
         self.open_slots.discard(slot)
         self.results[slot] = DecodeResult(error=why)
 
     def drop(self, slot: int) -> None:
-        """A stream has gone: the others do not wait for its words."""
+        """A stream was closed: stop decoding for it."""
         self.open_slots.discard(slot)
         if slot in self.rows:
             self.rows[slot].done = True
 
 
 class WindowedRunner(SynchronousRunner):
+    """The runner of windowed models. `windows` encodes and decodes."""
+
     pauses_uploads = True
     saves_state = True
     judges_windows = True
@@ -161,6 +169,9 @@ class WindowedRunner(SynchronousRunner):
         self._prompts = Prompts(vocabulary.pieces)
         self._slots: dict[int, _Slot] = {}
         self._uploads: _Reading | None = None
+        # Slots of streams that could not be opened, and why; and readings of single streams that failed in a row.
+        self._unusable: dict[int, str] = {}
+        self._failed_readings = 0
 
     def check_open(self, message: Open) -> None:
         if message.delay_positions is not None:
@@ -171,12 +182,16 @@ class WindowedRunner(SynchronousRunner):
     @torch.inference_mode()
     def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
         self._prepare(plan)
-        live, uploads = plan.decode[: plan.live], plan.decode[plan.live :]
-        results = self._windows.share_out(live, self._read_whole) if live else {}
+        unusable = self._unusable
+        results = {t.slot: DecodeResult(error=unusable[t.slot]) for t in plan.decode if t.slot in unusable}
+        live = [task for task in plan.decode[: plan.live] if task.slot not in results]
+        uploads = [task for task in plan.decode[plan.live :] if task.slot not in results]
+        if live:
+            results |= self._windows.share_out(live, self._read_whole)
         if uploads:
             if self._uploads is None:
                 self._uploads = self._read(uploads, live=False)
-            if self._uploads.go_on(time_is_up):
+            if self._go_on(self._uploads, uploads, time_is_up):
                 results |= self._uploads.results
                 self._uploads = None
         return [results.get(task.slot) or DecodeResult(unfinished=True) for task in plan.decode]
@@ -184,13 +199,50 @@ class WindowedRunner(SynchronousRunner):
     @torch.inference_mode()
     def _read_whole(self, tasks: Sequence[DecodeTask]) -> Results:
         reading = self._read(tasks, live=True)
-        reading.go_on(never)
+        self._go_on(reading, tasks, never)
         return reading.results
 
+    def _go_on(self, reading: _Reading, tasks: Sequence[DecodeTask], time_is_up: Callable[[], bool]) -> bool:
+        """As `_Reading.go_on`. If that fails, the streams are read one by one: it is one of them that ends."""
+        try:
+            is_done = reading.go_on(time_is_up)
+            if not reading.apart:
+                self._failed_readings = 0
+            return is_done
+        except Exception as error:
+            if reading.apart:
+                raise
+            logger.warning("streams are read one by one, because reading them together failed: %r", error)
+        reading.apart = True
+        reading.rows.clear()
+        left = [task for task in tasks if task.slot in reading.open_slots and task.slot not in reading.results]
+        reading.work = self._pieces_apart(left, reading)
+        return reading.go_on(time_is_up)
+
+    def _pieces_apart(self, tasks: Sequence[DecodeTask], reading: _Reading) -> Iterator[None]:
+        failed: list[Exception] = []
+        for task in tasks:
+            if task.slot not in reading.open_slots:
+                continue
+            alone = _Reading(reading.live, {task.slot})
+            try:
+                yield from self._pieces([task], alone)
+            except Exception as error:
+                logger.error("stream %s cannot be read; the others go on", task.stream, exc_info=error)
+                failed.append(error)
+                reading.refuse(task.slot, f"its audio cannot be read ({type(error).__name__})")
+            else:
+                self._failed_readings = 0
+                reading.results |= alone.results
+        self._failed_readings += len(failed)
+        if failed and self._failed_readings > MOST_FAILED_READINGS:
+            raise RuntimeError("no stream can be read any more") from failed[-1]
+
     def _prepare(self, plan: StepPlan) -> None:
-        """Slots and samples for a plan's tasks."""
+        """Close and open slots, and store the new audio of a plan."""
         for slot in plan.closed:
             self._slots.pop(slot, None)
+            self._unusable.pop(slot, None)
             for live in (True, False):
                 self._windows.stream_encoder(live).forget(slot)
             if self._uploads is not None:
@@ -198,35 +250,50 @@ class WindowedRunner(SynchronousRunner):
                 if not self._uploads.open_slots:
                     self._uploads = None
         for opened in plan.opened:
-            prompt = self._prompts.tokens(opened.options.get("prompt", ""))
-            language_state = LanguageState.of(self.spec.options, opened.options, prompt)
-            self._slots[opened.slot] = (
-                _Slot(opened.live, language_state) if opened.saved is None else _resumed(opened, language_state)
-            )
-            self._slots[opened.slot].keywords = self._keywords.later(opened.options)
-            if opened.saved is not None:
-                self._encoder_of(opened.slot).resume(opened.slot, opened.saved["ear"], opened.saved_items)
+            try:
+                self._open(opened)
+            except Exception as error:
+                logger.error("stream %s cannot be opened; the others go on", opened.stream, exc_info=error)
+                # It has nothing to go on from, and ends when it is to be read.
+                self._slots[opened.slot] = _Slot(opened.live, LanguageState.of(self.spec.options, {}, []))
+                self._encoder_of(opened.slot).forget(opened.slot)
+                what = "state" if opened.saved is not None else "options"
+                self._unusable[opened.slot] = f"its {what} cannot be used ({type(error).__name__})"
         self._windows.write(plan.encode)
 
+    def _open(self, opened: OpenTask) -> None:
+        prompt = self._prompts.tokens(opened.options.get("prompt", ""))
+        language_state = LanguageState.of(self.spec.options, opened.options, prompt)
+        self._slots[opened.slot] = (
+            _Slot(opened.live, language_state) if opened.saved is None else _resumed(opened, language_state)
+        )
+        self._slots[opened.slot].keywords = self._keywords.later(opened.options)
+        if opened.saved is not None:
+            self._encoder_of(opened.slot).resume(opened.slot, opened.saved["ear"], opened.saved_items)
+
     def _read(self, tasks: Sequence[DecodeTask], live: bool) -> _Reading:
-        """The windows of some tasks, as work that can be done piece by piece. Slots change with the last piece."""
+        """The work of reading the tasks' windows, to be done piece by piece. Slots change only with the last piece."""
         reading = _Reading(live, {task.slot for task in tasks})
         reading.work = self._pieces(tasks, reading)
         return reading
 
     def _pieces(self, tasks: Sequence[DecodeTask], reading: _Reading) -> Iterator[None]:
+        # 1. Leave out windows that are too short yet, and those that are decoded to their end already.
         waiting = {task.slot for task in tasks if self._waits(task)}
         unread = [task for task in tasks if task.slot not in waiting and not self._is_understood(task)]
         for task in unread:
             if self._windows.is_broken(task):
                 reading.refuse(task.slot, "its audio holds values that are not numbers")
+        # 2. Encode.
         sounds: dict[int, EncodedAudio] = {}
         for live in (True, False):
             due = [task for task in unread if task.slot in reading.open_slots and self._slots[task.slot].live == live]
             if due:
-                # A stream that has gone is not heard any more: its slot may belong to another by then.
+                # Streams closed meanwhile are left out: their slots may belong to others by then.
                 sounds |= yield from self._windows.hear(due, live, reading.open_slots)
+        # 3. Detect language and speech.
         self._judge([task for task in unread if task.slot in sounds and task.slot in reading.open_slots], sounds)
+        # 4. Decode.
         rows = {
             task.slot: self._row(task, sounds[task.slot])
             for task in unread
@@ -236,6 +303,7 @@ class WindowedRunner(SynchronousRunner):
         if reading.rows:
             heard = [sounds[slot] for slot in reading.rows]
             yield from self._windows.passes(list(reading.rows.values()), heard, reading.live)
+        # 5. Commit.
         for task in tasks:
             slot = task.slot
             if slot in waiting and slot in reading.open_slots:
@@ -246,11 +314,11 @@ class WindowedRunner(SynchronousRunner):
                 reading.results[slot] = done
 
     def _waits(self, task: DecodeTask) -> bool:
-        """Whether a window is better read when it is longer."""
+        """Whether the window should grow before it is read."""
         return not (task.final or task.pause) and self._slots[task.slot].language_state.waits(task.end - task.base)
 
     def _judge(self, tasks: list[DecodeTask], sounds: dict[int, EncodedAudio]) -> None:
-        """Of windows in which nothing has been said yet, find out whether somebody speaks, and in which language."""
+        """Detect language and speech in windows without committed text."""
         new = [task for task in tasks if not self._slots[task.slot].spoken and sounds[task.slot].frames]
         if self._model.judging is None or not new:
             return
@@ -262,7 +330,7 @@ class WindowedRunner(SynchronousRunner):
         return language_state.language, language_state.no_speech
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
-        """The slot's state as plain data, and the first position whose audio that state needs."""
+        """The slot's state as plain data, and the first position whose audio the state needs."""
         held = self._slots.get(slot) or _Slot(True, LanguageState.of(self.spec.options, {}, []))
         stream_encoder, audio_from = self._encoder_of(slot).save(slot, base, end)
         saved: Saved = {
@@ -304,7 +372,7 @@ class WindowedRunner(SynchronousRunner):
             most=most,
             stop_frame=None if task.final or task.pause else sound.frames - policy.agreed_margin * frames_per_position,
             frames=sound.frames,
-            # A file's window is heard once and as a whole: nothing was said of it that could be said again.
+            # An upload's window is read once, as a whole: there is no earlier text to repeat.
             progress=Progress(
                 (said_until - sound.origin) * frames_per_position,
                 FAR_BACK * frames_per_position if slot.live else inf,
@@ -332,7 +400,7 @@ class WindowedRunner(SynchronousRunner):
             new = without_repeat(said, new, places, bounds, self.vocabulary.pieces)
         new = without_second_mark(row.committed, new, self.vocabulary.pieces)
         text = b"".join(self.vocabulary.pieces[token] for token in row.tokens)
-        # Behind open marks the first token is in doubt about them as well.
+        # After pending marks, the first token's log-probability includes the doubt about the marks.
         chances = row.log_probabilities[1 if task.pending and sound.said else 0 :] or row.log_probabilities
         if not slot.spoken and is_noise(
             text, chances, slot.language_state.doubt(self._policy, task.final or task.pause)
@@ -362,7 +430,7 @@ class WindowedRunner(SynchronousRunner):
         return task.final and self._slots[task.slot].understood == (task.base, task.end)
 
     def _finish(self, task: DecodeTask) -> DecodeResult:
-        """Commit what the slot's hypothesis says: it is the rest of a window that ends. Marks behind it stay open."""
+        """Commit the slot's hypothesis, the rest of a window that ends. Marks at its end stay pending."""
         slot = self._slots[task.slot]
         floor = slot.committed[-1].peak if slot.committed else float(task.base)
         rest = slot.hypothesis
@@ -380,8 +448,8 @@ class WindowedRunner(SynchronousRunner):
     def _joined(
         self, task: DecodeTask, new: list[HypothesisToken], before: float, after: float
     ) -> tuple[list[TimedToken], list[HypothesisToken]]:
-        """Tokens to commit, with their times, and as they are to be remembered. Behind the first words of an utterance
-        it is settled what stands between it and the last one."""
+        """Tokens to commit with their times, and the same as the slot remembers them. With the first words of an
+        utterance, the marks between it and the last one are decided."""
         slot = self._slots[task.slot]
         if new and slot.committed:
             new = self._seams.begun(slot.committed[-1].token, new)
@@ -398,8 +466,8 @@ class WindowedRunner(SynchronousRunner):
         ]
 
     def _cut(self, task: DecodeTask, slot: _Slot, upcoming: float, stuck: bool) -> int:
-        """First position the next window still needs; the slot forgets the text before it. That is all of it if a pass
-        is stuck, which said again what was said instead of what is new."""
+        """First position that the next window needs; the slot forgets the text before it. If a pass is `stuck` (it
+        repeated old text instead of the new audio), that is all of the text."""
         length = task.end - task.base
         if length < min(self._policy.cut_beyond, self.spec.window_positions) and not stuck:
             return task.base
@@ -413,12 +481,12 @@ class WindowedRunner(SynchronousRunner):
                 return cut
         if length < self.spec.window_positions:
             return task.base
-        slot.restart()  # nothing could be committed in a whole window: nobody speaks there
+        slot.restart()  # nothing could be committed in a whole window: there is no speech in it
         return task.end - length // 2
 
 
 def _resumed(opened: OpenTask, language_state: LanguageState) -> _Slot:
-    """The slot that `save` saw."""
+    """The slot as it was when `save` was called."""
     saved = opened.saved
     assert saved is not None
     committed = [HypothesisToken(*heard) for heard in saved["committed"]]

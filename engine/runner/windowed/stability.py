@@ -1,12 +1,16 @@
-"""One text out of many utterances: marks and capitals between them. Pure.
+"""Decides which part of a windowed model's hypothesis is committed, and joins utterances to one text. No I/O.
 
-A model that hears an utterance to its end puts a full stop there, for all it knows: a pause in the middle of a sentence
-sounds like its end until somebody speaks on. So marks behind the last word stay open. The next utterance is heard
-together with the end of this one and goes on from its last word, and so the model says itself whether a mark belongs
-between them, and how the next word is written. If the end of this one was not heard with the next, or if a turn ended
-between them, the marks stand, and a sentence begins behind them. Words before a full stop at a pause that the model
-does not doubt are shown at once; the mark itself stays open even then, or a model that has ended its sentence too early
-would have nothing more to say while the speaker goes on.
+A windowed model reads the same audio again and again while a sentence grows. Text near the live edge still changes: a
+word may go on, and the model guesses how. Committed text is never taken back, so only whole words that attend to audio
+at a safe distance from the edge are committed. Times are positions of the stream, as floats.
+
+Between utterances, marks (punctuation) need care. A model puts a full stop at the end of an utterance, but a pause
+within a sentence sounds like its end until speech goes on. So marks after the last word stay open (pending). The next
+utterance is read together with the end of this one and continues its text, so the model itself decides whether a mark
+belongs there and how the next word is written. If the two are not read together, or a turn ended between them, the
+marks stand, and a new sentence begins. Words before a confident full stop at a pause are committed at once, but the
+mark stays open even then: a model that has ended its sentence too early would have no more text when the speaker goes
+on.
 """
 
 from __future__ import annotations
@@ -19,34 +23,32 @@ from math import inf
 from engine.core.plan import TimedToken
 
 _SENTENCE_MARKS = (b".", b"?", b"!")
-# Log-probability from which on the end of a sentence at a pause is believed. Measured with moonshine-tiny: whole clips
-# have 7 of 8 ends above it, and 8 of 33 below.
+# Log-probability from which on a full stop at a pause is believed: most ends of whole clips are above it.
 SURE_END = -0.12
 
 
 def before_marks(new: list[HypothesisToken], count: int, pieces: list[bytes]) -> int:
-    """How many of the first `count` tokens there are without the marks at their end: a mark goes out with the word
-    behind it, for which nobody has to wait."""
+    """`count` without the marks at the end of the first `count` tokens. A mark is committed with the word after it."""
     while count and is_mark(pieces[new[count - 1].token]):
         count -= 1
     return count
 
 
 def surely_ends(new: list[HypothesisToken], pieces: list[bytes], policy: Policy) -> bool:
-    """Whether words that were heard up to a pause are a sentence that has ended, beyond doubt."""
+    """Whether the words up to a pause are a sentence that has ended, with high confidence."""
     if not new or not pieces[new[-1].token].endswith(_SENTENCE_MARKS):
         return False
     return new[-1].log_probability >= SURE_END and all(heard.log_probability >= policy.sure for heard in new)
 
 
 class Seams:
-    """What stands between two utterances of a stream."""
+    """Joins the text of two successive utterances of a stream: marks and capitals."""
 
     def __init__(self, pieces: list[bytes]) -> None:
         self._pieces = pieces
         tokens = {piece: token for token, piece in enumerate(pieces)}
         raised = {token: tokens.get(piece[:1] + piece[1:2].upper() + piece[2:]) for token, piece in enumerate(pieces)}
-        # Tokens that begin a word, and the same with a capital.
+        # Token that begins a word -> the same with a capital.
         self._capitals = {
             token: capital
             for token, capital in raised.items()
@@ -54,21 +56,21 @@ class Seams:
         }
 
     def prefix(self, before: Sequence[int], marks: list[TimedToken], own: list[int]) -> list[int]:
-        """Text to go on from: the end of the last utterance as far as it is heard, the marks behind it that were said,
-        and this utterance's own."""
+        """The text to continue: the end of the last utterance if it is read again, its committed marks, and this
+        utterance's own tokens."""
         if before:
             return [*before, *(timed.token for timed in marks), *own]
-        while own and is_mark(self._pieces[own[0]]):  # it belongs to words that are not heard
+        while own and is_mark(self._pieces[own[0]]):  # it belongs to words that are not read again
             own = own[1:]
         return own
 
     def join(
         self, marks: list[TimedToken], new: list[HypothesisToken], pending: bool, heard_on: bool
     ) -> tuple[list[TimedToken], list[HypothesisToken]]:
-        """The first words of an utterance settle which of the last one's marks stand, and how they are written.
+        """Decide with the first words of an utterance which of the last one's marks stand, and how they are written.
 
-        `pending`: the marks have not been said yet. `heard_on`: the model went on from the words before them, without
-        them. Then it has said itself what stands there, unless it begins a sentence and says nothing of the last.
+        `pending`: the marks are not committed yet. `heard_on`: the model continued the words before the marks, without
+        them. Then it has decided what stands there, unless it begins a new sentence without a mark.
         """
         says_mark = is_mark(self._pieces[new[0].token])
         if pending and heard_on and (says_mark or not self._begins_sentence(new[0])):
@@ -76,26 +78,20 @@ class Seams:
         return marks, self.begun(marks[-1].token, new) if marks else new
 
     def begun(self, last: int, new: list[HypothesisToken]) -> list[HypothesisToken]:
-        """The words behind the token `last`: with a capital if that is a full stop, as far as there is a token for it.
-        Behind a question somebody may go on, as here: "Why? he asked"."""
+        """The words after the token `last`, with a capital after a full stop if there is a token for it. Not after a
+        question mark, because the sentence may go on: "Why? he asked"."""
         if not self._pieces[last].endswith(b"."):
             return new
         token = self._capitals.get(new[0].token, new[0].token)
         return [HypothesisToken(token, new[0].peak, new[0].log_probability), *new[1:]]
 
     def _begins_sentence(self, first: HypothesisToken) -> bool:
-        """Whether a word is written as at the beginning of a sentence. "I" and names always are: of these the
-        vocabulary has no other form."""
+        """Whether a word is written as at the beginning of a sentence. "I" and names do not count: they are always
+        capitalised, and the vocabulary has no other form of them."""
         return first.token in self._capitals.values() and self._pieces[first.token] != b" I"
 
 
-# Which part of a hypothesis may be committed, where its words are, and where a window can be cut. Pure.
-#
-# A windowed model hears the same audio again and again while a sentence grows. Text near the live edge still changes:
-# the word may go on, and the model guesses how. What is committed is never taken back, so only the part that attends
-# to audio safely behind the edge is committed, whole words at a time.
-#
-# Times are positions, as floats, absolute on the stream's clock.
+# Commit decisions.
 
 POSITIONS_PER_SECOND = 12.5
 
@@ -103,61 +99,55 @@ POSITIONS_PER_SECOND = 12.5
 _MARKS = frozenset(b".,?!;:")
 _SENTENCE_ENDS = frozenset(b".?!")
 _MUSIC = "\u266a".encode()
-# A word is heard within this much of the place where attention to it peaks.
+# A word is within this distance of the position where attention to it peaks.
 _REACH = 0.35 * POSITIONS_PER_SECOND
-# Attention that peaks this far before what was said already is more than noise of the measurement.
+# Attention that peaks this far before text that was already said is more than noise.
 FAR_BACK = 0.8 * POSITIONS_PER_SECOND
-# The same at the end of a sound that was cut off in the middle of speech: the text has come to the last half second and
-# then goes back. There is nothing left to hear then, and the model goes on by itself with words that nobody said.
+# The same at the end of audio that was cut off within speech: the text has reached the last half second (_AT_THE_END)
+# and then goes back by this much. Nothing is left to hear then, and the model invents words.
 _BACK_FROM_END = 0.25 * POSITIONS_PER_SECOND
 _AT_THE_END = 0.5 * POSITIONS_PER_SECOND
-# No second word begins in the last tenth of a second.
+# At most one word begins in the last tenth of a second.
 _LAST_WORD = 0.1 * POSITIONS_PER_SECOND
-# Longest phrase looked for by the loop check, and how often it may be said in a row.
+# Longest phrase, in tokens, that the loop check looks for, and how many repetitions make a loop.
 _LOOP_TOKENS = 12
 _LOOP_REPEATS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How careful to be, in positions."""
+    """How careful to be; lengths in positions, thresholds as log-probabilities."""
 
-    # Distance from the live edge at which a token may be committed: `agreed_margin` if two passes agree on it and its
-    # log-probability is at least `sure`, or if that is at least `certain`; `doubtful_margin` if they do not agree and
-    # it is not sure either; else `lone_margin`.
+    # Distance from the live edge at which a token may be committed: `agreed_margin` if its log-probability is at least
+    # `certain`, or at least `sure` and two passes agree on it; `doubtful_margin` if neither holds; else `lone_margin`.
     agreed_margin: float = 0.4 * POSITIONS_PER_SECOND
     lone_margin: float = 1.2 * POSITIONS_PER_SECOND
     doubtful_margin: float = 1.2 * POSITIONS_PER_SECOND
     sure: float = -0.7
     certain: float = inf
-    # A word has ended if the token behind it, which says so, has at least this log-probability.
+    # A word has ended if the token after it, which begins another word, has at least this log-probability.
     word_end: float = -inf
-    # A window longer than this is cut at its best pause or sentence end.
+    # A window longer than this is cut at its best pause or end of a sentence.
     cut_beyond: float = 10.0 * POSITIONS_PER_SECOND
     # Audio that a cut should leave in the window.
     keep_behind: float = 3.0 * POSITIONS_PER_SECOND
-    # A window shorter than this has little context yet: margins of what is not certain are wider by `young_margin`.
+    # A window shorter than this has little context: margins of tokens that are not certain grow by `young_margin`.
     young_below: float = 3.0 * POSITIONS_PER_SECOND
     young_margin: float = 0.6 * POSITIONS_PER_SECOND
-    # The end of an utterance helps to understand the next one: how much of it is kept, the longest gap after which it
-    # still helps, and the length of the next window from which on it is not needed.
+    # The end of an utterance (tail) is context for the next one: length that is kept, longest gap after which it still
+    # helps, and the length of the next window from which on it is not needed.
     tail_length: float = 2.0 * POSITIONS_PER_SECOND
     tail_gap: float = 2.0 * POSITIONS_PER_SECOND
     tail_until: float = 2.5 * POSITIONS_PER_SECOND
-    # Speech never has more tokens than this; a hypothesis that does is a loop.
+    # Speech never has more tokens than this; a longer hypothesis is a loop.
     tokens_per_second: float = 6.5
-    # Mean log-probability below which a whole utterance is taken for noise. Measured: 25 short utterances, most of
-    # non-native speakers, have -0.67 at worst; of 36 noises, those that make whole words up are mostly below -0.9.
+    # Mean log-probability below which a whole utterance is taken for noise. Short utterances of non-native speakers are
+    # above it; most noise for which a model invents words is below.
     doubt: float = -0.9
 
 
-# Measured on 6 minutes of development clips while only settled blocks were heard, tokens that one pass had said 0.2 to
-# 0.6 s from the edge, with more behind them, and that later passes could change: these kept 117 of 118 with a
-# log-probability above -0.1, 77 of 82 between -0.4 and -0.1, 30 of 35 between -0.7 and -0.4, and 50 of 74 below that,
-# where more distance did not help. Nor did it at the edge of what a block looked ahead to: 0.25 s and 0.45 s, as many
-# word errors on 28 clips and 0.04 s later. Of the last words that passes over 111 clips committed with -0.1 as certain,
-# these were wrong: 4 of 613 above -0.01, 23 of 492 above -0.05, 21 of 192 below; 14 of 174 with a token below -1 behind
-# them, 34 of 1,123 others.
+# For models that encode audio in blocks. Tuned on development clips: below `sure` one token in three still changed, and
+# more distance from the edge did not help.
 BLOCK_POLICY = Policy(
     agreed_margin=0.15 * POSITIONS_PER_SECOND,
     lone_margin=0.35 * POSITIONS_PER_SECOND,
@@ -170,7 +160,7 @@ BLOCK_POLICY = Policy(
 
 @dataclass(slots=True)
 class HypothesisToken:
-    """A token of the current window, and the position where attention to it peaks."""
+    """A token of the current window, and the position at which attention to it peaks."""
 
     token: int
     peak: float
@@ -186,8 +176,8 @@ def is_mark(piece: bytes) -> bool:
 
 
 def without_second_mark(said: list[int], new: list[HypothesisToken], pieces: list[bytes]) -> list[HypothesisToken]:
-    """`new` without leading marks that cannot stand there: a second mark after a committed one (the model changed its
-    mind too late), or a mark at the start of an utterance (it belongs to words that are said already)."""
+    """`new` without leading marks that cannot stand there: a second mark after a committed one, or a mark at the start
+    of an utterance, which belongs to text that is already committed."""
     if not said or is_mark(pieces[said[-1]]):
         while new and is_mark(pieces[new[0].token]):
             new = new[1:]
@@ -195,8 +185,8 @@ def without_second_mark(said: list[int], new: list[HypothesisToken], pieces: lis
 
 
 def rising(peaks: list[float], floor: float) -> list[float]:
-    """Peaks that never run backwards: speech does not, attention now and then does. One that lies far behind the next
-    is a stray: its token is where the next one is."""
+    """The peaks, made monotonic: speech never goes backwards, attention does now and then. A peak far after the next
+    one is an outlier and takes the place of the next."""
     result = []
     for peak, following in pairwise([*peaks, inf]):
         floor = max(floor, following if peak > following + FAR_BACK else peak)
@@ -205,10 +195,10 @@ def rising(peaks: list[float], floor: float) -> list[float]:
 
 
 def steady(peaks: list[float], floor: float) -> list[float]:
-    """The places that never run backwards and are nearest to the peaks, all in all: a few peaks that lie far off, as at
-    the beginning of a window that was never heard before, do not move the others.
+    """The monotonic positions that are closest to the peaks: a few outliers, as at the beginning of a window that is
+    read for the first time, do not move the others.
 
-    Neighbours that run backwards are put together, at the median of their peaks, until none do.
+    Neighbours that go backwards are merged at the median of their peaks, until none do (isotonic regression).
     """
     groups: list[list[float]] = []
     for peak in peaks:
@@ -220,15 +210,15 @@ def steady(peaks: list[float], floor: float) -> list[float]:
 
 
 def _median(values: list[float]) -> float:
-    """Of sorted values; the lower one of two."""
+    """Median of sorted values; of two in the middle the lower one."""
     return values[(len(values) - 1) // 2]
 
 
 class Progress:
-    """How far the audio is said, token by token, and whether the text begins again.
+    """Tracks how far the audio is covered by text, token by token, and notices text that begins again.
 
-    The first token of an utterance may attend to anything, and others do now and then. So a peak counts when the one
-    before it or the one behind it lies near: if a stray one did, all the words before it would be taken for old ones.
+    The first token of an utterance may attend to anything, and others do now and then. So a peak counts only if the
+    one before or after it is near. Otherwise one outlier would make all words before it look repeated.
     """
 
     __slots__ = ("_behind", "_far_back", "_last", "_said_until")
@@ -239,7 +229,7 @@ class Progress:
         self._behind = 0
 
     def begins_again(self, peak: float) -> bool:
-        """Take the next token; True if it is the second in a row that looks far back."""
+        """Take the next token; True if it is the second in a row that attends far back."""
         self._behind = self._behind + 1 if peak < self._said_until - self._far_back else 0
         near = abs(peak - self._last) <= self._far_back
         self._said_until = max(self._said_until, peak if near else min(peak, self._last))
@@ -250,12 +240,11 @@ class Progress:
 def heard_before_the_end(
     tokens: list[int], places: list[float], window: tuple[float, float], pieces: list[bytes]
 ) -> int:
-    """How many leading tokens of a hypothesis were heard, if the sound was cut off in the middle of speech. `window` is
-    where what was said ends and where the sound ends.
+    """How many leading tokens of a hypothesis are real, if the audio was cut off within speech. `window`: the end of
+    the committed text and the end of the audio.
 
-    A model that is stopped in the middle of a word goes on with what would be likely: it has learnt that a sentence has
-    an end. Words that it heard follow each other in the sound; what it makes up looks back from its end, or has no
-    sound of its own.
+    A model that is stopped within a word continues with likely text, because it has learnt that sentences end. Real
+    words follow each other in the audio; invented ones attend back from its end, or have no audio of their own.
     """
     floor, edge = window
     count = len(tokens)
@@ -268,13 +257,13 @@ def heard_before_the_end(
         reached = max(reached, place)
     starts = [index for index in range(count) if starts_word(pieces[tokens[index]])]
     if count < len(tokens) and starts and not starts_word(pieces[tokens[count]]) and not is_mark(pieces[tokens[count]]):
-        count = starts.pop()  # the rest of that word was made up
+        count = starts.pop()  # the rest of that word is invented
     last = [index for index in starts if index < count and places[index] > edge - _LAST_WORD]
     return last[1] if len(last) > 1 else count
 
 
 def rereads_from(peaks: list[float], floor: float) -> int | None:
-    """Index at which a hypothesis starts to repeat audio that was said before: two tokens in a row look far back."""
+    """Index at which a hypothesis starts to repeat committed text: two tokens in a row attend far back; else None."""
     progress = Progress(floor, FAR_BACK)
     for index, peak in enumerate(peaks):
         if progress.begins_again(peak):
@@ -285,9 +274,9 @@ def rereads_from(peaks: list[float], floor: float) -> int | None:
 def without_repeat(
     said: list[int], new: list[HypothesisToken], places: list[float], window: tuple[float, float], pieces: list[bytes]
 ) -> list[HypothesisToken]:
-    """`new` up to where it says again what was said before. `window` is where what was said ends and where the edge
-    begins. Words at the edge right before the repetition belong to it if they stand before the same words in the text
-    so far: there was no more to hear when they were said, so the text began again."""
+    """`new` up to where it repeats committed text. `window`: the end of the committed text and the start of the edge.
+    Words at the edge just before the repetition belong to it if they precede the same words in the earlier text: the
+    model had no more audio and began the text again."""
     floor, edge = window
     again = rereads_from(places, floor)
     if again is None or again >= len(new):
@@ -308,10 +297,10 @@ def committable(
     pieces: list[bytes],
     policy: Policy,
 ) -> int:
-    """How many leading tokens of the uncommitted hypothesis are safe to commit.
+    """How many leading tokens of the uncommitted hypothesis may be committed.
 
-    `window` is where the window starts and where the live edge is. `previous` is what the last pass said in the same
-    place; `ended` says that the model finished its sentence behind the last token, rather than being stopped there.
+    `window`: the start of the window and the live edge. `previous`: the tokens of the last pass in the same place.
+    `ended`: the model ended its text after the last token, rather than being stopped there.
     """
     base, edge = window
     young = policy.young_margin if edge - base < policy.young_below else 0.0
@@ -338,8 +327,8 @@ def _margin(log_probability: float, agreed: bool, young: float, policy: Policy) 
 
 
 def _complete(count: int, new: list[HypothesisToken], ended: bool, pieces: list[bytes], policy: Policy) -> bool:
-    """Whether a word ends behind the first `count` tokens: the next one starts a word, or is a mark. If that is a mere
-    guess, as at the live edge, the word may go on: "discourage" was "discouragement"."""
+    """Whether a word ends after the first `count` tokens: the next token starts a word or is a mark. If that token is
+    unlikely, as at the live edge, the word may go on: "discourage" became "discouragement"."""
     if count == len(new):
         return ended
     following = pieces[new[count].token]
@@ -347,7 +336,7 @@ def _complete(count: int, new: list[HypothesisToken], ended: bool, pieces: list[
 
 
 def spans(tokens: list[HypothesisToken], before: float, after: float) -> list[tuple[float, float]]:
-    """Where each token is heard: around its peak, up to halfway to its neighbours, never far from it."""
+    """The interval of each token: around its peak, up to halfway to its neighbours, at most `_REACH` on each side."""
     peaks = [before, *(heard.peak for heard in tokens), after]
     borders = [(left + right) / 2 for left, right in pairwise(peaks)]
     return [
@@ -357,7 +346,7 @@ def spans(tokens: list[HypothesisToken], before: float, after: float) -> list[tu
 
 
 def loop_start(tokens: list[int]) -> int | None:
-    """If a hypothesis ends in a phrase said over and over: the index after the phrase's first saying."""
+    """If a hypothesis ends in a repeated phrase: the index after its first occurrence; else None."""
     for length in range(1, min(_LOOP_TOKENS, len(tokens) // _LOOP_REPEATS) + 1):
         phrase = tokens[-length:]
         repeats, at = 1, len(tokens) - 2 * length
@@ -369,8 +358,8 @@ def loop_start(tokens: list[int]) -> int | None:
 
 
 def is_noise(text: bytes, log_probabilities: list[float], doubt: float) -> bool:
-    """Whether an utterance is better left unsaid: the model notates music, has no word but marks for it, or does not
-    believe its own words."""
+    """Whether an utterance should be dropped: its text is music notation or marks only, or the model does not believe
+    it (mean log-probability below `doubt`)."""
     if not log_probabilities:
         return False
     return is_mark(text.replace(b" ", b"")) or _MUSIC in text or sum(log_probabilities) / len(log_probabilities) < doubt
@@ -379,10 +368,10 @@ def is_noise(text: bytes, log_probabilities: list[float], doubt: float) -> bool:
 def best_cut(
     committed: list[HypothesisToken], upcoming: float, edge: float, pieces: list[bytes], policy: Policy
 ) -> tuple[int, float] | None:
-    """Where to cut a window that has grown too long: how many committed tokens stay behind, and the position.
+    """Where to cut a window that is too long: (number of committed tokens before the cut, position); None: nowhere.
 
-    A long pause is best, the end of a sentence nearly as good. Audio that has been understood already helps to
-    understand what follows, so some of it stays in the window where the text allows.
+    A long pause is best, the end of a sentence nearly as good. Some audio that is already understood stays in the
+    window where possible, because it helps to understand the rest.
     """
     best: tuple[float, int, float] | None = None
     peaks = [*(heard.peak for heard in committed), upcoming]

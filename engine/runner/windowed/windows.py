@@ -1,9 +1,10 @@
-"""Where windows are read: what differs between a CPU and a device. The runner knows streams, text and plans; windows
-turn audio into sounds, and rows into what was said.
+"""Encoding and decoding of windows, on a CPU (`HostWindows`) or a device (`DeviceWindows`). Used by the runner.
 
-On a CPU live streams are read side by side, each thread with one of them at a time. Two threads with a stream each are
-never in each other's way, as two threads inside one product are. A window fills a core by itself, needs no padding
-then, and a stream's text cannot depend on its neighbours.
+The runner knows streams, text and plans; these classes turn audio into encoder output, and rows into tokens.
+
+On a CPU live streams are read in parallel, each thread with one stream at a time: threads with separate streams do not
+hinder each other as threads within one matrix product do. One window keeps a core busy, needs no padding, and its text
+cannot depend on other streams.
 """
 
 from __future__ import annotations
@@ -31,35 +32,36 @@ Results = dict[int, DecodeResult]
 
 
 class Windows(Protocol):
-    """Audio of all streams, the ears that hear it, and the decoder. Slots stand for streams."""
+    """Audio of all streams, their encoders, and the decoder. Streams are identified by slot."""
 
     device: torch.device
 
     def write(self, tasks: Sequence[EncodeTask]) -> None:
-        """New audio."""
+        """Store new audio."""
 
     def audio(self, task: DecodeTask) -> Tensor:
         """[1, samples] of the task's whole window."""
 
     def is_broken(self, task: DecodeTask) -> bool:
-        """Whether its audio holds values that are not numbers."""
+        """Whether its audio has NaN or infinite values."""
 
     def stream_encoder(self, live: bool) -> StreamEncoder:
-        """The one that remembers what live streams, or files, have heard."""
+        """The encoder with the state of live streams, or of uploads."""
 
     def hear(
         self, tasks: Sequence[DecodeTask], live: bool, wanted: Set[int]
     ) -> Generator[None, None, dict[int, EncodedAudio]]:
-        """Sounds by slot, a piece of work at a time; slots that are not wanted any more by then are left out."""
+        """Encode; returns the encoded audio by slot. Yields after each piece of work; slots that are not in `wanted` by
+        then are left out."""
 
     def passes(self, rows: Sequence[Row], sounds: Sequence[EncodedAudio], live: bool) -> Iterator[None]:
-        """Fill in what the rows say of these sounds, a pass at a time. Live ones are read without a break."""
+        """Decode the rows, yielding after each pass. Live rows are decoded without a break."""
 
     def judge(self, sounds: Sequence[EncodedAudio]) -> list[Judgement]:
-        """What the model thinks of these sounds before it reads them."""
+        """The model's judgement of the encoded audio before it is read."""
 
     def share_out(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
-        """Have `read` read the windows of live streams, in parts as large as can be read at once."""
+        """Call `read` for the live tasks, in parts as large as can be read at once; returns all results."""
 
     def warm_up(self) -> None: ...
 
@@ -67,8 +69,8 @@ class Windows(Protocol):
 
 
 class HostWindows:
-    """See `Windows`; `threads` read side by side, of which the calling one is one. `decode` stands for the model's
-    own."""
+    """See `Windows`. `threads` read in parallel, the calling thread included. `decode` replaces the model's own
+    method."""
 
     def __init__(
         self,
@@ -112,8 +114,8 @@ class HostWindows:
         return judge(self._model, Encoded.stack([sound.encoded for sound in sounds]))
 
     def share_out(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
-        """A stream at a time, to whichever thread is free: shares that are fixed beforehand leave one thread waiting
-        for the other. Nor are streams read as a batch, because products of floats round one row other than many."""
+        """One stream at a time to each free thread: with fixed shares one thread would wait for another. Streams are
+        not batched, because a matrix product of many rows rounds differently than one of a single row."""
         waiting = deque(tasks)
         helpers = min(self._threads, len(tasks)) - 1
         given = [self._helpers.submit(_read_one_by_one, waiting, read) for _ in range(helpers) if self._helpers]
@@ -123,7 +125,7 @@ class HostWindows:
         return results
 
     def warm_up(self) -> None:
-        """Every reader at once, so that each of them is one of the threads that will read."""
+        """Run all threads at once, so that each of them is warmed up."""
         ready = threading.Barrier(self._threads)
         helpers = [] if self._helpers is None else [self._helpers] * (self._threads - 1)
         warming = [helper.submit(self._warm_up, ready) for helper in helpers]
@@ -133,7 +135,7 @@ class HostWindows:
 
     @torch.inference_mode()
     def _warm_up(self, ready: threading.Barrier) -> None:
-        """A second of noise, so that the first utterance finds kernels and memory ready."""
+        """Read a second of noise, so that kernels and memory are ready for the first utterance."""
         ready.wait()
         make_plans(self._model)
         noise = torch.randn(1, 12 * SAMPLES_PER_POSITION) * 0.01
@@ -146,7 +148,7 @@ class HostWindows:
 
 
 def _read_one_by_one(waiting: deque[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
-    """Read what nobody has begun to read, until nothing is left."""
+    """Read waiting tasks until none is left. Several threads share the queue."""
     results: Results = {}
     while True:
         try:
@@ -157,20 +159,20 @@ def _read_one_by_one(waiting: deque[DecodeTask], read: Callable[[Sequence[Decode
 
 
 def _be_next_reader(numbers: Iterator[int]) -> None:
-    """This thread has weights of its own from now on."""
+    """Give this thread its own copy of the weights."""
     reader.number = next(numbers)
 
 
-# Windows on a device: live streams are encoded and decoded as batches.
+# Windows on a device: live streams are encoded and decoded in batches.
 #
-# Audio stays on the device, a row for each position, so a step uploads row numbers and new audio. Windows go in the
-# order of their lengths, so that those which are encoded together need little padding; masks make each row's result
-# its own. Each token of a batch costs one launch, one upload and one copy back: see `recordings.py`. Backlog is
-# decoded in places of its own, because it may be laid aside in the middle; it is not recorded.
+# Audio stays on the device, one row per position, so a step uploads only row numbers and new audio. Windows are sorted
+# by length, so that those encoded together need little padding; masks keep the rows independent. Each token of a batch
+# costs one launch, one upload and one copy back (`Stage` in decoder.py). Uploads are decoded in buffers of their own
+# and without recorded graphs, because they may be interrupted.
 
 
 class DeviceWindows:
-    """See `Windows`. The model has been moved to the device; `longest` is its longest live window, in samples."""
+    """See `Windows`. The model is on the device already; `longest` is its longest live window, in samples."""
 
     def __init__(
         self,
@@ -228,8 +230,8 @@ class DeviceWindows:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Batches of all sizes that the encoder may get, because libraries plan for each; then the decoder is recorded.
-        Memory that is short is found out before anybody is let in."""
+        """Encode batches of all sizes, because libraries plan for each, then record the decoder. Shows a lack of memory
+        before streams are admitted. Raises NotEnoughMemory."""
         try:
             frames = self._model.frames_of(self._longest)
             rows = max(1, self._memory.frames_at_once // frames)
@@ -251,7 +253,7 @@ class DeviceWindows:
             torch.cuda.empty_cache()
 
     def _batches(self, tasks: Sequence[DecodeTask]) -> Iterator[list[DecodeTask]]:
-        """Tasks in their order, as many together as the encoder may hear at once."""
+        """Split tasks, in order, into batches that the encoder may encode at once."""
         batch: list[DecodeTask] = []
         longest = 0
         for task in tasks:
@@ -266,11 +268,13 @@ class DeviceWindows:
 
 
 class _StagedDecoder(GreedyDecoder):
+    """A decoder that also decodes live batches with the recorded graphs of a `Stage`."""
+
     def __init__(
         self, model: SpeechModel, memory: WindowMemory, frames: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__(model, device)
-        # A model whose context is always the same has windows of one length.
+        # A model with a fixed context has windows of one length.
         shapes = Shapes.up_to(memory.rows, frames, model.max_tokens, max(200, model.frames_of(model.min_samples)))
         self._stage: Stage | None = Stage(
             model, self._barred, shapes, dtype, memory.tokens_at_once, records=device.type == "cuda"
@@ -284,14 +288,14 @@ class _StagedDecoder(GreedyDecoder):
         self._stage = None
 
     def staged_passes(self, rows: list[Row], heard: Sequence[Encoded]) -> Iterator[None]:
-        """As `passes`, of windows that were encoded in several batches."""
+        """As `passes`, for windows that were encoded in several batches."""
         audio, stage = [row.frames for row in rows], self._stage
         assert stage is not None
         return self._passes(rows, lambda text: RecordedDecoderBatch(self._model, stage, heard, audio, text))
 
 
 def _heard(sounds: Sequence[EncodedAudio]) -> list[Encoded]:
-    """The batches that these sounds are rows of, without rows that have gone."""
+    """The encoded batches that contain this audio, reduced to its rows."""
     rows: dict[int, list[int]] = {}
     batches: dict[int, Encoded] = {}
     for sound in sounds:

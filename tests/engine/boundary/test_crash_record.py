@@ -1,4 +1,4 @@
-"""The record of who is in the step that runs now."""
+"""The record of the streams in the current step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which items are heard: every number in range, and audio of the size its positions need."""
+"""Which items are accepted: every number in range, and audio of the size that its positions need."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from engine.boundary.items import complaint_about
 from engine.messages import Item
@@ -26,9 +27,9 @@ FEATURES = replace(SPEC, features=FeatureShape(4, 6, 2))
         ({"offset": -1}, "0 or more"),
         ({"length": 0}, "1 or more"),
         ({"sample": -1}, "0 or more"),
-        ({"offset": 2**53 - 1}, "no session is so long"),
-        ({"sample": 2**53 - 1}, "no session is so long"),
-        ({"length": 2**50}, "no session is so long"),
+        ({"offset": 2**53 - 1}, "longer than any session"),
+        ({"sample": 2**53 - 1}, "longer than any session"),
+        ({"length": 2**50}, "longer than any session"),
         ({"samples": -1}, "between 0 and 256"),
         ({"samples": 257}, "between 0 and 256"),
         ({"mask": [True]}, "1 entries for 2 positions"),
@@ -48,7 +49,7 @@ FEATURES = replace(SPEC, features=FeatureShape(4, 6, 2))
     ],
 )
 def test_what_is_wrong_is_said(changes: dict[str, Any], says: str) -> None:
-    complaint = complaint_about(replace(GOOD, **changes), SPEC)
+    complaint = complaint_about(structs.replace(GOOD, **changes), SPEC)
     assert complaint is not None and says in complaint and len(complaint) < 200
 
 
@@ -66,11 +67,11 @@ def test_what_is_wrong_is_said(changes: dict[str, Any], says: str) -> None:
     ],
 )
 def test_what_is_right_is_taken(changes: dict[str, Any]) -> None:
-    assert complaint_about(replace(GOOD, **changes), SPEC) is None
+    assert complaint_about(structs.replace(GOOD, **changes), SPEC) is None
 
 
 def test_features_are_taken_in_their_own_shape() -> None:
-    assert complaint_about(replace(GOOD, payload=np.zeros((4, 14), np.float32)), FEATURES) is None
+    assert complaint_about(structs.replace(GOOD, payload=np.zeros((4, 14), np.float32)), FEATURES) is None
     for shape in ((4, 13), (14, 4)):
-        complaint = complaint_about(replace(GOOD, payload=np.zeros(shape, np.float32)), FEATURES)
+        complaint = complaint_about(structs.replace(GOOD, payload=np.zeros(shape, np.float32)), FEATURES)
         assert complaint is not None and "takes (4, 14)" in complaint

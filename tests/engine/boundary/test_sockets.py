@@ -1,4 +1,4 @@
-"""Numbers, addresses and bytes: what the two ends of the boundary agree on."""
+"""Message numbers, addresses and byte windows of the link between gateway and engine."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_message_for_the_other_side_is_refused() -> None:
 
 @pytest.mark.parametrize(("start", "size"), [(0, 20), (16, 4), (-4, 4), (4, -4), (4, 0), (2**60, 4)])
 def test_an_item_that_points_to_no_payload_is_refused(start: int, size: int) -> None:
-    data = codec.WireData(b"k", start, size, None)
+    data = codec.PayloadPlace(b"k", start, size, None)
     for frames in ([b"header"], [b"header", bytes(16)]):
         with pytest.raises(WireError, match="in a message that has"):
             codec.payload_of(data, frames)
@@ -70,7 +70,7 @@ def test_an_item_that_points_to_no_payload_is_refused(start: int, size: int) -> 
 
 @pytest.mark.parametrize(("rows", "size"), [(None, 7), (3, 16), (0, 16)])
 def test_a_payload_of_an_odd_size_is_refused(rows: int | None, size: int) -> None:
-    data = codec.WireData(b"k", 0, size, rows)
+    data = codec.PayloadPlace(b"k", 0, size, rows)
     with pytest.raises(WireError, match="float32"):
         codec.payload_of(data, [b"header", bytes(size)])
 
@@ -88,9 +88,8 @@ OUTPUTS = [
 
 
 def test_every_output_survives_the_wire() -> None:
-    wire = [codec.wire_output(output) for output in OUTPUTS]
-    update = codec.decode(codec.encode(codec.Update(1, 2, wire, [codec.Progress("s", 3)], codec.Status())), False)
-    assert [codec.plain_output(output) for output in update.outputs] == OUTPUTS
+    update = codec.decode(codec.encode(codec.Update(1, 2, OUTPUTS, [codec.Progress("s", 3)], codec.Status())), False)
+    assert update.outputs == OUTPUTS
     assert update.progress[0].computed == 3
 
 
@@ -98,15 +97,15 @@ def test_a_payload_that_is_kept_does_not_keep_the_others_of_its_message() -> Non
     payloads = [np.arange(6, dtype=np.float32), np.arange(100, dtype=np.float32)]
     frames = codec.encode(codec.Bye(), [payload.data for payload in payloads])
     assert len(frames) == 2, "a frame costs the sockets more than its bytes"
-    first = codec.payload_of(codec.WireData(b"k" * 16, 0, 24, None), frames)
-    second = codec.payload_of(codec.WireData(b"k" * 16, 24, 400, None), frames)
+    first = codec.payload_of(codec.PayloadPlace(b"k" * 16, 0, 24, None), frames)
+    second = codec.payload_of(codec.PayloadPlace(b"k" * 16, 24, 400, None), frames)
     assert first is not None and first.tolist() == payloads[0].tolist() and first.base is None
     assert second is not None and second.tolist() == payloads[1].tolist()
 
 
 def test_features_keep_their_shape() -> None:
     features = np.arange(6, dtype=np.float32).reshape(2, 3)
-    data = codec.WireData(b"k", 0, features.nbytes, codec.rows_of(features))
+    data = codec.PayloadPlace(b"k", 0, features.nbytes, codec.rows_of(features))
     arrived = codec.payload_of(data, codec.encode(codec.Bye(), [features.data]))
     assert arrived is not None and arrived.shape == (2, 3)
 

@@ -1,4 +1,4 @@
-"""A line between two processes that can be listened to, and that stops without a word when a test says so."""
+"""A tcp line between two processes that tests can read and cut while both ends stay open."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 
 class CuttableLine:
-    """Forwards tcp from `address` to a port of this machine. While it is cut nothing gets through; nobody is told."""
+    """Forwards tcp from `address` to a port of this machine. While cut, it passes nothing and keeps both ends open."""
 
     def __init__(self, port: int) -> None:
         self.heard = bytearray()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from engine.boundary import codec
 from engine.boundary.crash_record import StreamInStep
@@ -156,7 +157,7 @@ class LoopLink:
             self.say([Failed(command.stream, "AtCapacity", str(error))])
             return
         if isinstance(command, (Open, Feed)):
-            command = replace(command, items=[replace(item) for item in items])
+            command = structs.replace(command, items=[structs.replace(item) for item in items])
         loop.submit([command], 0)
 
     def say(self, outputs: list[Output]) -> None:

@@ -1,4 +1,4 @@
-"""A stream that another gateway began: it goes on here with the same words, whether it was handed over or left."""
+"""Adoption of a stream of another gateway: the words are the same, whether that gateway drained or died."""
 
 from __future__ import annotations
 

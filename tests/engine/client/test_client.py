@@ -7,7 +7,6 @@ import random
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from msgspec import structs
 
 import engine.client.link
 import engine.server.host
@@ -77,7 +77,7 @@ async def test_an_engine_elsewhere_is_waited_for(tmp_path: Path, caplog: pytest.
 
 @asynccontextmanager
 async def engine_at(address: str) -> AsyncIterator[None]:
-    """An engine that somebody else has started."""
+    """An engine that another process has started."""
     stop = threading.Event()
     engine = threading.Thread(target=run_engine, args=(address, fakes.build, stop.is_set))
     engine.start()
@@ -428,7 +428,7 @@ async def test_a_cache_of_no_bytes_counts_nothing_and_loses_nothing() -> None:
 
 def bare(items: list[Item]) -> list[Item]:
     """Hashes alone."""
-    return [replace(item, payload=None) for item in items]
+    return [structs.replace(item, payload=None) for item in items]
 
 
 async def test_injected_items_are_not_sent_again_and_counted_like_all_others() -> None:

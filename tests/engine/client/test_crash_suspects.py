@@ -1,4 +1,4 @@
-"""Who is blamed for the death of an engine."""
+"""Which streams become suspects after a crash of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A line between a gateway and an engine that is cut without a word: streams go on elsewhere, owned once."""
+"""A cut line between a gateway and an engine: streams continue on another engine, with one owner each."""
 
 from __future__ import annotations
 

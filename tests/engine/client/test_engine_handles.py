@@ -1,4 +1,4 @@
-"""The engine as a thread and as a process: warm before it is ready, gone when it should be."""
+"""The engine as a thread and as a process: warmed up before it is ready, ended when it is stopped."""
 
 from __future__ import annotations
 

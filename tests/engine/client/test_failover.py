@@ -1,4 +1,4 @@
-"""Any order of deaths, refusals, slow answers, aborts and ends: each stream goes on or ends, and says nothing twice."""
+"""Any order of deaths, refusals, slow answers, aborts, ends: each stream continues or ends, and no text is doubled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.engine.client.loop_links import LoopEngine, LoopLink
 
 STREAMS, ENGINES = 3, 2
 PIECE_SECONDS = 0.3
-# What may happen to a stream, to an engine, and to nobody in particular.
+# Events of a stream, of an engine, and of neither.
 TO_A_STREAM = ("feed", "flush", "finish", "abort")
 TO_AN_ENGINE = ("kill", "revive", "break_link", "fill", "empty", "take_in", "step", "run", "drain", "stay")
 Event = tuple[str, int]

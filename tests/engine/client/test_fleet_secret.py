@@ -1,4 +1,4 @@
-"""Links over tcp: who has the fleet's secret comes in and is read by nobody else; who has not is told so."""
+"""Links over tcp: accepted and encrypted with the fleet's secret, refused with a message without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway hears of a turn's end late, because an engine was lost or is behind: no word changes, no time of one."""
+"""A gateway learns of a turn's end late, because an engine was lost or is late: words and word times do not change."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def answered(build: Build, rule: TurnRule | None, asked_at: float) -> tupl
 async def test_the_answer_comes_behind_the_last_word_before_the_pause(build_tiny: Build, rule: TurnRule | None) -> None:
     said, words = await answered(build_tiny, rule, 2.8)
     assert len(said) > 2 and len(words) > len(said)
-    # Somebody speaks again from the third second on.
+    # Speech begins again at the third second.
     for asked_at in (2.95, 3.1, 3.2, 3.3, 3.5, 4.0):
         assert await answered(build_tiny, rule, asked_at) == (said, words)
 

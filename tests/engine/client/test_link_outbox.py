@@ -1,4 +1,4 @@
-"""Live audio first: what fifty streams replay neither delays a live stream nor piles up."""
+"""Live audio first: the replays of fifty streams neither delay a live stream nor accumulate."""
 
 from __future__ import annotations
 
@@ -13,17 +13,9 @@ import zmq
 
 from engine import messages
 from engine.boundary import codec
-from engine.boundary.commands import (
-    WireAbort,
-    WireCommand,
-    WireFeed,
-    WireFinish,
-    WireFlush,
-    WireOpen,
-    decode_commands,
-)
+from engine.boundary.codec import decode_commands
 from engine.client import link as link_module
-from engine.client.link import BATCH_BYTES, REPLAY_WINDOW_BYTES, EngineLink, LinkEvents, SendQueue
+from engine.client.link import BATCH_BYTES, REPLAY_WINDOW_BYTES, REPLAYED_TOGETHER, EngineLink, LinkEvents, SendQueue
 from engine.client.replay import AskedFlush, Replay
 from engine.client.stream import REPLAY_ITEMS, Delivery
 from engine.errors import EngineDead
@@ -44,10 +36,10 @@ def items(stream: str, count: int, start: int = 0) -> list[Item]:
 
 
 def _nothing() -> None:
-    """Nobody waits for the end of a replay here."""
+    """No test waits for the end of a replay here."""
 
 
-def commands_of(batch: codec.Batch) -> list[WireCommand]:
+def commands_of(batch: codec.Batch) -> list[messages.Command]:
     return decode_commands(batch.commands)
 
 
@@ -130,7 +122,7 @@ async def test_live_audio_leaves_with_the_next_batch_however_much_is_replayed() 
         link.send(Feed("live", []), items("live", 1, number))
         await turns()
         first = commands_of(socket.batches[before])[0]
-        assert isinstance(first, WireFeed) and first.stream == "live"
+        assert isinstance(first, messages.Feed) and first.stream == "live"
         under_way = link._outbox._replay_bytes
         assert under_way <= REPLAY_WINDOW_BYTES + PIECE_BYTES
         socket.take_all()
@@ -157,17 +149,18 @@ async def test_streams_take_turns_and_all_of_every_replay_arrives_in_order() -> 
     order = []
     for batch in socket.batches:
         for command in commands_of(batch):
-            if isinstance(command, WireFeed):
+            if isinstance(command, messages.Feed):
                 got[command.stream] += [item.offset for item in command.items]
                 order.append(command.stream)
-            elif isinstance(command, WireFinish):
+            elif isinstance(command, messages.Finish):
                 got[command.stream].append("finish")
     assert all(positions == [*range(62), "finish"] for positions in got.values())
-    assert order[:MOVED] == order[MOVED : 2 * MOVED] == list(moved), "one piece each, in turn"
+    first = list(moved)[:REPLAYED_TOGETHER]
+    assert order[:REPLAYED_TOGETHER] == order[REPLAYED_TOGETHER : 2 * REPLAYED_TOGETHER] == first, "one piece each"
     # A stream that has caught up is live.
     moved["moved 3"].send(Flush("moved 3", 9))
     await turns()
-    assert isinstance(commands_of(socket.batches[-1])[0], WireFlush)
+    assert isinstance(commands_of(socket.batches[-1])[0], messages.Flush)
     link.close()
 
 
@@ -181,11 +174,11 @@ async def test_a_replay_with_a_saved_state_asks_in_its_turn_and_an_abort_stops_i
     await turns()
     (batch,) = socket.batches
     (opening,) = commands_of(batch)
-    assert isinstance(opening, WireOpen) and len(opening.items) == 8
+    assert isinstance(opening, messages.Open) and len(opening.items) == 8
     asked.opened()
     assert asked.abort()
     await turns()
-    assert [type(command) for command in commands_of(socket.batches[1])] == [WireAbort]
+    assert [type(command) for command in commands_of(socket.batches[1])] == [messages.Abort]
     assert len(socket.batches) == 2
     link.close()
 
@@ -226,7 +219,7 @@ async def test_a_link_that_breaks_as_it_is_welcomed_is_no_link(monkeypatch: pyte
     link = new_link()
     connecting = asyncio.create_task(link.connect(zmq.Context.instance(), "gateway", None, 5.0))
     await asyncio.sleep(0)
-    # The welcome arrives, and before whoever waits for it can run, the connection breaks.
+    # The welcome arrives, and the connection breaks before the task that waits for it can run.
     FakeSocket.made[-1].welcome()
     FakeSocket.made[-1].disconnect()
     with pytest.raises(EngineDead, match="broke"):
@@ -267,7 +260,7 @@ async def test_to_wait_for_what_leaves_is_to_wait_for_credit_too(monkeypatch: py
     link.collect(lambda: link.send(Feed("live", []), items("live", 1)))
     leaving = asyncio.create_task(link.flushed())
     await turns()
-    assert not leaving.done() and not socket.batches, "nobody may be told that it has left"
+    assert not leaving.done() and not socket.batches, "it must not be reported as sent"
     monkeypatch.undo()
     monkeypatch.setattr(link_module, "TICK_SECONDS", 0.0)
     link.send(Feed("other", []), items("other", 1))
@@ -286,3 +279,28 @@ async def test_nobody_waits_for_a_link_that_is_lost() -> None:
     await turns()
     assert leaving[0].cancelled() and leaving[1].done()
     await link.flushed()
+
+
+def test_more_replays_than_an_engine_rebuilds_together_take_no_turns() -> None:
+    """The first ones are done, and go on, before the last ones begin."""
+    outbox, taken = SendQueue(), list[int]()
+
+    class Source:
+        def __init__(self, number: int) -> None:
+            self.number, self.left = number, 4
+
+        def take(self) -> Any:
+            if not self.left:
+                return None
+            self.left -= 1
+            taken.append(self.number)
+            return messages.Flush(str(self.number), 1), []
+
+    for number in range(3 * REPLAYED_TOGETHER):
+        outbox.pace(Source(number))
+    while outbox.has_more:
+        outbox.next_batch(1)
+    assert taken[: 2 * REPLAYED_TOGETHER] == [*range(REPLAYED_TOGETHER)] * 2
+    first = [number for number in taken if number < REPLAYED_TOGETHER]
+    assert taken.index(REPLAYED_TOGETHER) >= len(first) - REPLAYED_TOGETHER
+    assert taken.index(3 * REPLAYED_TOGETHER - 1) > 2 * len(first) - REPLAYED_TOGETHER

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.boundary.input_cache import CacheStats, SenderCache
 from engine.boundary.items import hash_payload, make_cutter, prepare
@@ -30,7 +31,7 @@ def processor(capacity: int = 1 << 20, features: FeatureShape | None = None) -> 
 
 def item(payload: object, **changes: object) -> Item:
     key = hash_payload(np.ascontiguousarray(payload)) if isinstance(payload, np.ndarray) else b"k" * 16
-    return replace(Item(3, 1, 0, key, payload), **changes)  # type: ignore[arg-type]
+    return structs.replace(Item(3, 1, 0, key, payload), **changes)  # type: ignore[arg-type]
 
 
 GOOD = np.linspace(-1, 1, SAMPLES, dtype=np.float32)
@@ -48,7 +49,7 @@ GOOD = np.linspace(-1, 1, SAMPLES, dtype=np.float32)
         (item(np.repeat(GOOD, 2)[::2]), "contiguous"),
         (item(np.full(SAMPLES, np.nan, np.float32)), "NaN"),
         (item(np.full(SAMPLES, np.inf, np.float32)), "NaN or infinite"),
-        (item(np.zeros((4, 8), np.float32)), f"hears audio, not features; send the item's {SAMPLES} samples"),
+        (item(np.zeros((4, 8), np.float32)), f"takes audio, not features; send the item's {SAMPLES} samples"),
         (item(GOOD, offset=-1), "0 or more"),
         (item(GOOD, length=0), "1 or more"),
         (item(GOOD, mask=[False]), "gap carries no audio"),
@@ -129,7 +130,7 @@ def test_a_bare_hash_is_looked_up_but_never_sent() -> None:
     assert main.cache.keys() == []
     known = item(GOOD)
     main.pack([known])
-    assert main.pack([replace(known, payload=None)]) == [False]
+    assert main.pack([structs.replace(known, payload=None)]) == [False]
     assert main.cache.stats.bytes_saved == GOOD.nbytes
 
 

@@ -1,4 +1,4 @@
-"""The table of engines: what a gateway makes of a file that changes, vanishes or is nonsense."""
+"""The table of engines: files that change, vanish or are invalid."""
 
 from __future__ import annotations
 

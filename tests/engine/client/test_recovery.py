@@ -1,4 +1,4 @@
-"""An engine may die at any moment: streams go on, and their transcripts are those of an undisturbed run."""
+"""Engines that die at any moment: streams continue, and their transcripts are those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def test_a_poisonous_session_is_ended_alone(die_with: signal.Signals) -> N
     assert "engine died each time" in poison.last.message
     assert [transcript.words for transcript in transcripts] == [wanted.words for wanted in expected]
     assert metrics.crashing_streams == 1
-    # A signal from outside could be anybody's; it takes one more to be sure.
+    # A signal may come from outside; it takes one more crash to be sure.
     assert metrics.restarts == (2 if die_with == signal.SIGSEGV else 3)
 
 

@@ -1,4 +1,4 @@
-"""What is kept of a stream, and what a new engine is told."""
+"""The state that is kept of a stream, and the messages that rebuild it on a new engine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.client.replay import AskedFlush, KeptAudio, SavedWindow, TokenMemory, memory_for, positions_to_keep
 from engine.messages import Item, StreamState, Text, Word
@@ -69,13 +70,13 @@ def test_flushes_without_audio_do_not_pile_up() -> None:
         kept.mark_flush(tag, {tag})
     assert len(kept) == 1
     kept.mark_flush(1000, {999, 1000})
-    assert len(kept) == 2, "somebody waits for the answer to 999"
+    assert len(kept) == 2, "the answer to 999 is still expected"
 
 
 @pytest.mark.parametrize(("position", "sample"), [(FIRST, 0), (FIRST + 1, 128), (FIRST + 2, 228), (FIRST + 9, 228)])
 def test_positions_become_samples_and_padding_is_no_audio(position: int, sample: int) -> None:
     kept = KeptAudio(SPEC)
-    kept.add([*items(0, 1), replace(items(1, 1)[0], samples=100), Item(FIRST + 2, 3, 228, samples=0)])
+    kept.add([*items(0, 1), structs.replace(items(1, 1)[0], samples=100), Item(FIRST + 2, 3, 228, samples=0)])
     assert kept.sample_at(position) == sample
 
 
@@ -106,7 +107,7 @@ def test_a_word_that_a_replayed_flush_completes_again_is_dropped() -> None:
     memory.replay(kept)
     again = memory.hear(Text("s", "", [Word("cat", 100, 200)], []))
     assert again is None
-    news = memory.hear(replace(spoken(["sat"], 2), tokens=[4]))
+    news = memory.hear(structs.replace(spoken(["sat"], 2), tokens=[4]))
     assert news is not None and [word.text for word in news.words] == ["sat"]
 
 

@@ -177,7 +177,7 @@ async def test_a_spare_that_cannot_start_is_told_and_serving_goes_on(
     async with pair(fakes.process(build), fakes.process(build)) as both:
         first = both.serving
         async with asyncio.timeout(30):
-            await fakes.until(lambda: caplog.text.count("there is no spare engine, those that serve go on") >= 2)
+            await fakes.until(lambda: caplog.text.count("the spare engine cannot be used; the serving") >= 2)
         assert "before it was ready; its log says why" in caplog.text
         assert both.client.ready and both.client.capacity().spares_ready == 0
         assert isinstance((await fakes.transcribe(both.client, "a", fakes.speech(1, 1))).last, Closed)

@@ -16,7 +16,7 @@ def put(cache: EncoderCache, held: Held, index: int, key: bytes, embeds: int = 1
 
 
 def room(cache: EncoderCache) -> int:
-    """Embeddings that nobody holds: what `reserve` could hand out."""
+    """Embeddings without an owner, which `reserve` could hand out."""
     return cache.capacity - sum(len(entry) for entry in cache.entries.values() if entry.references)
 
 

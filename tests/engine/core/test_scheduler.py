@@ -337,7 +337,7 @@ class TestFrames:
             (task,) = plan.decode
             spans.append((task.start, task.end))
             outputs += engine.commit(plan, [DecodeResult(forced[task.start - 2 : task.end - 2])])
-        assert spans == [(2, 6), (6, 7), (7, 8), (8, 9), (9, 10)]
+        assert spans == [(2, 6), (6, 7), (7, 10)]
         assert [output.delta for output in outputs if isinstance(output, Text)] == [" b"]
 
 
@@ -845,14 +845,24 @@ class TestSuspects:
         for name, suspect in (("a", (4, 6)), ("b", (4, 6)), ("c", None)):
             engine.admit(Open(name, suspect=suspect))
             engine.feed(name, [frame(p, key=b"%s%d" % (name.encode(), p)) for p in range(2, 10)], 0)
-        together = []
+        together, at_the_spot = [], []
         while engine.has_work():
             plan, _ = step(engine)
             together.append({task.stream for task in plan.decode})
+            at_the_spot.append({task.stream for task in plan.decode if 4 <= task.start < 6})
             engine.check_integrity()
-        assert {"a", "b"} not in [names - {"c"} for names in together[:7]]
+        assert {"a", "b"} not in at_the_spot and {"a"} in at_the_spot and {"b"} in at_the_spot
         assert all("c" in names for names in together[:7]), "nobody else is held up"
         assert engine.suspects == {}
+
+    def test_suspects_are_rebuilt_together_and_kept_apart_at_the_spot_alone(self) -> None:
+        engine = scheduler(replace(FRAMES, replay_positions=4))
+        for name in "ab":
+            engine.admit(Open(name, forced_tokens=[0] * 4, suspect=(6, 7)))
+            engine.feed(name, [frame(position, key=b"%s%d" % (name.encode(), position)) for position in range(2, 8)], 0)
+        assert [(task.stream, task.end) for task in step(engine)[0].decode] == [("a", 6), ("b", 6)]
+        together = [{task.stream for task in step(engine)[0].decode if task.start == 6} for _ in range(4)]
+        assert {"a", "b"} not in together and {"a"} in together and {"b"} in together
 
     def test_a_suspect_that_ends_is_forgotten(self) -> None:
         engine = scheduler()

@@ -1,4 +1,4 @@
-"""Any order of events, any budgets: bookkeeping stays whole, nothing is lost, and nobody waits for ever."""
+"""Any order of events, any budgets: bookkeeping stays consistent, nothing is lost, and no stream waits for ever."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.check_integrity()
 
     def teardown(self) -> None:
-        """Nobody waits for ever: with enough steps every stream has computed all it was sent."""
+        """No stream waits for ever: with enough steps every stream has computed all its audio."""
         for name in sorted(set(self.ends) - self.finished):
             self.engine.flush(name, None)
         steps = 0

@@ -182,7 +182,7 @@ class TestSampleClock:
     def test_samples_must_not_run_backwards(self) -> None:
         clock = SampleClock(100, 0)
         clock.append(Item(0, 2, 0))
-        with pytest.raises(ValueError, match="samples before 200 have come"):
+        with pytest.raises(ValueError, match="samples before 200 are already covered"):
             clock.append(Item(2, 1, 150))
 
     def test_flushes_do_not_accumulate(self) -> None:

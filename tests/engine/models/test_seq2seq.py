@@ -1,4 +1,4 @@
-"""8-bit products in pieces: what a row gives depends neither on its piece nor on its neighbours."""
+"""8-bit products in pieces: the result of a row depends neither on its piece nor on its neighbours."""
 
 from __future__ import annotations
 

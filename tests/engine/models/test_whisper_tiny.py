@@ -1,4 +1,4 @@
-"""A real multilingual checkpoint and real voices: languages are told apart and obeyed, and translated."""
+"""A real multilingual checkpoint and real voices: languages are detected, used when set, and translated."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_language_is_obeyed_and_a_translation_is_english(heard: dict[str, Enco
 
 
 def test_words_are_found_where_they_are_said(heard: dict[str, Encoded]) -> None:
-    """Of all frames the first draws most attention, in which nobody speaks yet."""
+    """The first frame, before any speech, draws the most attention."""
     model, pieces = whisper()
     for language, encoded in heard.items():
         row = Row([], [], 40, None, encoded.audio[0], opening=model.opening(language, "", []))

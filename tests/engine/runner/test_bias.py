@@ -1,4 +1,4 @@
-"""Keyword trees: what is favoured where, what is given back, and that a text alone decides where it stands."""
+"""Keyword trees: which tokens get a bonus, when it is lost, and that the state depends on the text alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any cut of the audio, alone or in company, gives the same probabilities; streams that are silent cost nothing."""
+"""Any division of the audio, alone or in a batch, gives the same probabilities; silent streams cost nothing."""
 
 from __future__ import annotations
 
@@ -215,8 +215,8 @@ def test_state_is_bounded_over_a_long_stream(model: SileroVad) -> None:
     detector.open("a")
     for number in range(50):
         detector.detect([("a", sound(2.7, number))])
-        assert len(detector._ears["a"].carried) < 64 + FRAME_SAMPLES
-        assert detector._ears["a"].carried.base is None, "a view would keep every piece alive"
+        assert len(detector._stream_states["a"].carried) < 64 + FRAME_SAMPLES
+        assert detector._stream_states["a"].carried.base is None, "a view would keep every piece alive"
 
 
 def test_a_long_piece_is_heard_as_in_passes(model: SileroVad) -> None:

@@ -1,4 +1,4 @@
-"""An error nobody foresaw in work for one stream ends that stream; the others say what they would have said anyway."""
+"""An unexpected error in work for one stream ends that stream; the words of the others do not change."""
 
 from __future__ import annotations
 
@@ -280,3 +280,39 @@ def test_any_order_of_commands_leaves_no_ghosts(gated: bool, data: st.DataObject
         assert balance == {name: int(name in known) for name in "ab"}
         assert loop._listener is not None and loop._listener._open == known
         assert set(loop._listener._detector.ears) == known  # type: ignore[attr-defined]
+
+
+class DeafDetector(PoisonDetector):
+    """Hears nothing any more, of whatever stream."""
+
+    def launch(self, batch: list[tuple[str, NDArray[np.float32]]]) -> Any:
+        raise RuntimeError("the device is gone")
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_detector_that_fails_for_everybody_ends_the_engine_and_no_stream(together: bool) -> None:
+    """The streams are rebuilt elsewhere, which they would not be if each of them had failed."""
+    scheduler = Scheduler(fakes.WINDOWED, Limits(max_streams=8, cache_embeds=900), fakes.VOCABULARY)
+    loop = EngineLoop(scheduler, PoisonRunner(fakes.WINDOWED), DeafDetector(), SETTINGS)
+    outputs: list[Output] = []
+    for index in range(8):
+        loop.submit([Open(f"s{index}")], 0)
+    for index in range(8):
+        loop.submit([Feed(f"s{index}", items_of(fakes.WINDOWED, fakes.speech(1, index))[:3])], index)
+        if together and index < 7:
+            continue
+        step = loop.step()
+        outputs += [] if step is None else step.outputs
+        if outputs and isinstance(outputs[-1], Dead):
+            break
+    assert isinstance(outputs[-1], Dead) and "detector" in outputs[-1].message
+    assert sum(isinstance(output, Failed) for output in outputs) <= (0 if together else 3)
+
+
+def test_streams_that_are_opened_are_announced() -> None:
+    """A saved state may be the end of an engine before any of its audio is computed."""
+    loop, told = loop_of(fakes.WINDOWED, True), list[set[str]]()
+    loop.announce = lambda targets: told.append({name for name, *_ in targets})
+    loop.submit([Open("a")], 0)
+    loop.step()
+    assert {"a"} in told

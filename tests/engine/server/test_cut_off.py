@@ -1,4 +1,4 @@
-"""The embedded model when its sound ends in the middle of speech: what it says is what was heard.
+"""The embedded model when its audio ends in the middle of speech: it outputs only words that were spoken.
 
 Needs the model and a recording in the cache, and is skipped without them.
 """

@@ -1,4 +1,4 @@
-"""Declared silence is one item with a length: it costs the same however long it is, and says what silence says."""
+"""Declared silence is one item with a length: the cost is independent of the length, the text is that of silence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.boundary.commands import WireItem, encode_command
+from engine.boundary.codec import encode_command
 from engine.boundary.items import make_cutter, prepare
 from engine.client.replay import KeptAudio, memory_for
 from engine.messages import Closed, Feed, Finish, Flush, Item, Open, Output, Text
@@ -86,8 +86,7 @@ def cost_of_a_gap(seconds: int, windowed: bool) -> tuple[int, int, int, int]:
     before = len(gc.get_objects())
     tracemalloc.start()
     items = prepare(cutter, cutter.cut_gap(seconds * RATE), spec)
-    described = [WireItem(item.offset, item.length, item.sample, None, item.mask, item.samples) for item in items]
-    frame = bytes(encode_command(Feed("a", []), described))
+    frame = bytes(encode_command(Feed("a", []), items))
     kept.add(items)
     pending_audio.add(items)
     loop.submit([Feed("a", items)], 0)

@@ -1,4 +1,4 @@
-"""Sessions that gateways entrust to an engine: one owner at a time, and nothing lost on the way to the next."""
+"""Handoffs that gateways save at an engine: one owner at a time, and nothing is lost on the way to the next."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_what_a_gateway_left_is_there_until_it_says_that_it_goes_on_with_it(host
 
 
 def test_a_session_whose_gateway_has_come_back_is_not_over(host: Host) -> None:
-    """Its value is on its way: whoever asks for it meanwhile is not told that nobody has it."""
+    """While a handoff is on its way, a gateway that asks for it does not get the answer that it is gone."""
     entrust(host, b"a", 0)
     come_back(host, b"a", ("s", 1, False))
     host.send(b"b", command(messages.Ask("", "s", 3)))
@@ -428,7 +428,7 @@ def test_a_former_owner_does_not_go_on_with_a_session_that_is_over(host: Host) -
     assert fenced(host, b"a") == [messages.Fenced("s", SECOND)]
     entrust(host, b"a", 0)
     assert fenced(host, b"a")[1:] == [messages.Fenced("s", SECOND)] and not len(host.host._handoffs)
-    # Whoever has a higher number has not heard of this one, and goes on.
+    # A gateway with a higher number owns the session and continues.
     entrust(host, b"a", 0, number=THIRD)
     assert len(host.host._handoffs) == 1
     host.send(b"a", command(messages.DropHandoff("", "s", THIRD)))
@@ -444,7 +444,7 @@ def test_what_is_known_of_sessions_that_are_over_is_bounded(host: Host, monkeypa
         host.send(b"a", command(messages.SaveHandoff("", key, SECOND, 0, [], base=b"base", keep_s=KEEP_S)))
         host.send(b"a", command(messages.DropHandoff("", key, SECOND)))
     assert list(host.host._handoffs._over) == ["s2", "s3", "s4"]
-    # One owner has nobody to fence.
+    # With a single owner there is no former owner to fence.
     host.send(b"a", command(messages.SaveHandoff("", "alone", 1, 0, [], base=b"base", keep_s=KEEP_S)))
     host.send(b"a", command(messages.DropHandoff("", "alone", 1)))
     assert "alone" not in host.host._handoffs._over

@@ -1,4 +1,4 @@
-"""What a gateway sends, however wrong, costs a stream or a command; the engine and its other gateways go on."""
+"""Wrong messages of a gateway fail a stream or a command; the engine and its other gateways continue."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine import messages
 from engine.boundary import codec
-from engine.boundary.codec import Batch, WireData
-from engine.boundary.commands import WireItem, encode_command
+from engine.boundary.codec import Batch, PayloadPlace, encode_command
 from engine.boundary.items import hash_payload
 from engine.messages import Item
 from engine.server.host import MOST_UNREADABLE, DrainRequest, EngineHost
@@ -88,7 +88,7 @@ class Host:
         self.numbers[name] += 1
         ends = np.cumsum([payload.nbytes for payload in audio]).tolist()
         data = [
-            WireData(hash_payload(payload), end - payload.nbytes, payload.nbytes, None)
+            PayloadPlace(hash_payload(payload), end - payload.nbytes, payload.nbytes, None)
             for payload, end in zip(audio, ends, strict=True)
         ]
         batch = Batch(self.numbers[name], 0, data, list(commands))
@@ -97,7 +97,7 @@ class Host:
     def said(self, name: bytes) -> list[messages.Output]:
         """Everything a gateway was told so far."""
         updates = [message for to, message in self.line.left if to == name and isinstance(message, codec.Update)]
-        return [codec.plain_output(output) for update in updates for output in update.outputs]
+        return [output for update in updates for output in update.outputs]
 
     def believed(self, name: bytes) -> set[str]:
         """The streams that a gateway takes for open after all it was told."""
@@ -116,7 +116,7 @@ class Host:
         return [(output.stream, output.code) for output in self.said(name) if isinstance(output, messages.Failed)]
 
 
-def command(message: messages.Command, *items: WireItem) -> msgspec.Raw:
+def command(message: messages.Command, *items: messages.Item) -> msgspec.Raw:
     return encode_command(message, list(items))
 
 
@@ -125,7 +125,7 @@ def audio(seed: int) -> np.ndarray:
 
 
 def feed(stream: str, position: int, data: int = 0) -> msgspec.Raw:
-    item = WireItem(SPEC.prefix_positions + position, 1, position * SPEC.samples_per_position, data, None, None)
+    item = messages.Item(SPEC.prefix_positions + position, 1, position * SPEC.samples_per_position, data=data)
     return command(messages.Feed(stream, []), item)
 
 
@@ -136,7 +136,7 @@ def say_all(host: Host, name: bytes, stream: str, positions: range) -> None:
 
 @pytest.fixture(scope="module")
 def calm() -> str:
-    """What a stream says when nobody disturbs it."""
+    """The words of an undisturbed stream."""
     host = Host()
     host.greet(b"g")
     host.send(b"g", command(messages.Open("good")))
@@ -236,9 +236,9 @@ def test_audio_that_is_none_costs_the_streams_that_refer_to_it(calm: str) -> Non
     host.numbers[b"g"] += 1
     good = audio(10)
     data = [
-        WireData(hash_payload(good), 0, good.nbytes, None),
-        WireData(b"b" * 16, good.nbytes, 3, None),
-        WireData(b"c" * 16, 9 * good.nbytes, 4, None),
+        PayloadPlace(hash_payload(good), 0, good.nbytes, None),
+        PayloadPlace(b"b" * 16, good.nbytes, 3, None),
+        PayloadPlace(b"c" * 16, 9 * good.nbytes, 4, None),
     ]
     batch = Batch(host.numbers[b"g"], 0, data, [feed("good", 10), feed("bad", 0, 1)])
     host.line.arriving.append((b"g", codec.encode(batch, [good.data, memoryview(b"odd")])))
@@ -367,7 +367,7 @@ def test_an_item_is_made_of_what_came() -> None:
     host.send(b"g", command(messages.Open("a")), feed("a", 0), audio=(audio(3),))
     (stream,) = host.loop.scheduler.streams.values()
     item = stream.timeline.item(0)
-    assert replace(item, arrival=0, payload=None) == Item(
+    assert structs.replace(item, arrival=0, payload=None) == Item(
         SPEC.prefix_positions, 1, 0, hash_payload(audio(3)), None, None, None, 0, 1
     )
 
@@ -381,7 +381,7 @@ def test_an_engine_that_drains_takes_nothing_new_says_so_and_ends_when_it_is_emp
     host.send(b"g", command(messages.Open("b")))
     updates = [message for _, message in host.line.left if isinstance(message, codec.Update)]
     assert updates[-1].status.draining
-    (refused,) = [output for update in updates for output in update.outputs if isinstance(output, codec.WireFailed)]
+    (refused,) = [output for update in updates for output in update.outputs if isinstance(output, messages.Failed)]
     assert (refused.stream, refused.code) == ("b", "AtCapacity")
     host.send(b"g", command(messages.Abort("a")))
     host.host.serve(lambda: False, drain)

@@ -1,4 +1,4 @@
-"""How busy an engine says it is: with its steps, and with the messages beside them."""
+"""The load that an engine reports: steps and messages."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 from numpy.typing import NDArray
 
 from engine.core.plan import DecodeResult, StepPlan, TimedToken
@@ -245,7 +246,7 @@ class TestSpeech:
     def test_probabilities_come_out_and_padding_is_not_heard(self) -> None:
         detector = LoudnessDetector()
         loop = engine(detector=detector)
-        padded = replace(letter(1, 2), samples=640)
+        padded = structs.replace(letter(1, 2), samples=640)
         gap = Item(2, 2, 1920, mask=[False, False])
         loop.submit([Open("a"), Feed("a", [letter(0, 1), padded, gap])], 0)
         speech = [output for output in drain(loop) if isinstance(output, Speech)]

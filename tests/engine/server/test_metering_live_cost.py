@@ -1,4 +1,4 @@
-"""What steps cost live streams, from steps of known cost."""
+"""The cost of a live stream, estimated from steps of known cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded model where nobody speaks: music is left unsaid, and a speaker beside it does not notice.
+"""The embedded model with music: music gives no text, and the words of a speaker beside it do not change.
 
 Needs the model and a recording in the cache, and is skipped without them.
 """

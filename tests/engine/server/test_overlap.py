@@ -1,4 +1,4 @@
-"""A device that works by itself: the host plans the next step before it has read the last one, and nobody notices."""
+"""Overlapping steps: the host plans the next step before it has read the last one, and results do not change."""
 
 from __future__ import annotations
 
@@ -228,3 +228,19 @@ def test_a_runner_that_fails_ends_the_engine_once(fails: str) -> None:
         step = loop.step()
         outputs += [] if step is None else step.outputs
     assert outputs[-1] == Dead("the model runner failed: RuntimeError: device lost")
+
+
+def test_streams_that_are_rebuilt_while_nobody_is_on_time_have_one_more_step_under_way() -> None:
+    loop, _ = overlapping()
+    for seed, name in enumerate("abc"):
+        items = items_of(SPEC, fakes.speech(4, seed))
+        loop.submit([Open(name, forced_tokens=[0] * (len(items) // 2)), Feed(name, items)], 0)
+    ahead = []
+    while loop.scheduler.rebuilding:
+        loop.step()
+        ahead.append(len(loop._launched))
+    assert max(ahead) == 2
+    while loop.has_work():
+        loop.step()
+    loop.scheduler.check_integrity()
+    assert not loop.scheduler.recovering

@@ -1,12 +1,12 @@
-"""A long silence is cut out: what is said, and when, is what the audio without it gives, also if an engine dies."""
+"""Skipped silence: words and times are those of the audio without it, also after a crash of the engine."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 from numpy.typing import NDArray
 
 from engine.core.planner import Limits
@@ -69,7 +69,7 @@ class Run:
         feed = loop.scheduler.feed
 
         def noting(name: str, items: list[Item], now: int) -> None:
-            self.given += [replace(item) for item in items]
+            self.given += [structs.replace(item) for item in items]
             feed(name, items, now)
 
         loop.scheduler.feed = noting  # type: ignore[method-assign]
@@ -107,7 +107,9 @@ def live(audio: NDArray[np.float32], loop: EngineLoop, name: str = "a") -> Run:
 
 def without_the_cuts(run: Run) -> Run:
     """The items that were given, to an engine that cuts nothing."""
-    other = Run(build(cuts=False)).submit(Open("a"), Feed("a", [replace(item) for item in run.given]), Finish("a"))
+    other = Run(build(cuts=False)).submit(
+        Open("a"), Feed("a", [structs.replace(item) for item in run.given]), Finish("a")
+    )
     return other.drain()
 
 
@@ -166,7 +168,7 @@ def test_what_is_cut_does_not_depend_on_when_verdicts_come(seed: int) -> None:
         tokens.append(run.tokens)
         runs.append((run.said.text, run.said.words, run.said.tags, [item.sample for item in run.given]))
     assert runs[0] == runs[1] == runs[2]
-    # Nobody needs to be told of what is cut after the last text.
+    # Silence that is skipped after the last text is not reported.
     told = min(map(len, tokens))
     assert tokens[0][:told] == tokens[1][:told] == tokens[2][:told]
 
@@ -220,7 +222,7 @@ def test_a_long_silence_keeps_nothing_and_a_declared_one_costs_nothing() -> None
 def test_mistakes_end_as_before() -> None:
     items = items_of(SPEC, fakes.speech(1, 1))
     run = Run(build()).submit(Open("a"), Feed("a", items[:3]), Finish("a"), Feed("a", items[3:4]), Open("b"))
-    run.submit(Feed("b", [replace(items[5], offset=99)]), Feed("b", [items[0]]), Abort("a")).drain()
+    run.submit(Feed("b", [structs.replace(items[5], offset=99)]), Feed("b", [items[0]]), Abort("a")).drain()
     assert [output.stream for output in run.outputs if isinstance(output, Failed)] == ["b"]
     assert not run.loop.scheduler.streams and not run.loop._cut._streams
 

@@ -1,4 +1,4 @@
-"""What the gate lets through: no noise, all of what is said, and an end soon after the last word."""
+"""The audio that the speech gate passes: no noise, all speech, and an end soon after the last word."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_flush_ends_an_open_utterance_where_the_caller_says() -> None:
     gate = SpeechGate(SETTINGS)
     gate.judge([SPEECH] * 20, FRAME)
     assert gate.flush(20 * FRAME + 100) == [End(20 * FRAME + 100, speech_end=20 * FRAME)]
-    # Whoever goes on speaking is heard from there on.
+    # Speech that continues is passed from there on.
     assert gate.judge([SPEECH] * 2, FRAME) == [Begin(20 * FRAME + 100)]
 
 

@@ -1,4 +1,4 @@
-"""How much an engine takes in before it computes, from whom, and what that costs it."""
+"""How many commands an engine takes in before a step, from which gateways, and their cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from engine import messages
 from engine.boundary import codec
-from engine.boundary.codec import Batch, WireData
+from engine.boundary.codec import Batch, PayloadPlace
 from engine.server.host import LEAST_COMMANDS
 from engine.server.loop import EngineLoop
 from tests.engine import fakes
@@ -64,7 +64,7 @@ def test_a_gateway_that_is_waited_for_keeps_no_room_from_the_others() -> None:
     for name in (b"g", b"h"):
         host.greet(name)
         host.send(name, command(messages.Open("a")))
-    missing = Batch(2, 0, [WireData(b"k" * 16, None, 4 * SAMPLES, None)], [feed("a", 0)] * (LEAST_COMMANDS + 1))
+    missing = Batch(2, 0, [PayloadPlace(b"k" * 16, None, 4 * SAMPLES, None)], [feed("a", 0)] * (LEAST_COMMANDS + 1))
     host.line.arriving.append((b"g", codec.encode(missing)))
     host.host.tick()
     for position in range(5):

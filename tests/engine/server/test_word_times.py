@@ -1,4 +1,4 @@
-"""Times of words: whatever a model says of them, they end with speech and follow each other."""
+"""Word times: whatever the model gives, words end with speech and follow each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECOND = 16_000
 
 
 def listened(*spans: tuple[float, float], until: float = 10.0) -> WordTimes:
-    """A stream in which somebody speaks in these stretches, in seconds."""
+    """A stream with speech in these spans, in seconds."""
     times = WordTimes(0.35)
     frames = [any(a <= at * FRAME / SECOND < b for a, b in spans) for at in range(round(until * SECOND / FRAME))]
     times.hear(0, FRAME, [0.9 if speaks else 0.1 for speaks in frames])

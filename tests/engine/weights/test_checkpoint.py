@@ -1,4 +1,4 @@
-"""Checkpoint directories: what does not fit is refused by name, before anything is used."""
+"""Checkpoint directories: a mismatch is refused by name, before anything is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights are told apart by what is in them, not by what they are called."""
+"""Fingerprints of weights depend on their content, not on their names."""
 
 from __future__ import annotations
 

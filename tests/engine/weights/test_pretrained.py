@@ -77,8 +77,8 @@ def test_quantising_again_loses_nothing(tmp_path: Path) -> None:
     [
         (None, "is not a streaming encoder"),
         ({"tickertape-streaming-encoder": '{"format": 9}'}, "its format is 9"),
-        (described(sample_rate=8_000), "trained with sample_rate 8000, and this engine hears with 16000"),
-        (described(samples_per_frame=320), "trained with samples_per_frame 320, and this engine hears with 384"),
+        (described(sample_rate=8_000), "trained with sample_rate 8000; this engine uses 16000"),
+        (described(samples_per_frame=320), "trained with samples_per_frame 320; this engine uses 384"),
         (described(look_ahead=None), "is not a streaming encoder"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What is known of a model before its weights are read is what the loaded model says of itself."""
+"""The properties of a model in the registry equal those of the loaded model."""
 
 from __future__ import annotations
 

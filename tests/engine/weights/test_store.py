@@ -1,4 +1,4 @@
-"""Weights: what goes wrong first, then the way from a source to the cache. No test leaves this machine."""
+"""The store of weights: errors first, then the way from a source to the cache. No test uses the network."""
 
 from __future__ import annotations
 

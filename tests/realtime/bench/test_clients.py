@@ -1,4 +1,4 @@
-"""What the clients of a load test say: bad manifests are named, every client says something else, nothing is lost."""
+"""Clients of a load test: bad manifests are named, every client plays different audio, nothing is lost."""
 
 from __future__ import annotations
 

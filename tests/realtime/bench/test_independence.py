@@ -1,4 +1,4 @@
-"""The load generator measures any server: it must know nothing of ours but the wire."""
+"""The load generator measures any server: it imports nothing of ours but the wire client."""
 
 from __future__ import annotations
 

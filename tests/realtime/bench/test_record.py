@@ -1,4 +1,4 @@
-"""From the record of a run to its figures: what a user would notice is a failure, and times start where speech ends."""
+"""From the record of a run to its figures: what counts as a failure, and times from the end of speech."""
 
 from __future__ import annotations
 

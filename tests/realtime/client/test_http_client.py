@@ -1,4 +1,4 @@
-"""Plain requests: what is wrong with an address, a server or a file is said in one line, and files arrive whole."""
+"""HTTP requests: errors of an address, a server or a file are one line, and files arrive complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session that outlives its connections, against a server that is cut off, forgets, refuses or never acknowledges."""
+"""A session that survives lost connections, with a server that is cut off, forgets, refuses or never acknowledges."""
 
 from __future__ import annotations
 

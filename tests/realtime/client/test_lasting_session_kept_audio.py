@@ -1,4 +1,4 @@
-"""Audio that is kept for sending again: nothing is lost but what the bound takes, no sample is counted twice."""
+"""Audio kept for resending: only the bound drops audio, and no sample is counted twice."""
 
 from __future__ import annotations
 

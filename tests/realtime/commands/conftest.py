@@ -1,4 +1,4 @@
-"""Commands own their event loop and may block it: nobody else is on it."""
+"""Commands own their event loop and may block it: no other task runs on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def blockbuster() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No configuration of whoever runs the tests, and a cache of our own."""
+    """Without the configuration of the user who runs the tests, and with a separate cache."""
     import os
 
     for name in os.environ:

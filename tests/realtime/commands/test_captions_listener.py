@@ -1,4 +1,4 @@
-"""What comes back of a live sound reaches the file, with its times."""
+"""The text of live audio reaches the file, with its times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a live sound: a server that is behind is waited for while it goes on, a silent one is given up."""
+"""The end of live audio: a late server that still sends is waited for, a silent one is given up."""
 
 from __future__ import annotations
 

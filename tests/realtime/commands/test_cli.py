@@ -105,7 +105,7 @@ def test_debugging_shows_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_teaches_by_examples_and_loads_nothing_heavy() -> None:
-    """In a process of its own, where nobody else has loaded torch."""
+    """In a separate process, where torch is not loaded yet."""
     script = f"""
 import contextlib, io, sys
 from realtime.cli import main

@@ -1,4 +1,4 @@
-"""`tickertape doctor`: what is missing fails, what is there is shown, and streams are counted from a measured load."""
+"""`tickertape doctor`: missing parts fail, present ones are shown, and streams are estimated from a measured load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tickertape engine`: what it says when it cannot start."""
+"""`tickertape engine`: errors when it cannot start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sound from a pipe: empty, damaged, cut, endless; whoever writes it sets the pace, and it ends when it ends."""
+"""Audio from a pipe: empty, damaged, cut, endless; the writer sets the pace, and the text ends with the pipe."""
 
 from __future__ import annotations
 

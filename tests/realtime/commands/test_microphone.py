@@ -1,4 +1,4 @@
-"""Recording: what is missing is said in words, and what a program writes becomes chunks of sound."""
+"""Recording: missing programs are named, and a program's output becomes chunks of audio."""
 
 from __future__ import annotations
 

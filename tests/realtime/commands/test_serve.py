@@ -1,4 +1,4 @@
-"""Telling systemd and others that the server is ready: a bad descriptor is refused, a dead listener is survived."""
+"""Readiness notifications for systemd and others: a bad descriptor is refused, a closed listener does no harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tickertape status`: a server that is not there, not ours, not ready or gone is said; figures are those it gives."""
+"""`tickertape status`: servers that are missing, foreign, not ready or gone are named; figures are the server's."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_quantiles_lie_within_their_bucket() -> None:
 
 
 def test_what_lies_beyond_the_last_bound_is_no_measurement() -> None:
-    """A server that takes longer than its histogram can tell: "8.00 s" would be a figure that nobody measured."""
+    """A server that takes longer than its histogram can tell: "8.00 s" would not be a measured value."""
     slow = Histogram({0.1: 0, 8.0: 1, float("inf"): 3})
     assert slow.quantile(0.3) == Quantile(pytest.approx(7.21)) and slow.quantile(0.5) == Quantile(8.0, is_beyond=True)
     assert slow.as_json() == {"p50": None, "p95": None, "p99": None, "count": 3, "last_bound": 8.0}

@@ -1,4 +1,4 @@
-"""`tickertape transcribe`: bad files are named and the others done; what is written can be read by machines."""
+"""`tickertape transcribe`: bad files are named and the others done; output is machine-readable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command line asks of a model, and what it says of what the model does not take."""
+"""Options of the command line for a model, and the notes about options that the model does not take."""
 
 from __future__ import annotations
 

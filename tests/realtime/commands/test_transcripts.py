@@ -1,4 +1,4 @@
-"""A transcript that is saved while it is heard: full disks, files that are there, sudden ends: nothing is lost."""
+"""A transcript that is saved while it is shown: with full disks, existing files and sudden ends nothing is lost."""
 
 from __future__ import annotations
 

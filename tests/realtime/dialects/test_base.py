@@ -1,4 +1,4 @@
-"""Frames: what is no JSON object or no base64 is the client's fault, and what is comes out as it went in."""
+"""Frames: invalid JSON objects and base64 are client errors, and valid ones are decoded exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A long append that is read piece by piece gives the audio and the mistakes of one that is parsed in one go."""
+"""A long append that is read piece by piece gives the same audio and errors as one that is parsed whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted for a session is given back, wherever and however its socket fails."""
+"""The counts of a session are released, wherever and however its socket fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway of a fleet shows the figures of all of it, as its keeper wrote them down."""
+"""A gateway of a fleet shows the figures of the whole fleet from its keeper's file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scrapes need no key: any number of them costs a bounded share of the time."""
+"""Scrapes need no key, so any number of them must cost a bounded share of the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and client secrets: found wherever clients put them, never shown, and limited in time and number."""
+"""Keys and client secrets: accepted in all places where clients put them, never shown, limited in time and number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The book of uploads: every byte is counted once, given back once, and refused where a bound is reached."""
+"""The storage of uploads: every byte is counted once and released once, and refused at a bound."""
 
 from __future__ import annotations
 

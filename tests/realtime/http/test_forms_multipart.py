@@ -1,4 +1,4 @@
-"""Forms are taken apart however they are cut, and hold in memory what they count, not more."""
+"""Forms: any division of the bytes gives the same fields, and memory use equals the counted bytes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_text_that_is_too_long_is_not_decoded() -> None:
 
 @pytest.mark.parametrize("letters", ["x" * 60_000, "x" * 60_000 + "😀", ""], ids=["plain", "emoji", "empty"])
 def test_what_a_form_holds_is_what_it_counts(letters: str) -> None:
-    """A single letter beyond U+FFFF makes a text four times as large; texts that nobody asked for stay bytes."""
+    """A single letter beyond U+FFFF makes a text four times as large; texts that are not used stay bytes."""
     counted = 0
 
     def hold(size: int) -> None:

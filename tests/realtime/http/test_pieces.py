@@ -1,4 +1,4 @@
-"""Long answers are made in pieces: what is done between two of them does not grow with the answer."""
+"""Long answers are made in pieces: the work for one piece does not grow with the answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHORT, LONG = 8_000, 32_000
 
 
 class Watched(list[TimedWord]):
-    """A list that counts how often somebody looks at one of its words."""
+    """A list that counts reads of its words."""
 
     looks = 0
 

@@ -1,4 +1,4 @@
-"""The queue to the engine: in order, bounded by audio and by number, and audio counts until it was heard."""
+"""The queue to the engine: in order, bounded by audio and by number; audio counts until the engine has processed it."""
 
 from __future__ import annotations
 

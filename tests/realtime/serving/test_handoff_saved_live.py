@@ -1,4 +1,4 @@
-"""The value of a live session: what another process wrote is read, or refused."""
+"""The saved value of a live session: one from another process is read or refused."""
 
 from __future__ import annotations
 

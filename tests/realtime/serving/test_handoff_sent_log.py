@@ -1,4 +1,4 @@
-"""Frames sent: numbered, and given again to a client that missed them, as long as they are there."""
+"""The log of sent frames: numbered, and sent again to a client that missed them while they are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages that come together: whatever audio has arrived is heard, in whatever company, without waiting for more."""
+"""Messages that arrive together: their audio is processed at once, whatever other messages are among them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def heard_after_each(sent: list[list[int | str]], pace: Pace | None = None
     waiting: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
     async def send(message: Any) -> None:
-        """Nobody reads the answers."""
+        """Discards the answers."""
 
     extras = SocketExtras(nothing_waits=waiting.empty)
     connection = Connection(entry.live, entry.inbox, waiting.get, send, extras, FairTurns())

@@ -1,4 +1,4 @@
-"""A live session: audio on its way to the engine, errors over what the engine says, and its end."""
+"""A live session: audio on its way to the engine, errors from the engine, and its end."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ async def test_an_error_over_an_output_ends_this_session_alone(caplog: pytest.Lo
     for session in (live, other):
         session.submit(audio(100))
         await until(lambda session=session: session.runner._rests)  # type: ignore[misc]
-    # Nobody asked for these answers, which the core takes for a mistake.
+    # The core did not ask for these answers and reports an error.
     for _ in range(3):
         engine.streams[0]._put(messages.Flushed("sess", 7, 0))
     await until(lambda: live.session.closed)

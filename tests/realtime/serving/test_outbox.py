@@ -1,4 +1,4 @@
-"""The outbox: deltas are joined for a slow reader, and a reader that is too slow is found out."""
+"""The outbox: deltas are joined for a slow reader, and a reader that is too slow is detected."""
 
 from __future__ import annotations
 

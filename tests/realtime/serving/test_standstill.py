@@ -1,5 +1,6 @@
-"""A socket whose process stood still: nothing passes before it is known whose its session is, and then only if it is
-still this process's. What whole gateways do is in tests/realtime/workers/test_standstill.py."""
+"""A socket whose process was stopped: nothing passes before the owner of its session is known, and then only if this
+process still owns it. Whole gateways are tested in tests/realtime/workers/test_standstill.py.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ async def test_a_socket_of_a_process_that_runs_is_as_it_was() -> None:
 async def test_nothing_passes_before_it_is_known_whose_the_session_is(is_ours: bool) -> None:
     line = Line()
     line.stand_still()
-    # Before the first tick after it, whoever comes first.
+    # Before the first tick after it, in any order.
     assert not line.extras.send_now("at once") and not line.taker("offered")
     waiting = [asyncio.create_task(line.send(word("waited"))), asyncio.create_task(line.receive())]
     line.standstill.tick()

@@ -1,4 +1,4 @@
-"""A client that comes back on another socket: every sample counts once, wherever and whenever the old socket is cut."""
+"""A client that resumes on another socket: every sample counts once, wherever the old socket is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of several processes as one: sums that never go down, and that cost the same after any number of deaths."""
+"""Sums of figures over several processes: they never decrease, and cost the same after any number of dead processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the system knows of a client's socket, with bytes in it that nobody has read."""
+"""The system's figures of a client's socket with unread bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The short way for a frame that came whole, and the fragments of one that is long: the parser would see the same."""
+"""The fast path for complete frames, and the fragments of long ones: the same result as from the parser."""
 
 from __future__ import annotations
 

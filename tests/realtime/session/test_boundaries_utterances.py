@@ -1,4 +1,4 @@
-"""The pause after the last word that a client waits for: told once, on time, and not while more is being said."""
+"""The pause after the last word (UtteranceEnd): reported once, on time, and not during speech."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_ENDPOINTS = replace(ENDPOINTS, turn_detection=TurnDetection(silence_duration_
 
 
 def driver(chosen: Settings) -> Driver:
-    """Somebody has said `hello`, from 0.2 s to 1.0 s."""
+    """The word `hello` is spoken from 0.2 s to 1.0 s."""
     drive = Driver(session(chosen, stall_seconds=0.0))
     drive(append(1.056), speech(0.0, 1.056, 0.99), word("hello", 0.2, 1.0))
     return drive

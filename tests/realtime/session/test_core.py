@@ -241,7 +241,7 @@ def test_words_of_the_next_turn_wait_until_the_first_is_completed() -> None:
     drive(append(6.0), speech(0.0, 1.984, 0.99), speech(1.984, 1.024, 0.01))
     drive(speech(3.008, 1.984, 0.99))
     assert kinds(drive.sent) == ["SpeechStarted", "SpeechStopped", "Committed", "SpeechStarted"]
-    # No flush was asked for: audio of the second turn is with the engine already, and somebody is speaking.
+    # No flush was asked for: audio of the second turn is with the engine already, and speech continues.
     assert not any(isinstance(effect, FlushEngine) for effect in drive.other)
     assert drive(word("one", 0.2, 0.6))[-1].item_id == "item_1"
     # A word from behind the end of the first turn shows that nothing more will come for it.

@@ -1,4 +1,4 @@
-"""A session as a value: cut anywhere, it goes on in a copy as if nothing had happened, and the value is bounded."""
+"""A session as a value: a copy restored at any point continues the same, and the value is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A turn that never ends: what is kept of it, and what each kind of client is told about it."""
+"""A turn that never ends: the state that is kept of it, and the events for each kind of client."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def held_bytes(thing: Any, seen: set[int] | None = None) -> int:
 
 
 class Talk:
-    """Somebody speaks without a pause; what a client is sent goes through its dialect."""
+    """Speech without a pause; events for the client go through its dialect."""
 
     def __init__(self, dialect: Dialect, chosen: Settings, **limits: Any) -> None:
         names = itertools.count(1)

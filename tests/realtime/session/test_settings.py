@@ -1,4 +1,4 @@
-"""What a client asks of a model, and what of it is in force."""
+"""Options that a client asks for, and those that are in force."""
 
 from __future__ import annotations
 

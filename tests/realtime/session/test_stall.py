@@ -1,4 +1,4 @@
-"""The stall guard: what it keeps, and when it says that text is missing."""
+"""The stall guard: the audio that it keeps, and when it reports missing text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words: each letter is given away once, and sentences end where readers would say so."""
+"""Words: each letter belongs to one word, and sentences end where readers expect it."""
 
 from __future__ import annotations
 

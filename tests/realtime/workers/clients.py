@@ -1,4 +1,4 @@
-"""A client that speaks, loses its connection and comes back; what it was told is checked on the way."""
+"""A client that speaks, loses its connection and resumes; it checks the events that it gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients of these tests come back at once, and engines start inside them, which reads files."""
+"""Clients of these tests resume at once, and engines start on their event loop, which reads files."""
 
 from __future__ import annotations
 

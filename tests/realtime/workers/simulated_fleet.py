@@ -247,7 +247,7 @@ class Socket:
         return self.to_server.popleft()
 
     async def _send(self, message: dict[str, Any]) -> None:
-        """What is sent to a client that has closed goes nowhere, and nobody says so."""
+        """Bytes for a client that has closed are dropped without an error."""
         if not self.is_closed:
             self.to_client.append(dict(message))
 
@@ -365,8 +365,8 @@ class SimulatedFleet:
             part.run(self.chance)
 
     def _feel_pulse(self) -> None:
-        """Whoever runs and has not heard the other side for so long gives the connection up. One that has just woken
-        may do so first, or hear what has come meanwhile."""
+        """A running side gives the connection up after a timeout without the other side. One that has just woken
+        may do so first, or first read the messages that have arrived."""
         for gateway in self.gateways:
             for wire in gateway.wires:
                 both = wire.gateway.is_awake and wire.engine.is_awake

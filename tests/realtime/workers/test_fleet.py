@@ -1,4 +1,4 @@
-"""Two gateways over two engines: engines drain and die, gateways stop, and each session says what it says in peace."""
+"""Two gateways with two engines: engines drain and die, gateways stop, and the words of each session stay the same."""
 
 from __future__ import annotations
 

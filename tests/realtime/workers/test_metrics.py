@@ -1,4 +1,4 @@
-"""`/metrics` of a server with several workers: one truth, whichever worker answers and whoever has died."""
+"""`/metrics` of a server with several workers: the same at every worker, also after workers have died."""
 
 from __future__ import annotations
 

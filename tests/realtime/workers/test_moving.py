@@ -1,4 +1,4 @@
-"""Sessions that move between gateways over one engine: handed over, left behind or taken, they say the same."""
+"""Sessions that move between gateways of one engine: after a drain, a death or a takeover the words are the same."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ GPU = ModelConfig(name="voxtral", device="cuda")
         (Config(model=ModelConfig(name="voxtral", device="cuda", max_streams=100)), 16, True, 1),
         (Config(model=GPU, limits=LimitsConfig(max_sessions=151)), 16, True, 2),
         (Config(model=ModelConfig(engines=("tcp://a:1", "tcp://b:1"))), 32, False, 8),
-        # Whoever asks for more than there are cores gets them.
+        # More workers than cores are allowed if they are asked for.
         (Config(server=ServerConfig(workers=5)), 2, False, 5),
     ],
 )

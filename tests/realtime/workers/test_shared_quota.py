@@ -1,4 +1,4 @@
-"""The count over all workers: what is granted too late, or to a worker that has ended, is not counted for ever."""
+"""The quota over all workers: a grant that comes too late, or to a worker that has ended, is released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of a fleet that are stopped and go on later, in any order of events: no session is taken from its client.
+"""Processes of a fleet that are stopped and continue later, in any order of events: no client loses its session.
 
 The fleet is simulated (`simulated_fleet.py`), so that an order that was found is found again; `test_fleet_processes.py`
 does the same to real processes.
@@ -15,14 +15,14 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from engine.boundary.commands import WireAdopt, WireAsk, WireClaim, WireSessionCommand
+from engine import messages
 from engine.server.handoff import HandoffTable
 from engine.server.peer import Peer
 from tests.realtime.workers.engines import talk
 from tests.realtime.workers.simulated_fleet import Client, SimulatedFleet
 
 AUDIO = talk(8, 1)
-# After the last process has gone on, everything is settled by then: claims, and what waited for nobody.
+# After the last process has gone on, everything is settled by then: claims and waiting handoffs.
 SETTLED_S = 12.0
 
 
@@ -97,10 +97,6 @@ PAUSES = st.sampled_from((0.0, 0.1, 0.3, 1.0, 2.5))
 STOPS = st.sampled_from((0.5, 0.9, 1.2, 2.0, 3.0, 5.0, 10.0))
 LEAVES = st.builds(Leave, PAUSES, st.integers(0, 2))
 GATEWAYS = st.builds(Stop, PAUSES, st.sampled_from(("gateway", "home")), st.integers(0, 2), STOPS)
-# Connections outlast these.
-SHORT_STOPS_OF_ENGINES = st.builds(
-    Stop, PAUSES, st.just("engine"), st.integers(0, 1), st.sampled_from((0.5, 1.2, 2.0, 3.0))
-)
 # One after the other: a session that was rebuilt has to be heard before it can be rebuilt again.
 STOPS_OF_ENGINES = st.builds(Stop, st.just(16.0), st.just("engine"), st.integers(0, 1), STOPS)
 ANY_STOPS_OF_ENGINES = st.builds(Stop, PAUSES, st.just("engine"), st.integers(0, 1), STOPS)
@@ -110,13 +106,26 @@ PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 PATIENCE = st.sampled_from((1.5, 3.0, 5.0))
 
 
-@settings(max_examples=25, deadline=None, phases=PHASES)
-@given(st.lists(GATEWAYS | LEAVES | SHORT_STOPS_OF_ENGINES, max_size=6), SEEDS, PATIENCE)
+@settings(max_examples=25, deadline=None, phases=PHASES, derandomize=True)
+@given(st.lists(GATEWAYS | LEAVES, max_size=6), SEEDS, PATIENCE)
 # The first gateway stands still, its client leaves it for another one, and it goes on.
 @example([Stop(2.0, "gateway", 0, 10.0)], 1, 5.0)
 @example([Stop(2.0, "gateway", 0, 3.0), Leave(0.3, 0), Leave(1.0, 1)], 1, 5.0)
 # The session moves to another engine while a gateway asks one after the other for it.
 @example([Leave(0.1, 2), Stop(0.3, "engine", 0, 1.2), Leave(0.3, 2)], 3060, 5.0)
+# The session leaves an engine that stands still, and then its gateway, before that engine is back.
+@example(
+    [
+        Stop(2.5, "engine", 1, 2.0),
+        Stop(1.0, "engine", 1, 1.2),
+        Stop(1.0, "engine", 1, 3.0),
+        Leave(2.5, 0),
+        Stop(0.3, "gateway", 2, 2.0),
+        Stop(1.0, "engine", 1, 1.2),
+    ],
+    13016,
+    1.5,
+)
 def test_gateways_that_stood_still_take_no_session_back(story: Story, seed: int, patience_s: float) -> None:
     client, left = tell(story, seed, patience_s)
     assert not client.wrongs
@@ -208,7 +217,7 @@ def test_nothing_is_told_of_a_session_that_was_let_go() -> None:
 
 @pytest.mark.parametrize("seconds", [3.0, 20.0])
 def test_a_gateway_that_stood_still_has_nothing_left_of_a_session_that_is_over(seconds: float) -> None:
-    """Its client has gone elsewhere and has been told everything. Nobody has the session now, and nobody wants it."""
+    """Its client has continued elsewhere and has all events. The session has no owner, and no gateway asks for it."""
     with running(Random(0)) as fleet:
         client = Client(fleet, AUDIO, patience_s=1.0)
         fleet.until(lambda: bool(client.text), 30)
@@ -254,8 +263,8 @@ def test_a_gateway_that_stood_still_looks_for_no_session_before_it_knows_which_a
     """A request to resume waits in its socket."""
     take, asked = HandoffTable.take, list[type]()
 
-    def note(handoffs: HandoffTable, peer: Peer, command: WireSessionCommand) -> None:
-        asked.extend({type(command)} & {WireAsk, WireClaim, WireAdopt})
+    def note(handoffs: HandoffTable, peer: Peer, command: messages.SessionCommand) -> None:
+        asked.extend({type(command)} & {messages.Ask, messages.Claim, messages.Adopt})
         take(handoffs, peer, command)
 
     with running(Random(seed)) as fleet:
@@ -265,7 +274,7 @@ def test_a_gateway_that_stood_still_looks_for_no_session_before_it_knows_which_a
         fleet.gateways[1].stop(2.5)
         client.leave(1)
         fleet.until(lambda: client.is_done, 60)
-        assert asked[:2] == [WireClaim, WireClaim] and WireAdopt in asked
+        assert asked[:2] == [messages.Claim, messages.Claim] and messages.Adopt in asked
     assert not client.wrongs
     assert client.text == CALM
 
@@ -287,7 +296,7 @@ def test_a_gateway_that_stood_still_gives_no_session_up_before_it_knows_that_it_
     assert client.text == CALM
 
 
-@settings(max_examples=8, deadline=None, phases=PHASES)
+@settings(max_examples=8, deadline=None, phases=PHASES, derandomize=True)
 @given(st.lists(STOPS_OF_ENGINES, min_size=1, max_size=2), SEEDS)
 def test_engines_that_stood_still_change_no_word(story: Story, seed: int) -> None:
     client, left = tell(story, seed, 60.0)
@@ -296,7 +305,7 @@ def test_engines_that_stood_still_change_no_word(story: Story, seed: int) -> Non
     assert not left
 
 
-@settings(max_examples=20, deadline=None, phases=PHASES)
+@settings(max_examples=20, deadline=None, phases=PHASES, derandomize=True)
 @given(st.lists(GATEWAYS | LEAVES | ANY_STOPS_OF_ENGINES, max_size=8), SEEDS, PATIENCE)
 # The session moves to another engine and is renewed there, while the one before gives it to another gateway.
 @example(

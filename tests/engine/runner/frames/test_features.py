@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 from numpy.typing import NDArray
 
 from engine.boundary.items import hash_payload, make_cutter, prepare
@@ -109,7 +109,7 @@ async def test_features_prepared_elsewhere_cross_to_the_engine_and_are_transcrib
         for item in items:
             features = None if item.payload is None else item_features(item.payload, SMALL.mel_bins)
             key = b"" if features is None else hash_payload(features)
-            prepared.append(replace(item, payload=features, key=key))
+            prepared.append(structs.replace(item, payload=features, key=key))
         expected = await said(client, "samples", items)
         heard = await said(client, "features", prepared)
         assert heard.text == expected.text != "" and heard.words == expected.words
@@ -117,14 +117,14 @@ async def test_features_prepared_elsewhere_cross_to_the_engine_and_are_transcrib
         assert await client.inject(prepared) == sum(item.payload is not None for item in prepared)
         # What was injected needs no data any more.
         sent = client.metrics().input_cache.bytes_sent
-        bare = [replace(item, payload=None) for item in prepared]
+        bare = [structs.replace(item, payload=None) for item in prepared]
         assert (await said(client, "hashes", bare)).text == expected.text
         assert client.metrics().input_cache.bytes_sent == sent
         with pytest.raises(ItemRefused, match="NaN"):
             broken = np.full_like(prepared[0].payload, np.nan)
-            await client.inject([replace(prepared[0], payload=broken, key=hash_payload(broken))])
+            await client.inject([structs.replace(prepared[0], payload=broken, key=hash_payload(broken))])
         with pytest.raises(ItemRefused, match=r"takes \(16, 11\)"):
             narrow = prepared[0].payload[:8].copy()
-            await client.inject([replace(prepared[0], payload=narrow, key=hash_payload(narrow))])
+            await client.inject([structs.replace(prepared[0], payload=narrow, key=hash_payload(narrow))])
         with pytest.raises(ItemRefused, match="not the hash"):
-            await client.inject([replace(prepared[0], key=items[0].key)])
+            await client.inject([structs.replace(prepared[0], key=items[0].key)])

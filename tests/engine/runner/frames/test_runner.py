@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gc
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Failed, Finish, Item, Open, Output
 from engine.messages import Feed as FeedCommand
 from engine.options import Keyword, keywords_text
+from engine.runner import bias
 from engine.runner.bias import KeywordTrees
 from engine.runner.device import NoDevice
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
@@ -114,7 +116,7 @@ def test_a_checkpoint_gives_the_same_tokens_as_its_tensors(tmp_path: Path) -> No
             driver.step([(feed, 1)])
         rows.append(feed.tokens)
         runner.close()
-        runner.close()  # whoever stops an engine need not know whether somebody has
+        runner.close()  # closing twice is allowed
     assert rows[0] == rows[1]
 
 
@@ -242,6 +244,48 @@ def test_keywords_are_favoured_on_the_device_as_their_tree_says_and_after_a_repl
     for _ in range(20):
         driver.step([(again, 1)])
     assert again.tokens == feeds[1].tokens
+
+
+def test_a_long_list_of_keywords_is_prepared_once_and_beside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that computes steps for all streams does not build trees, and waits for one when it is needed."""
+    pieces = [b""] * 40 + [(" " * (token % 2) + "abcd"[token % 4] + "efg"[token % 3]).encode() for token in range(56)]
+    runner = small_runner(2, pieces=pieces)
+    option = {"keywords": keywords_text([Keyword("aegf", 8.0), Keyword("be", 7.0)])}
+    builders, may_build, make = list[int](), threading.Event(), bias.KeywordTree
+
+    def building(keywords: list[Keyword], spelling: bias.Spelling) -> bias.KeywordTree:
+        builders.append(threading.get_ident())
+        assert may_build.wait(60)
+        return make(keywords, spelling)
+
+    monkeypatch.setattr(bias, "KeywordTree", building)
+    runner.check_open(Open("a", options=option))
+    runner.check_open(Open("b", options=option))
+    driver, feeds = Driver(runner), [Feed(slot, speech_like(20, seed=7), options=option) for slot in (0, 1)]
+    for _ in range(feeds[0].delay):
+        driver.step([(feed, 1) for feed in feeds])
+    may_build.set()
+    for _ in range(14):
+        driver.step([(feed, 1) for feed in feeds])
+    assert len(builders) == 1 and builders[0] != threading.get_ident()
+    assert all(slot.keywords is not None for slot in runner._slots.values())
+    runner.close()
+
+
+def test_keywords_that_cannot_be_prepared_end_their_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = small_runner(2)
+    option = {"keywords": keywords_text([Keyword("ab", 8.0)])}
+
+    def breaks(keywords: list[Keyword], spelling: bias.Spelling) -> bias.KeywordTree:
+        raise RuntimeError("no tree")
+
+    monkeypatch.setattr(bias, "KeywordTree", breaks)
+    runner.check_open(Open("a", options=option))
+    driver, bad, good = Driver(runner), Feed(0, speech_like(20, 1), options=option), Feed(1, speech_like(20, 2))
+    results = [driver.step([(bad, 1), (good, 1)]) for _ in range(bad.delay + 1)]
+    errors = [bad_one.error for bad_one, _ in results if bad_one.error]
+    assert len(errors) == 1 and "keywords" in errors[0] and not any(good_one.error for _, good_one in results)
+    assert len(good.tokens) == bad.delay + 1
 
 
 def test_without_the_guard_a_rut_goes_on() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from transformers import (
     VoxtralRealtimeForConditionalGeneration,
 )
 
+from engine.runner.frames.passes import Chunk
 from tests.engine.runner.frames.voxtral_driver import (
     SMALL,
     STEP,
@@ -100,17 +102,19 @@ def test_chunks_equal_the_reference(recording: Recording, largest: int) -> None:
     forced = POSITIONS - 20
     runner = small_runner(embeds=POSITIONS + 1)
     passes = runner._passes
-    rows: list[Tensor] = []
-    compute, logits_of = passes.chunk, passes._model.logits
+    prefix, computed = runner.spec.prefix_positions, torch.full_like(recording.reference, float("nan"))
+    compute, logits_of = passes.chunks, passes._model.logits
 
-    def tapped(slot: int, position: int, inputs: list[int], tokens: list[int], delay: int) -> Tensor:
-        hidden = compute(slot, position, inputs, tokens, delay)
-        rows.append(logits_of(hidden))
+    def tapped(chunks: Sequence[Chunk]) -> Tensor:
+        """A position that is computed twice must be the same both times."""
+        hidden, start = compute(chunks), chunks[0].position - prefix
+        logits = logits_of(hidden)
+        assert (logits - recording.reference[start : start + len(logits)]).abs().max() < 1e-4
+        computed[start : start + len(logits)] = logits
         return hidden
 
-    passes.chunk = tapped  # type: ignore[method-assign]
-    runner_tap = LogitsTap(runner)
-    runner_tap.rows = rows
+    passes.chunks = tapped  # type: ignore[method-assign]
+    tap = LogitsTap(runner)
     feed = Feed(0, recording.audio, forced=recording.tokens[:forced])
     driver = Driver(runner)
     choice = random.Random(largest)
@@ -119,8 +123,35 @@ def test_chunks_equal_the_reference(recording: Recording, largest: int) -> None:
         driver.step([(feed, count)])
     while feed.done < POSITIONS:
         driver.step([(feed, 1)])
-    assert (torch.cat(rows) - recording.reference).abs().max() < 1e-4
+    # The others were computed one by one.
+    computed[computed.isnan().any(1)] = torch.cat(tap.rows)
+    assert (computed - recording.reference).abs().max() < 1e-4
     assert feed.tokens == recording.tokens
+
+
+def test_streams_that_are_rebuilt_together_go_on_as_if_alone() -> None:
+    """Known tokens of unequal number, other delays and gaps, in one plan beside a stream that is live already."""
+    positions = 70
+    feeds = [
+        Feed(slot, speech_like(positions, 40 + slot), delay=delay, gaps=gaps)
+        for slot, (delay, gaps) in enumerate([(6, set()), (3, {7, 8, 30}), (9, set()), (6, {1}), (2, set())])
+    ]
+    calm = [alone(feed, positions)[0] for feed in feeds]
+    known = [40, 33, 1, 50, 17]
+    together = small_runner(streams=6, embeds=6 * 64 + 1)
+    driver = Driver(together)
+    live = Feed(5, speech_like(positions, 60))
+    feeds = [replace(feed, forced=tokens[:count]) for feed, tokens, count in zip(feeds, calm, known, strict=True)]
+    for _ in range(3):
+        driver.step([(live, 1)])
+    while any(feed.done < positions for feed in feeds):
+        work = [(live, 1)] if live.done < positions else []
+        for feed, count in zip(feeds, known, strict=True):
+            if feed.done < positions:
+                work.append((feed, min(23, count - feed.done) if feed.done < count else 1))
+        driver.step(work)
+    assert [feed.tokens for feed in feeds] == calm
+    assert live.tokens == alone(live, live.done)[0]
 
 
 def alone(feed: Feed, positions: int) -> tuple[list[int], Tensor]:

@@ -1,4 +1,4 @@
-"""Languages, prompts and openings of Whisper's streams: told or found out, kept, and each stream's own in a batch."""
+"""Languages, prompts and openings of Whisper's streams: set or detected, kept, and separate by stream."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The ear that hears each frame once: passes come with blocks, any cutting into tasks gives the same frames, a rebuild
-is exact, and speech that never pauses costs no more memory than any other.
+"""The streaming encoder: passes come with blocks, any division into tasks gives the same frames, a rebuild is exact,
+and speech without pauses costs no more memory than other speech.
 
 The model is tiny and random.
 """

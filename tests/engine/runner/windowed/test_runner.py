@@ -92,6 +92,7 @@ class Streams:
             plan.decode.append(DecodeTask(slot, f"s{slot}", base, end, end, window, [], True))
         plan.live = len(plan.decode)
         for task, result in zip(plan.decode, self.runner.execute(plan), strict=True):
+            assert result.error is None
             self.base[task.slot] = end
             self.results[task.slot].append(result)
 
@@ -462,9 +463,15 @@ def test_an_utterance_that_goes_on_after_its_pause_is_read_to_its_end(
     streams.step()
     streams.step(pause=True)
     streams.step()
-    monkeypatch.setattr(model, "encode_slowly", None)
-    with pytest.raises(TypeError):
-        streams.end_here()
+    encoded, encode = list[int](), model.encode_slowly
+
+    def counted(audio: torch.Tensor, lengths: list[int]) -> Iterator[None]:
+        encoded.append(len(lengths))
+        return (yield from encode(audio, lengths))
+
+    monkeypatch.setattr(model, "encode_slowly", counted)
+    streams.end_here()
+    assert encoded == [1]
 
 
 def test_words_go_out_at_a_pause_that_surely_ends_a_sentence_and_its_mark_stays_open(model: Moonshine) -> None:
@@ -488,7 +495,7 @@ def test_words_go_out_at_a_pause_that_surely_ends_a_sentence_and_its_mark_stays_
 def test_a_pass_that_says_old_words_again_is_followed_by_one_that_does_not_know_them(
     model: Moonshine, heard_at: tuple[int, int], kept_from: int
 ) -> None:
-    """Somebody said a phrase for the second time, and the model went on as it had gone on the first time."""
+    """A phrase is spoken for the second time, and the model continues as after the first time."""
     runner = make_runner(model)
     runner.execute(StepPlan(0, opened=[OpenTask(0, "s", 0, {}, [])]))
     audio = torch.from_numpy(speech(9, 30))[None]
@@ -529,3 +536,72 @@ def test_warm_up_leaves_no_trace(model: Moonshine) -> None:
     runner.warm_up()
     assert not runner._slots and not slab_of(runner).rows.any()
     runner.close()
+
+
+def opened(slot: int, saved: dict[str, object] | None = None) -> OpenTask:
+    return OpenTask(slot, f"s{slot}", 0, {}, [], saved, [])
+
+
+def reading_plan(runner: WindowedRunner, slots: Sequence[int], states: dict[int, dict[str, object]]) -> StepPlan:
+    """Streams are opened and read for the first time."""
+    plan = StepPlan(1, opened=[opened(slot, states.get(slot)) for slot in slots])
+    for slot in slots:
+        rows = list(range(1 + slot * 2 * STRIDE, 1 + (slot + 1) * 2 * STRIDE))
+        plan.encode.append(EncodeTask(f"s{slot}", speech(slot, len(rows)), None, rows))
+        plan.decode.append(DecodeTask(slot, f"s{slot}", 0, 0, len(rows), rows, [], False))
+    plan.live = len(slots)
+    return plan
+
+
+def test_a_saved_state_that_cannot_be_loaded_ends_its_stream_alone(model: Moonshine) -> None:
+    runner = make_runner(model)
+    results = runner.execute(reading_plan(runner, [0, 1, 2], {1: {"committed": "nonsense"}}))
+    assert [bool(result.error) for result in results] == [False, True, False]
+    assert "state" in str(results[1].error)
+    # The slot is free for another stream.
+    again = reading_plan(runner, [1], {})
+    again.closed = [1]
+    assert runner.execute(again)[0].error is None
+
+
+def broken_ear(runner: WindowedRunner, slots: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    hear = runner._windows.stream_encoder(True).hear
+
+    def failing(task: DecodeTask, audio: torch.Tensor) -> EncodedAudio:
+        if task.slot in slots:
+            raise IndexError("a hole in the audio")
+        return hear(task, audio)
+
+    monkeypatch.setattr(runner._windows.stream_encoder(True), "hear", failing)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_stream_that_cannot_be_read_ends_alone(
+    model: Moonshine, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(model, threads)
+    broken_ear(runner, {1}, monkeypatch)
+    results = runner.execute(reading_plan(runner, [0, 1, 2], {}))
+    assert [bool(result.error) for result in results] == [False, True, False]
+
+
+def test_streams_that_are_read_together_are_read_apart_when_that_fails(
+    model: Moonshine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = make_runner(model)
+    plan = reading_plan(calm, [0, 1, 2], {})
+    calm._prepare(plan)
+    wanted = calm._read_whole(plan.decode)
+    runner = make_runner(model)
+    broken_ear(runner, {1}, monkeypatch)
+    plan = reading_plan(runner, [0, 1, 2], {})
+    runner._prepare(plan)
+    found = runner._read_whole(plan.decode)
+    assert found[1].error and [found[slot] for slot in (0, 2)] == [wanted[slot] for slot in (0, 2)]
+
+
+def test_a_model_that_can_read_no_stream_ends_the_engine(model: Moonshine, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(model)
+    broken_ear(runner, set(range(6)), monkeypatch)
+    with pytest.raises(RuntimeError, match="no stream can be read"):
+        runner.execute(reading_plan(runner, range(6), {}))

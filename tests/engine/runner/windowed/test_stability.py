@@ -1,4 +1,4 @@
-"""What may be committed, where words are, where windows are cut: on hand-made hypotheses, and invariants on any."""
+"""Which tokens are committed, word times, cuts of windows: on hand-made hypotheses, and invariants on random ones."""
 
 from __future__ import annotations
 

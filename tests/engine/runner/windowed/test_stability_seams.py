@@ -1,4 +1,4 @@
-"""Marks and capitals between utterances, on hand-made words: what follows decides, and nothing is said twice."""
+"""Punctuation and capitals between utterances, on hand-made words: the next word decides, and no word is doubled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the windows of live streams are handed to the threads that read them."""
+"""How the windows of live streams are distributed over the threads that decode them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Windows that are read as batches say what windows say that are read one by one. The device is the CPU here: the code
-is the same, and nothing is recorded."""
+"""Windows decoded as batches give the same words as windows decoded one by one.
+
+The device is the CPU here: the code is the same, without CUDA graphs.
+"""
 
 from __future__ import annotations
 

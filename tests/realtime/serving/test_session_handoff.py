@@ -1,4 +1,4 @@
-"""When a session's will is sent, and what goes with one word."""
+"""When a session's handoff is saved, and what one event adds to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keyword trees on a device say what the trees themselves say, for random words and random logits."""
+"""Keyword trees on a device choose the same tokens as on the host, for random words and random logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pause is found by the audio before it, however late and in whatever pieces that was listened to."""
+"""A pause is found by the audio before it, however late and in whatever pieces the detector got that audio."""
 
 from __future__ import annotations
 

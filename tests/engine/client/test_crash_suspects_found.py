@@ -1,4 +1,4 @@
-"""Values no codec can write or read, against a real engine host: one stream ends, and nothing else is noticed."""
+"""Values that no codec can write or read, against a real engine host: only their stream ends."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_a_poisoned_item_ends_its_stream_and_no_other(poison: str) -> None
             transcript = fakes.Transcript()
             await asyncio.wait_for(transcript.collect(stream), 5)
             ended.append(transcript.last)
-            # The audio it carried is nobody's fault: it crosses again for whoever has it.
+            # The audio of the bad command is not to blame: it is sent again for other streams.
             other = await client.open(f"good {count}")
             await other.feed_items([item()])
             await other.abort()

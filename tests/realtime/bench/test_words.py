@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realtime.bench.record import (
-    Errors,
-    align,
-    edit_distance,
-    english_normaliser,
-    error_rate,
-    word_errors,
-)
+from realtime.bench.words import Errors, align, edit_distance, english_normaliser, error_rate, word_errors
 
 some_words = st.lists(st.sampled_from("abc"), max_size=5)
 

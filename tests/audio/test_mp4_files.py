@@ -1,4 +1,4 @@
-"""MP4 files as phones and ffmpeg write them, their index at the end: read from where they lie, with all bounds."""
+"""MP4 files with their index at the end, as phones and ffmpeg write them: read from disk, within all bounds."""
 
 from __future__ import annotations
 

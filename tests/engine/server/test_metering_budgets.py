@@ -1,4 +1,4 @@
-"""What backlog may have of a step: counted in positions and pieces of work, on a clock that the test moves."""
+"""The share of a step for uploads: counted in positions and pieces of work, on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -223,3 +223,102 @@ class TestPieces:
         assert {output.stream for output in outputs if isinstance(output, Closed)} == {"u0", "u1"}
         loop.scheduler.check_integrity()
         assert not loop.scheduler.streams
+
+
+REBUILT = replace(FRAMES, embeds_per_stream=64, replay_positions=64)
+
+
+class TestRebuilding:
+    """Streams whose tokens are known from another engine are computed again beside live ones."""
+
+    def loop(self, streams: int, most: int = 2048, position_ns: int = 30_000) -> tuple[EngineLoop, Batching]:
+        runner = Batching(Clock(), position_ns=position_ns, spec=REBUILT)
+        limits = Limits(streams, streams * 64, step_positions=4096, step_embeds=4096, rebuild_positions=most)
+        return EngineLoop(Scheduler(REBUILT, limits, runner.vocabulary), runner, clock=runner.clock), runner
+
+    def bring_back(self, loop: EngineLoop, names: list[str], positions: int, new: int = 1) -> None:
+        for name in names:
+            loop.submit([Open(name, forced_tokens=[1] * positions), audio(name, 0, positions + new, REBUILT)], 0)
+
+    def beside_live(self, live: int, rebuilt: int, position_ns: int = 30_000) -> Batching:
+        """Live streams hear a frame every 80 ms of the runner's clock, until the others are rebuilt."""
+        loop, runner = self.loop(live + rebuilt, position_ns=position_ns)
+        loop.submit([Open(f"l{number}") for number in range(live)], 0)
+        loop.step()
+        self.bring_back(loop, [f"r{number}" for number in range(rebuilt)], 400)
+        frames = 0
+        while loop.scheduler.rebuilding:
+            while frames * 80_000_000 <= runner.clock.now:
+                loop.submit([audio(f"l{number}", frames, 1, REBUILT) for number in range(live)], frames)
+                frames += 1
+            waited, before = any(stream.live and not stream.is_rebuilt for stream in loop.scheduler._live), runner.plans
+            after_rebuilding = bool(before) and before[-1].rebuilt > 0
+            loop.step()
+            if waited and after_rebuilding:
+                assert not runner.plans[-1].rebuilt, "a live frame waits for one rebuilding step at most"
+        behind = [loop.scheduler.streams[f"l{number}"] for number in range(live)]
+        assert max(stream.available - stream.computed for stream in behind) <= 2
+        return runner
+
+    def test_no_step_has_live_frames_and_known_ones(self) -> None:
+        runner = self.beside_live(live=10, rebuilt=20)
+        kinds = [(plan.rebuilt > 0, {task.stream[0] for task in plan.decode}) for plan in runner.plans if plan.decode]
+        assert (True, {"r"}) in kinds
+        assert all(names == {"r"} for rebuilds, names in kinds if rebuilds)
+        assert all(task.end - task.start == 1 for plan in runner.plans if not plan.rebuilt for task in plan.decode)
+
+    @pytest.mark.parametrize(("live", "rebuilt", "share"), [(40, 10, 0.25), (10, 40, 0.5)])
+    def test_rebuilding_steps_take_no_longer_than_their_share_of_a_frame(
+        self, live: int, rebuilt: int, share: float
+    ) -> None:
+        runner = self.beside_live(live, rebuilt, position_ns=20_000)
+        sizes = [plan.rebuilt for plan in runner.plans if plan.rebuilt][3:]
+        assert max(runner.step_ns + runner.position_ns * size for size in sizes) <= 1.1 * share * 80_000_000
+        assert max(sizes) >= 256
+
+    def test_streams_that_died_together_have_the_whole_device(self) -> None:
+        loop, runner = self.loop(160, position_ns=100_000)
+        self.bring_back(loop, [f"r{number}" for number in range(160)], 128, new=20)
+        drain(loop)
+        sizes = [plan.rebuilt for plan in runner.plans if plan.rebuilt]
+        assert sizes[:6] == [2048] * 6 and sum(sizes) == 160 * 128
+
+    def test_each_stream_goes_on_as_soon_as_it_is_rebuilt(self) -> None:
+        loop, runner = self.loop(160)
+        self.bring_back(loop, [f"r{number}" for number in range(160)], 640)
+        drain(loop)
+        new = [number for number, plan in enumerate(runner.plans) if any(task.end > 640 for task in plan.decode)]
+        rebuilt = [number for number, plan in enumerate(runner.plans) if plan.rebuilt]
+        assert new[0] < rebuilt[len(rebuilt) // 2]
+
+    def test_few_positions_are_spread_over_many_streams_and_leave_no_short_rests(self) -> None:
+        """A pass over many streams costs little more than one over few."""
+        runner = self.beside_live(live=60, rebuilt=40, position_ns=40_000)
+        plans = [[task.end - task.start for task in plan.decode] for plan in runner.plans if plan.rebuilt]
+        assert all(size % 16 == 0 or size > 16 for plan in plans for size in plan)
+        assert min(len(plan) for plan in plans[: len(plans) // 2]) >= 12
+
+    def test_streams_that_are_late_hear_several_frames_in_one_step(self) -> None:
+        """Forty frames came while they were rebuilt; others are on time."""
+        loop, runner = self.loop(6)
+        loop.submit([Open("l")], 0)
+        for name in "abc":
+            loop.submit([Open(name, forced_tokens=[1] * 64), audio(name, 0, 104, REBUILT)], 0)
+        while loop.scheduler.rebuilding:
+            loop.step()
+        runner.plans.clear()
+        drain(loop)
+        assert len(runner.plans) <= 11 and not loop.scheduler.recovering
+        assert max(task.end - task.start for plan in runner.plans for task in plan.decode) == 4
+
+    def test_one_slow_step_does_not_make_the_next_ones_small(self) -> None:
+        """A kernel was loaded, or the machine was busy elsewhere."""
+        loop, _ = self.loop(4)
+        loop.submit([Open("l")], 0)
+        self.bring_back(loop, ["r"], 400)
+        budget = loop._rebuild
+        for _ in range(20):
+            budget.account(1000, 20_000_000)
+        usual = budget.positions()
+        budget.account(1000, 20_000_000_000)
+        assert budget.positions() > usual // 2

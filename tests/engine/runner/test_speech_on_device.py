@@ -1,4 +1,4 @@
-"""The detector that runs where the model runs finds what the other one finds, whatever the cut and the company."""
+"""The speech detector on the device equals that on the host, for any division of the audio and any batch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_live_streams_of_any_phase_are_heard_as_on_the_cpu(model: SileroVad, ref
     audio = {f"s{seed}": sound(8, seed) for seed in range(5)}
     batches = []
     for start in range(0, 8 * 16_000, ROUND_SAMPLES):
-        # Not everybody has a frame in every round.
+        # Not every stream has a frame in every round.
         present = [name for index, name in enumerate(audio) if (start // ROUND_SAMPLES + index) % 3]
         batches.append([(name, audio[name][:ROUND_SAMPLES]) for name in present])
         audio |= {name: audio[name][ROUND_SAMPLES:] for name in present}
@@ -159,3 +159,16 @@ def test_mistakes_are_refused_and_nothing_is_heard(model: SileroVad) -> None:
 
 def test_the_check_that_runs_on_a_gpu_holds_on_the_cpu() -> None:
     assert detection_error("cpu", streams=7, rounds=12) < CLOSE
+
+
+def test_a_long_piece_has_one_answer_for_each_stream(model: SileroVad) -> None:
+    """What a stream replays is many rounds; nobody has to handle each of them."""
+    detector = DeviceSpeechDetector(model, 3)
+    sound = np.random.default_rng(1).standard_normal(16 * ROUND_SAMPLES).astype(np.float32)
+    for stream in "ab":
+        detector.open(stream)
+    answers = detector.detect([("a", sound), ("b", sound[:2000])])
+    assert [(speech.stream, speech.sample, len(speech.probabilities)) for speech in answers] == [
+        ("a", 0, 16 * ROUND_SAMPLES // FRAME_SAMPLES),
+        ("b", 0, 2000 // FRAME_SAMPLES),
+    ]

@@ -1,10 +1,10 @@
-"""Trends and percentiles: growth is told from noise."""
+"""Trends and percentiles: growth is distinguished from noise."""
 
 from __future__ import annotations
 
 import pytest
 
-from realtime.bench.record import percentile, trend
+from realtime.bench.trend import percentile, trend
 
 
 def test_trend_needs_points_and_matching_lengths() -> None:
