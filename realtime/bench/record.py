@@ -18,8 +18,6 @@ from typing import Any
 from realtime.bench.trend import Trend, percentile, trend
 from realtime.client.wire_client import COMPLETED, DELTA, FAILED, LAST_COMMIT
 
-# The record of a run
-
 SPEECH_STOPPED = "input_audio_buffer.speech_stopped"
 COMMITTED = "input_audio_buffer.committed"
 

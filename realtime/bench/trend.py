@@ -1,4 +1,4 @@
-"""Does something grow? A straight line through points, and how sure we are of its slope."""
+"""Trends and percentiles: the slope of a least-squares line with its confidence interval."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-# Half the width of a 95 % interval, in standard errors.
+# Half of a 95 % confidence interval, in standard errors.
 NORMAL_95 = 1.96
 FEWEST_POINTS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """Slope in units of y for each unit of x, with its 95 % interval."""
+    """Slope in units of y per unit of x, with its 95 % confidence interval."""
 
     slope: float
     low: float
@@ -21,12 +21,12 @@ class Trend:
 
     @property
     def grows(self) -> bool:
-        """The slope is above zero, and that is no accident."""
+        """The slope is significantly above zero."""
         return self.low > 0
 
 
 def trend(xs: Sequence[float], ys: Sequence[float]) -> Trend | None:
-    """Least squares; None with too few points to say anything."""
+    """The least-squares trend; None with too few points."""
     count = len(xs)
     if count != len(ys):
         raise ValueError(f"{count} x values but {len(ys)} y values")
@@ -43,7 +43,7 @@ def trend(xs: Sequence[float], ys: Sequence[float]) -> Trend | None:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """Linear between neighbours; None without values."""
+    """A percentile with linear interpolation; None without values."""
     if not values:
         return None
     ordered = sorted(values)

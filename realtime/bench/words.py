@@ -1,4 +1,4 @@
-"""Word errors: both texts in the form of Whisper's English normaliser, then the shortest edit path between them."""
+"""Word errors: both texts are normalized with Whisper's English normaliser, then aligned with a shortest edit path."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def english_normaliser(spelling: dict[str, str]) -> Normaliser:
     from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
     normalise = EnglishTextNormalizer(spelling)  # type: ignore[no-untyped-call]
-    # It leaves a dot of an ellipsis behind, which is no word.
+    # It can leave a dot of an ellipsis, which is not a word.
     return lambda text: [word for word in normalise(text).split() if any(map(str.isalnum, word))]
 
 
 @cache
 def normaliser() -> Normaliser:
-    """Numbers, contractions and punctuation are made alike; without a table of British spellings."""
+    """The English normaliser without the table of British spellings."""
     return english_normaliser({})
 
 
@@ -51,7 +51,7 @@ def align(reference: Sequence[str], hypothesis: Sequence[str]) -> list[Pair]:
 
 
 def edit_distance(reference: Sequence[str], hypothesis: Sequence[str]) -> int:
-    """The number of errors alone, in memory that grows with one of the texts: they may be hours long."""
+    """The number of edits, without the path: memory grows with one text only, because texts may be hours long."""
     (last,) = deque(_edit_costs(reference, hypothesis), maxlen=1)
     return int(last[-1])
 
@@ -66,7 +66,7 @@ def _edit_costs(reference: Sequence[str], hypothesis: Sequence[str]) -> Iterator
     for word in left:
         above, row = row, row + 1
         np.minimum(row[1:], above[:-1] + (right != word), out=row[1:])
-        # Insertions run along the row: each place may come from any place before it, one edit a step.
+        # Insertions along the row: a running minimum over all earlier columns, with one edit per column.
         row = np.minimum.accumulate(row - steps) + steps
         yield row
 
@@ -110,7 +110,7 @@ def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> Errors:
 
 
 def error_rate(pairs: Sequence[tuple[str, str]]) -> float | None:
-    """Pooled over all (reference, heard): errors of all over words of all; None without reference words."""
+    """Word error rate over all pairs of reference and hypothesis together; None without reference words."""
     normalise = normaliser()
     errors = words = 0
     for reference, heard in pairs:

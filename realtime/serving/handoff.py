@@ -263,8 +263,8 @@ class SessionHandoff:
         base: Callable[[bool, bool], tuple[bytes, bytes]],
     ) -> None:
         self._key = key
-        # Owner number: the highest one is valid. It grows by 1 with each move to another engine, and by
-        # `messages.NEXT_OWNER` with each new owner.
+        # Owner number: the copy with the highest one is valid. It grows by 1 with each move to another engine, and by
+        # `messages.NEXT_OWNER` with each adoption or renewal.
         self.number = number
         self._engine = engine
         self._settings = settings
@@ -457,7 +457,7 @@ class SessionHandoff:
             if former is not None:
                 former.send(messages.DropHandoff("", self._key, number))
             if self._left_copy:
-                # The lost engine is told when it is back, whichever gateway has the session then.
+                # The lost engine drops its outdated copy when it is back, regardless of which gateway owns the session.
                 self._engine.handoffs.note_over(self._key, number - 1)
             if stream is not None:
                 stream.previous_engine.release()
