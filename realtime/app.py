@@ -207,7 +207,7 @@ async def listening(
 
 
 def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Exception handler of the event loop. A connection that its client has reset while it was being closed is no error;
+    """Exception handler of the event loop. A connection that its client resets while it is being closed is no error;
     uvloop reports it as one."""
     if "transport" in context and isinstance(context.get("exception"), OSError):
         log.debug("a connection failed: %s", context["exception"])
