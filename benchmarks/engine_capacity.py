@@ -55,8 +55,7 @@ from engine.runner.load import DEVICE_DTYPE, load_detector, windowed_on_device
 from engine.runner.speech import DeviceSpeechDetector
 from engine.runner.windowed.runner import WindowedRunner
 from engine.runner.windowed.windows import DeviceWindows
-from engine.server.collector import calm_collector
-from engine.server.loop import EngineLoop
+from engine.server.loop import EngineLoop, calm_collector
 from engine.server.speech import GateSettings
 from engine.weights.pretrained import load_speech_model
 from engine.weights.store import resolve

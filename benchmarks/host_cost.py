@@ -29,9 +29,8 @@ from engine.client.link import OutgoingBatch
 from engine.core.scheduler import Scheduler
 from engine.messages import Item, Speech
 from engine.options import EngineConfig
-from engine.server.collector import calm_collector
 from engine.server.host import EngineHost
-from engine.server.loop import EngineLoop
+from engine.server.loop import EngineLoop, calm_collector
 from engine.server.skipped_silence import skip_settings
 
 SAMPLES = SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look_ahead_samples

@@ -21,8 +21,7 @@ from benchmarks.engines import NullRunner, room_for, voxtral_spec
 from benchmarks.measuring import parser_of, show, write_json
 from engine.core.scheduler import Scheduler
 from engine.messages import Feed, Item, Open
-from engine.server.collector import calm_collector
-from engine.server.loop import EngineLoop
+from engine.server.loop import EngineLoop, calm_collector
 
 RETAIN_EVERYTHING = 1 << 40
 

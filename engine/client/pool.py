@@ -1,8 +1,8 @@
 """The engines that a gateway knows (`EnginePool`): their capacity, their streams, and the table file of a fleet.
 
 Capacity is computed from the measured cost of steps. Only streams that cause work are counted: streams with speech
-within `COUNTED_SECONDS` (engine.options), and new streams of which nothing is known yet. Other open streams cost almost
-nothing. Uploads are not counted: they use the time that live streams leave free.
+within `COUNTED_SECONDS` (engine.options), and new streams that have not been measured yet. Other open streams cost
+almost nothing. Uploads are not counted: they use the time that live streams leave free.
 """
 
 from __future__ import annotations

@@ -311,7 +311,7 @@ class Outputs:
             self._reported_until = speech.sample + len(speech.probabilities) * speech.frame_samples
             return speech
         if speech.frame_samples > self._sample_rate and speech.sample < self._reported_until:
-            # A long silence is one long frame, part of which was reported.
+            # A long silence is one long frame. Return only the samples that were not reported.
             known = min(self._reported_until - speech.sample, speech.frame_samples)
             speech.sample, speech.frame_samples = speech.sample + known, speech.frame_samples - known
         if not speech.frame_samples:

@@ -277,7 +277,7 @@ class KeywordTrees:
         return self._coming(options["keywords"]) if "keywords" in options else None
 
     def close(self) -> None:
-        """Nobody waits for trees any more."""
+        """Cancel the trees that are still to be built."""
         self._beside.shutdown(wait=False, cancel_futures=True)
 
     def of(self, options: Mapping[str, str]) -> KeywordTree | None:

@@ -10,6 +10,7 @@ or the scheduler's bookkeeping is inconsistent after an error, the engine stops.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import deque
@@ -62,7 +63,15 @@ _REFUSALS = (DuplicateStream, UnknownStream, StreamFinished)
 STEPS_AHEAD = 1
 # The same while all streams are rebuilt or late. The host needs long to launch a rebuilding step, so the device gets a
 # second one to work on; no stream is on time that would have to wait for both.
-STEPS_AHEAD_FOR_NOBODY = 2
+STEPS_AHEAD_WHILE_REBUILDING = 2
+
+
+def calm_collector() -> None:
+    """Relax the garbage collector; call once, when the model is loaded. Steps leave no reference cycles, so frequent
+    collections would walk the bookkeeping of every stream, for milliseconds at a time, and free nothing."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 50)
 
 
 @dataclass(slots=True)
@@ -208,7 +217,7 @@ class EngineLoop:
         a second crash identifies the stream."""
         if not self.runner.overlaps_steps or self.scheduler.suspect_is_near:
             return 0
-        return STEPS_AHEAD_FOR_NOBODY if self._rebuild.has_the_device else STEPS_AHEAD
+        return STEPS_AHEAD_WHILE_REBUILDING if self._rebuild.has_the_device else STEPS_AHEAD
 
     @property
     def is_flying(self) -> bool:

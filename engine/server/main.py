@@ -27,9 +27,8 @@ from engine.errors import EngineDead, EngineError
 from engine.logs import WITHOUT_TIME, set_up_logging
 from engine.options import EngineConfig
 from engine.runner.load import load_detector, load_runner
-from engine.server.collector import calm_collector
 from engine.server.host import DrainRequest, EngineHost
-from engine.server.loop import EngineLoop
+from engine.server.loop import EngineLoop, calm_collector
 from engine.server.skipped_silence import skip_settings
 from engine.server.speech import GateSettings
 from engine.spec import ModelSpec

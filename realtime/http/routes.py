@@ -152,6 +152,11 @@ class _CleanHeaders:
         await self._app(scope, receive, send_cleaned)
 
 
+# Body of a refused request that is read and dropped.
+MOST_DROPPED_BYTES = 64 * 2**20
+MOST_DROPPED_SECONDS = 2.0
+
+
 class RefusedBodies:
     """Middleware that reads and drops the rest of the body after a request was refused.
 
@@ -159,9 +164,6 @@ class RefusedBodies:
     the response. On connections that stay open uvicorn reads the rest; this is for requests with `Connection: close`.
     The bytes and the time for it are bounded.
     """
-
-    MOST_BYTES = 64 * 2**20
-    MOST_S = 2.0
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -193,8 +195,8 @@ class RefusedBodies:
     async def _drop_body(self, receive: Receive) -> None:
         dropped, more = 0, True
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.MOST_S):
-                while more and dropped < self.MOST_BYTES:
+            async with asyncio.timeout(MOST_DROPPED_SECONDS):
+                while more and dropped < MOST_DROPPED_BYTES:
                     message = await receive()
                     dropped += len(message.get("body", b""))
                     more = message.get("more_body", False)

@@ -457,7 +457,7 @@ class SessionHandoff:
             if former is not None:
                 former.send(messages.DropHandoff("", self._key, number))
             if self._left_copy:
-                # The lost engine drops its outdated copy when it is back, regardless of which gateway owns the session.
+                # The gateway tells the lost engine to drop its outdated copy as soon as that engine is back.
                 self._engine.handoffs.note_over(self._key, number - 1)
             if stream is not None:
                 stream.previous_engine.release()

@@ -6,28 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.models.moonshine import Moonshine, MoonshineConfig
+from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import (
     EncoderState,
-    RunningNorm,
     StreamingEncoder,
-    StreamingSpec,
     UntrainedBlock,
 )
-
-CONFIG = MoonshineConfig(
-    width=16,
-    inner=32,
-    encoder_layers=2,
-    decoder_layers=2,
-    heads=2,
-    rotary_dim=6,
-    rope_theta=10000.0,
-    vocabulary=40,
-    start_token=1,
-    end_token=2,
-)
-SPEC = StreamingSpec(blocks=(5, 10), look_ahead=5, left=20, norm=RunningNorm(0.0, -5.0, 75.0))
+from tests.training.tiny import SPEC
+from tests.training.tiny import TINY as CONFIG
 
 
 def model(seed: int = 0) -> Moonshine:

@@ -8,25 +8,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.models.moonshine import Moonshine, MoonshineConfig
-from engine.models.moonshine_streaming import RunningNorm, StreamingSpec
+from engine.models.moonshine import Moonshine
 from engine.models.seq2seq import Int8Linear
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.pretrained import description, load_streaming_weights, pack_rows
+from tests.training.tiny import SPEC
+from tests.training.tiny import TINY as CONFIG
 
-CONFIG = MoonshineConfig(
-    width=16,
-    inner=32,
-    encoder_layers=2,
-    decoder_layers=2,
-    heads=2,
-    rotary_dim=6,
-    rope_theta=10000.0,
-    vocabulary=40,
-    start_token=1,
-    end_token=2,
-)
-SPEC = StreamingSpec(blocks=(5, 10), look_ahead=5, left=20, norm=RunningNorm(0.0, -5.0, 75.0))
 TINY = description(SPEC, "tiny")
 
 
