@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import uvicorn
@@ -206,17 +206,7 @@ async def listening(
         await asyncio.gather(task, return_exceptions=True)
 
 
-def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Exception handler of the event loop. A connection that its client resets while it is being closed is no error;
-    uvloop reports it as one."""
-    if "transport" in context and isinstance(context.get("exception"), OSError):
-        log.debug("a connection failed: %s", context["exception"])
-    else:
-        loop.default_exception_handler(context)
-
-
 async def _serve(server: Server, sockets: list[socket.socket] | None = None) -> None:
-    asyncio.get_running_loop().set_exception_handler(on_loop_error)
     try:
         await server.serve(sockets)
     except SystemExit as error:

@@ -326,6 +326,9 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self.loop.time()
+        if self.handshake_initiated and not self.handshake_complete:
+            # RFC 6455 (4.1): a client sends nothing before the handshake is complete. The parser cannot refuse it yet.
+            return
         self._may_be_taken = True
         if self.handshake_initiated and self._taken_whole(data):
             return
@@ -625,7 +628,7 @@ class PatientHttp(H11Protocol):
                 self._piece_bytes = max(MIN_HTTP_PIECE_BYTES, self._piece_bytes // 2)
             elif took < PARSING_S / 4:
                 self._piece_bytes = min(MAX_HTTP_PIECE_BYTES, self._piece_bytes * 2)
-        # Bytes after an upgrade request are dropped: a client sends none before the handshake is complete.
+        # Bytes after an upgrade request are dropped, as `RealtimeWebSocket` drops those that arrive later.
         self._unparsed = data[taken:] if self._parsing_later is not None else b""
         if not self._no_longer_http and not self.transport.is_closing():
             self._held_flow.hold(bool(self._unparsed))

@@ -378,3 +378,23 @@ async def test_hours_of_audio_in_a_few_bytes_end_with_their_client(serve: Serve)
                 break
             await asyncio.sleep(0.01)
         assert not len(running.gateway.sessions) and engine.streams[0].samples > 0
+
+
+@pytest.mark.parametrize("protocol", ["", "Sec-WebSocket-Protocol: no-such\r\n"])
+async def test_bytes_before_the_handshake_is_answered_are_no_error_of_the_server(
+    serve: Serve, caplog: pytest.LogCaptureFixture, protocol: str
+) -> None:
+    head = (
+        "GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n{protocol}\r\n"
+    ).encode()
+    async with serve() as running:
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+            # More than one read of the server, so that some of it is read between the request and its answer.
+            writer.write(head + b"\xff" * 2_000_000)
+            await asyncio.gather(asyncio.wait_for(reader.read(), 5), return_exceptions=True)
+            writer.close()
+        async with greeted_client(running.ws) as client:
+            await works(client)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
