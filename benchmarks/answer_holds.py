@@ -19,9 +19,9 @@ from typing import Any
 import uvloop
 
 from realtime.dialects.deepgram import read_file_query
-from realtime.http import listen
-from realtime.http.files import Transcript, UploadRequest, sse_done, write_answer
-from realtime.http.pieces import PiecesResponse
+from realtime.http import deepgram_file_route
+from realtime.http.file_transcription import Transcript, UploadRequest, sse_done, write_answer
+from realtime.http.long_responses import PiecesResponse
 from realtime.session.events import TimedWord
 from realtime.session.settings import Settings
 
@@ -47,7 +47,7 @@ def shapes() -> dict[str, Callable[[Transcript], Iterable[bytes]]]:
         return UploadRequest(name, Settings(), stream=False, words=True, logprobs=logprobs)
 
     def deepgram(**query: str) -> Callable[[Transcript], Iterable[bytes]]:
-        return lambda made: listen.write_answer(made, read_file_query(query), "model", "id", "sha256")
+        return lambda made: deepgram_file_route.write_answer(made, read_file_query(query), "model", "id", "sha256")
 
     return {
         **{name: lambda made, name=name: write_answer(made, asked(name))[0] for name in ("text", "srt", "vtt", "json")},

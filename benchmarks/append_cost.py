@@ -33,8 +33,8 @@ from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import EngineProcess
 from realtime.app import freeze_modules, listening
 from realtime.config import Config, LimitsConfig, ServerConfig
-from realtime.serving.factory import GatewayServices
 from realtime.serving.registry import Sessions
+from realtime.serving.session_factory import GatewayServices
 
 SLICE_S = 0.005
 WARM_UP_PERIODS = 10

@@ -26,7 +26,7 @@ import av
 import numpy as np
 
 from audio.containers import ContainerDecoder, read_upload
-from realtime.serving.intake import ContainerStream
+from realtime.serving.audio_intake import ContainerStream
 from realtime.serving.isolated_decoder import decoded_file
 
 MIB = 2**20

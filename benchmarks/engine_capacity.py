@@ -57,8 +57,8 @@ from engine.runner.windowed.runner import WindowedRunner
 from engine.runner.windowed.windows import DeviceWindows
 from engine.server.loop import EngineLoop, calm_collector
 from engine.server.speech import GateSettings
-from engine.weights.pretrained import load_speech_model
 from engine.weights.store import resolve
+from engine.weights.windowed_models import load_speech_model
 
 MAX_LAG_MS, MAX_WINDOWED_LAG_MS = 80.0, 1500.0
 # A windowed engine that is this late does not catch up: the point is ended.

@@ -142,7 +142,7 @@ class SaveHandoff(Message, tag="save_handoff"):
 
     stream: str
     key: str
-    number: Count
+    owner_number: Count
     consumed: Count
     entries: list[bytes]
     base: bytes | None = None
@@ -172,7 +172,7 @@ class Adopt(Message, tag="adopt"):
 
     stream: str
     key: str
-    number: Count
+    owner_number: Count
 
 
 class Renew(Message, tag="renew"):
@@ -182,7 +182,7 @@ class Renew(Message, tag="renew"):
     stream: str
     key: str
     tag: Count
-    number: Count
+    owner_number: Count
 
 
 class Claim(Message, tag="claim"):
@@ -203,7 +203,7 @@ class DropHandoff(Message, tag="drop_handoff"):
 
     stream: str
     key: str
-    number: Count
+    owner_number: Count
 
 
 # About a session, not about a stream.
@@ -316,14 +316,14 @@ class Wanted(Message, tag="wanted"):
     higher number has migrated it to another engine, and answers with a `DropHandoff` of this number."""
 
     key: str
-    number: int
+    owner_number: int
 
 
 class Fenced(Message, tag="fenced"):
     """This session belongs to another gateway now, if the receiver's number of it is lower."""
 
     key: str
-    number: int
+    owner_number: int
 
 
 class Held(Message, tag="held"):
@@ -332,7 +332,7 @@ class Held(Message, tag="held"):
 
     key: str
     tag: int
-    number: int = 0
+    owner_number: int = 0
     whole: bool = True
 
 
@@ -340,7 +340,7 @@ class Renewed(Message, tag="renewed"):
     """Answers `Renew`: the session's new number, or 0 if it belongs to another gateway."""
 
     tag: int
-    number: int
+    owner_number: int
 
 
 class Claimed(Message, tag="claimed"):
@@ -359,7 +359,7 @@ class SessionGiven(Message, tag="session_given"):
     """
 
     key: str
-    number: int = 0
+    owner_number: int = 0
     stream: str = ""
     base: bytes = b""
     chunks: list[bytes] = []

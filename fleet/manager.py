@@ -19,6 +19,7 @@ from fleet.reconcile import reconcile
 from fleet.state import (
     Action,
     Actual,
+    DesiredState,
     DrainEngine,
     FleetError,
     Forget,
@@ -29,7 +30,6 @@ from fleet.state import (
     Unit,
     UnitState,
     Wait,
-    Wanted,
     next_table,
 )
 
@@ -132,7 +132,7 @@ class Crew(Protocol):
 
 
 @dataclass(slots=True)
-class Memory:
+class ManagerState:
     """The state that survives a restart of the manager."""
 
     plan: FleetPlan
@@ -155,7 +155,7 @@ class Memory:
         }
 
     @classmethod
-    def from_json(cls, tree: dict[str, Any]) -> Memory:
+    def from_json(cls, tree: dict[str, Any]) -> ManagerState:
         return cls(
             plan_from(tree["plan"]),
             ScaleMemory(tree["wanted"]),
@@ -167,7 +167,7 @@ class Memory:
         )
 
     @classmethod
-    def of(cls, plan: FleetPlan) -> Memory:
+    def of(cls, plan: FleetPlan) -> ManagerState:
         return cls(plan, ScaleMemory(plan.engine.least))
 
 
@@ -177,7 +177,7 @@ class Manager:
     def __init__(
         self,
         crew: Crew,
-        memory: Memory,
+        memory: ManagerState,
         store: Callable[[dict[str, Any]], None],
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -373,11 +373,11 @@ class Manager:
         load = load_of(capacities.values(), self._refused)
         return decide(self._memory.plan.rules, self._memory.scale, load, self._clock())
 
-    def _wanted(self, engines: int) -> Wanted:
+    def _wanted(self, engines: int) -> DesiredState:
         memory, plan = self._memory, self._memory.plan
         if memory.is_going_down:
-            return Wanted(0, 0, memory.generation, plan.needs)
-        return Wanted(engines, plan.gateway.count, memory.generation, plan.needs, memory.drained)
+            return DesiredState(0, 0, memory.generation, plan.needs)
+        return DesiredState(engines, plan.gateway.count, memory.generation, plan.needs, memory.drained)
 
     def _actual(self) -> Actual:
         now = self._clock()

@@ -22,16 +22,16 @@ from engine.logs import set_log_level
 from engine.options import DEFAULT_MODEL, EngineConfig
 from realtime.config import Changes, Config, ModelConfig, take_over
 from realtime.http.descriptors import Descriptors, raise_limit, sparing_http
-from realtime.http.gateway import Gateway
 from realtime.http.routes import build_app
+from realtime.http.websocket_routes import Gateway
 from realtime.metrics.engine import COUNTED_BY_EACH_GATEWAY, engine_collector
 from realtime.metrics.gateway import Metrics, name_collector
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.factory import GatewayServices
+from realtime.serving.metric_totals import report
 from realtime.serving.quota import SessionQuota
-from realtime.serving.tokens import Signer, fleet_secret, signing_secret
-from realtime.serving.totals import report
-from realtime.serving.websocket import PatientHttp, realtime_websocket
+from realtime.serving.session_factory import GatewayServices
+from realtime.serving.signed_tokens import Signer, fleet_secret, signing_secret
+from realtime.serving.websocket import HttpWithDeadlines, realtime_websocket
 
 log = logging.getLogger("tickertape")
 
@@ -85,7 +85,7 @@ class Server(uvicorn.Server):
         self.config.ws_max_size = config.limits.message_bytes
         self.config.ws_ping_interval = config.server.ping_interval_s or None
         self.config.ws_ping_timeout = config.server.dead_after_s or None
-        cast(type[PatientHttp], self.config.http_protocol_class).handshake_s = config.server.handshake_s
+        cast(type[HttpWithDeadlines], self.config.http_protocol_class).handshake_s = config.server.handshake_s
         set_log_level(config.server.log_level)
         self.gateway.reloaded()
         for listener in self.on_reload:

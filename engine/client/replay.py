@@ -74,13 +74,13 @@ class Memory(Protocol):
     def replay(self, kept: KeptAudio) -> Replay:
         """What to send to a new engine. All later text comes from that engine."""
 
-    def hear(self, text: Text) -> Text | None:
+    def on_text(self, text: Text) -> Text | None:
         """Record text from the engine; returns the part of it that is new, or None."""
 
-    def take(self, state: StreamState) -> None:
+    def on_state(self, state: StreamState) -> None:
         """Record the state after all text so far."""
 
-    def go_on(self, position: int, token: int) -> None:
+    def start_at(self, position: int, token: int) -> None:
         """An adopted stream: nothing before `position` is kept, and its next token belongs to position `token`."""
 
     @property
@@ -220,7 +220,7 @@ class TokenMemory:
         self._replayed = self._replayed or bool(replay.entries)
         return replace(replay, forced_tokens=list(self._tokens))
 
-    def hear(self, text: Text) -> Text | None:
+    def on_text(self, text: Text) -> Text | None:
         self._tokens.extend(text.tokens)
         if self._replayed:
             # A replayed flush completes the word before it once more, or the rest of that word.
@@ -231,10 +231,10 @@ class TokenMemory:
     def _is_known(self, word: Word) -> bool:
         return any(known.end_sample == word.end_sample and known.text.endswith(word.text) for known in self._words)
 
-    def take(self, state: StreamState) -> None:
+    def on_state(self, state: StreamState) -> None:
         raise AssertionError("a model with one token per position sends no states")
 
-    def go_on(self, position: int, token: int) -> None:
+    def start_at(self, position: int, token: int) -> None:
         self._first, self._kept_from = token, position
 
     @property
@@ -266,14 +266,14 @@ class SavedWindow:
         catch_up_until = kept.end + (kept.end - position)
         return Replay(0, 0, entries, state=state, known=known, catch_up_until=catch_up_until)
 
-    def hear(self, text: Text) -> Text | None:
+    def on_text(self, text: Text) -> Text | None:
         return text
 
-    def take(self, state: StreamState) -> None:
+    def on_state(self, state: StreamState) -> None:
         if state.audio_from >= self._kept_from:
             self._state, self._kept_from = state, 0
 
-    def go_on(self, position: int, token: int) -> None:
+    def start_at(self, position: int, token: int) -> None:
         self._kept_from = position
 
     @property

@@ -193,7 +193,7 @@ class Delivery:
         else:
             self._on_done()
 
-    def take(self) -> Queued | None:
+    def next_piece(self) -> Queued | None:
         if self._opening is not None:
             opening, self._opening = self._opening, None
             return opening
@@ -278,7 +278,7 @@ class Outputs:
             self._queue.append((self.told, output))
             self._news.set()
 
-    def listen(self, listener: Callable[[messages.Output], None]) -> None:
+    def subscribe(self, listener: Callable[[messages.Output], None]) -> None:
         """Pass each output to the listener as it comes. The listener must not block or raise."""
         self._listener = listener
         while self._queue:
@@ -506,9 +506,9 @@ class EngineStream:
     def __aiter__(self) -> AsyncIterator[messages.Output]:
         return aiter(self._outputs)
 
-    def listen(self, listener: Callable[[messages.Output], None]) -> None:
+    def subscribe(self, listener: Callable[[messages.Output], None]) -> None:
         """Pass each output to the listener as it comes, instead of iteration. The listener must not raise."""
-        self._outputs.listen(listener)
+        self._outputs.subscribe(listener)
 
     @property
     def target(self) -> HandoffTarget | None:
@@ -530,7 +530,7 @@ class EngineStream:
         migration: an adopting gateway would continue on the previous engine, and the client sends the audio again."""
         return self._cutter.rest() if self.previous_engine.leaving is None else np.zeros(0, np.float32)
 
-    def lay_down(self) -> None:
+    def release(self) -> None:
         """The stream continues at another gateway: send nothing more, and deliver no more outputs here."""
         if self.previous_engine.leaving is not None and self._delivery is not None:
             self._delivery.abort()
@@ -577,7 +577,7 @@ class EngineStream:
         end, sample = adopted.end + positions, adopted.sample + samples
         self.place.begin(link, Replay(positions, samples, []))
         self._kept.end, self._kept.end_sample = end, sample
-        self._memory.go_on(end, adopted.token + positions)
+        self._memory.start_at(end, adopted.token + positions)
         self._tags = adopted.flushes
         self._unanswered = set(range(adopted.answered + 1, adopted.flushes + 1))
         self._watch_for_audio()
@@ -597,7 +597,7 @@ class EngineStream:
         """Whether there is silence, and no flush is unanswered."""
         return not self._outputs.speech_goes_on and not self._unanswered
 
-    def part(self, now: float) -> None:
+    def start_migration(self, now: float) -> None:
         """Leave the engine for another one. The old one keeps the stream until the new one has all of it."""
         self.previous_engine.begin(self.target)
         self.place.lose(now, self._kept.end)
@@ -608,18 +608,18 @@ class EngineStream:
         """Whether the last output has not come yet."""
         return not self._ended
 
-    def abandon(self) -> None:
+    def cancel_opening(self) -> None:
         """The caller gave up while the stream was being opened: abort it and deliver no outputs."""
         if self._delivery is not None:
             self._delivery.abort()
         self._ended = True
 
-    def drop(self) -> None:
+    def abort_everywhere(self) -> None:
         """The stream is not needed any more, here or at another gateway: abort it on all engines."""
         if self._delivery is not None:
             self._delivery.abort()
         self.previous_engine.end()
-        self.lay_down()
+        self.release()
 
     def detach(self, why: str, now: float) -> None:
         """The engine is lost. Until another one takes over, audio is kept and nothing is sent."""
@@ -631,7 +631,7 @@ class EngineStream:
         """Positions that the engine may have been computing when it died."""
         return self.place.uncomputed(self._kept.end)
 
-    def take(self, output: messages.Output) -> None:
+    def on_output(self, output: messages.Output) -> None:
         """Handle an output of the engine that runs the stream now."""
         self._outputs.told += 1
         self.place.from_engine(output)
@@ -642,7 +642,7 @@ class EngineStream:
                     self._delivery.opened()
                 self._answer_open(None)
             case messages.Text():
-                self._outputs.put(self._memory.hear(output))
+                self._outputs.put(self._memory.on_text(output))
             case messages.Speech():
                 self._outputs.put_speech(output)
             case messages.Flushed():
@@ -650,7 +650,7 @@ class EngineStream:
                     self._unanswered.discard(output.tag)
                     self._outputs.put(output)
             case messages.StreamState():
-                self._memory.take(output)
+                self._memory.on_state(output)
                 self._memory.trim(self._kept)
             case messages.Failed() if self._opened is not None and not self._opened.done():
                 self._answer_open(error_of(output))

@@ -286,7 +286,7 @@ class Supervisor:
             if is_new and stream.place.lost_at is not None:
                 stream.place.speaks()
                 self._recovery.note_progress(stream)
-            stream.take(output)
+            stream.on_output(output)
 
         def on_progress(progress: codec.Progress) -> None:
             stream = pooled.streams.get(progress.stream)

@@ -28,7 +28,7 @@ class HostedStream:
     name: str
     live: bool
     # When it last caused work (clock seconds); the opening counts as work.
-    heard_at: float
+    last_active_at: float
     loop_name: str
     opening: messages.Open
     # End of its audio (position and sample), and the sample at which the current segment began.
@@ -45,11 +45,11 @@ class HostedStream:
     speaking: bool = False
     # Number of outputs so far; (sequence number, output) of those that no saved handoff includes; whether the session
     # saves handoffs.
-    told: int = 0
+    outputs_sent: int = 0
     outputs: deque[tuple[int, messages.Output]] = field(default_factory=deque)
-    accounted: bool = False
+    saves_handoffs: bool = False
 
-    def fed(self, items: Sequence[messages.Item], samples_per_position: int) -> None:
+    def on_audio(self, items: Sequence[messages.Item], samples_per_position: int) -> None:
         for item in items[-1:]:
             self.end = item.offset + item.length
             came = item.length * samples_per_position if item.samples is None else item.samples
@@ -63,22 +63,22 @@ class HostedStream:
     def finished(self) -> None:
         self.segment = self.end_sample
 
-    def tell(self, output: messages.Output) -> None:
+    def send_output(self, output: messages.Output) -> None:
         """Send an output to the gateway, if there is one, and keep it until a saved handoff includes it."""
-        self.told += 1
+        self.outputs_sent += 1
         if isinstance(output, messages.Flushed):
             self.answered = output.tag
         elif isinstance(output, messages.Text):
             self.tokens += len(output.tokens)
-        self.outputs.append((self.told, output))
-        if len(self.outputs) > (MOST_OUTPUTS_KEPT if self.accounted else OUTPUTS_KEPT_WITHOUT_HANDOFF):
+        self.outputs.append((self.outputs_sent, output))
+        if len(self.outputs) > (MOST_OUTPUTS_KEPT if self.saves_handoffs else OUTPUTS_KEPT_WITHOUT_HANDOFF):
             self.outputs.popleft()
         if self.peer is not None:
             self.peer.outputs.append(output)
 
     def forget_outputs(self, consumed: int) -> None:
         """A saved handoff includes the first `consumed` outputs."""
-        self.accounted = True
+        self.saves_handoffs = True
         while self.outputs and self.outputs[0][0] <= consumed:
             self.outputs.popleft()
 
@@ -90,7 +90,7 @@ class Peer:
     name: bytes
     gateway: str
     cache: ReceiverCache[Payload]
-    heard_at: float
+    last_received_at: float
     numbering: Numbering = field(default_factory=Numbering)
     # Batches to take in, each with the time at which it arrived.
     inbox: deque[tuple[codec.Batch, Frames, float]] = field(default_factory=deque)
@@ -104,7 +104,7 @@ class Peer:
     # The gateway's name -> the loop's name, of each stream that takes commands.
     streams: dict[str, str] = field(default_factory=dict)
     acknowledged: int = 0
-    spoke_at: float = 0.0
+    last_sent_at: float = 0.0
 
     @property
     def waits_for_a_turn(self) -> bool:

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fleet.keepers.keeper import EngineKeeper, GatewayKeeper, Keeper, Place
 from fleet.keepers.process import Records
-from fleet.manager import Manager, Memory
+from fleet.manager import Manager, ManagerState
 from fleet.plan import FleetPlan, plan_from
 from fleet.state import FleetError, Kind, Node, Table, Unit, write_whole
 
@@ -173,7 +173,7 @@ class FleetActor:
     def __init__(self, plan: dict[str, Any], fingerprint: str) -> None:
         wanted = plan_from(plan)
         self._file = wanted.folder / "memory.json"
-        memory = self._remembered() or Memory.of(wanted)
+        memory = self._remembered() or ManagerState.of(wanted)
         self._crew = RayCrew(memory.plan, fingerprint, KeeperActor, units_on)
         self._manager = Manager(self._crew, memory, self._store)
         self._lock = threading.Lock()
@@ -227,9 +227,9 @@ class FleetActor:
             except Exception:
                 logger.exception("a round of the fleet's manager failed")
 
-    def _remembered(self) -> Memory | None:
+    def _remembered(self) -> ManagerState | None:
         try:
-            return Memory.from_json(json.loads(self._file.read_text()))
+            return ManagerState.from_json(json.loads(self._file.read_text()))
         except (OSError, ValueError, KeyError):
             return None
 

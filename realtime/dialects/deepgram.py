@@ -20,7 +20,8 @@ from http import HTTPStatus
 from uuid import uuid4
 
 from realtime.dialects.base import DirectAnswer, Json, Nothing, Request, SessionFacts
-from realtime.errors import ClientFault, Refusal, decimal_number, whole_number
+from realtime.errors import ClientFault, Refusal
+from realtime.numbers import decimal_number, whole_number
 from realtime.session.events import (
     Answered,
     Commit,

@@ -19,9 +19,9 @@ from realtime.dialects.base import Dialect, SessionFacts
 from realtime.errors import CloseCode, IllegalEvent, Refusal, UnreadableValue
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.factory import GatewayServices, OpenSession, SessionFactory
+from realtime.serving.process_pauses import PauseDetector
 from realtime.serving.quota import Admission, Caller, Figures, LocalQuota, SessionQuota
-from realtime.serving.standstill import Standstill
+from realtime.serving.session_factory import GatewayServices, OpenSession, SessionFactory
 from realtime.session.events import Hangup
 from realtime.session.settings import Settings
 
@@ -69,9 +69,9 @@ class Sessions:
         self._quota: SessionQuota = around.quota or LocalQuota(config.limits, clock)
         # Whether a drain leaves resumable sessions to other processes.
         self.hands_over = False
-        self.standstill: Standstill | None = None
+        self.standstill: PauseDetector | None = None
         if self._claimants is not None:
-            self.standstill = Standstill(clock, self._claimants.confirm)
+            self.standstill = PauseDetector(clock, self._claimants.confirm)
             handoff_client = self._claimants.handoffs
             handoff_client.on_wanted, handoff_client.on_fenced, handoff_client.sessions = (
                 self._wanted,
@@ -280,7 +280,7 @@ class Sessions:
         if adopted is None:
             return None
         try:
-            entry = self._maker.go_on(session_id, caller, adopted)
+            entry = self._maker.adopt(session_id, caller, adopted)
         except Exception as error:
             if adopted.stream is not None:
                 await adopted.stream.abort()
@@ -335,7 +335,7 @@ class Sessions:
     def _let_go(self, entry: OpenSession, hangup: Hangup, is_fenced: bool = False) -> None:
         self._remove(entry)
         entry.is_let_go = True
-        entry.live.session.abandon()
+        entry.live.session.close_without_effects()
         leaving = asyncio.create_task(self._leave(entry, hangup, is_fenced), name=f"leave {entry.live.id}")
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)

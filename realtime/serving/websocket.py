@@ -1,6 +1,6 @@
 """uvicorn's HTTP and WebSocket protocol classes, hardened for a public realtime server.
 
-- `PatientHttp`: deadlines for slow requests and for responses that the client does not read.
+- `HttpWithDeadlines`: deadlines for slow requests and for responses that the client does not read.
 - `RealtimeWebSocket`: a liveness check that spares clients which send without reading, long messages in parts, and
   limits on the memory and the CPU time that one client can use without a pause.
 - `FrameSplitter` and `text_of_whole_frame`: fast handling of typical frames, and fragments of long ones.
@@ -32,7 +32,7 @@ from websockets.frames import (  # type: ignore[attr-defined]
 )
 from websockets.protocol import State
 
-from realtime.serving.socket_extras import EXTENSION, PART, Part, SocketExtras, Taker
+from realtime.serving.websocket_extension import EXTENSION, PART, Part, SocketExtras, Taker
 
 # Proxies refuse responses with large headers.
 MAX_HEADER_CHARACTERS = 500
@@ -573,7 +573,7 @@ class _HeldFlow(FlowControl):
         self.read_paused = False
 
 
-class PatientHttp(H11Protocol):
+class HttpWithDeadlines(H11Protocol):
     """uvicorn's HTTP protocol with deadlines: for the header of a request, for slow bodies, and for unread responses.
 
     uvicorn limits only the pause between two requests. It also parses everything that was read at once, so a body of

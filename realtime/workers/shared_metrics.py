@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client.core import Metric
 
-from realtime.serving.totals import report
+from realtime.serving.metric_totals import report
 from realtime.workers.worker_link import Counted, Line, Scrape, Scraped
 
 # Interval of reports. If a worker is killed, its counts since the last report are lost.
@@ -28,10 +28,10 @@ class SharedMetrics:
 
     async def run(self) -> None:
         while True:
-            self.tell()
+            self.report()
             await asyncio.sleep(REPORT_S)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         self._line.send(Counted(report(self._families())))
 
     async def of_all(self) -> bytes:
@@ -44,7 +44,7 @@ class SharedMetrics:
         finally:
             del self._asked[number]
 
-    def hear(self, message: Scraped) -> None:
+    def on_message(self, message: Scraped) -> None:
         """Take an answer of the parent."""
         if message.number in self._asked and not self._asked[message.number].done():
             self._asked[message.number].set_result(message.text.encode())

@@ -51,9 +51,9 @@ async def work(end: socket.socket) -> None:
                     gateway.sessions.hands_over = True
                     server.server.should_exit = True
                 elif isinstance(message, Entered | Others):
-                    quota.hear(message)
+                    quota.on_message(message)
                 elif isinstance(message, Scraped):
-                    shared.hear(message)
+                    shared.on_message(message)
                 elif isinstance(message, Reload):
                     _reload(server.server, share_of(decode_config(message.config)))
             log.warning("the parent process has ended; this worker stops")
@@ -69,7 +69,7 @@ async def work(end: socket.socket) -> None:
             hearing.cancel()
             reporting.cancel()
     # The last report, after all sockets were closed.
-    shared.tell()
+    shared.report()
     await line.drain()
     line.close()
 

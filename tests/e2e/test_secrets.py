@@ -36,16 +36,16 @@ BEARER = {"Authorization": f"Bearer {KEY}"}
 # Python loads this at its start, in workers too: faults where a caller is known already. What is logged of them are
 # whole stack traces.
 FAULTY = """
-from realtime.http.answers import Answers
+from realtime.http.info_routes import Answers
 from realtime.serving.inbox import Inbox
-from realtime.http import uploads
+from realtime.http import transcription_routes
 
 def fail(*_, **__):
     raise RuntimeError("a fault that nobody foresaw")
 
 Answers._model = fail
 Inbox._handle = fail
-uploads.read_request = fail
+transcription_routes.read_request = fail
 """
 
 
@@ -246,7 +246,7 @@ def test_values_that_hold_secrets_do_not_show_them() -> None:
     from engine.client.client import ClientSettings
     from realtime.bench.clients import Target
     from realtime.config import AuthConfig, Config
-    from realtime.serving.tokens import Signer
+    from realtime.serving.signed_tokens import Signer
     from realtime.workers.worker_link import Reload, Start, encode_config
 
     config = encode_config(Config(auth=AuthConfig(keys=(KEY,), secret=SIGNING)))

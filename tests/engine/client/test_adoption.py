@@ -105,8 +105,8 @@ async def test_words_do_not_change_when_a_stream_moves(windowed: bool, cut: int,
         entrust(first, stream, known[-1][0] if known else 0, last=True)
         adopted_session = await adopted(second)
         reader.task.cancel()
-        stream.lay_down()
-        assert adopted_session.base == b"value" and adopted_session.number == 1 + messages.NEXT_OWNER
+        stream.release()
+        assert adopted_session.base == b"value" and adopted_session.owner_number == 1 + messages.NEXT_OWNER
         assert adopted_session.goes_on_at <= cut
         later = tuple(flush for flush in flushes if flush >= cut)
         whole = await finish(adopted_session, [output for _, output in known], later)
@@ -153,7 +153,7 @@ async def test_an_adopted_stream_outlives_its_engine_once_enough_was_heard(windo
         entrust(first, stream, stream.read, last=True)
         adopted_session = await adopted(second)
         assert adopted_session.stream is not None
-        stream.lay_down()
+        stream.release()
         reader.cancel()
         said = fakes.Transcript()
         reader = asyncio.create_task(said.collect(adopted_session.stream))
@@ -184,7 +184,7 @@ async def test_of_two_engines_that_have_a_session_the_one_with_the_higher_number
             pooled.link.send(messages.SaveHandoff("", "key", number, 0, [], base=value, keep_s=60, last=True))
             await pooled.link.taken()
         adopted_session = await claimant.adopt("key")
-        assert adopted_session is not None and (adopted_session.base, adopted_session.number) == (
+        assert adopted_session is not None and (adopted_session.base, adopted_session.owner_number) == (
             b"value 2",
             2 + messages.NEXT_OWNER,
         )
@@ -237,7 +237,7 @@ async def test_an_engine_that_was_lost_a_moment_ago_may_still_have_the_session(m
 
 
 async def test_what_a_gateway_knows_of_sessions_that_are_over_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handoff, "MOST_OVER", 3)
+    monkeypatch.setattr(handoff, "MAX_ENDED", 3)
     async with fakes.running(EngineThread(fakes.build, warm=False)) as client:
         desk = client.handoffs
         for number in range(5):

@@ -306,7 +306,7 @@ async def test_the_end_is_not_missed_when_something_else_happens_at_the_same_tim
     """A wake-up in the very turn in which the recovery is told to stop must not swallow the stop."""
     waits = Recovery(EnginePool([], 0.0), 600, lambda: 0.0)
     stream = EngineStream(Open("s"), fakes.FRAMES, StreamLimits(10, 10), lambda stream: None)
-    stream.take(Opened("s"))
+    stream.on_output(Opened("s"))
     stream.detach("lost", 0.0)
     waits.hold([stream])
     waits.release([stream])

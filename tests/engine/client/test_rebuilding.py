@@ -40,8 +40,8 @@ from engine.runner.windowed.windows import HostWindows
 from engine.server.loop import EngineLoop
 from engine.server.speech import GateSettings
 from engine.spec import Vocabulary
-from engine.weights.pretrained import load_speech_model
 from engine.weights.store import cache_folder, pull
+from engine.weights.windowed_models import load_speech_model
 from tests.engine import fakes
 from tests.engine.server import test_skipped_silence as silence_cut
 
@@ -67,7 +67,7 @@ class LocalLink:
         self.loop.submit([command], 0)
 
     def pace(self, source: Source) -> None:
-        while (piece := source.take()) is not None:
+        while (piece := source.next_piece()) is not None:
             self.send(cast(Command, piece[0]), piece[1])
 
     def step(self) -> list[Output]:
@@ -114,7 +114,7 @@ class Session:
         assert self.link is not None
         while self.link.loop.has_work():
             for output in self.link.step():
-                self.stream.take(output)
+                self.stream.on_output(output)
         for name in self.link.loop.scheduler.streams:
             self.stream.progress(self.link.loop.reached(name))
         self.link.loop.scheduler.check_integrity()

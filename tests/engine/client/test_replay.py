@@ -90,7 +90,7 @@ def test_forced_tokens_always_belong_to_the_audio_that_is_kept(steps: list[tuple
         kept.add(items(fed, more))
         fed += more
         news = min(news, fed - heard)
-        memory.hear(Text("s", "", [], list(range(heard, heard + news))))
+        memory.on_text(Text("s", "", [], list(range(heard, heard + news))))
         heard += news
         memory.trim(kept)
         first = kept.first()
@@ -101,13 +101,13 @@ def test_forced_tokens_always_belong_to_the_audio_that_is_kept(steps: list[tuple
 
 def test_a_word_that_a_replayed_flush_completes_again_is_dropped() -> None:
     memory = TokenMemory(SPEC, 100)
-    memory.hear(spoken(["the", "cat"]))
+    memory.on_text(spoken(["the", "cat"]))
     kept = KeptAudio(SPEC)
     kept.add(items(0, 3))
     memory.replay(kept)
-    again = memory.hear(Text("s", "", [Word("cat", 100, 200)], []))
+    again = memory.on_text(Text("s", "", [Word("cat", 100, 200)], []))
     assert again is None
-    news = memory.hear(structs.replace(spoken(["sat"], 2), tokens=[4]))
+    news = memory.on_text(structs.replace(spoken(["sat"], 2), tokens=[4]))
     assert news is not None and [word.text for word in news.words] == ["sat"]
 
 
@@ -115,16 +115,16 @@ def test_a_word_is_known_as_long_as_tokens_of_it_are_kept() -> None:
     memory, kept = TokenMemory(SPEC, keep_positions=4), KeptAudio(SPEC)
     kept.add(items(0, 10))
     last = 10 * fakes.POSITION
-    memory.hear(Text("s", " catnip", [Word("catnip", last - 200, last)], [1] * 10))
+    memory.on_text(Text("s", " catnip", [Word("catnip", last - 200, last)], [1] * 10))
     # The silence of a flush moves positions only; the word's last tokens are said in it.
     kept.add([Item(FIRST + 10, 4, last, samples=0)])
     kept.mark_flush(1, set())
-    memory.hear(Text("s", "", [], [0] * 4))
+    memory.on_text(Text("s", "", [], [0] * 4))
     memory.trim(kept)
     assert kept.sample_at(FIRST + 10) == last
     memory.replay(kept)
-    assert memory.hear(Text("s", "", [Word("nip", last - 100, last)], [])) is None
-    assert memory.hear(Text("s", " dog", [Word("dog", last, last + 100)], [2])) is not None
+    assert memory.on_text(Text("s", "", [Word("nip", last - 100, last)], [])) is None
+    assert memory.on_text(Text("s", " dog", [Word("dog", last, last + 100)], [2])) is not None
 
 
 # A model that rereads its window goes on from its last saved state.
@@ -153,7 +153,7 @@ def test_a_state_says_what_was_heard_and_what_is_still_needed() -> None:
     kept.add(windowed_items(6, 2))
     kept.mark_flush(2, {1, 2})
     state = StreamState("s", audio_from=4, position=8, tag=1, parts={})
-    memory.take(state)
+    memory.on_state(state)
     memory.trim(kept)
     kept.add(windowed_items(8, 3))
     replay = memory.replay(kept)
@@ -168,6 +168,6 @@ def test_answered_flushes_leave_with_their_audio() -> None:
     for tag in range(1, 100):
         kept.add(windowed_items(tag - 1, 1))
         kept.mark_flush(tag, {tag})
-        memory.take(StreamState("s", tag, tag, tag, {}))
+        memory.on_state(StreamState("s", tag, tag, tag, {}))
         memory.trim(kept)
         assert len(kept) <= 1

@@ -16,7 +16,7 @@ from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneratio
 
 from engine.models.whisper import Whisper, WhisperConfig, without_lone_frames
 from engine.weights.checkpoint import BadCheckpoint
-from engine.weights.pretrained import load_speech_model
+from engine.weights.windowed_models import load_speech_model
 
 OPENAI_NAMES = [
     ("model.", ""),

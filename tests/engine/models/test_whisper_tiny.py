@@ -17,8 +17,8 @@ from engine.models.whisper import Whisper
 from engine.runner.windowed.decoder import GreedyDecoder, Row, judge
 from engine.runner.windowed.runner import Prompts
 from engine.runner.windowed.stability import is_mark
-from engine.weights.pretrained import load_speech_model
 from engine.weights.store import cache_folder
+from engine.weights.windowed_models import load_speech_model
 
 NAME = "whisper-tiny"
 VOICES = {

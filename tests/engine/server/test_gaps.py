@@ -119,7 +119,7 @@ def test_a_long_gap_leaves_no_tokens_behind_on_a_model_with_one_per_position() -
     kept.add(prepare(cutter, cutter.cut_gap(DAYS * RATE), spec))
     first = spec.prefix_positions
     for _ in range(40):
-        memory.hear(Text("a", "", [], [0] * 64))
+        memory.on_text(Text("a", "", [], [0] * 64))
         memory.trim(kept)
     heard = first + 40 * 64
     replay = memory.replay(kept)

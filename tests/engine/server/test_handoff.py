@@ -29,7 +29,7 @@ def adopt(host: Host, name: bytes, number: int | None = None) -> None:
     """Ask for the session first, and adopt what the engine says it has."""
     if number is None:
         host.send(name, command(messages.Ask("", "s", 1)))
-        number = held(host, name)[-1].number
+        number = held(host, name)[-1].owner_number
     host.send(name, command(messages.Adopt("", "s", number)))
 
 
@@ -99,7 +99,7 @@ def test_a_stream_moves_to_another_gateway_without_a_change_in_its_words(host: H
     entrust(host, b"a", len(known), last=True)
     adopt(host, b"b")
     (value,) = adopted(host, b"b")
-    assert (value.number, value.base, value.stream, value.consumed) == (SECOND, b"base", "good", len(known))
+    assert (value.owner_number, value.base, value.stream, value.consumed) == (SECOND, b"base", "good", len(known))
     assert value.end == host.loop.scheduler.spec.prefix_positions + 10
     assert value.sample == 10 * host.loop.scheduler.spec.samples_per_position
     finish_at(host, b"b", 10)
@@ -135,7 +135,7 @@ def test_an_owner_that_does_not_answer_is_fenced_and_changes_nothing_any_more(ho
     entrust(host, b"b", 0, number=SECOND, base=b"fresh", last=True)
     host.greet(b"c")
     adopt(host, b"c")
-    assert (adopted(host, b"c")[0].base, adopted(host, b"c")[0].number) == (b"fresh", THIRD)
+    assert (adopted(host, b"c")[0].base, adopted(host, b"c")[0].owner_number) == (b"fresh", THIRD)
 
 
 def test_an_owner_that_is_gone_is_noticed_at_once(host: Host, calm: str) -> None:
@@ -204,7 +204,7 @@ def test_what_a_gateway_gave_up_without_being_heard_waits_for_another(host: Host
     entrust(host, b"a", 0)
     come_back(host, b"a")
     adopt(host, b"b")
-    assert adopted(host, b"b")[0].number == SECOND
+    assert adopted(host, b"b")[0].owner_number == SECOND
 
 
 def test_what_a_gateway_left_is_there_until_it_says_that_it_goes_on_with_it(host: Host) -> None:
@@ -215,7 +215,7 @@ def test_what_a_gateway_left_is_there_until_it_says_that_it_goes_on_with_it(host
     host.line.gone.clear()
     host.greet(b"a")
     adopt(host, b"b")
-    assert adopted(host, b"b")[0].number == SECOND
+    assert adopted(host, b"b")[0].owner_number == SECOND
     claim(host, b"a", ("s", 1, False))
     assert fenced(host, b"a") == [messages.Fenced("s", SECOND)]
     assert len(host.host._handoffs) == 1
@@ -231,7 +231,7 @@ def test_a_session_whose_gateway_has_come_back_is_not_over(host: Host) -> None:
     adopt(host, b"b")
     assert messages.Wanted("s", 2) in host.said(b"a")
     listen(host, RELEASE_SECONDS + 1)
-    assert (adopted(host, b"b")[-1].base, adopted(host, b"b")[-1].number) == (b"again", SECOND + 1)
+    assert (adopted(host, b"b")[-1].base, adopted(host, b"b")[-1].owner_number) == (b"again", SECOND + 1)
 
 
 def test_what_a_gateway_claimed_and_never_left_is_forgotten_in_time_and_with_it(host: Host) -> None:
@@ -275,7 +275,7 @@ def test_what_nobody_comes_back_for_after_a_standstill_of_the_engine_is_given_aw
     host.line.gone.add(b"a")
     listen(host, CLAIM_SECONDS + 1)
     adopt(host, b"b")
-    assert adopted(host, b"b")[0].number == SECOND
+    assert adopted(host, b"b")[0].owner_number == SECOND
 
 
 def test_what_an_owner_gives_up_after_a_standstill_of_the_engine_is_given_away(host: Host) -> None:
@@ -303,7 +303,7 @@ def test_a_former_owner_never_gets_past_the_next_one(host: Host, moves: int) -> 
     host.greet(b"c")
     adopt(host, b"c")
     entrust(host, b"b", 0, number=SECOND, base=b"fresh", last=True)
-    assert (adopted(host, b"c")[-1].base, adopted(host, b"c")[-1].number) == (b"fresh", THIRD)
+    assert (adopted(host, b"c")[-1].base, adopted(host, b"c")[-1].owner_number) == (b"fresh", THIRD)
 
 
 def test_an_owner_that_comes_from_another_engine_fences_the_one_that_was_here(host: Host) -> None:
@@ -317,7 +317,7 @@ def test_a_request_from_before_somebody_else_had_the_session_takes_nothing(host:
     entrust(host, b"a", 0, last=True)
     host.greet(b"c")
     adopt(host, b"c")
-    assert adopted(host, b"c")[0].number == SECOND
+    assert adopted(host, b"c")[0].owner_number == SECOND
     adopt(host, b"b", 1)
     assert adopted(host, b"b") == [messages.SessionGiven("s")]
     assert not [output for output in host.said(b"c") if isinstance(output, messages.Wanted)]
@@ -349,7 +349,7 @@ def test_of_two_who_ask_the_last_has_the_session(host: Host) -> None:
     adopt(host, b"b")
     adopt(host, b"c")
     entrust(host, b"a", 0, last=True)
-    assert adopted(host, b"b") == [messages.SessionGiven("s")] and adopted(host, b"c")[0].number == SECOND
+    assert adopted(host, b"b") == [messages.SessionGiven("s")] and adopted(host, b"c")[0].owner_number == SECOND
 
 
 def test_what_is_kept_is_bounded(host: Host) -> None:
@@ -438,7 +438,7 @@ def test_a_former_owner_does_not_go_on_with_a_session_that_is_over(host: Host) -
 
 
 def test_what_is_known_of_sessions_that_are_over_is_bounded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handoff, "MOST_OVER", 3)
+    monkeypatch.setattr(handoff, "MAX_ENDED", 3)
     for number in range(5):
         key = f"s{number}"
         host.send(b"a", command(messages.SaveHandoff("", key, SECOND, 0, [], base=b"base", keep_s=KEEP_S)))
@@ -452,7 +452,7 @@ def test_what_is_known_of_sessions_that_are_over_is_bounded(host: Host, monkeypa
 
 def renew(host: Host, name: bytes, number: int, key: str = "s") -> int:
     host.send(name, command(messages.Renew("", key, 9, number)))
-    return [output for output in host.said(name) if isinstance(output, messages.Renewed)][-1].number
+    return [output for output in host.said(name) if isinstance(output, messages.Renewed)][-1].owner_number
 
 
 def test_whoever_asked_before_the_owner_went_on_gets_nothing(host: Host) -> None:
@@ -469,7 +469,7 @@ def test_whoever_asked_before_the_owner_went_on_gets_nothing(host: Host) -> None
     assert not fenced(host, b"a")
     adopt(host, b"b")
     listen(host, 2 * RELEASE_SECONDS)
-    assert adopted(host, b"b")[-1].number == THIRD
+    assert adopted(host, b"b")[-1].owner_number == THIRD
 
 
 def test_only_the_owner_of_a_session_goes_on_with_it(host: Host) -> None:

@@ -117,11 +117,11 @@ def test_the_next_step_is_launched_before_the_last_one_is_read() -> None:
         name = "ab"[count % 2]
         loop.submit([Feed(name, [items[name].pop(0)])], count)
         step = loop.step()
-    assert runner.most_ahead == 1 and loop.is_flying
+    assert runner.most_ahead == 1 and loop.has_launched_step
     # What was fed last is under way, what was fed before it has been said.
     assert step is not None and {output.stream for output in step.outputs if not isinstance(output, Opened)} == {"a"}
     loop.step()
-    assert not loop.is_flying and not loop.has_work()
+    assert not loop.has_launched_step and not loop.has_work()
 
 
 def test_what_was_listened_to_comes_with_the_step_and_not_after_the_stream_has_ended() -> None:
@@ -141,7 +141,7 @@ def test_a_flush_at_a_pause_does_not_wait_for_the_device() -> None:
     items = items_of(SPEC, fakes.speech(2, 1))
     loop.submit([Open("a"), Feed("a", items[:6])], 0)
     loop.step()
-    assert loop.is_flying and loop._listener is not None
+    assert loop.has_launched_step and loop._listener is not None
     unasked, launches = runner.unasked, loop._listener.launches
     flushes = [Feed("a", items[6:7]), Flush("a", 1, pause=0), Feed("a", items[7:8]), Flush("a", 2, pause=0)]
     loop.submit(flushes, 1)
@@ -168,7 +168,7 @@ def test_a_stream_that_ended_under_way_leaves_nothing_to_the_next_of_its_name() 
     loop.submit([Open("a"), Feed("a", first[:3])], 0)
     loop.step()
     slot = loop.scheduler.streams["a"].slot
-    assert loop.is_flying
+    assert loop.has_launched_step
     loop.submit([Abort("a"), Open("a")], 1)
     assert loop.scheduler.streams["a"].slot == slot, "the case that matters"
     loop.scheduler.check_integrity()
@@ -205,7 +205,7 @@ def test_a_suspect_is_computed_while_nothing_else_is() -> None:
     for index in range(4):
         loop.submit([Feed("a", [items[index]])], index)
         loop.step()
-        assert not loop.is_flying
+        assert not loop.has_launched_step
     assert runner.most_ahead == 0
 
 

@@ -105,7 +105,7 @@ def test_time_for_messages_counts_as_load_unless_a_step_is_computed_meanwhile(
         return receive()
 
     monkeypatch.setattr(host.line, "receive", slow_receive)
-    monkeypatch.setattr(EngineLoop, "is_flying", property(lambda loop: flying))
+    monkeypatch.setattr(EngineLoop, "has_launched_step", property(lambda loop: flying))
     for _ in range(8):
         host.tick()
     assert host.host._load.status.load == pytest.approx(0.0 if flying else 0.25 / 0.26, abs=0.02)

@@ -20,13 +20,13 @@ import pytest
 import realtime
 from engine.client.handoff import AdoptedSession
 from realtime.config import Config, LimitsConfig
-from realtime.http.context import Authenticator, Context
-from realtime.http.gateway import Gateway
+from realtime.http.authentication import Authenticator, Context
+from realtime.http.websocket_routes import Gateway
 from realtime.metrics.gateway import Metrics
-from realtime.serving.factory import GatewayServices, SessionFactory
 from realtime.serving.quota import Counts
 from realtime.serving.registry import Sessions
-from realtime.serving.tokens import Signer
+from realtime.serving.session_factory import GatewayServices, SessionFactory
+from realtime.serving.signed_tokens import Signer
 from realtime.session.settings import INCLUDE_RESUME
 from realtime.workers.shared_quota import QuotaCoordinator, SharedQuota
 from realtime.workers.worker_link import Line
@@ -114,7 +114,7 @@ async def failing_at_awaits(at: int, error: type[BaseException]) -> AsyncIterato
 # What gives back cannot fail half-way and have given back; a task that cannot be made has its coroutine left over.
 SPARED = {"release", "end", "_remove", "detach", "create_task"}
 WAITS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-WATCHED = tuple(f"{OURS}/{path}" for path in ("http/gateway.py", "serving/registry.py"))
+WATCHED = tuple(f"{OURS}/{path}" for path in ("http/websocket_routes.py", "serving/registry.py"))
 
 
 @asynccontextmanager
@@ -186,8 +186,8 @@ async def shared_house() -> AsyncIterator[tuple[SharedQuota, QuotaCoordinator]]:
             told(message)
 
     hearing = [
-        asyncio.create_task(hear(ours, lambda message: keeper.hear(1, message))),
-        asyncio.create_task(hear(theirs, quota.hear)),
+        asyncio.create_task(hear(ours, lambda message: keeper.on_message(1, message))),
+        asyncio.create_task(hear(theirs, quota.on_message)),
     ]
     try:
         yield quota, keeper
@@ -231,7 +231,7 @@ async def client(place: Place, path: str, query: str, *messages: str | bytes) ->
         "subprotocols": ["realtime"],
         "extensions": {"websocket.http.response": {}},
     }
-    serve = place.gateway.listen if path == "/v1/listen" else place.gateway.realtime
+    serve = place.gateway.deepgram if path == "/v1/listen" else place.gateway.realtime
     serving = asyncio.create_task(serve(scope, receive, send))
     async with asyncio.timeout(20):
         await asyncio.wait((serving,))
@@ -351,7 +351,7 @@ def go_on(maker: SessionFactory, session_id: str, caller: str, adopted: AdoptedS
 async def test_an_error_while_a_session_is_adopted_leaves_nothing_counted(
     shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SessionFactory, "go_on", go_on)
+    monkeypatch.setattr(SessionFactory, "adopt", go_on)
     for error in ERRORS:
         places = await run_through(
             adopted, lambda at, error=error: failing_at_awaits(at, error), shared=shared, claimants=Heirs()

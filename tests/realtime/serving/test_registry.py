@@ -11,8 +11,8 @@ from realtime.serving import quota
 from realtime.serving.connection import Connection
 from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
-from realtime.serving.socket_extras import SocketExtras
 from realtime.serving.throttle import FairTurns
+from realtime.serving.websocket_extension import SocketExtras
 from realtime.session.settings import Settings
 from tests.realtime.gateway_doubles import FakeEngine
 

@@ -24,18 +24,18 @@ from websockets.server import ServerProtocol
 
 from realtime import app
 from realtime.serving import websocket
-from realtime.serving.websocket import PatientHttp, RealtimeWebSocket
+from realtime.serving.websocket import HttpWithDeadlines, RealtimeWebSocket
 
 PATCHED = [
     pytest.param(RealtimeWebSocket, WebSocketsSansIOProtocol, id="websocket"),
-    pytest.param(PatientHttp, H11Protocol, id="http"),
+    pytest.param(HttpWithDeadlines, H11Protocol, id="http"),
     pytest.param(app.Server, uvicorn.Server, id="server"),
 ]
 # Attribute of ours that holds an object of theirs -> the class of that object.
 HELD = {
     (RealtimeWebSocket, "conn"): ServerProtocol,
-    (PatientHttp, "conn"): h11.Connection,
-    (PatientHttp, "cycle"): RequestResponseCycle,
+    (HttpWithDeadlines, "conn"): h11.Connection,
+    (HttpWithDeadlines, "cycle"): RequestResponseCycle,
 }
 
 

@@ -18,9 +18,9 @@ from engine.client.client import EngineClient
 from engine.client.engine_handles import EngineThread, RemoteEngine
 from realtime.app import listening
 from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
-from realtime.http.gateway import Gateway
-from realtime.serving.factory import GatewayServices
-from realtime.serving.tokens import Signer
+from realtime.http.websocket_routes import Gateway
+from realtime.serving.session_factory import GatewayServices
+from realtime.serving.signed_tokens import Signer
 from realtime.session.events import Configure, EngineSwitched
 from tests.e2e.raw_client import COMPLETED, RawClient, greeted_client, raw_client
 from tests.engine import fakes

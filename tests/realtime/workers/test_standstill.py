@@ -261,7 +261,7 @@ def test_a_gateway_that_stood_still_looks_for_no_session_before_it_knows_which_a
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request to resume waits in its socket."""
-    take, asked = HandoffTable.take, list[type]()
+    take, asked = HandoffTable.on_command, list[type]()
 
     def note(handoffs: HandoffTable, peer: Peer, command: messages.SessionCommand) -> None:
         asked.extend({type(command)} & {messages.Ask, messages.Claim, messages.Adopt})
@@ -270,7 +270,7 @@ def test_a_gateway_that_stood_still_looks_for_no_session_before_it_knows_which_a
     with running(Random(seed)) as fleet:
         client = Client(fleet, AUDIO, patience_s=60.0)
         fleet.until(lambda: bool(client.text), 30)
-        monkeypatch.setattr(HandoffTable, "take", note)
+        monkeypatch.setattr(HandoffTable, "on_command", note)
         fleet.gateways[1].stop(2.5)
         client.leave(1)
         fleet.until(lambda: client.is_done, 60)
@@ -287,7 +287,7 @@ def test_a_gateway_that_stood_still_gives_no_session_up_before_it_knows_that_it_
         client.is_held, sessions = True, fleet.gateways[0].sessions
         (owned,) = sessions._owned()
         fleet.clock.now += 2.0
-        fleet.gateways[0].loop.call_soon(sessions._wanted, owned.key, owned.number)
+        fleet.gateways[0].loop.call_soon(sessions._wanted, owned.key, owned.owner_number)
         fleet.gateways[0].loop.turn()
         assert len(sessions) == 1
         client.is_held = False

@@ -78,7 +78,7 @@ def test_a_doubtful_utterance_is_noise_where_nobody_speaks_and_a_translation_is_
     policy = Policy()
     heard = language_state({"language": "de"})
     assert heard.doubt(policy, to_end=True) == policy.doubt, "a model that does not say whether anybody speaks"
-    heard.hear(Judgement(0.9, [1.0, 0.0, 0.0]), LANGUAGES, 60)
+    heard.update(Judgement(0.9, [1.0, 0.0, 0.0]), LANGUAGES, 60)
     assert heard.doubt(policy, to_end=True) == policy.sure and heard.language == "de"
     assert language_state({"task": "translate"}).doubt(policy, to_end=True) == float("-inf")
 
@@ -86,9 +86,9 @@ def test_a_doubtful_utterance_is_noise_where_nobody_speaks_and_a_translation_is_
 def test_doubtful_words_are_said_where_somebody_surely_speaks() -> None:
     """Short prompts in which whisper-tiny heard a speaker had -1.1, and nothing was said of them."""
     policy, heard = Policy(), language_state({"language": "de"})
-    heard.hear(Judgement(0.1, [1.0, 0.0, 0.0]), LANGUAGES, 20)
+    heard.update(Judgement(0.1, [1.0, 0.0, 0.0]), LANGUAGES, 20)
     assert heard.doubt(policy, to_end=True) < -1.1 < heard.doubt(policy, to_end=False)
-    heard.hear(Judgement(0.5, [1.0, 0.0, 0.0]), LANGUAGES, 20)
+    heard.update(Judgement(0.5, [1.0, 0.0, 0.0]), LANGUAGES, 20)
     assert heard.doubt(policy, to_end=True) == policy.doubt
 
 
@@ -121,25 +121,25 @@ def test_symbols_that_nobody_speaks_are_barred_and_notes_are_not() -> None:
 def test_a_language_is_found_out_once_and_stays() -> None:
     heard = language_state()
     assert heard.waits(TELLING_POSITIONS - 1) and not heard.waits(TELLING_POSITIONS)
-    heard.hear(Judgement(0.1, [0.1, 0.9, 0.0]), LANGUAGES, TELLING_POSITIONS - 1)
+    heard.update(Judgement(0.1, [0.1, 0.9, 0.0]), LANGUAGES, TELLING_POSITIONS - 1)
     assert (heard.language, heard.settled) == ("de", False), "a short utterance decides for itself alone"
-    heard.hear(Judgement(0.1, [0.4, 0.3, 0.3]), LANGUAGES, TELLING_POSITIONS)
+    heard.update(Judgement(0.1, [0.4, 0.3, 0.3]), LANGUAGES, TELLING_POSITIONS)
     assert (heard.language, heard.settled) == ("en", False), "so does one that the model is not sure of"
-    heard.hear(Judgement(0.1, [0.2, 0.2, 0.6]), LANGUAGES, TELLING_POSITIONS)
+    heard.update(Judgement(0.1, [0.2, 0.2, 0.6]), LANGUAGES, TELLING_POSITIONS)
     assert (heard.language, heard.settled) == ("fr", True)
-    heard.hear(Judgement(0.3, [1.0, 0.0, 0.0]), LANGUAGES, 100)
+    heard.update(Judgement(0.3, [1.0, 0.0, 0.0]), LANGUAGES, 100)
     assert (heard.language, heard.no_speech) == ("fr", 0.3) and not heard.waits(1)
 
 
 def test_only_languages_that_may_be_spoken_are_found() -> None:
     heard = language_state({"languages": "de,fr"})
-    heard.hear(Judgement(0.1, [0.8, 0.15, 0.05]), LANGUAGES, TELLING_POSITIONS)
+    heard.update(Judgement(0.1, [0.8, 0.15, 0.05]), LANGUAGES, TELLING_POSITIONS)
     assert (heard.language, heard.settled) == ("de", True)
 
 
 def test_what_was_found_out_is_saved() -> None:
     heard, rebuilt = language_state(), language_state()
-    heard.hear(Judgement(0.1, [0.0, 0.0, 1.0]), LANGUAGES, TELLING_POSITIONS)
+    heard.update(Judgement(0.1, [0.0, 0.0, 1.0]), LANGUAGES, TELLING_POSITIONS)
     rebuilt.resume(heard.save())
     assert rebuilt == heard
 

@@ -16,7 +16,7 @@ from engine.client.pool import EngineShare
 from realtime.dialects.base import decode_json
 from realtime.dialects.openai import beta_session, ga_session, merge_beta, merge_ga
 from realtime.errors import Refusal
-from realtime.http.context import Context
+from realtime.http.authentication import Context
 from realtime.session.settings import Settings
 
 

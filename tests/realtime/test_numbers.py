@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realtime.errors import decimal_number, whole_number
+from realtime.numbers import decimal_number, whole_number
 
 # Digits of several scripts, and everything that Python's own parsers take beside digits.
 LETTERS = st.text("0123456789٠١²½９.,+-_eExnaifNT \t\n\0", max_size=24)

@@ -35,7 +35,7 @@ from realtime.serving.handoff import (
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveLimits, LiveSession
 from realtime.serving.quota import Admission, Caller, SessionQuota
-from realtime.serving.tokens import Signer
+from realtime.serving.signed_tokens import Signer
 from realtime.session.core import Session, SessionLimits
 from realtime.session.settings import Settings
 
@@ -171,7 +171,7 @@ class SessionFactory:
         start = dialect.start_settings(settings)
         return self._entry(facts, dialect, start, caller.name, may_inject, Ids.anew("item"), 1)
 
-    def go_on(self, session_id: str, caller: str, adopted: AdoptedSession) -> OpenSession:
+    def adopt(self, session_id: str, caller: str, adopted: AdoptedSession) -> OpenSession:
         """Continue a session of another process. Raises UnreadableValue."""
         saved = decode_live(adopted.base)
         if saved.caller != caller or saved.dialect not in RESUMABLE:
@@ -180,7 +180,7 @@ class SessionFactory:
         dialect = RESUMABLE[saved.dialect](facts)
         vars(dialect).update(saved.dialect_state)
         entry = self._entry(
-            facts, dialect, saved.session.settings, caller, saved.may_inject, Ids(*saved.item_ids), adopted.number
+            facts, dialect, saved.session.settings, caller, saved.may_inject, Ids(*saved.item_ids), adopted.owner_number
         )  # fmt: skip
         if entry.live.handoff is not None:
             entry.live.handoff.was_adopted(adopted.link)

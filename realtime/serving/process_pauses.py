@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import replace
 from typing import Any
 
-from realtime.serving.socket_extras import SocketExtras, Taker
+from realtime.serving.websocket_extension import SocketExtras, Taker
 
 log = logging.getLogger("tickertape.sessions")
 
@@ -30,7 +30,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
-class Standstill:
+class PauseDetector:
     """The detector. `confirm` asks the engines which sessions are still ours. Detection begins with the first tick."""
 
     def __init__(self, clock: Callable[[], float], confirm: Callable[[], Awaitable[None]]) -> None:

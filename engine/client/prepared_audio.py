@@ -177,7 +177,7 @@ class Injection:
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting = deque(items)
 
-    def take(self) -> Queued | None:
+    def next_piece(self) -> Queued | None:
         piece: list[Item] = []
         size = 0
         while self._waiting and size < PIECE_BYTES:

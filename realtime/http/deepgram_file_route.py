@@ -26,12 +26,12 @@ from realtime.dialects.deepgram import (
     written_word,
 )
 from realtime.errors import Refusal
-from realtime.http.context import Context
-from realtime.http.files import READ_BYTES, Transcript, UploadRequest
-from realtime.http.forms import FormReader, Upload
-from realtime.http.gateway import check_once
-from realtime.http.pieces import ENTRIES_AT_ONCE, Entries, Later, PiecesResponse, TextParts, json_pieces
-from realtime.http.uploads import UploadRoutes
+from realtime.http.authentication import Context
+from realtime.http.file_transcription import READ_BYTES, Transcript, UploadRequest
+from realtime.http.long_responses import ENTRIES_AT_ONCE, Entries, LazyValue, PiecesResponse, TextParts, json_pieces
+from realtime.http.transcription_routes import UploadRoutes
+from realtime.http.upload_forms import FormReader, Upload
+from realtime.http.websocket_routes import check_once
 from realtime.session.settings import AudioFormat, Settings
 
 # WAV format number and bytes per sample of the raw formats.
@@ -107,7 +107,7 @@ def _utterances(transcript: Transcript, query: FileQuery) -> Iterator[Json]:
 
 
 class _Utterance:
-    """Words up to a pause. The end is found while the words are written, so later fields use `Later`."""
+    """Words up to a pause. The end is found while the words are written, so later fields use `LazyValue`."""
 
     def __init__(self, transcript: Transcript, start: int, query: FileQuery) -> None:
         self.end = start
@@ -125,9 +125,9 @@ class _Utterance:
             "start": seconds(self._words[self._start].start, self._rate),
             "channel": 0,
             "words": Entries(self._written_words()),
-            "end": Later(lambda: seconds(self._words[self.end - 1].end, self._rate)),
-            "confidence": Later(lambda: mean_confidence(self._told.confidence_sum, self._told.confidences)),
-            **({"languages": Later(lambda: list(self._told.languages))} if self._has_languages else {}),
+            "end": LazyValue(lambda: seconds(self._words[self.end - 1].end, self._rate)),
+            "confidence": LazyValue(lambda: mean_confidence(self._told.confidence_sum, self._told.confidences)),
+            **({"languages": LazyValue(lambda: list(self._told.languages))} if self._has_languages else {}),
             "transcript": TextParts(self._text()),
             "id": str(uuid4()),
         }

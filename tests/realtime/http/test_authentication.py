@@ -9,9 +9,16 @@ import msgspec
 import pytest
 
 from realtime.errors import Refusal
-from realtime.http.context import PURPOSE, SECRET_PREFIX, Authenticator, asks_for_beta, offered_key, select_subprotocol
+from realtime.http.authentication import (
+    PURPOSE,
+    SECRET_PREFIX,
+    Authenticator,
+    asks_for_beta,
+    offered_key,
+    select_subprotocol,
+)
 from realtime.serving.quota import Caller
-from realtime.serving.tokens import Signer
+from realtime.serving.signed_tokens import Signer
 from realtime.session.settings import Settings
 
 

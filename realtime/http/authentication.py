@@ -24,7 +24,7 @@ from realtime.metrics.gateway import Metrics
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
-from realtime.serving.tokens import Signer
+from realtime.serving.signed_tokens import Signer
 from realtime.session.settings import Settings
 
 SECRET_PREFIX = "ek_"

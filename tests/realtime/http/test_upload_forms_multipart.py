@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realtime.errors import Refusal
-from realtime.http.forms import (
+from realtime.http.upload_forms import (
     MAX_FIELD_BYTES,
     MAX_FIELDS,
     MAX_FORM_BYTES,
@@ -20,7 +20,7 @@ from realtime.http.forms import (
     Spool,
     Upload,
 )
-from tests.realtime.http.test_forms import LIMITS
+from tests.realtime.http.test_upload_forms import LIMITS
 
 TYPE = "multipart/form-data; boundary=b"
 END = b"--b--\r\n"

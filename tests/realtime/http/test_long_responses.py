@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from realtime.dialects.deepgram import plain, plain_parts, read_file_query
-from realtime.http import listen
-from realtime.http.files import Transcript, UploadRequest, sse_done, write_answer
-from realtime.http.pieces import (
+from realtime.http import deepgram_file_route
+from realtime.http.file_transcription import Transcript, UploadRequest, sse_done, write_answer
+from realtime.http.long_responses import (
     CHARACTERS_AT_ONCE,
     ENTRIES_AT_ONCE,
     PART_BYTES,
     Entries,
-    Later,
+    LazyValue,
     PiecesResponse,
     TextParts,
     in_turns,
@@ -60,7 +60,9 @@ def openai(response_format: str, logprobs: bool = False) -> UploadRequest:
 
 
 def deepgram(**query: str) -> Any:
-    return lambda made: listen.write_answer(made, read_file_query({"utt_split": "1000", **query}), "m", "id", "0")
+    return lambda made: deepgram_file_route.write_answer(
+        made, read_file_query({"utt_split": "1000", **query}), "m", "id", "0"
+    )
 
 
 ANSWERS = {
@@ -100,7 +102,7 @@ def test_deepgrams_answer_in_pieces_is_what_it_was_as_a_whole(punctuate: str) ->
     words = [("Hello,", 0, 800, 0.9), ("-", 800, 900, None), ("there.", 900, 1600, 0.6), ("Good", 40_000, 41_000, 0.8)]
     made.add_words([TimedWord(text, start, end, (), sure, "en") for text, start, end, sure in words])
     query = read_file_query({"utterances": "true", "punctuate": punctuate})
-    results = json.loads(b"".join(listen.write_answer(made, query, "m", "id", "0")))["results"]
+    results = json.loads(b"".join(deepgram_file_route.write_answer(made, query, "m", "id", "0")))["results"]
     best = results["channels"][0]["alternatives"][0]
     first, second = results["utterances"]
     marks = punctuate == "true"
@@ -128,7 +130,7 @@ def test_pieces_are_json_of_the_whole(count: int, nested: bool) -> None:
         "a": Entries(numbers, nested),
         "b": TextParts([text, "", text]),
         "c": text,
-        "d": Later(lambda: [1]),
+        "d": LazyValue(lambda: [1]),
         "e": {},
     }
     found = json.loads(b"".join(json_pieces({"x": value, "y": [1, {"z": None}]})))
@@ -138,7 +140,7 @@ def test_pieces_are_json_of_the_whole(count: int, nested: bool) -> None:
 
 
 async def test_others_have_their_turn_while_pieces_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realtime.http.pieces.MAKING_S", -1.0)
+    monkeypatch.setattr("realtime.http.long_responses.MAKING_S", -1.0)
     turns = 0
 
     async def other() -> None:

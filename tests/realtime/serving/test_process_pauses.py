@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from realtime.serving.socket_extras import SocketExtras
-from realtime.serving.standstill import STANDSTILL_S, Standstill
+from realtime.serving.process_pauses import STANDSTILL_S, PauseDetector
+from realtime.serving.websocket_extension import SocketExtras
 
 
 class Line:
@@ -23,7 +23,7 @@ class Line:
         self.told: list[str] = []
         self.taken: list[str] = []
         self.taker: Any = None
-        self.standstill = Standstill(lambda: self.now, self._confirm)
+        self.standstill = PauseDetector(lambda: self.now, self._confirm)
         self.standstill.tick()
         extras = SocketExtras(send_now=self._send_now, offer_to=self._offer_to)
         self.receive, self.send, self.extras = self.standstill.guard(

@@ -8,7 +8,7 @@ import pytest
 
 from realtime.config import LimitsConfig
 from realtime.errors import Refusal
-from realtime.http.forms import Spool, Upload
+from realtime.http.upload_forms import Spool, Upload
 
 LIMITS = LimitsConfig(uploads=1, uploads_waiting=1, spool_bytes=100)
 

@@ -12,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from engine.options import TRANSLATE
 from realtime.errors import Refusal
-from realtime.http.context import Context
-from realtime.http.files import (
+from realtime.http.authentication import Context
+from realtime.http.file_transcription import (
     Transcriber,
     Transcript,
     UploadRequest,
@@ -23,8 +23,8 @@ from realtime.http.files import (
     sse_done,
     write_answer,
 )
-from realtime.http.forms import FormReader, Upload, client_gone
-from realtime.http.pieces import PiecesResponse, in_turns
+from realtime.http.long_responses import PiecesResponse, in_turns
+from realtime.http.upload_forms import FormReader, Upload, client_gone
 
 
 class UploadRoutes:

@@ -24,7 +24,7 @@ from starlette.types import Message, Receive
 
 from realtime.config import LimitsConfig
 from realtime.errors import Refusal
-from realtime.http.context import Context
+from realtime.http.authentication import Context
 
 # Enough for all keywords that a stream may have, and all other fields.
 MAX_FIELDS = 600
@@ -208,7 +208,7 @@ class Spool:
             raise _busy("Too many files are waiting")
         self.uploads += 1
 
-    def take(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         if self.bytes + size > self._limits.spool_bytes:
             raise _busy("The waiting files take all of the space for uploads")
         self.bytes += size
@@ -254,7 +254,7 @@ class Upload:
             if self._bytes + size > self._most_bytes:
                 raise too_large(self._most_bytes)
             if self._spool is not None:
-                self._spool.take(size)
+                self._spool.reserve(size)
                 self._bytes += size
             return message
 
@@ -367,7 +367,7 @@ class FormReader:
             return client_gone()
         if not isinstance(error, OSError):
             return None
-        self._say(f"uploaded files cannot be stored in {gettempdir()}: {error.strerror or error}")
+        self._warn(f"uploaded files cannot be stored in {gettempdir()}: {error.strerror or error}")
         if error.errno in NO_MORE_FILES:
             text = "The server has reached its limit of open files; try again."
             return Refusal(503, "too_many_open_files", text, None, RETRY_AFTER_S, "server_error")
@@ -376,7 +376,7 @@ class FormReader:
             return Refusal(507, "disk_full", text, None, RETRY_AFTER_S, "server_error")
         return Refusal(507, "storage_failed", "The server cannot store the file; try again later.", kind="server_error")
 
-    def _say(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         now = asyncio.get_running_loop().time()
         if self._said_at is None or now - self._said_at >= SAID_AGAIN_S:
             self._said_at = now

@@ -47,7 +47,7 @@ class TextParts:
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
+class LazyValue:
     """A value that is computed when everything before it has been written."""
 
     value: Callable[[], Any]
@@ -75,7 +75,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
             yield b'"'
             yield from _letters(value)
             yield b'"'
-        case Later():
+        case LazyValue():
             yield _encode(value.value())
         case _:
             yield _encode(value)

@@ -42,7 +42,7 @@ _decoder = msgspec.json.Decoder(list[_Family])
 
 
 def report(metrics: Iterable[tuple[Metric, bool]]) -> msgspec.Raw:
-    """The metrics of a process for `Totals.hear`. Each comes with a flag: every process sees the same values."""
+    """The metrics of a process for `Totals.add_report`. Each comes with a flag: every process sees the same values."""
     families = [
         _Family(metric.name, metric.documentation, metric.type, seen_alike, _samples(metric))
         for metric, seen_alike in metrics
@@ -83,7 +83,7 @@ class Totals:
         """Number of values kept."""
         return len(self._ended) + len(self._highest) + sum(map(len, self._living.values()))
 
-    def hear(self, process: int, reported: msgspec.Raw) -> None:
+    def add_report(self, process: int, reported: msgspec.Raw) -> None:
         """Take the newest report of a process."""
         values: dict[str, float] = {}
         for family in _decoder.decode(reported):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from realtime.http.answers import KEPT_TIMES, Scrapes
+from realtime.http.info_routes import KEPT_TIMES, Scrapes
 
 
 class Maker:

@@ -19,9 +19,10 @@ from engine.errors import AtCapacity, EngineError
 from engine.options import MAX_PROMPT_CHARACTERS
 from engine.spec import NAMES, ModelSpec
 from realtime.dialects.base import encode_json
-from realtime.errors import ClientFault, Refusal, decimal_number
-from realtime.http.forms import MAX_FIELD_BYTES, Form
-from realtime.http.pieces import Entries, json_pieces, text_pieces
+from realtime.errors import ClientFault, Refusal
+from realtime.http.long_responses import Entries, json_pieces, text_pieces
+from realtime.http.upload_forms import MAX_FIELD_BYTES, Form
+from realtime.numbers import decimal_number
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.serving.isolated_decoder import decoded_file
 from realtime.session.events import Samples, TimedWord

@@ -13,14 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.client.link import ItemRefused
-from engine.client.prepared import Rendered, parse_items
+from engine.client.prepared_audio import Rendered, parse_items
 from engine.messages import Item
 from realtime.dialects.base import decode_json, encode_json
 from realtime.errors import Refusal
-from realtime.http.context import Context
-from realtime.http.files import decoded
-from realtime.http.forms import FormReader, Upload
-from realtime.http.pieces import Entries, PiecesResponse, json_pieces
+from realtime.http.authentication import Context
+from realtime.http.file_transcription import decoded
+from realtime.http.long_responses import Entries, PiecesResponse, json_pieces
+from realtime.http.upload_forms import FormReader, Upload
 from realtime.session.events import Samples
 
 # Longest audio in one request.

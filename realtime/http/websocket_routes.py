@@ -22,17 +22,18 @@ from starlette.websockets import WebSocket
 from realtime.dialects.base import SessionFacts, encode_json
 from realtime.dialects.deepgram import READ_ONCE, DeepgramDialect, Listening, error_body, read_socket_query
 from realtime.dialects.openai import MAX_NAME, BetaDialect, OpenAIDialect, merge_beta
-from realtime.errors import ClientFault, CloseCode, Refusal, whole_number
-from realtime.http.context import Context, asks_for_beta, select_subprotocol
+from realtime.errors import ClientFault, CloseCode, Refusal
+from realtime.http.authentication import Context, asks_for_beta, select_subprotocol
+from realtime.numbers import whole_number
 from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.connection import Connection
-from realtime.serving.factory import OpenSession
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
 from realtime.serving.quota import Caller
-from realtime.serving.socket_extras import EXTENSION, SocketExtras
+from realtime.serving.session_factory import OpenSession
 from realtime.serving.throttle import FairTurns, Pace
 from realtime.serving.websocket import header_text
+from realtime.serving.websocket_extension import EXTENSION, SocketExtras
 from realtime.session.events import Hangup
 from realtime.session.settings import Settings
 
@@ -76,7 +77,7 @@ class Gateway:
         """The endpoint of OpenAI's and vLLM's clients. Plain ASGI: Starlette's wrapper costs time per message."""
         await self._serve_socket(self._enter, scope, receive, send)
 
-    async def listen(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def deepgram(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The endpoint of Deepgram's clients."""
         await self._serve_socket(self._enter_listen, scope, receive, send)
 
@@ -92,7 +93,7 @@ class Gateway:
         except (Refusal, ClientFault) as error:
             if entered:
                 raise
-            await websocket.send_denial_response(refused(scope["path"], error))
+            await websocket.send_denial_response(refusal_response(scope["path"], error))
 
     async def _run_socket(self, entrance: _Entrance, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve an admitted socket from the handshake to its end, then detach its sessions."""
@@ -242,7 +243,7 @@ def _joined(entries: tuple[OpenSession, ...]) -> tuple[LiveSession | ChannelGrou
     return ChannelGroup([entry.live for entry in entries]), ChannelInbox([e.inbox for e in entries], sample_bytes)
 
 
-def refused(path: str, error: Refusal | ClientFault) -> Response:
+def refusal_response(path: str, error: Refusal | ClientFault) -> Response:
     """A refusal as an HTTP response, in the format that clients of this path expect."""
     if isinstance(error, ClientFault):
         error = Refusal(400, error.code, error.message, error.param)
