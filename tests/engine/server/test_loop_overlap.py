@@ -30,7 +30,7 @@ from engine.messages import (
 from engine.runner.base import never
 from engine.server.loop import EngineLoop
 from tests.engine import fakes
-from tests.engine.server.test_blame import commands_of, items_of, text
+from tests.engine.server.test_loop_failures import commands_of, items_of, text
 
 SPEC = fakes.FRAMES
 

@@ -13,7 +13,7 @@ from tests.e2e.raw_client import greeted_client
 from tests.engine import fakes
 from tests.realtime.workers import engines
 from tests.realtime.workers.clients import SpeakingClient
-from tests.realtime.workers.test_processes import get, kill, url_of, workers
+from tests.realtime.workers.test_worker import get, kill, url_of, workers
 
 pytestmark = pytest.mark.timeout(240)
 # Each scrape is a connection of its own, and the system spreads them: hardly all of them go to one of two workers.

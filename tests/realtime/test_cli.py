@@ -15,7 +15,7 @@ from realtime.commands import completion, pull
 from realtime.commands.terminal import CommandFailed, UsageError, read_config
 from realtime.config import Config, load_config
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 COMMANDS = [command.name for command in completion.commands_of(cli.build_parser())]
 
 
