@@ -68,7 +68,7 @@ class NullStream:
     async def abort(self) -> None:
         await self.finish()
 
-    def listen(self, listener: Callable[[messages.Output], None]) -> None:
+    def subscribe(self, listener: Callable[[messages.Output], None]) -> None:
         self._listener = listener
 
     def _tell(self, output: messages.Output) -> None:

@@ -173,7 +173,7 @@ class ScriptedSpeaker(DecoderBatch):
         starts = [len(text) - len(row.draft) for text, row in zip(known, self._rows, strict=True)]
         return [self._answer(row, column - starts[row] + 1) for row, column in places]
 
-    def say(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
+    def next_tokens(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
         self._speaker.next_tokens(last)
         self.logits = self._speaker.logits
         return [self._answer(index, len(row.tokens)) for index, row in enumerate(self._rows)]

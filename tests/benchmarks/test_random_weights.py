@@ -27,7 +27,7 @@ class Quiet(DecoderBatch):
         self.logits = torch.zeros(len(kept), 1)
         return []
 
-    def say(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
+    def next_tokens(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
         self.said += 1
         self.logits = torch.zeros(len(last), 1)
         return []
