@@ -183,7 +183,6 @@ def main() -> None:
     parser.add_argument("--voxtral", action="store_true", help="a Voxtral Realtime with random weights")
     parser.add_argument("--whisper", metavar="SIZE", help="a Whisper of this size with random weights")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="fp8", help="keys and values of Voxtral")
-    parser.add_argument("--window", type=int, default=1024, help="decoder window of Voxtral in tokens")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--fleet-secret-file")
     parser.add_argument("--drain-s", type=float, default=60.0)
@@ -198,7 +197,7 @@ def main() -> None:
     if options.voxtral or options.whisper:
         from benchmarks.random_weights import voxtral_loop, whisper_loop
 
-        build = partial(voxtral_loop, options.kv, options.window, options.max_streams, options.small)
+        build = partial(voxtral_loop, options.kv, options.max_streams, options.small)
         if options.whisper:
             build = partial(whisper_loop, options.whisper, options.max_streams, options.small)
     else:

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.clients import ResumingClient, resume_at_once, summary
+from benchmarks.clients import PacedClient, appends_of, resume_at_once, summary
 from benchmarks.measuring import ROOT, percentiles, row, until
 from benchmarks.recordings import sample_speech
 from benchmarks.sounds import SAMPLE_RATE, pcm16
@@ -509,7 +509,7 @@ class Crowd:
     """A fixed number of clients at a time. Each sends all of the audio in a session, then another one begins."""
 
     def __init__(self, url: str, audio: bytes, count: int, apart_s: float) -> None:
-        self.clients: list[ResumingClient] = []
+        self.clients: list[PacedClient] = []
         # For each client that was refused at first: seconds until its session began.
         self.refused_s: list[float] = []
         self._url, self._audio = url, audio
@@ -517,7 +517,7 @@ class Crowd:
         self._living = [asyncio.create_task(self._live(number * apart_s)) for number in range(count)]
 
     @property
-    def speaking(self) -> list[ResumingClient]:
+    def speaking(self) -> list[PacedClient]:
         return [client for client in self.clients if client.is_speaking]
 
     async def until_all_speak(self) -> None:
@@ -540,14 +540,14 @@ class Crowd:
         await asyncio.sleep(after_s)
         refused_at: float | None = None
         while not self._is_over:
-            client = ResumingClient(self._url, self._audio)
+            client = PacedClient(self._url, appends_of(self._audio))
             self.clients.append(client)
             try:
                 await client.speak()
             except CannotConnect as error:
                 if not client.begun:
                     self.clients.remove(client)
-                    refused_at = refused_at or time.perf_counter()
+                    refused_at = refused_at or time.monotonic()
                     await asyncio.sleep(0.5)
                     continue
                 client.failure = str(error)
@@ -569,7 +569,7 @@ class Matrix:
     def _crowd(self, clients: int, apart_s: float) -> Crowd:
         return Crowd(self._fleet.url, self._audio, clients, apart_s)
 
-    def _summary_of(self, clients: list[ResumingClient]) -> dict[str, Any]:
+    def _summary_of(self, clients: list[PacedClient]) -> dict[str, Any]:
         return summary([client.outcome() for client in clients], [self._alone] * len(clients))
 
     async def play_alone(self) -> None:

@@ -114,9 +114,9 @@ def voxtral_runner(kv: str, window: int, max_streams: int | None, small: bool = 
     return runner
 
 
-def voxtral_loop(kv: str, window: int, max_streams: int | None, small: bool) -> EngineLoop:
+def voxtral_loop(kv: str, max_streams: int | None, small: bool) -> EngineLoop:
     """As in a server: with speech detection and skipped silence."""
-    runner = voxtral_runner(kv, window, max_streams, small)
+    runner = voxtral_runner(kv, 1024, max_streams, small)
     streams = runner.memory.streams
     scheduler = Scheduler(runner.spec, frames_limits(runner.memory), runner.vocabulary)
     cut = skip_settings(EngineConfig().cut_silence_s)

@@ -26,7 +26,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import fleet
-from benchmarks.clients import ClientProcesses, Schedule, play_resuming, summary
+from benchmarks.clients import ClientProcesses, Schedule, play_whole, summary
 from benchmarks.engines import null_loop
 from benchmarks.measuring import (
     parser_of,
@@ -171,7 +170,7 @@ def random_engine(options: argparse.Namespace, share_of: int) -> EngineProcess:
     """Limits the streams to the sessions, to leave memory for the other engine."""
     from benchmarks.random_weights import voxtral_loop
 
-    return EngineProcess(partial(voxtral_loop, options.kv, 1024, options.sessions, options.small))
+    return EngineProcess(partial(voxtral_loop, options.kv, options.sessions, options.small))
 
 
 def compare_words(options: argparse.Namespace) -> Figures:
@@ -308,7 +307,7 @@ def play_server(server: Server, kind: str, options: argparse.Namespace) -> list[
     own_parts = not options.model
     audio, url = options.audio, server.urls[0].partition("?")[0]
     clients = ClientProcesses(
-        play_resuming,
+        play_whole,
         options.sessions,
         options.clients,
         urls=[url],
@@ -337,15 +336,12 @@ def lose_in_server(options: argparse.Namespace) -> list[Figures]:
         options.model = DEFAULT_MODEL
     results: list[Figures] = []
     references: list[str] | None = None
-    with tempfile.TemporaryDirectory(prefix="survival-") as name:
-        folder = options.logs or Path(name)
-        folder.mkdir(parents=True, exist_ok=True)
-        with Server(options, folder) as server:
-            for kind in [kind for kind, times in options.kinds for _ in range(times)]:
-                outcomes = play_server(server, kind, options)
-                references = references or [outcome["text"] for outcome in outcomes]
-                results.append({"kind": kind, **summary(outcomes, references)})
-                print(row(results[-1]), flush=True)
+    with Server(options, counts_streams_only=True) as server:
+        for kind in [kind for kind, times in options.kinds for _ in range(times)]:
+            outcomes = play_server(server, kind, options)
+            references = references or [outcome["text"] for outcome in outcomes]
+            results.append({"kind": kind, **summary(outcomes, references)})
+            print(row(results[-1]), flush=True)
     return results
 
 
@@ -398,7 +394,7 @@ def main(arguments: list[str] | None = None) -> None:
     one.add_argument("--sessions", type=int, default=8)
     one.add_argument("--seconds", type=float, default=30.0, help="duration of each session")
     add_server_options(one)
-    one.set_defaults(run=lose_in_server, device="auto", workers=2, max_load=0.0)
+    one.set_defaults(run=lose_in_server, workers=2)
     one = with_common_options(commands.add_parser("fleet", help="lose parts of a fleet", description=fleet.__doc__))
     one.add_argument(
         "--kinds",
