@@ -68,20 +68,18 @@ def room_for(streams: int, spec: ModelSpec, step_positions: int | None = None) -
 
 
 class NullRunner(SynchronousRunner):
-    """Answers at once: a token of text every `words_every` positions and blanks in between, as in speech."""
+    """Answers at once: a token of text every fifth position and blanks in between, as in speech."""
 
-    def __init__(self, spec: ModelSpec, words_every: int = 5) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self.vocabulary = Vocabulary(PIECES, word_marker=1)
-        self._words_every = words_every
 
     def check_open(self, message: Open) -> None:
         pass
 
     def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
-        every = self._words_every
         return [
-            DecodeResult([2 + place % 30 if place % every == 0 else 0 for place in range(task.start, task.end)])
+            DecodeResult([2 + place % 30 if place % 5 == 0 else 0 for place in range(task.start, task.end)])
             for task in plan.decode
         ]
 

@@ -8,11 +8,10 @@ words. Needs the extra tickertape[fleet].
 
 For each kind of `LOSSES` a part is lost as often as asked, each time when the fleet is complete again. `calm` loses
 nothing, and the others are compared with it. `went_on` is the time from the loss until audio that was spoken after it
-has been acknowledged, for the last of all speaking clients. `head-long` takes the head away for `--head-away` seconds;
-`scale` is a load that needs three engines and then one. `stop-PART-SECONDS` stops an engine, a gateway, the keepers of
-a node, the manager or Ray's own process of a node (SIGSTOP) and continues it. Meanwhile connections stay open and
-nothing answers: clients leave a gateway after `LEAVE_S`, some ask it again, and their messages wait there until it
-continues.
+has been acknowledged, for the last of all speaking clients. `head-long` takes the head away for two minutes. `scale` is
+a load that needs three engines and then one. `stop-PART-SECONDS` stops an engine, a gateway, the keepers of a node, the
+manager or Ray's own process of a node (SIGSTOP) and continues it. Meanwhile connections stay open and nothing answers:
+clients leave a gateway after `LEAVE_S`, some ask it again, and their messages wait there until it continues.
 
     python -m benchmarks.fleet serve ...
 
@@ -55,7 +54,9 @@ PATIENCE_S = 300.0
 FRESH_S = 5.0
 # Longer than the 4 s after which a link counts as dead.
 CUT_S = 6.0
-HEAD_SHORT_S = 5.0
+HEAD_SHORT_S, HEAD_LONG_S = 5.0, 120.0
+# Streams that an engine has room for.
+STREAMS = 8
 # Seconds for which parts are stopped: links survive the first, and Ray's view of a node the second.
 STOP_S = (3, 10, 40)
 # Clients leave a gateway that does not answer for so long.
@@ -213,19 +214,18 @@ class Fleet:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder = folder
         self.balancer = Balancer()
-        self.head_away_s = options.head_away
-        self._streams, self._null = options.streams, options.null
+        self._null = options.null
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._port = 21_000 + os.getpid() % 400 * 20
         self._head_port = 6400 + os.getpid() % 500
         model = "" if options.null else f'name = "{options.model}"\n'
         (folder / "server.toml").write_text(
-            f"[model]\n{model}threads = 1\nmax_streams = {options.streams}\n[limits]\nmax_load = 0.0\n"
+            f"[model]\n{model}threads = 1\nmax_streams = {STREAMS}\n[limits]\nmax_load = 0.0\n"
         )
         self.write_plan(least=2, most=3)
 
     def write_plan(self, least: int, most: int) -> None:
-        null = [sys.executable, "-m", "benchmarks.engines", "--max-streams", str(self._streams)]
+        null = [sys.executable, "-m", "benchmarks.engines", "--max-streams", str(STREAMS)]
         gateway = [sys.executable, "-m", "benchmarks.fleet"]
         (self.folder / "fleet.toml").write_text(
             f'name = "bench"\ncluster = "127.0.0.1:{self._head_port}"\nstate_folder = "{self.folder}/state"\n'
@@ -486,7 +486,7 @@ LOSSES: dict[str, Callable[[Fleet, Status], Awaitable[Mended]]] = {
     "keeper": lose_keeper,
     "node": lose_node,
     "head": lose_head,
-    "head-long": lambda fleet, status: lose_head(fleet, status, fleet.head_away_s),
+    "head-long": partial(lose_head, away_s=HEAD_LONG_S),
     "network": lose_network,
     "upgrade": upgrade,
     **{
@@ -629,7 +629,7 @@ class Matrix:
         engines, start_s = list[int](), list[float]()
         watching = asyncio.create_task(self._watch_engines(engines, start_s))
         few = self._crowd(2, ARRIVE_S)
-        many = self._crowd(round(3 * LOAD * self._options.streams) - 2, ARRIVE_S)
+        many = self._crowd(round(3 * LOAD * STREAMS) - 2, ARRIVE_S)
         try:
             await self._until_engines(3)
             await asyncio.sleep(STAY_S)

@@ -159,7 +159,7 @@ def load_sessions(options: argparse.Namespace) -> list[list[Samples]]:
 
 
 def real_engine(options: argparse.Namespace, share_of: int) -> EngineProcess:
-    return EngineProcess(EngineConfig(options.model, options.device, threads=options.threads, share_of=share_of))
+    return EngineProcess(EngineConfig(options.model, options.device, threads=1, share_of=share_of))
 
 
 def null_engine(share_of: int) -> EngineProcess:
@@ -377,11 +377,10 @@ def main(arguments: list[str] | None = None) -> None:
     one.add_argument("--sessions", type=int, default=2)
     one.add_argument("--seconds", type=float, default=120.0, help="audio per session")
     one.add_argument("--model", default=DEFAULT_MODEL)
-    one.set_defaults(run=compare_words, device="auto", threads=1)
+    one.set_defaults(run=compare_words, device="auto")
     one = with_common_options(commands.add_parser("spare", help="time until the next words, with and without a spare"))
     one.add_argument("--model", default=DEFAULT_MODEL)
     one.add_argument("--device", default="auto")
-    one.add_argument("--threads", type=int, default=1, help="CPU threads of the model")
     one.add_argument("--voxtral", action="store_true", help="a Voxtral Realtime with random weights")
     one.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="its keys and values")
     one.add_argument("--sessions", type=int, default=2)
@@ -404,10 +403,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     one.add_argument("--sessions", type=int, default=4, help="clients that speak at the same time")
     one.add_argument("--seconds", type=float, default=20.0, help="length of the recording that a session sends")
-    one.add_argument("--streams", type=int, default=8, help="streams that an engine has room for")
     one.add_argument("--model", default="moonshine-tiny")
     one.add_argument("--null", action="store_true", help="engines without a model")
-    one.add_argument("--head-away", type=float, default=120.0, metavar="SECONDS")
     one.set_defaults(run=lose_in_fleet)
     options = parser.parse_args(arguments)
     results = options.run(options)
