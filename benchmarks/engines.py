@@ -19,9 +19,11 @@ import logging
 import signal
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +35,10 @@ from engine.messages import Open, Saved, Speech
 from engine.runner.base import Detector, SynchronousRunner, never
 from engine.server.loop import EngineLoop
 from engine.spec import KvGroup, ModelSpec, Vocabulary
+
+if TYPE_CHECKING:  # benchmarks of an engine alone run where ZeroMQ is not installed
+    from engine.client.client import EngineClient
+    from engine.client.engine_handles import EngineProcess
 
 STREAMS = 1000
 PIECES = [b"", b"", *(f" word{i}".encode() for i in range(30))]
@@ -171,6 +177,19 @@ def null_loop(streams: int = STREAMS, by_audio: bool = False) -> EngineLoop:
     runner = AudioRunner(SPEC) if by_audio else NullRunner(SPEC)
     detector = LoudnessDetector(SPEC.sample_rate) if by_audio else NullDetector(SPEC.sample_rate)
     return EngineLoop(Scheduler(SPEC, limits, runner.vocabulary), runner, detector)
+
+
+@asynccontextmanager
+async def engine_client(*engines: EngineProcess, **settings: Any) -> AsyncIterator[EngineClient]:
+    """A started client of these engine processes, without a gateway."""
+    from engine.client.client import ClientSettings, EngineClient
+
+    client = EngineClient(list(engines), ClientSettings(**settings))
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 def main() -> None:

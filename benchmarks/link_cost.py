@@ -12,19 +12,18 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.engines import SPEC as VOXTRAL_SPEC
-from benchmarks.engines import NullRunner
+from benchmarks.engines import NullRunner, engine_client
 from benchmarks.measuring import cpu_seconds, parser_of, percentiles, show, write_json
 from benchmarks.recordings import load_audio
 from benchmarks.sounds import Samples
-from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import MODEL_MODULES, EngineProcess
 from engine.client.stream import EngineStream
 from engine.core.planner import Limits
@@ -90,18 +89,8 @@ class Noise:
         return self._samples[start : start + CHUNK]
 
 
-@asynccontextmanager
-async def engine_client(build: Any = EchoLoop, warm: bool = True, preload: Sequence[str] = (), **settings: Any) -> Any:
-    """A started client, and a clock of its two sides: wall seconds and processor seconds of gateway and engine."""
-    engine = EngineProcess(build, warm=warm, preload=preload)
-    client = EngineClient([engine], ClientSettings(**settings))
-    await client.start()
-    assert engine.pid is not None
-    pid = engine.pid
-    try:
-        yield client, lambda: np.array([time.perf_counter(), time.process_time(), cpu_seconds(pid)])
-    finally:
-        await client.close()
+def echo_engine() -> EngineProcess:
+    return EngineProcess(EchoLoop, preload=())
 
 
 async def drain(stream: EngineStream, take: Callable[[Output], None] = lambda output: None) -> None:
@@ -124,7 +113,13 @@ async def drive(streams: int, seconds: float, paced: bool) -> dict[str, Any]:
                 there.append((int(output.delta) - began) / 1e6)
                 both.append((time.monotonic_ns() - began) / 1e6)
 
-    async with engine_client() as (client, clock):
+    engine = echo_engine()
+
+    def clock() -> NDArray[np.float64]:
+        """Wall seconds, and processor seconds of gateway and engine."""
+        return np.array([time.perf_counter(), time.process_time(), cpu_seconds(engine.pid or 0)])
+
+    async with engine_client(engine) as client:
         opened = [await client.open(f"s{i}") for i in range(streams)]
         readers = [asyncio.create_task(drain(stream, take)) for stream in opened]
         began, turn = clock(), 0
@@ -170,7 +165,7 @@ async def savings(seconds: int) -> dict[str, dict[str, float]]:
     }
     found = {}
     for name, sessions in cases.items():
-        async with engine_client() as (client, _):
+        async with engine_client(echo_engine()) as client:
             for index, session in enumerate(sessions):
                 stream = await client.open(f"s{index}")
                 reader = asyncio.create_task(drain(stream))
@@ -191,8 +186,8 @@ async def savings(seconds: int) -> dict[str, dict[str, float]]:
 async def first_and_tenth(model: str, speech: Samples, warm: bool, cache_bytes: int) -> dict[str, float]:
     """Ten short requests one after the other: seconds of the first and the tenth, and the median of the later ones."""
     took = []
-    config = EngineConfig(model=model, threads=1)
-    async with engine_client(config, warm, MODEL_MODULES, cache_bytes=cache_bytes) as (client, _):
+    engine = EngineProcess(EngineConfig(model=model, threads=1), warm=warm, preload=MODEL_MODULES)
+    async with engine_client(engine, cache_bytes=cache_bytes) as client:
         for index in range(10):
             # Shifted a little each time, so that no request finds the audio of another in a cache.
             audio = speech[index * SHIFT : index * SHIFT + REQUEST_SECONDS * SPEC.sample_rate]

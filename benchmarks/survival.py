@@ -36,7 +36,7 @@ import numpy as np
 
 from benchmarks import fleet
 from benchmarks.clients import ClientProcesses, Schedule, play_whole, summary
-from benchmarks.engines import null_loop
+from benchmarks.engines import engine_client, null_loop
 from benchmarks.measuring import (
     parser_of,
     percentiles,
@@ -52,7 +52,6 @@ from benchmarks.recordings import joined_sessions, read_manifest, sample_path, s
 from benchmarks.scoring import differing_words, plain_words
 from benchmarks.servers import Server, add_server_options
 from benchmarks.sounds import Samples, speech, voice
-from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import EngineProcess
 from engine.client.stream import EngineStream
 from engine.messages import Closed, Text
@@ -128,22 +127,19 @@ class SpeakingClient:
 
 async def play_with_kills(make: MakeEngine, sessions: list[list[Samples]], kills: int, alive_s: float) -> Figures:
     """Plays all sessions at once and kills the engine `kills` times, each time at a random moment of its life."""
-    engine = make(1)
-    client = EngineClient([engine])
-    await client.start()
-    rate, chance, memory = client.spec.sample_rate, random.Random(1), list[int]()
-    speakers = [SpeakingClient(await client.open(f"s{i}"), parts, rate) for i, parts in enumerate(sessions)]
-    while len(memory) < kills and not all(speaker.is_done for speaker in speakers):
-        await until(lambda: client.ready, PATIENCE_S)
-        await asyncio.sleep(chance.uniform(0.0, 2 * alive_s))
-        assert engine.pid is not None
-        os.kill(engine.pid, signal.SIGKILL)
-        memory.append(resident_bytes())
-        await until(lambda: not client.ready, PATIENCE_S)
-    texts = [await speaker.text() for speaker in speakers]
-    metrics = client.metrics()
-    await client.close()
-    return {"texts": texts, "metrics": metrics, "memory": memory}
+    engine, chance, memory = make(1), random.Random(1), list[int]()
+    async with engine_client(engine) as client:
+        rate = client.spec.sample_rate
+        speakers = [SpeakingClient(await client.open(f"s{i}"), parts, rate) for i, parts in enumerate(sessions)]
+        while len(memory) < kills and not all(speaker.is_done for speaker in speakers):
+            await until(lambda: client.ready, PATIENCE_S)
+            await asyncio.sleep(chance.uniform(0.0, 2 * alive_s))
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGKILL)
+            memory.append(resident_bytes())
+            await until(lambda: not client.ready, PATIENCE_S)
+        texts = [await speaker.text() for speaker in speakers]
+        return {"texts": texts, "metrics": client.metrics(), "memory": memory}
 
 
 def load_sessions(options: argparse.Namespace) -> list[list[Samples]]:
@@ -213,16 +209,14 @@ async def measure_pauses(
 ) -> Figures:
     """Seconds until the next words, over all sessions and kills, with this number of spare engines."""
     engines = [make(1 + spares) for _ in range(1 + spares)]
-    client = EngineClient(engines, ClientSettings(spares=spares))
     began = time.perf_counter()
-    await client.start()
-    start_s = time.perf_counter() - began
 
     async def waits(since: float) -> list[float]:
         moments = await asyncio.gather(*(speaker.next_words() for speaker in speakers))
         return [moment - since for moment in moments]
 
-    try:
+    async with engine_client(*engines, spares=spares) as client:
+        start_s = time.perf_counter() - began
         await until(lambda: client.capacity().spares_ready == spares, PATIENCE_S)
         rate = client.spec.sample_rate
         speakers = [
@@ -256,8 +250,6 @@ async def measure_pauses(
         metrics = client.metrics()
         for speaker in speakers:
             await speaker.stop()
-    finally:
-        await client.close()
     return {
         "spares": spares,
         "sessions": sessions,
