@@ -67,6 +67,8 @@ class Server:
 
     def __init__(self, options: argparse.Namespace, counts_streams_only: bool) -> None:
         self._options, self._counts_streams_only = options, counts_streams_only
+        # A benchmark that is told to stop (SIGTERM) leaves its blocks, and so ends the processes.
+        self._on_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
         self._folder = tempfile.TemporaryDirectory(prefix="server-")
         folder = Path(self._folder.name)
         address, self.urls, self._children = f"ipc://{folder / 'engine'}", list[str](), list[Child]()
@@ -148,6 +150,7 @@ class Server:
         for child in reversed(self._children):
             child.stop()
         self._folder.cleanup()
+        signal.signal(signal.SIGTERM, self._on_term)
 
 
 def free_port() -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.clients import Findings, LagClient, Orders, Schedule, Track, own_part
-from benchmarks.measuring import cpu_seconds, with_descendants
+from benchmarks.measuring import cpu_seconds, read_process, with_descendants
 from benchmarks.server_capacity import Load, Result, holds, summary
 
 ORDERS = Orders(["ws://one", "ws://two"], [0], 1, None, delay_ms=480, speech=[(0.0, 1.6)])
@@ -102,6 +102,20 @@ def test_processor_time_counts_what_a_process_started() -> None:
             time.sleep(0.01)
         process.communicate(b"\n")
     assert cpu_seconds(process.pid) == 0.0
+
+
+def test_a_benchmark_that_is_told_to_stop_ends_its_server() -> None:
+    command = [sys.executable, "-m", "benchmarks.server_capacity", "--null", "--workers", "1", "--sessions", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and "ready after" in process.stdout.readline()
+        started = with_descendants(process.pid)[1:]
+        assert len(started) >= 2, "an engine and a gateway"
+        process.terminate()
+        assert process.wait() != 0
+        deadline = time.monotonic() + 60
+        while any(read_process(pid, "cmdline") for pid in started):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_no_two_sessions_send_the_same_frames() -> None:
