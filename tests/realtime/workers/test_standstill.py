@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from engine import messages
 from engine.server.handoff import HandoffTable
 from engine.server.peer import Peer
+from tests.realtime.workers import simulated_fleet
 from tests.realtime.workers.engines import talk
 from tests.realtime.workers.simulated_fleet import Client, SimulatedFleet
 
@@ -273,6 +274,23 @@ def test_a_gateway_that_stood_still_looks_for_no_session_before_it_knows_which_a
         client.leave(1)
         fleet.until(lambda: client.is_done, 60)
         assert asked[:2] == [messages.Claim, messages.Claim] and messages.Adopt in asked
+    assert not client.wrongs
+    assert client.text == CALM
+
+
+def test_a_gateway_that_stood_still_ends_no_session_for_the_time_in_which_it_could_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What its client has sent meanwhile waits in the socket, which is read as soon as the owners are known."""
+    limits = replace(simulated_fleet.CONFIG.limits, idle_s=2.0)
+    monkeypatch.setattr(simulated_fleet, "CONFIG", replace(simulated_fleet.CONFIG, limits=limits))
+    with running(Random(0)) as fleet:
+        client = Client(fleet, AUDIO, patience_s=60.0)
+        fleet.until(lambda: bool(client.text), 30)
+        socket = client.socket
+        socket.gateway.stop(3.0)
+        fleet.until(lambda: client.is_done, 60)
+        assert client.socket is socket
     assert not client.wrongs
     assert client.text == CALM
 
