@@ -68,6 +68,11 @@ class ItemCutter:
         self._heard = 0
 
     @property
+    def segment(self) -> int:
+        """The sample at which the current segment began."""
+        return self._flushed_at
+
+    @property
     def context(self) -> int:
         """Number of samples before the next position that are encoded together with it."""
         return min(self._look_back, self._next_sample - self._flushed_at)

@@ -56,6 +56,13 @@ class Open(Message, tag="open"):
     suspect: tuple[int, int] | None = None
     # The rule for the ends of turns, where text ends too. None: text ends only at a flush.
     turns: TurnRule | None = None
+    # Of a stream that is reopened: the sample at which its audio continues, the one at which its segment began, and the
+    # one up to which speech probabilities were received; tags of the last flush sent and of the last one answered.
+    sample: Count = 0
+    segment: Count = 0
+    heard_until: Count = 0
+    flushes: Count = 0
+    answered: Count = 0
 
 
 class Item(Message):
@@ -120,6 +127,9 @@ class Abort(Message, tag="abort"):
 
     stream: str
 
+
+# Commands from which a gateway that adopts a stream can have it rebuilt. Their payloads are bytes.
+KeptCommand = Feed | Flush | ChangeTurns
 
 # A session's number rises by this with each new owner. An owner raises the number by one whenever it migrates the
 # session to another engine, so a former owner never reaches the number of a later one.
@@ -355,7 +365,10 @@ class SessionGiven(Message, tag="session_given"):
     The outputs that the entries do not cover follow at once. `end` (position) and `sample` are where the stream's audio
     ends, `segment` the sample where its current segment began, `flushes` and `answered` the tags of the last flush
     received and answered, `token` the position of the next token: all as the engine counts. `stream` is empty if there
-    is none.
+    is none. Speech probabilities up to sample `heard_until` are in the entries.
+
+    If another engine can rebuild the stream (windowed models), `kept` has what it needs: the commands since the last
+    `state`, or all of them if there is no state, and the audio before that state which is still needed.
     """
 
     key: str
@@ -375,6 +388,10 @@ class SessionGiven(Message, tag="session_given"):
     token: int = 0
     delay_positions: int | None = None
     options: dict[str, str] = {}
+    heard_until: Count = 0
+    turns: TurnRule | None = None
+    state: StreamState | None = None
+    kept: list[KeptCommand] | None = None
 
 
 # About a session, not about a stream.

@@ -186,7 +186,7 @@ class EngineClient:
 
     def _make_adopted(self, adopted: messages.SessionGiven) -> EngineStream:
         self._names.add(adopted.stream)
-        opening = messages.Open(adopted.stream, True, adopted.delay_positions, adopted.options)
+        opening = messages.Open(adopted.stream, True, adopted.delay_positions, adopted.options, turns=adopted.turns)
         return EngineStream(opening, self.spec, self._limits(), self._ended)
 
     def capacity(self) -> Capacity:

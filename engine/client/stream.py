@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from engine import messages
 from engine.boundary.items import make_cutter, prepare
+from engine.boundary.kept_audio import AskedFlush, KeptAudio, NewTurns, ReplayEntry
 from engine.client.crash_suspects import CrashSuspicion
 from engine.client.link import EngineLink, ItemRefused, Queued
-from engine.client.replay import AskedFlush, KeptAudio, NewTurns, Replay, ReplayEntry, StreamLimits, memory_for
+from engine.client.replay import Replay, StreamLimits, memory_for
 from engine.errors import AtCapacity, BadOption, DuplicateStream, EngineDead, EngineError, StreamFailed, StreamFinished
 from engine.messages import Item
 from engine.spec import ModelSpec
@@ -257,7 +258,7 @@ class Outputs:
         self._news = asyncio.Event()
         self._listener: Callable[[messages.Output], None] | None = None
         # Speech before this sample has been reported.
-        self._reported_until = 0
+        self.reported_until = 0
         # Whether the last reported frame was speech.
         self.speech_goes_on = False
 
@@ -285,6 +286,11 @@ class Outputs:
             self.read, output = self._queue.popleft()
             listener(output)
 
+    def adopt(self, told: int, reported_until: int) -> None:
+        """Continue for another gateway, which has read `told` outputs and speech up to this sample."""
+        self.begin(told)
+        self.reported_until = reported_until
+
     def begin(self, told: int) -> None:
         """Another engine runs the stream and has sent `told` outputs; the outputs queued here are not among them."""
         self._queue = deque((told, output) for _, output in self._queue)
@@ -307,21 +313,21 @@ class Outputs:
 
     def _new_part(self, speech: messages.Speech) -> messages.Speech | None:
         """Return the part that was not reported before (the audio may be a replay), or None."""
-        if speech.sample >= self._reported_until and speech.frame_samples and speech.probabilities:
-            self._reported_until = speech.sample + len(speech.probabilities) * speech.frame_samples
+        if speech.sample >= self.reported_until and speech.frame_samples and speech.probabilities:
+            self.reported_until = speech.sample + len(speech.probabilities) * speech.frame_samples
             return speech
-        if speech.frame_samples > self._sample_rate and speech.sample < self._reported_until:
+        if speech.frame_samples > self._sample_rate and speech.sample < self.reported_until:
             # A long silence is one long frame. Return only the samples that were not reported.
-            known = min(self._reported_until - speech.sample, speech.frame_samples)
+            known = min(self.reported_until - speech.sample, speech.frame_samples)
             speech.sample, speech.frame_samples = speech.sample + known, speech.frame_samples - known
         if not speech.frame_samples:
             return None
-        known = max(0, -(-(self._reported_until - speech.sample) // speech.frame_samples))
+        known = max(0, -(-(self.reported_until - speech.sample) // speech.frame_samples))
         probabilities = speech.probabilities[known:]
         if not probabilities:
             return None
         sample = speech.sample + known * speech.frame_samples
-        self._reported_until = sample + len(probabilities) * speech.frame_samples
+        self.reported_until = sample + len(probabilities) * speech.frame_samples
         return messages.Speech(speech.stream, sample, speech.frame_samples, probabilities)
 
 
@@ -562,6 +568,11 @@ class EngineStream:
             state=replay.state,
             catch_up_until=replay.catch_up_until,
             suspect=self.place.engine_count(suspicion.spot) if suspicion.alone else None,
+            sample=replay.sample,
+            segment=max(0, self._cutter.segment - replay.samples),
+            heard_until=max(0, self._outputs.reported_until - replay.samples),
+            flushes=self._tags,
+            answered=min(self._unanswered, default=self._tags + 1) - 1,
         )
         self._delivery = Delivery(link, opening, replay, self._finished, self.previous_engine.settle)
         try:
@@ -577,11 +588,16 @@ class EngineStream:
         end, sample = adopted.end + positions, adopted.sample + samples
         self.place.begin(link, Replay(positions, samples, []))
         self._kept.end, self._kept.end_sample = end, sample
-        self._memory.start_at(end, adopted.token + positions)
+        if adopted.kept is None:
+            self._memory.start_at(end, adopted.token + positions)
+        else:
+            self._kept.take(adopted.kept)
+            if adopted.state is not None:
+                self._memory.on_state(adopted.state)
         self._tags = adopted.flushes
         self._unanswered = set(range(adopted.answered + 1, adopted.flushes + 1))
         self._watch_for_audio()
-        self._outputs.begin(adopted.consumed)
+        self._outputs.adopt(adopted.consumed, adopted.heard_until + samples)
         self.was_opened = True
         self._delivery = Delivery.of_open_stream(link, self.id)
         return self._cutter.go_on(end, sample, adopted.segment + samples)

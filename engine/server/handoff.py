@@ -386,6 +386,11 @@ def _describe(hosted: HostedStream, adopted: messages.SessionGiven) -> None:
     adopted.stream = hosted.name
     adopted.end, adopted.sample, adopted.segment = hosted.end, hosted.end_sample, hosted.segment
     adopted.flushes = hosted.flushes
-    adopted.answered = answers[0] - 1 if answers else hosted.answered
+    # An engine that rebuilds a stream says some things again; what the gateway before it had received counts.
+    adopted.answered = max(opening.answered, answers[0] - 1) if answers else hosted.answered
     adopted.token = hosted.tokens - tokens
-    adopted.delay_positions, adopted.options = opening.delay_positions, opening.options
+    adopted.delay_positions, adopted.options, adopted.turns = opening.delay_positions, opening.options, opening.turns
+    speech = [output.sample for output in ahead if isinstance(output, messages.Speech)]
+    adopted.heard_until = max(opening.heard_until, speech[0]) if speech else hosted.heard_until
+    if hosted.kept is not None:
+        adopted.state, adopted.kept = hosted.state, hosted.kept.give()

@@ -203,6 +203,7 @@ class CommandIntake:
                 self._hosted.streams[name].flushed(command.tag, command.pause)
                 self._coming.append(messages.Flush(name, command.tag, command.pause))
             case messages.ChangeTurns():
+                self._hosted.streams[name].turns_changed(command.turns)
                 self._coming.append(messages.ChangeTurns(name, command.turns))
             case messages.Finish():
                 self._hosted.streams[name].finished()
@@ -222,7 +223,7 @@ class CommandIntake:
             peer.outputs.append(messages.Failed(command.stream, type(refusal).__name__, str(refusal)))
             return
         spec = self._loop.scheduler.spec
-        name = self._hosted.open(peer, command, spec.prefix_positions, self._clock())
+        name = self._hosted.open(peer, command, spec, self._clock())
         try:
             self._fill_in(name, command.items, audio)
         except BadItem as error:

@@ -286,6 +286,8 @@ class SessionHandoff:
         self._due: EngineLink | None = None
         # Whether an engine that was lost may still have a copy.
         self._left_copy = False
+        # The stream in the last save of this process.
+        self.given_stream: EngineStream | None = None
         # Nothing is saved any more: the session has ended, or another process owns it.
         self._is_closed = False
 
@@ -377,6 +379,7 @@ class SessionHandoff:
     def give_up(self) -> None:
         """Send the last save of this process: from now on the session waits to be adopted."""
         self._stale = True
+        self.given_stream = self._stream()
         self._send(last=True)
 
     def end(self) -> None:

@@ -596,9 +596,10 @@ class LiveSession:
     async def let_go(self, is_fenced: bool) -> None:
         """End the session here without ending its engine stream: another process continues it.
 
-        `is_fenced`: another process took the session over. A stream that this one has opened since then is ended.
+        `is_fenced`: another process took the session over. A stream that this one has opened since then, or since its
+        last save, is ended.
         """
-        if is_fenced:
+        if is_fenced or self.handoff is None or self.runner.engine_stream is not self.handoff.given_stream:
             self.runner.abort_everywhere()
         else:
             self.runner.release()

@@ -34,12 +34,14 @@ TAKEN_OVER = Hangup(CloseCode.TAKEN_OVER, "resumed on another connection", "take
 RESTARTING = Hangup(CloseCode.RESTART, "the server is restarting", "drain")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Coming:
     """An adoption in progress; `waiting` has one `has_left` for each request that waits for the session."""
 
-    task: asyncio.Task[OpenSession | None]
     waiting: list[Callable[[], bool]]
+    task: asyncio.Task[OpenSession | None] | None = None
+    # The highest number with which another process was found to own the session meanwhile.
+    fenced: int = 0
 
 
 class Sessions:
@@ -266,19 +268,24 @@ class Sessions:
         """Adopt a session of another process. Concurrent requests for the same session share one adoption."""
         coming = self._coming.get(session_id)
         if coming is None:
-            waiting = [has_left]
-            task = asyncio.create_task(self._adopt(session_id, caller, waiting), name=f"adopt {session_id}")
-            self._coming[session_id] = coming = _Coming(task, waiting)
-            task.add_done_callback(lambda _: self._coming.pop(session_id, None))
+            self._coming[session_id] = coming = _Coming([has_left])
+            coming.task = asyncio.create_task(self._adopt(session_id, caller, coming), name=f"adopt {session_id}")
+            coming.task.add_done_callback(lambda _: self._coming.pop(session_id, None))
         else:
             coming.waiting.append(has_left)
+        assert coming.task is not None
         return await asyncio.shield(coming.task)
 
-    async def _adopt(self, session_id: str, caller: str, waiting: list[Callable[[], bool]]) -> OpenSession | None:
+    async def _adopt(self, session_id: str, caller: str, coming: _Coming) -> OpenSession | None:
         assert self._claimants is not None
-        adopted = await self._claimants.adopt(session_id, lambda: not all(has_left() for has_left in waiting))
+        adopted = await self._claimants.adopt(session_id, lambda: not all(has_left() for has_left in coming.waiting))
         if adopted is None:
             return None
+        if coming.fenced > adopted.owner_number:
+            # This process was stopped between the two messages of the engine.
+            if adopted.stream is not None:
+                adopted.stream.abort_everywhere()
+            raise EngineDead("another gateway has just adopted the session; try again in a few seconds")
         try:
             entry = self._maker.adopt(session_id, caller, adopted)
         except Exception as error:
@@ -326,7 +333,9 @@ class Sessions:
 
     def _fenced(self, session_id: str, number: int) -> None:
         """Another process owns a session with this number: if it is higher than ours, the session ends here."""
-        entry = self._entries.get(session_id)
+        entry, coming = self._entries.get(session_id), self._coming.get(session_id)
+        if coming is not None:
+            coming.fenced = max(coming.fenced, number)
         if entry is not None and entry.live.handoff is not None and entry.live.handoff.number < number:
             log.warning("session %s was taken over by another process; it ends here", session_id)
             entry.live.handoff.end()

@@ -142,10 +142,8 @@ async def test_the_former_owner_hears_that_it_is_wanted_and_then_that_it_is_fenc
         assert said.last == messages.Closed("moving", 1600), "what the former owner sent was not heard"
 
 
-@pytest.mark.parametrize("windowed", [False, True])
-async def test_an_adopted_stream_outlives_its_engine_once_enough_was_heard(windowed: bool) -> None:
-    """Before that it ends alone, with a word to its reader."""
-    engine = fakes.process(partial(fakes.build, windowed=windowed))
+async def test_an_adopted_stream_outlives_its_engine_once_enough_was_heard() -> None:
+    engine = fakes.process(fakes.build)
     async with fakes.running(engine) as first, fakes.running(RemoteEngine(engine.address)) as second:
         stream = await first.open("moving")
         reader = asyncio.create_task(fakes.Transcript().collect(stream))
@@ -157,17 +155,51 @@ async def test_an_adopted_stream_outlives_its_engine_once_enough_was_heard(windo
         reader.cancel()
         said = fakes.Transcript()
         reader = asyncio.create_task(said.collect(adopted_session.stream))
-        if windowed:
-            fakes.kill(engine.pid)
-            await reader
-            assert isinstance(said.last, messages.Failed) and "another gateway" in said.last.message
-            return
         await feed(adopted_session.stream, adopted_session.goes_on_at, 15_000)
         fakes.kill(engine.pid)
         await feed(adopted_session.stream, 15_000, len(AUDIO))
         await adopted_session.stream.finish()
         await reader
         assert said.last == messages.Closed("moving", len(AUDIO))
+
+
+@pytest.mark.parametrize("was_rebuilt", [False, True])
+@pytest.mark.parametrize("cut", [600, 3000, 9999, 20_000])
+@pytest.mark.parametrize("unread", [0, 4])
+async def test_words_do_not_change_when_the_engine_is_lost_right_after_a_stream_was_adopted(
+    was_rebuilt: bool, cut: int, unread: int
+) -> None:
+    """The adopter has fed nothing: the engine has given it the state and the audio from which another one goes on."""
+    build = partial(fakes.build, windowed=True, detects=True)
+    engine, flushes = fakes.process(build), (2000, 8000)
+    async with fakes.running(engine) as first, fakes.running(RemoteEngine(engine.address)) as second:
+        calm, stream = fakes.Transcript(), await first.open("calm")
+        reading = asyncio.create_task(calm.collect(stream))
+        await feed(stream, 0, len(AUDIO), flushes)
+        await stream.finish()
+        await reading
+        stream = await first.open("moving")
+        reader = Reader(stream)
+        await feed(stream, 0, cut, flushes)
+        await fakes.until(lambda: len(reader.said) > 0)
+        if was_rebuilt:
+            # The second engine says some things again, and has not received the flushes that the first one answered.
+            (pooled,), lost = second._running.pool.all, stream.place.link
+            connected = pooled.link
+            fakes.kill(engine.pid)
+            await fakes.until(lambda: stream.target is not None and stream.place.link is not lost)
+            await fakes.until(lambda: pooled.link not in (None, connected))
+        known = reader.said[: max(0, len(reader.said) - (0 if was_rebuilt else unread))]
+        entrust(first, stream, stream.read if was_rebuilt else known[-1][0] if known else 0, last=True)
+        adopted_session = await adopted(second)
+        reader.task.cancel()
+        stream.release()
+        fakes.kill(engine.pid)
+        later = tuple(flush for flush in flushes if flush >= cut)
+        whole = await finish(adopted_session, [output for _, output in known], later)
+        assert (whole.text, whole.words, whole.speech) == (calm.text, calm.words, calm.speech)
+        assert whole.tags == calm.tags == [1, 2]
+        assert isinstance(whole.last, messages.Closed)
 
 
 @pytest.mark.parametrize("numbers", [(1, 2), (2, 1)])

@@ -14,9 +14,10 @@ import zmq
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import decode_commands
+from engine.boundary.kept_audio import AskedFlush
 from engine.client import link as link_module
 from engine.client.link import BATCH_BYTES, REPLAY_WINDOW_BYTES, REPLAYED_TOGETHER, EngineLink, LinkEvents, SendQueue
-from engine.client.replay import AskedFlush, Replay
+from engine.client.replay import Replay
 from engine.client.stream import REPLAY_ITEMS, Delivery
 from engine.errors import EngineDead
 from engine.messages import Abort, Feed, Finish, Flush, Item, Open

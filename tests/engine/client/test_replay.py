@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from engine.client.replay import AskedFlush, KeptAudio, SavedWindow, TokenMemory, memory_for, positions_to_keep
+from engine.boundary.kept_audio import AskedFlush, KeptAudio
+from engine.client.replay import SavedWindow, TokenMemory, memory_for, positions_to_keep
 from engine.messages import Item, StreamState, Text, Word
 from engine.spec import KvGroup
 from tests.engine import fakes
@@ -47,11 +48,11 @@ def test_kept_audio_is_replayed_on_a_clock_that_starts_at_the_beginning() -> Non
     kept.mark_flush(1, {1})
     kept.add(items(10, 2))
     assert kept.drop_before(FIRST + 4) == items(4, 1)[0]
-    replay = kept.from_beginning()
-    assert (replay.positions, replay.samples) == (4, 4 * fakes.POSITION)
-    replayed = [entry for entry in replay.entries if isinstance(entry, Item)]
+    positions, samples, entries = kept.from_beginning()
+    assert (positions, samples) == (4, 4 * fakes.POSITION)
+    replayed = [entry for entry in entries if isinstance(entry, Item)]
     assert [(entry.offset, entry.sample) for entry in replayed] == [(e.offset, e.sample) for e in items(0, 8)]
-    assert replay.entries[6] == AskedFlush(1)
+    assert entries[6] == AskedFlush(1)
     # What is kept itself stays on the stream's own clock.
     assert kept.first() == items(4, 1)[0]
 
@@ -60,8 +61,7 @@ def test_a_replay_of_nothing_starts_where_the_stream_is() -> None:
     kept = KeptAudio(SPEC)
     kept.add(items(0, 3))
     assert kept.drop_before(kept.end) is None
-    replay = kept.from_beginning()
-    assert (replay.positions, replay.samples, replay.entries) == (3, 3 * fakes.POSITION, [])
+    assert kept.from_beginning() == (3, 3 * fakes.POSITION, [])
 
 
 def test_flushes_without_audio_do_not_pile_up() -> None:

@@ -11,7 +11,15 @@ from engine.boundary import codec
 from engine.boundary.sockets import SILENCE_SECONDS
 from engine.messages import NEXT_OWNER
 from engine.server import handoff
-from engine.server.handoff import CLAIM_SECONDS, MOST_ENTRIES, OVER_SECONDS, RELEASE_SECONDS, STOOD_STILL_SECONDS
+from engine.server.handoff import (
+    CLAIM_SECONDS,
+    MOST_ENTRIES,
+    OVER_SECONDS,
+    RELEASE_SECONDS,
+    REVIEW_SECONDS,
+    STOOD_STILL_SECONDS,
+)
+from engine.server.host import LEAST_COMMANDS
 from tests.engine.server.test_host import Host, calm, command, say_all
 
 __all__ = ["calm"]
@@ -341,6 +349,21 @@ def test_an_engine_that_stood_still_hears_the_owner_out_before_it_takes_a_sessio
     assert not adopted(host, b"c")
     listen(host, RELEASE_SECONDS + 1)
     assert adopted(host, b"c")
+
+
+def test_a_late_owner_is_heard_out_however_much_it_has_sent(host: Host) -> None:
+    """Its answer is behind more commands than the engine takes in before a step."""
+    entrust(host, b"a", 0)
+    adopt(host, b"b")
+    listen(host, RELEASE_SECONDS - 0.1)
+    assert not adopted(host, b"b")
+    for _ in range(3):
+        host.post(b"a", *(command(messages.Ask("", "other", 1)) for _ in range(LEAST_COMMANDS)))
+    host.post(b"a", command(messages.SaveHandoff("good", "s", 1, 0, [], base=b"last", keep_s=KEEP_S, last=True)))
+    host.now += REVIEW_SECONDS
+    host.tick()
+    (given,) = adopted(host, b"b")
+    assert given.base == b"last"
 
 
 def test_of_two_who_ask_the_last_has_the_session(host: Host) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from engine.boundary.codec import encode_command
 from engine.boundary.items import make_cutter, prepare
-from engine.client.replay import KeptAudio, memory_for
+from engine.boundary.kept_audio import KeptAudio
+from engine.client.replay import memory_for
 from engine.messages import Closed, Feed, Finish, Flush, Item, Open, Output, Text
 from engine.server.loop import EngineLoop
 from engine.server.speech import PendingAudio
