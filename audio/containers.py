@@ -343,6 +343,11 @@ def _open(source: Source, head: bytes, container_format: str | None, options: di
         with container:
             named = "an unknown codec" if decoder is None else f"the codec {decoder.name!r}"
             raise NotServed(f"{named} is not served; {SEND_CODECS}")
+    # libav has 0 for a number of channels that it does not support.
+    if known == "wav" and decoder.channels == 0:
+        with container:
+            text = "the WAV header declares no channels, or more than can be read"
+            raise NotAudio(f"{text}; send 1 to {MAX_CHANNELS} channels, or mix them to one")
     decoder.options = {"max_samples": str(MAX_PACKET_SAMPLES)}
     return container
 

@@ -32,6 +32,8 @@ ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:
 HOST = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
 # Addresses of engines: ipc on the same machine, tcp on another one, inproc in the same process.
 ENGINE = re.compile(r"ipc://.+|inproc://.+|tcp://[^\s:/]+:([0-9]{1,5})|tcp://\[[0-9A-Fa-f:.]+\]:([0-9]{1,5})")
+# Devices that models run on.
+DEVICE = re.compile(r"auto|cpu|cuda(?::(?:0|[1-9][0-9]{0,2}))?")
 # More processes would only wait for one another.
 MOST_WORKERS = 64
 # Longer than the delay of any model between speech and its text.
@@ -413,6 +415,8 @@ def _check_model(config: Config) -> None:
         raise ConfigError(
             "model.spare needs an engine that this server starts: remove it, or model.engines and fleet.table"
         )
+    if not DEVICE.fullmatch(model.device):
+        raise ConfigError(f"model.device must be auto, cpu, cuda, or cuda:1 for the second GPU, not {model.device!r}")
     for address in model.engines:
         match = ENGINE.fullmatch(address)
         port = match and (match[1] or match[2])

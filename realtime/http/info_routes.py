@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.client.pool import EngineShare
-from realtime.dialects.base import decode_json
+from realtime.dialects.base import decode_body
 from realtime.dialects.openai import beta_session, ga_session, merge_beta, merge_ga
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
@@ -221,7 +221,7 @@ class Answers:
 
 async def _json_body(request: Request) -> dict[str, Any]:
     body = await read_body(request, MAX_JSON_BODY)
-    return decode_json(body) if body.strip() else {}
+    return decode_body(body) if body.strip() else {}
 
 
 def _secret_seconds(expires_after: Any) -> int:

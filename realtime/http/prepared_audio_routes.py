@@ -15,7 +15,7 @@ from starlette.responses import Response
 from engine.client.link import ItemRefused
 from engine.client.prepared_audio import Rendered, parse_items
 from engine.messages import Item
-from realtime.dialects.base import decode_json, encode_json
+from realtime.dialects.base import decode_body, encode_json
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
 from realtime.http.file_transcription import decoded
@@ -122,7 +122,7 @@ class PrepareRoutes:
 
 def _items_of(body: bytes) -> list[Item | None]:
     """Parse the items of a body; slow, because there may be millions. Raises Refusal and ItemRefused."""
-    items = decode_json(body).get("items")
+    items = decode_body(body).get("items")
     if not isinstance(items, list) or not all(item is None or isinstance(item, dict) for item in items):
         raise Refusal(400, "invalid_value", "'items' must be a list of items as render returns them.", param="items")
     return parse_items(items)

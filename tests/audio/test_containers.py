@@ -218,6 +218,17 @@ def test_an_unknown_codec_is_refused(files: dict[str, bytes]) -> None:
     assert "codec" in str(error)
 
 
+@pytest.mark.parametrize("channels", [0, 65_535])
+def test_a_wav_header_with_no_possible_number_of_channels_says_so(channels: int, tmp_path: Path) -> None:
+    fields = struct.pack("<HHIIHH", 1, channels, 16_000, 32_000, min(2 * channels, 65_535), 16)
+    sound = bytes(64_000)
+    data = b"RIFF" + struct.pack("<I", 36 + len(sound)) + b"WAVEfmt " + struct.pack("<I", 16) + fields
+    data += b"data" + struct.pack("<I", len(sound)) + sound
+    (tmp_path / "x.wav").write_bytes(data)
+    for _, error in (decode_until_error(data), read_until_error(tmp_path / "x.wav")):
+        assert isinstance(error, NotAudio) and "channels" in str(error) and "send 1 to 64 channels" in str(error)
+
+
 def test_an_audio_track_without_samples_is_empty(files: dict[str, bytes], tmp_path: Path) -> None:
     path = tmp_path / "nothing.wav"
     path.write_bytes(files["wav"][: files["wav"].index(b"data")] + b"data" + bytes(4))

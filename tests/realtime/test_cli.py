@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from realtime import cli
+from realtime.bench import campaign, clients
 from realtime.commands import completion, pull
 from realtime.commands.terminal import CommandFailed, UsageError, read_config
 from realtime.config import Config, load_config
+from tests.realtime.commands.conftest import sound, write_wav
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [command.name for command in completion.commands_of(cli.build_parser())]
@@ -40,6 +42,10 @@ def test_no_command_shows_the_help_and_is_a_usage_error(capsys: pytest.CaptureFi
         ["engine"],
         ["bench", "--streams", "0"],
         ["bench", "--hold", "1"],
+        ["bench", "--rate", "1"],
+        ["bench", "--rate", "192001"],
+        ["bench", "--warm-up", "nan"],
+        ["bench", "--slo-final", "-1"],
         ["completion", "powershell"],
     ],
 )
@@ -57,10 +63,21 @@ def test_wrong_arguments_exit_with_2(arguments: list[str]) -> None:
         (["serve", "--config", "/no/such.toml"], 2, "cannot read the configuration file"),
         (["check-config", "/no/such.toml"], 2, "cannot read the configuration file"),
         (["engine", "--listen", "somewhere"], 2, "use ipc:///path/to/socket or tcp://host:port"),
-        (["bench", "ftp://host"], 1, "is not the address of a server"),
+        (["bench", "ftp://host"], 2, "is not the address of a server"),
+        (["bench", ""], 2, "'' is not the address of a server; write http://HOST:PORT"),
+        (["bench", "http://host:99999"], 2, "has an invalid port"),
+        (["bench", "--output", "/proc/bench"], 2, "cannot write to /proc/bench: "),
+        (["status", ""], 2, "'' is not the address of a server"),
+        (["status", "http://"], 2, "is not the address of a server"),
+        (["mic", "--server", ""], 2, "'' is not the address of a server"),
+        (["transcribe", "--server", "", "x.wav"], 2, "'' is not the address of a server"),
+        (["transcribe", "--server", "", "--live", "x.wav"], 2, "'' is not the address of a server"),
+        (["transcribe", "--server", "gopher://host", "x.wav"], 2, "is not the address of a server"),
+        (["serve", "--device", "tpu"], 2, "model.device must be auto, cpu, cuda, or cuda:1 for the second GPU"),
+        (["serve", "--model", "no-such-model"], 2, "Known names: moonshine-tiny"),
         (["bench", "--manifest", "/no/such.jsonl"], 1, "cannot read the manifest"),
         (["bench", "--warm-up", "60"], 2, "--warm-up must be shorter"),
-        (["pull", "no-such-model"], 1, "Known names: moonshine-tiny"),
+        (["pull", "no-such-model"], 2, "Known names: moonshine-tiny"),
         (["transcribe", "/no/such.wav"], 1, "there is no such file"),
         (["doctor", "--model", "no-such-model"], 1, ""),
     ],
@@ -96,6 +113,35 @@ def test_what_a_command_raises_becomes_an_exit_code(
     monkeypatch.setattr(pull, "run_models", fail)
     assert cli.main(["models"]) == code
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["pull", "sample-two-cities"], ["serve", "--model", "moonshine-tiny"], ["bench", "127.0.0.1:9"]]
+)
+def test_a_cache_folder_that_cannot_be_written_is_said_before_anything_is_fetched(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TICKERTAPE_CACHE", str(tmp_path / "file" / "cache"))
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: cannot write to {tmp_path}/file/cache: ") and error.count("\n") == 1
+    assert error.endswith("; name another TICKERTAPE_CACHE\n")
+
+
+def test_bench_without_a_server_says_so_before_it_plays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip = write_wav(tmp_path / "clip.wav", sound(1.0))
+    manifest = tmp_path / "speech.jsonl"
+    manifest.write_text(f'{{"path": "{clip.name}", "text": "one two", "seconds": 1.0}}')
+    monkeypatch.setattr(clients, "play_all", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(campaign, "play_all", lambda *_: pytest.fail("a run was started"))
+    output = ["--output", str(tmp_path / "out")]
+    assert cli.main(["bench", "http://127.0.0.1:9", "--manifest", str(manifest), *output]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "127.0.0.1:9" in error and error.count("\n") == 1
 
 
 def test_debugging_shows_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
