@@ -81,7 +81,7 @@ class ItemCutter:
         """The samples that are in no item yet, with the context before them."""
         return self._window[self._look_back - self.context : self._filled].copy()
 
-    def go_on(self, offset: int, sample: int, segment: int) -> int:
+    def continue_from(self, offset: int, sample: int, segment: int) -> int:
         """Continue for another cutter, at this position and sample, in a segment that began at sample `segment`.
 
         Returns the sample from which audio has to be given again, which includes the context.

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 
 from fleet.state import (
     Action,
-    Actual,
+    ActualState,
     DesiredState,
     DrainEngine,
     Forget,
@@ -103,7 +103,7 @@ def _fits(needs: Needs, cpus: float, gpus: float) -> bool:
 PREFIX = {Kind.ENGINE: "e", Kind.GATEWAY: "g"}
 
 
-def reconcile(wanted: DesiredState, actual: Actual) -> list[Action]:
+def reconcile(wanted: DesiredState, actual: ActualState) -> list[Action]:
     """The actions to perform now."""
     actions: list[Action] = []
     alive = {node.name for node in actual.nodes}
@@ -125,7 +125,7 @@ def reconcile(wanted: DesiredState, actual: Actual) -> list[Action]:
 
 
 def _reconcile_kind(
-    kind: Kind, wanted: DesiredState, actual: Actual, kept: list[Unit], number: int
+    kind: Kind, wanted: DesiredState, actual: ActualState, kept: list[Unit], number: int
 ) -> tuple[list[Action], int]:
     mine = [unit for unit in kept if unit.kind is kind]
     leaving = [unit for unit in mine if _is_asked_to_leave(unit, wanted) and unit.state is not UnitState.DRAINING]

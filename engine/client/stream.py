@@ -600,7 +600,7 @@ class EngineStream:
         self._outputs.adopt(adopted.consumed, adopted.heard_until + samples)
         self.was_opened = True
         self._delivery = Delivery.of_open_stream(link, self.id)
-        return self._cutter.go_on(end, sample, adopted.segment + samples)
+        return self._cutter.continue_from(end, sample, adopted.segment + samples)
 
     @property
     def may_move(self) -> bool:

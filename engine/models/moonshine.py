@@ -311,7 +311,7 @@ class Moonshine(nn.Module):
         config = self.config
         return DecoderShape(config.decoder_layers, config.heads, config.width // config.heads)
 
-    def opening(self, language: str, task: str, before: Sequence[int]) -> list[int]:
+    def prompt_tokens(self, language: str, task: str, before: Sequence[int]) -> list[int]:
         return self.start_tokens
 
     def new_state(self, batch: int, capacity: int) -> DecoderState:

@@ -232,7 +232,7 @@ class SpeechModel(Protocol):
     def encode_slowly(self, audio: Tensor, lengths: list[int]) -> Generator[None, None, Encoded]:
         """As `encode`, yielding between layers, so that the caller may interleave other work."""
 
-    def opening(self, language: str, task: str, before: Sequence[int]) -> list[int]:
+    def prompt_tokens(self, language: str, task: str, before: Sequence[int]) -> list[int]:
         """The tokens that start a text. `language`: a code (empty: the model's first); `task`: empty to transcribe;
         `before`: tokens of the text before it. Without any of these: `start_tokens`."""
 

@@ -389,7 +389,7 @@ class Whisper(nn.Module):
         config = self.config
         return DecoderShape(config.text_layers, config.text_heads, config.width // config.text_heads)
 
-    def opening(self, language: str, task: str, before: Sequence[int]) -> list[int]:
+    def prompt_tokens(self, language: str, task: str, before: Sequence[int]) -> list[int]:
         if not (language or task or before):
             return self.start_tokens
         config = self.config

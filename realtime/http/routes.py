@@ -26,7 +26,7 @@ from realtime.http.origins import BrowserGuard, BrowserRules, Cors
 from realtime.http.prepared_audio_routes import PrepareRoutes
 from realtime.http.transcription_routes import UploadRoutes
 from realtime.http.upload_forms import FormReader
-from realtime.http.websocket_routes import LISTEN, Gateway, refusal_response
+from realtime.http.websocket_routes import LISTEN, WebSocketRoutes, refusal_response
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import GatewayServices
@@ -62,13 +62,13 @@ def _serve(file: Path) -> Callable[[Request], Awaitable[Response]]:
     return endpoint
 
 
-def build_app(engine: EngineApi, config: Config, around: GatewayServices | None = None) -> Starlette:
+def build_app(engine: EngineApi, config: Config, services: GatewayServices | None = None) -> Starlette:
     """The whole gateway as an ASGI application over a running engine."""
-    around = around or GatewayServices()
-    authenticator = Authenticator([key.reveal() for key in config.auth.keys], around.signer)
-    sessions = Sessions(engine, config, time.monotonic, time.time, around)
-    context = Context(engine, config, around.metrics, authenticator, sessions)
-    gateway = Gateway(context)
+    services = services or GatewayServices()
+    authenticator = Authenticator([key.reveal() for key in config.auth.keys], services.signer)
+    sessions = Sessions(engine, config, time.monotonic, time.time, services)
+    context = Context(engine, config, services.metrics, authenticator, sessions)
+    gateway = WebSocketRoutes(context)
     handlers: dict[Any, Any] = {
         Refusal: _on_refusal,
         ClientFault: _on_fault,
@@ -78,7 +78,7 @@ def build_app(engine: EngineApi, config: Config, around: GatewayServices | None 
         405: _on_wrong_method,
     }
     rules = BrowserRules(config.server, lambda: authenticator.asks_for_keys)
-    guard = Middleware(BrowserGuard, rules, around.metrics)
+    guard = Middleware(BrowserGuard, rules, services.metrics)
     app = Starlette(
         routes=[*_sockets(gateway), *_answers(context), *page_routes()],
         middleware=[Middleware(_CleanHeaders), Middleware(RefusedBodies), guard, Middleware(Cors, rules)],
@@ -89,7 +89,7 @@ def build_app(engine: EngineApi, config: Config, around: GatewayServices | None 
     return app
 
 
-def _sockets(gateway: Gateway) -> list[BaseRoute]:
+def _sockets(gateway: WebSocketRoutes) -> list[BaseRoute]:
     paths = {"/v1/realtime": gateway.realtime, "/realtime": gateway.realtime, LISTEN: gateway.deepgram}
     sockets = [WebSocketRoute(path, _AsgiEndpoint(serve)) for path, serve in paths.items()]
     return [*sockets, *(Route(path, _upgrade_required, methods=["GET"]) for path in paths)]

@@ -51,7 +51,7 @@ SAMPLE_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class _Entrance:
+class _AdmittedSocket:
     """An admitted socket: its session (one for each channel), and the first frames and headers to send."""
 
     entries: tuple[OpenSession, ...]
@@ -60,10 +60,10 @@ class _Entrance:
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
 
-_Enter = Callable[[WebSocket], AbstractAsyncContextManager[_Entrance]]
+_Enter = Callable[[WebSocket], AbstractAsyncContextManager[_AdmittedSocket]]
 
 
-class Gateway:
+class WebSocketRoutes:
     """Serves sockets, and runs the ticker of the sessions while the server runs."""
 
     def __init__(self, context: Context) -> None:
@@ -95,7 +95,7 @@ class Gateway:
                 raise
             await websocket.send_denial_response(refusal_response(scope["path"], error))
 
-    async def _run_socket(self, entrance: _Entrance, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run_socket(self, entrance: _AdmittedSocket, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve an admitted socket from the handshake to its end, then detach its sessions."""
         live, inbox = _joined(entrance.entries)
         line = (receive, send, _extras(scope))
@@ -126,7 +126,7 @@ class Gateway:
         return Pace(per_second, time.monotonic) if per_second else None
 
     @asynccontextmanager
-    async def _enter(self, websocket: WebSocket) -> AsyncIterator[_Entrance]:
+    async def _enter(self, websocket: WebSocket) -> AsyncIterator[_AdmittedSocket]:
         """Open or resume the session of a socket. Raises Refusal. A new session ends with the block unless it has got
         a socket."""
         query = websocket.query_params
@@ -140,7 +140,7 @@ class Gateway:
         if "resume" in query:
             extras = _extras(websocket.scope)
             entry, missed = await self._resume(query["resume"], query.get("after", "0"), caller, extras)
-            yield _Entrance((entry,), missed, selected)
+            yield _AdmittedSocket((entry,), missed, selected)
             return
         beta = asks_for_beta(websocket.headers, offered)
         settings = caller.settings or Settings()
@@ -150,10 +150,10 @@ class Gateway:
         async with self.sessions.open(caller, settings, [BetaDialect if beta else OpenAIDialect]) as entries:
             live = entries[0].live
             greeting = live.dialect.created(live.session.settings)
-            yield _Entrance(entries, [encode_json(greeting)] if greeting else [], selected)
+            yield _AdmittedSocket(entries, [encode_json(greeting)] if greeting else [], selected)
 
     @asynccontextmanager
-    async def _enter_listen(self, websocket: WebSocket) -> AsyncIterator[_Entrance]:
+    async def _enter_listen(self, websocket: WebSocket) -> AsyncIterator[_AdmittedSocket]:
         """Open the sessions of a Deepgram client, whose options are all in the query. Raises Refusal."""
         offered: list[str] = websocket.scope.get("subprotocols", [])
         query = websocket.query_params
@@ -164,7 +164,7 @@ class Gateway:
         dialects = [partial(_deepgram, listening, channel) for channel in range(listening.query.channels)]
         header = (b"dg-request-id", listening.request_id.encode())
         async with self.sessions.open(caller, settings, dialects) as entries:
-            yield _Entrance(entries, [], select_subprotocol(offered), [header])
+            yield _AdmittedSocket(entries, [], select_subprotocol(offered), [header])
 
     def _in_force(self, asked: Settings) -> Settings:
         """The settings as the model supports them. Raises ClientFault. Without a ready engine they are returned as they

@@ -96,7 +96,7 @@ class AudioIntake:
         rate = self.format.rate
         return Gap((source_samples * MODEL_RATE + rate // 2) // rate, source_samples, source_samples * 1000 / rate)
 
-    def on_new_socket(self) -> AudioIntake:
+    def for_new_socket(self) -> AudioIntake:
         """The intake for a client that resumes on another socket.
 
         Raw audio continues; only the bytes of an incomplete sample are dropped. A container starts again.

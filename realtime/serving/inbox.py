@@ -72,7 +72,7 @@ class Inbox:
         self.settle()
         self._long = self._mistake = None
         self._let_go = False
-        self._intake = self._intake.on_new_socket()
+        self._intake = self._intake.for_new_socket()
 
     def settle_all(self) -> None:
         """Submit all audio, including the samples in the resampler: the session will be adopted by another process."""

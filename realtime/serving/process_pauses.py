@@ -47,7 +47,7 @@ class PauseDetector:
         """Whether another process may own some of our sessions by now."""
         return self._asking is not None or self._is_late(self._clock())
 
-    async def over(self) -> None:
+    async def wait_until_sure(self) -> None:
         """Wait until it is known which sessions are still ours."""
         while self.is_unsure:
             self._over.clear()
@@ -78,13 +78,13 @@ class PauseDetector:
         async def receive_surely() -> Message:
             message = await receive()
             if self.is_unsure:
-                await self.over()
+                await self.wait_until_sure()
             return message
 
         async def send_surely(message: Message) -> None:
             if message["type"] == "websocket.send":
                 if self.is_unsure:
-                    await self.over()
+                    await self.wait_until_sure()
                 if not is_ours():
                     return
             await send(message)

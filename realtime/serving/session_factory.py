@@ -122,15 +122,15 @@ class SessionFactory:
         config: Config,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        around: GatewayServices,
+        services: GatewayServices,
     ) -> None:
         self._engine = engine
         self._config = config
-        self._metrics = around.metrics
+        self._metrics = services.metrics
         self._clock = clock
         self._wall_clock = wall_clock
-        self._signer = around.signer
-        self._claimants = around.claimants
+        self._signer = services.signer
+        self._claimants = services.claimants
 
     def models(self) -> list[str]:
         """All model names that a client may ask for."""

@@ -38,8 +38,8 @@ from audio.errors import (
     EmptyAudio,
     NoAudioTrack,
     NotAudio,
-    NotServed,
     TooCompressed,
+    UnsupportedFormat,
     UnsupportedRate,
 )
 from tests.waiting import stays
@@ -586,12 +586,12 @@ def test_a_codec_that_is_not_served_is_refused_by_its_name(kind: str, tmp_path: 
     data = write(*UNSERVED[kind], {})
     for error in (decode_until_error(data)[1], upload_until_error(data)):
         if "mp4" not in kind or "index" not in str(error):
-            assert isinstance(error, NotServed), error
+            assert isinstance(error, UnsupportedFormat), error
             assert f"the codec '{kind.split()[0]}' is not served; send Opus" in str(error)
     path = tmp_path / "file"
     path.write_bytes(data)
     if kind in ("wavpack", "tta"):
-        assert isinstance(read_until_error(path)[1], NotServed)
+        assert isinstance(read_until_error(path)[1], UnsupportedFormat)
     else:
         assert_is_the_tone(joined(list(read_file(path))), SECONDS, tolerance=0.15)
 
@@ -614,7 +614,7 @@ def test_a_codec_that_is_not_served_is_refused_by_its_name(kind: str, tmp_path: 
 def test_a_format_that_is_not_served_is_refused_by_its_name(container: str, codec: str, rate: int, name: str) -> None:
     data = write(container, codec, rate, {})
     for error in (decode_until_error(data)[1], upload_until_error(data)):
-        assert isinstance(error, NotServed)
+        assert isinstance(error, UnsupportedFormat)
         assert str(error) == f"the format {name} is not served; send WebM, Ogg, MP3, FLAC, WAV or MP4"
     assert error.sentence.startswith("The format") and error.sentence.endswith("MP4.")
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.reconcile import drain_order, reconcile
-from fleet.state import Actual, DesiredState, DrainEngine, Forget, Kind, Needs, Node, Start, Unit, UnitState, Wait
+from fleet.state import ActualState, DesiredState, DrainEngine, Forget, Kind, Needs, Node, Start, Unit, UnitState, Wait
 
 NEEDS = {Kind.ENGINE: Needs(1.0, 1.0, 5600), Kind.GATEWAY: Needs(1.0, 0.0, 8000)}
 SERVING = UnitState.SERVING
@@ -19,7 +19,7 @@ class World:
     """Does what reconciliation says, a step at a time: what starts serves at the next look, what drains ends then."""
 
     def __init__(self, nodes: tuple[Node, ...], units: tuple[Unit, ...] = ()) -> None:
-        self.actual = Actual(nodes, units, 1 + max((unit.number for unit in units), default=0))
+        self.actual = ActualState(nodes, units, 1 + max((unit.number for unit in units), default=0))
 
     def step(self, wanted: DesiredState) -> list[object]:
         actions = reconcile(wanted, self.actual)
@@ -156,7 +156,7 @@ def test_a_drained_node_is_left_only_when_others_serve() -> None:
 
 
 def test_without_a_place_it_says_why_and_waits() -> None:
-    actual = Actual(nodes(1, gpus=0.0), (), 1)
+    actual = ActualState(nodes(1, gpus=0.0), (), 1)
     actions = reconcile(DesiredState(1, 0, 1, NEEDS), actual)
     assert [type(action) for action in actions] == [Wait]
     assert "no node has one" in actions[0].why  # type: ignore[union-attr]

@@ -54,7 +54,7 @@ LAST_CHARACTERS = 2_000
 _WORDS = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
 
 
-class Prompts:
+class PromptTokenizer:
     """Tokenises prompts. The number of a token is its merge rank."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
@@ -166,7 +166,7 @@ class WindowedRunner(SynchronousRunner):
         self._windows = windows
         self._seams = UtteranceJoiner(vocabulary.pieces)
         self._keywords = KeywordTrees(vocabulary)
-        self._prompts = Prompts(vocabulary.pieces)
+        self._prompts = PromptTokenizer(vocabulary.pieces)
         self._slots: dict[int, _Slot] = {}
         self._uploads: _Reading | None = None
         # Slots of streams that could not be opened, and why; and readings of single streams that failed in a row.
@@ -361,7 +361,9 @@ class WindowedRunner(SynchronousRunner):
         seconds = sound.frames * model.samples_per_frame / SAMPLE_RATE
         said_marks = [] if task.pending else slot.marks
         committed = self._seams.prefix(sound.said, said_marks, [heard.token for heard in slot.committed])
-        opening = model.opening(slot.language_state.language, slot.language_state.task, slot.language_state.prompt)
+        opening = model.prompt_tokens(
+            slot.language_state.language, slot.language_state.task, slot.language_state.prompt
+        )
         room = model.max_tokens - len(opening) - len(committed) - 1
         most = max(1, min(room, round(seconds * policy.tokens_per_second) + 4 - len(committed)))
         frames_per_position = SAMPLES_PER_POSITION / model.samples_per_frame
@@ -448,8 +450,8 @@ class WindowedRunner(SynchronousRunner):
     def _joined(
         self, task: DecodeTask, new: list[HypothesisToken], before: float, after: float
     ) -> tuple[list[TimedToken], list[HypothesisToken]]:
-        """Tokens to commit with their times, and the same as the slot remembers them. With the first words of an
-        utterance, the marks between it and the last one are decided."""
+        """Tokens to commit with their times, and the same as the slot remembers them. The punctuation
+        between two utterances is decided when the second one has words."""
         slot = self._slots[task.slot]
         if new and slot.committed:
             new = self._seams.begun(slot.committed[-1].token, new)

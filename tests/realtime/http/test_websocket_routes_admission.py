@@ -21,7 +21,7 @@ import realtime
 from engine.client.handoff import AdoptedSession
 from realtime.config import Config, LimitsConfig
 from realtime.http.authentication import Authenticator, Context
-from realtime.http.websocket_routes import Gateway
+from realtime.http.websocket_routes import WebSocketRoutes
 from realtime.metrics.gateway import Metrics
 from realtime.serving.quota import Counts
 from realtime.serving.registry import Sessions
@@ -145,7 +145,7 @@ async def failing_at_calls(at: int) -> AsyncIterator[Fault]:
 class Place:
     """A gateway, and who counts for it."""
 
-    gateway: Gateway
+    gateway: WebSocketRoutes
     counts: Counts
     now: list[float]
     engine: FakeEngine
@@ -164,7 +164,7 @@ async def place(shared: bool = False, claimants: Any = None) -> AsyncIterator[Pl
         around = GatewayServices(metrics, signer, claimants, quota)
         sessions = Sessions(engine, CONFIG, lambda: now[0], lambda: 0.0, around)
         counts = sessions._quota.counts if keeper is None else keeper.counts  # type: ignore[attr-defined]
-        gateway = Gateway(Context(engine, CONFIG, metrics, Authenticator((), signer), sessions))
+        gateway = WebSocketRoutes(Context(engine, CONFIG, metrics, Authenticator((), signer), sessions))
         yield Place(gateway, counts, now, engine)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from audio.containers import MAX_PACKET_SAMPLES, STEP_SAMPLES
-from audio.errors import AudioError, CorruptAudio, DecodingTooSlow, NotServed, TooManyDecoders
+from audio.errors import AudioError, CorruptAudio, DecodingTooSlow, TooManyDecoders, UnsupportedFormat
 from realtime.serving import isolated_decoder
 from realtime.serving.audio_intake import ContainerStream
 from realtime.serving.decoder_process import MAX_DECODER_BYTES
@@ -140,7 +140,7 @@ async def test_an_end_without_a_byte_is_no_error_and_a_fault_is() -> None:
         await everything(ContainerStream(), FLAC[:50])
     stream = ContainerStream()
     for _ in range(2):
-        with pytest.raises(NotServed, match="the codec 'mp2' is not served"):
+        with pytest.raises(UnsupportedFormat, match="the codec 'mp2' is not served"):
             await everything(stream, write("matroska", "mp2", 48_000, {}))
     with pytest.raises(AudioError, match="no bytes"):
         await file_steps(b"")

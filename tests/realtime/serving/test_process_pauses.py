@@ -109,5 +109,5 @@ async def test_one_that_stands_still_again_asks_again() -> None:
         asked += 1
 
     line.standstill._confirm = confirm
-    await line.standstill.over()
+    await line.standstill.wait_until_sure()
     assert asked == 1

@@ -18,7 +18,7 @@ from engine.client.client import EngineClient
 from engine.client.engine_handles import EngineThread, RemoteEngine
 from realtime.app import listening
 from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
-from realtime.http.websocket_routes import Gateway
+from realtime.http.websocket_routes import WebSocketRoutes
 from realtime.serving.session_factory import GatewayServices
 from realtime.serving.signed_tokens import Signer
 from realtime.session.events import Configure, EngineSwitched
@@ -39,7 +39,7 @@ class Place:
 
     url: str
     client: EngineClient
-    gateway: Gateway
+    gateway: WebSocketRoutes
 
     @property
     def entries(self) -> list[Any]:
