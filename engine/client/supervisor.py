@@ -251,7 +251,7 @@ class Supervisor:
         try:
             await asyncio.wait({connecting, exited}, return_when=asyncio.FIRST_COMPLETED)
             if not connecting.done():
-                raise EngineDead(f"{exited.result()} before it was ready; its log says why")
+                raise EngineDead(f"{exited.result()}. That was before it was ready; its log says why")
             spec = connecting.result()
         finally:
             for task in (connecting, exited):

@@ -352,10 +352,15 @@ class Sessions:
     async def _finish_release(self, entry: OpenSession, hangup: Hangup, is_fenced: bool) -> None:
         # The last save leaves before the client is disconnected and resumes elsewhere.
         assert entry.live.handoff is not None
-        await entry.live.handoff.left()
-        if entry.connection is not None:
-            entry.connection.hang_up(hangup)
-        await entry.live.let_go(is_fenced)
+        try:
+            await entry.live.handoff.left()
+        except Exception:
+            log.exception("the last save of session %s failed; the session is released nevertheless", entry.live.id)
+        finally:
+            # Whatever happens to the save: the client must not stay on a socket that nothing serves.
+            if entry.connection is not None:
+                entry.connection.hang_up(hangup)
+            await entry.live.let_go(is_fenced)
 
     # The ticker
 

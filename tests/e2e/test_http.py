@@ -167,9 +167,9 @@ async def test_client_secrets_check_their_body(serve: Serve) -> None:
         ):
             assert (await http.post(url, json=body)).status_code == 400, body
         assert (await http.post(url, content=b"{nonsense")).status_code == 400
-        for path in ("client_secrets", "sessions"):
-            for body in ([], "text", 1, None):
-                answer = await http.post(f"{running.base_url}/realtime/{path}", json=body)
+        for path in ("client_secrets", "transcription_sessions"):
+            for wrong in (b"[]", b'"text"', b"1", b"null"):
+                answer = await http.post(f"{running.base_url}/realtime/{path}", content=wrong)
                 assert answer.status_code == 400
                 assert answer.json()["error"]["message"] == "The body must be a JSON object."
         assert (await http.post(url, content=b"x" * 2_000_000)).status_code == 413

@@ -8,7 +8,7 @@ import re
 import subprocess
 import traceback
 import typing
-from dataclasses import FrozenInstanceError, asdict, fields
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +221,9 @@ def test_what_can_be_reloaded_changes_in_place_and_the_rest_is_named() -> None:
     assert changes.need_restart == ("server.port", "model.name")
     assert str(changes) == (
         "changed: auth.keys, limits.max_sessions; changed and needs a restart: server.port, model.name"
+    )
+    assert str(take_over(config, replace(config, limits=replace(limits, uploads=9)))) == (
+        "changed and needs a restart: limits.uploads"
     )
     assert limits.max_sessions == 7, "holders of the section see the change"
     assert config.auth.keys == (MARK,) and config.server.port == 8000 and config.model.name == "default"
