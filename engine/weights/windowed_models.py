@@ -8,7 +8,6 @@ encoder was trained for, so that it cannot be run with other blocks, another loo
 from __future__ import annotations
 
 import json
-import pickle
 from dataclasses import asdict
 from pathlib import Path
 
@@ -109,14 +108,21 @@ def load_speech_model(path: Path) -> tuple[Moonshine | Whisper, list[bytes]]:
         if isinstance(model, Whisper):
             model.bar_symbols(pieces)
         return model, pieces
-    except BadCheckpoint:
+    except (BadCheckpoint, MemoryError):
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, pickle.UnpicklingError, EOFError) as error:
+    except Exception as error:
+        # A file that is no checkpoint can make its parsers raise anything, the unpickler IndexError and struct.error.
         raise BadCheckpoint(f"{path} is not a checkpoint that can be read: {error}") from error
 
 
 def _load_openai(file: Path) -> Whisper:
-    content = torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        # torch's own text advises to load the file unsafely.
+        raise BadCheckpoint(f"{file} is not a checkpoint that can be read: it is no file of PyTorch") from error
     if not isinstance(content, dict) or not {"dims", "model_state_dict"} <= content.keys():
         raise BadCheckpoint(f"{file} is not an OpenAI Whisper checkpoint (no dims and model_state_dict in it)")
     return Whisper.load(WhisperConfig.from_dims(content["dims"]), content["model_state_dict"])

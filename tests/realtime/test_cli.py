@@ -175,6 +175,15 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("tickertape ")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("arguments", [["--version"], ["models"], ["completion", "bash"]])
+def test_output_that_cannot_be_written_is_one_line_and_no_stack_trace(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "realtime.cli", *arguments]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.splitlines() == ["error: [Errno 28] No space left on device"]
+
+
 # Configuration
 
 
