@@ -59,7 +59,7 @@ HEAD_SHORT_S, HEAD_LONG_S = 5.0, 120.0
 STREAMS = 8
 # Seconds for which parts are stopped: links survive the first, and Ray's view of a node the second.
 STOP_S = (3, 10, 40)
-# Clients leave a gateway that does not answer for so long.
+# Seconds without an answer after which clients leave a gateway.
 LEAVE_S = 2.0
 # Longer than an engine remembers a gateway without heartbeats.
 SETTLE_S = 60.0
@@ -441,8 +441,8 @@ async def lose_network(fleet: Fleet, status: Status) -> Mended:
 
 
 async def stop(part: str, seconds: float, fleet: Fleet, status: Status) -> Mended:
-    """Stopped for so long. A node that was given up meanwhile ends when it goes on, and is started again as a service
-    is."""
+    """Stop a part for these seconds. A node that was given up meanwhile ends when it continues, and is started again,
+    as a service is."""
     unit = one(status, part if part in ("engine", "gateway") else "")
     node = unit["node"]
     pids = {
