@@ -173,7 +173,7 @@ class HandoffTable:
         self._apply_received(owner)
         if handoff.owner is not owner or self._handoffs.get(handoff.key) is not handoff:
             return
-        if self._clock() < self._in_doubt_until:
+        if self._stood_still:
             # The session may have continued on another engine whose gateway has not said so yet.
             self._refuse_claimants(handoff)
         else:
@@ -217,7 +217,13 @@ class HandoffTable:
 
     def _is_in_doubt(self, handoff: SavedHandoff) -> bool:
         """Whether its owner may have continued it on another engine without having told this one."""
-        return handoff.owner is None and bool(handoff.left_by) and self._clock() < self._in_doubt_until
+        return handoff.owner is None and bool(handoff.left_by) and self._stood_still
+
+    @property
+    def _stood_still(self) -> bool:
+        """Whether this engine was stopped a short time ago. Messages may be taken in before the first tick since."""
+        now = self._clock()
+        return now < self._in_doubt_until or now - self._ticked_at > STOOD_STILL_SECONDS
 
     def _claim(self, peer: Peer, claim: messages.Claim) -> None:
         """A gateway says which sessions it owns. Fence those that have a newer owner, and drop saved values that it

@@ -277,6 +277,19 @@ def test_an_engine_that_stood_still_gives_nothing_away_that_its_owner_may_have_t
     assert held(host, b"b")[-1] == messages.Held("s", 4), "it has gone on elsewhere"
 
 
+def test_an_engine_that_stood_still_gives_nothing_away_when_the_first_that_it_hears_is_that_the_owner_is_back(
+    host: Host,
+) -> None:
+    """The owner connects anew before the engine has looked at the time, and has gone on at another engine."""
+    entrust(host, b"a", 0)
+    adopt(host, b"b")
+    host.now += STOOD_STILL_SECONDS + 5
+    host.greet(b"a")
+    assert adopted(host, b"b") == [messages.SessionGiven("s")]
+    claim(host, b"a", ("s", 2, True))
+    assert not fenced(host, b"a")
+
+
 def test_what_nobody_comes_back_for_after_a_standstill_of_the_engine_is_given_away(host: Host) -> None:
     entrust(host, b"a", 0)
     host.now += STOOD_STILL_SECONDS + 5

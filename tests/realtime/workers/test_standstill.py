@@ -377,6 +377,21 @@ def test_engines_that_stood_still_change_no_word(story: Story, seed: int) -> Non
 )
 # A gateway that stands still is given the session, and finds that and that it was taken away at once.
 @example([Leave(2.5, 1), Stop(0.3, "home", 1, 3.0), Leave(1.0, 2), Leave(0.0, 0)], 34577, 3.0)
+# The owner comes back to an engine that stood still, before that has noticed how long it did.
+@example(
+    [
+        Stop(0.0, "gateway", 0, 5.0),
+        Stop(0.3, "gateway", 0, 1.2),
+        Stop(2.5, "engine", 0, 0.9),
+        Stop(0.1, "home", 2, 3.0),
+        Leave(2.5, 1),
+        Stop(0.1, "engine", 1, 5.0),
+        Stop(0.1, "gateway", 2, 0.9),
+        Leave(0.3, 1),
+    ],
+    2062,
+    1.5,
+)
 # A gateway gives the session up while its stream is being opened.
 @example(
     [
