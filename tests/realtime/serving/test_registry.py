@@ -52,6 +52,8 @@ async def test_a_session_that_fails_in_a_tick_ends_and_the_others_tick_on(caplog
 
 
 class BrokenHandoff:
+    given_stream = None
+
     """A handoff whose last save fails, as after the loss of its engine."""
 
     number, owned, has_place = 1, None, True
@@ -77,7 +79,7 @@ async def test_a_session_whose_last_save_fails_is_released_and_its_client_hears_
         socket = Connection(entry.live, entry.inbox, never, never, SocketExtras(), FairTurns())  # type: ignore[arg-type]
         entries.attach((entry,), socket)
         entry.live.handoff = BrokenHandoff()  # type: ignore[assignment]
-        entries._give_up(entry, TAKEN_OVER)
+        entries._save_and_release(entry, TAKEN_OVER)
         await asyncio.gather(*entries._leaving)
         assert socket._hangup == TAKEN_OVER and len(entries) == 0
         assert entries._quota.counts.total() == 0  # type: ignore[attr-defined]
