@@ -52,11 +52,9 @@ async def test_a_session_that_fails_in_a_tick_ends_and_the_others_tick_on(caplog
 
 
 class BrokenHandoff:
-    given_stream = None
-
     """A handoff whose last save fails, as after the loss of its engine."""
 
-    number, owned, has_place = 1, None, True
+    number, owned, has_place, given_stream = 1, None, True, None
 
     def give_up(self) -> None:
         pass
