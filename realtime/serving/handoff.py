@@ -365,8 +365,9 @@ class SessionHandoff:
         moves = max(number % messages.NEXT_OWNER, self.number % messages.NEXT_OWNER)
         self.number = max(self.number, number // messages.NEXT_OWNER * messages.NEXT_OWNER + moves)
         if link is not None and link is not self._link:
-            # The session has moved meanwhile, with a number below the one that the former engine has just got.
-            link.send(messages.DropHandoff("", self._key, number))
+            # The session has moved meanwhile, with a number below the one that the former engine has just got. The
+            # higher number says so to the former engine: until the new one has the save, the session is not gone.
+            link.send(messages.DropHandoff("", self._key, self.number))
             self.begin_anew()
         return True
 

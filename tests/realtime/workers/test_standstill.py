@@ -392,6 +392,20 @@ def test_engines_that_stood_still_change_no_word(story: Story, seed: int) -> Non
     2062,
     1.5,
 )
+# The session moves while it is renewed, and another gateway asks for it before the new engine has it.
+@example(
+    [
+        Stop(0.0, "engine", 1, 2.0),
+        Leave(0.1, 1),
+        Leave(0.3, 0),
+        Stop(0.0, "engine", 0, 1.2),
+        Leave(0.1, 1),
+        Stop(2.5, "home", 2, 5.0),
+        Leave(0.1, 1),
+    ],
+    8379,
+    1.5,
+)
 # A gateway gives the session up while its stream is being opened.
 @example(
     [
