@@ -334,7 +334,8 @@ def wait_for_nodes(file: Path, count: int) -> None:
         "connect(read_plan(sys.argv[1]), 200.0)\n"
         "while sum(node['Alive'] for node in ray.nodes()) < int(sys.argv[2]): time.sleep(0.5)"
     )
-    subprocess.run([sys.executable, "-c", script, str(file), str(count)], check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-c", script, str(file), str(count)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE_S)
 
 
 # Ways to lose a part. Each takes the fleet and its status before the loss, and returns when the fleet is repaired.
