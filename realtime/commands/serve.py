@@ -84,7 +84,10 @@ class Reloading:
     """
 
     def __init__(
-        self, read: Callable[[], Config], apply: Callable[[Config], Changes], restart: Callable[[], object] | None = None
+        self,
+        read: Callable[[], Config],
+        apply: Callable[[Config], Changes],
+        restart: Callable[[], object] | None = None,
     ) -> None:
         self._read = read
         self._apply = apply
