@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from ipaddress import ip_address, ip_network
 from pathlib import Path
+from stat import S_ISREG
 from types import UnionType
 from typing import Any
 
@@ -325,6 +326,7 @@ def check(config: Config) -> None:
     _check_browsers(server)
     _check_log_level(server.log_level)
     _check_model(config)
+    _check_fleet(config.fleet)
     _check_workers(config)
     _check_keys(auth)
     if auth.keys and auth.no_auth:
@@ -443,6 +445,23 @@ def _check_model(config: Config) -> None:
         raise ConfigError(
             f"model.cut_silence_s must be 0 or at least {MIN_CUT_SILENCE_S:g}: text may arrive that long after speech"
         )
+
+
+def _check_fleet(fleet: FleetConfig) -> None:
+    """A file may be missing or unreadable: the server waits for it. At these paths none can ever be."""
+    for name, path in (("fleet.table", fleet.table), ("fleet.figures", fleet.figures)):
+        reason = path and _never_a_file(path)
+        if reason:
+            raise ConfigError(f"{name}: {path!r} {reason}; set the path of a JSON file that the fleet's keeper writes")
+
+
+def _never_a_file(path: str) -> str:
+    try:
+        return "" if S_ISREG(os.stat(path).st_mode) else "is not a regular file"
+    except (FileNotFoundError, PermissionError):
+        return ""
+    except OSError as error:
+        return f"cannot be a file: {error.strerror}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,6 +583,9 @@ def _closest(name: str, known: typing.Iterable[str], path: str = "") -> str:
 
 
 def _convert(value: Any, wanted: Any, key: str) -> Any:
+    texts = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
+    if any(isinstance(text, str) and "\0" in text for text in texts):
+        raise ConfigError(f"{key} contains a NUL character; remove it")
     if isinstance(wanted, UnionType):
         if value is None:
             return None

@@ -213,6 +213,19 @@ async def test_two_servers_on_one_port_are_one_sentence(tmp_path: Path, engine_a
         assert await first.stop() == 0
 
 
+async def test_a_folder_as_the_table_of_engines_is_one_sentence(tmp_path: Path) -> None:
+    process = await start("serve", "--engine-table", str(tmp_path), "--port", "0")
+    try:
+        _, said = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 2
+    text = f"error: fleet.table: '{tmp_path}' is not a regular file; set the path of a JSON file that the fleet's"
+    assert said.decode() == f"{text} keeper writes\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "code", "said"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pprint
 import re
 import subprocess
@@ -118,6 +119,35 @@ def test_wrong_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=said):
         load_config(file, environment={})
+
+
+@pytest.mark.parametrize("key", ["fleet.table", "fleet.figures"])
+def test_a_path_at_which_the_fleet_can_write_no_file_is_refused(tmp_path: Path, key: str) -> None:
+    (tmp_path / "file").write_text("{}")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "file" / "table.json", tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match=f"^{key}: .*set the path of a JSON file that the fleet's keeper writes$"):
+            load_config(environment={}, flags={key: str(path)})
+    for path in (tmp_path / "file", tmp_path / "comes later", tmp_path / "folder too" / "table.json"):
+        load_config(environment={}, flags={key: str(path)})
+
+
+def test_no_text_contains_a_nul_character(tmp_path: Path) -> None:
+    """Only a file can contain one. Paths, names and addresses cannot: each part of the server fails in its own way."""
+    hints = {
+        f"{section.name}.{key.name}": typing.get_type_hints(type(getattr(Config(), section.name)))[key.name]
+        for section in fields(Config)
+        for key in fields(getattr(Config(), section.name))
+    }
+    texts = {key: kind for key, kind in hints.items() if kind not in (int, float, bool)}
+    assert {"fleet.table", "server.host", "model.engines", "auth.keys", "auth.secret"} <= set(texts)
+    file = tmp_path / "tickertape.toml"
+    for key, kind in texts.items():
+        section, name = key.split(".")
+        value = '["mark\\u0000x"]' if "tuple" in str(kind) else '"mark\\u0000x"'
+        file.write_text(f"[{section}]\n{name} = {value}\n")
+        with pytest.raises(ConfigError, match=f"^{key} contains a NUL character; remove it$"):
+            load_config(file, environment={})
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
