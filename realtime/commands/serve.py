@@ -18,7 +18,7 @@ from typing import Any
 
 from engine.logs import set_up_logging
 from realtime.commands.pull import fetch, model_name
-from realtime.commands.terminal import CommandFailed, UsageError, note, out, read_config
+from realtime.commands.terminal import CommandFailed, UsageError, note, out, read_config, whole
 from realtime.config import Changes, Config, ConfigError, check_tls, known_keys
 from realtime.serving.signed_tokens import fleet_secret
 
@@ -197,7 +197,7 @@ def add(commands: Any) -> None:
         help="serve without keys on an address that other machines can reach",
     )
     parser.add_argument(
-        "--ready-fd", type=int, metavar="N", help="write the URL to this file descriptor when the server is ready"
+        "--ready-fd", type=whole, metavar="N", help="write the URL to this file descriptor when the server is ready"
     )
     parser.set_defaults(run=run)
 
