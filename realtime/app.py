@@ -54,7 +54,12 @@ class Server(uvicorn.Server):
         self.stopping = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        # uvicorn listens without TLS: each connection begins it itself, after it was counted (`TlsHandshake`).
+        context, self.config.ssl = self.config.ssl, None
+        try:
+            await super().startup(sockets)
+        finally:
+            self.config.ssl = context
         self._listening.set()
 
     async def wait_until_listening(self, task: asyncio.Task[None]) -> None:
