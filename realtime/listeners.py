@@ -20,7 +20,7 @@ def listening_sockets(host: str, port: int) -> list[socket.socket]:
     try:
         for family, address in _addresses(host, port):
             try:
-                found.append(socket.create_server(address, family=family, backlog=BACKLOG))
+                found.append(_listening_socket(family, address))
             except OSError as error:
                 failed.append(error)
                 if error.errno not in _NO_SUCH_ADDRESS:
@@ -32,6 +32,22 @@ def listening_sockets(host: str, port: int) -> list[socket.socket]:
             listener.close()
         raise cannot_listen(host, port, error) from error
     return found
+
+
+def _listening_socket(family: int, address: tuple[str, int]) -> socket.socket:
+    # asyncio sends small messages at once (TCP_NODELAY) only on sockets that name their protocol;
+    # `socket.create_server` does not.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, tuple[str, int]]]:
