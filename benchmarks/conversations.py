@@ -49,13 +49,15 @@ class Conversation:
         return None
 
     def words(self) -> list[tuple[float, float]]:
-        """Start and end of stretches of each person's speech as long as a word, in order."""
+        """Start and end of stretches of each person's speech as long as a word, in order, without those that a louder
+        person covers: a recogniser does not hear them either."""
         found = []
-        for row in self.loudness:
+        for person, row in zip(self.people, self.loudness, strict=True):
             for first, last in stretches(row > 0):
                 count = max(1, round((last - first) / COLUMNS_PER_SECOND / WORD_SECONDS))
                 edges = np.linspace(first, last, count + 1) / COLUMNS_PER_SECOND
-                found += list(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))
+                words = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+                found += [(start, end) for start, end in words if self.speaker_at((start + end) / 2) == person]
         return sorted(found)
 
 

@@ -32,6 +32,9 @@ MAX_ENROLLED = 16
 MAX_VOICES = 16
 MAX_NAME_CHARACTERS = 64
 MAX_PENDING = 24
+_LARGEST_TOTAL = 2**30
+_HALF_SECOND = 8_192
+_WHOLE_SAMPLES = 24_064
 # A bound on a saved state of labels as MessagePack or JSON with encoded bytes.
 MAX_STATE_BYTES = 64 * 1024
 
@@ -66,6 +69,8 @@ class Piece:
     new: int
     # The first piece of a run: a pause is before it.
     after_pause: bool
+    # The stream's sample at which the piece was cut: at its end, or after the pause that ended its run.
+    cut_at: int
 
 
 class PieceCutter:
@@ -100,17 +105,24 @@ class PieceCutter:
                 if due >= 0 and due % self.settings.hop_frames == 0:
                     found.append(self._piece())
             else:
-                found += self._quiet(1)
+                found += self._quiet()
         return found
 
     def pass_silence(self, samples: int) -> list[tuple[Piece, Samples]]:
         """`samples` of silence that the detector did not compute, whole frames or not."""
-        self.sample += samples
-        return self._quiet(-(-samples // FRAME_SAMPLES))
+        end = self.sample + samples
+        found: list[tuple[Piece, Samples]] = []
+        # As if it came frame by frame; a pause that is long enough changes nothing more.
+        for _ in range(min(samples // FRAME_SAMPLES, self.settings.pause_frames)):
+            self.sample += FRAME_SAMPLES
+            found += self._quiet()
+        self.sample = end
+        return found
 
     def end(self) -> list[tuple[Piece, Samples]]:
         """The stream has ended: the piece of the last run."""
-        return self._quiet(self.settings.pause_frames)
+        self._silence = self.settings.pause_frames
+        return self._quiet()
 
     @property
     def needs_from(self) -> int:
@@ -138,8 +150,8 @@ class PieceCutter:
         if len(self._starts) > self.settings.piece_frames:
             del self._starts[0], self._audio[0]
 
-    def _quiet(self, frames: int) -> list[tuple[Piece, Samples]]:
-        self._silence += frames
+    def _quiet(self) -> list[tuple[Piece, Samples]]:
+        self._silence += 1
         if not self._count or self._silence < self.settings.pause_frames:
             return []
         rest = self._count - self._cut
@@ -156,6 +168,7 @@ class PieceCutter:
             length=len(starts) * FRAME_SAMPLES,
             new=(self._count - self._cut) * FRAME_SAMPLES,
             after_pause=self._cut == 0,
+            cut_at=self.sample,
         )
         self._cut = self._count
         audio = np.concatenate(self._audio)
@@ -172,14 +185,20 @@ class LabelSettings:
     # A piece scores `scale` times its cosine to a voice above `threshold`; a short piece counts less.
     scale: float = 15.0
     threshold: float = 0.49
+    # How much lower the threshold of a piece is the shorter it is; of a piece of no length, by this much.
+    short: float = 0.2
+    # A piece counts for its new speech, in pieces of half a second, up to this.
+    most_weight: float = 2.0
     # What a change of voice costs, inside a run of speech and after a pause.
     switch: float = 1.0
     switch_after_pause: float = 0.86
     # What a voice that was never heard costs, and how much of its speech is needed.
     new: float = 3.1
     new_samples: int = 16_000
+    # Shorter pieces are no evidence of a new voice.
+    new_piece_samples: int = 16_000
     # Voices whose sums have at least this cosine are one voice.
-    merge: float = 0.75
+    merge: float = 0.6
     # A label is decided when the audio is this far past the middle of its piece.
     lag_samples: int = 28_000
     # An enrolled voice counts as this much speech of its own.
@@ -208,6 +227,12 @@ class Voice:
     name: str = ""
     # End of the last piece that was assigned to it.
     heard: int = 0
+
+    def add(self, embeddings: Embedding) -> None:
+        self.total = self.total + embeddings
+        # After hours of one voice: only the direction matters, and the state has 32 bits for each number.
+        while np.abs(self.total).max() > _LARGEST_TOTAL:
+            self.total = self.total // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +268,7 @@ class SpeakerLabels:
         self._last: int | None = None
         # End of the last label.
         self._labelled = 0
+        self._far_samples = 0
 
     # Enrolled voices
 
@@ -274,15 +300,16 @@ class SpeakerLabels:
     # Pieces in, labels out
 
     def push(self, piece: Piece, embedding: Embedding) -> list[Label]:
-        """The next piece. Returns the labels that are decided by now."""
-        labels = self.advance(piece.end)
+        """The next piece. Returns the labels that were due before it was cut: they do not depend on it, however late
+        its embedding is computed."""
+        labels = self.advance(piece.cut_at - 1)
         self._pending.append(_Pending(piece, embedding))
         while len(self._pending) > MAX_PENDING:
             labels.append(self._decide())
         return labels
 
     def advance(self, sample: int) -> list[Label]:
-        """All pieces that end before `sample` were pushed. Returns the labels that are decided by now."""
+        """All pieces that were cut up to `sample` have been pushed. Returns the labels that are decided by now."""
         labels = []
         while self._pending and sample >= self._pending[0].piece.middle + self.settings.lag_samples:
             labels.append(self._decide())
@@ -302,7 +329,7 @@ class SpeakerLabels:
         """The state as plain data, of at most `MAX_STATE_BYTES` once it is encoded."""
         return {
             "voices": [
-                {**{name: getattr(voice, name) for name in _PLAIN}, "total": voice.total.astype("<i8").tobytes()}
+                {**{name: getattr(voice, name) for name in _PLAIN}, "total": voice.total.astype("<i4").tobytes()}
                 for voice in self._voices
             ],
             "pending": [
@@ -318,7 +345,7 @@ class SpeakerLabels:
     def resumed(cls, saved: Mapping[str, Any], settings: LabelSettings | None = None) -> SpeakerLabels:
         labels = cls(settings)
         labels._voices = [
-            Voice(**{**voice, "total": np.frombuffer(voice["total"], "<i8").astype(np.int64)})
+            Voice(**{**voice, "total": np.frombuffer(voice["total"], "<i4").astype(np.int64)})
             for voice in saved["voices"]
         ]
         labels._pending = [
@@ -336,11 +363,12 @@ class SpeakerLabels:
         path, fit = self._best_path()
         index = path[0]
         if index == len(self._voices):
-            voice = self._found(path)
+            voice = self._add(Voice(self._next, np.zeros(EMBEDDING_SIZE, np.int64), 0))
         else:
             voice = self._voices[index]
-        frames = piece.new // FRAME_SAMPLES
-        voice.total = voice.total + frames * self._pending[0].embedding
+        # A short piece is too uncertain to learn a voice from.
+        if piece.length >= self.settings.new_piece_samples or not voice.total.any():
+            voice.add(piece.new // FRAME_SAMPLES * self._pending[0].embedding)
         voice.samples += piece.new
         voice.heard = piece.end
         del self._pending[0]
@@ -360,7 +388,7 @@ class SpeakerLabels:
         one is. Ties go to the older voice."""
         settings, known = self.settings, len(self._voices)
         emissions = self._emissions()
-        may_be_new = known == 0 or self._may_be_new(emissions)
+        may_be_new = known == 0 or self._far_samples >= settings.new_samples
         states = known + 1 if may_be_new else known
         before = next((index for index, voice in enumerate(self._voices) if voice.number == self._last), None)
         score = np.zeros(states)
@@ -368,7 +396,7 @@ class SpeakerLabels:
         first = np.zeros(states)
         for number, (one, emission) in enumerate(zip(self._pending, emissions, strict=True)):
             cost = settings.switch_after_pause if one.piece.after_pause else settings.switch
-            change = np.full((states, states), -cost)
+            change = np.full((states, states), -float(cost))
             np.fill_diagonal(change, 0.0)
             if may_be_new and known:
                 change[:known, known] -= settings.new
@@ -393,33 +421,27 @@ class SpeakerLabels:
         return path, round(1 / (1 + math.exp(-max(-30.0, min(30.0, margin)))), 3)
 
     def _emissions(self) -> NDArray[np.float64]:
-        """[pending, voices + 1]: scores of the pieces; the last column is `new`."""
+        """[pending, voices + 1]: scores of the pieces; the last column is `new`.
+
+        A new voice is compared with the other pending pieces that are far from all voices: they must be alike."""
         settings = self.settings
         centroids = np.array([unit(voice.total) for voice in self._voices]).reshape(-1, EMBEDDING_SIZE)
-        rows = []
-        for one in self._pending:
-            weight = min(one.piece.new / (16 * FRAME_SAMPLES), 2.0)
-            rows.append(settings.scale * weight * (centroids @ unit(one.embedding) - settings.threshold))
-        return np.array([np.append(row, 0.0) for row in rows])
-
-    def _may_be_new(self, emissions: NDArray[np.float64]) -> bool:
-        """Whether enough pending speech is far from all known voices."""
-        far = sum(
-            one.piece.new
-            for one, scores in zip(self._pending, emissions, strict=True)
-            if scores[:-1].max() < 0
+        pieces = np.array([unit(one.embedding) for one in self._pending])
+        new = np.array([one.piece.new for one in self._pending])
+        lengths = np.array([one.piece.length for one in self._pending])
+        thresholds = settings.threshold - settings.short * np.maximum(0.0, 1 - lengths / _WHOLE_SAMPLES)
+        weights = settings.scale * np.minimum(new / _HALF_SECOND, settings.most_weight)
+        above = pieces @ centroids.T - thresholds[:, None]
+        far = (above < 0).all(axis=1) & (lengths >= settings.new_piece_samples)
+        self._far_samples = int(new[far].sum())
+        others = (far * weights) @ pieces - (far * weights)[:, None] * pieces
+        lengths_of_others = np.sqrt((others * others).sum(axis=1))
+        alike = np.where(
+            lengths_of_others > 0,
+            (others * pieces).sum(axis=1) / np.maximum(lengths_of_others, 1e-12) - thresholds,
+            0.0,
         )
-        return far >= self.settings.new_samples
-
-    def _found(self, path: list[int]) -> Voice:
-        """A new voice; the pieces are added as they are decided."""
-        voice = Voice(self._next, np.zeros(EMBEDDING_SIZE, np.int64), 0)
-        # What follows on the path is the same voice: it is found by the first of them.
-        for one, index in zip(self._pending[1:], path[1:], strict=True):
-            if index != len(self._voices):
-                break
-            voice.total = voice.total + (one.piece.new // FRAME_SAMPLES) * one.embedding
-        return self._add(voice)
+        return np.concatenate([weights[:, None] * above, (weights * alike)[:, None]], axis=1)
 
     def _add(self, voice: Voice) -> Voice:
         unnamed = [known for known in self._voices if not known.name]
@@ -444,7 +466,7 @@ class SpeakerLabels:
         return voice
 
     def _absorb(self, kept: Voice, gone: Voice) -> None:
-        kept.total = kept.total + gone.total
+        kept.add(gone.total)
         kept.samples += gone.samples
         kept.heard = max(kept.heard, gone.heard)
         self._voices.remove(gone)
