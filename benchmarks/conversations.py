@@ -40,12 +40,13 @@ class Conversation:
 
     def speaker_at(self, second: float) -> str | None:
         """Who speaks there; in an overlap, the louder one over a tenth of a second. None: no person speaks within a
-        quarter of a second."""
+        quarter of a second, or several are equally loud."""
         middle = round(second * COLUMNS_PER_SECOND)
         for reach in (5, 25):
             near = self.loudness[:, max(0, middle - reach) : middle + reach + 1].sum(axis=1)
             if near.any():
-                return self.people[int(near.argmax())]
+                loudest = near == near.max()
+                return self.people[int(near.argmax())] if loudest.sum() == 1 else None
         return None
 
     def words(self) -> list[tuple[float, float]]:

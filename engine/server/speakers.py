@@ -1,8 +1,8 @@
 """Who speaks: cuts the speech of a stream into pieces, and gives every piece the number of a voice.
 
-`PieceCutter` collects the detector's speech frames and cuts them into pieces for the embedding model. Where the cuts are
-depends on the audio alone, not on how it arrived. `SpeakerLabels` compares the pieces' embeddings with the voices that it
-knows and decides. A label is decided when the audio is `lag_samples` past the middle of its piece, and never changes.
+`PieceCutter` collects the detector's speech frames and cuts them into pieces for the embedding model. Where it cuts
+depends on the audio alone, not on how it arrived. `SpeakerLabels` compares the pieces' embeddings with the voices that
+it knows and decides. A label is decided when the audio is `lag_samples` past the middle of its piece; it never changes.
 
 Both are pure functions of the stream: a saved state continues with the same labels. Embeddings are rounded to integers
 first, and voices are sums of integers, so that the order of additions and the machine do not matter.
@@ -255,8 +255,8 @@ def unit(total: Embedding) -> NDArray[np.float64]:
 class SpeakerLabels:
     """Assigns the pieces of one stream to voices: a Viterbi search over the pieces that are not decided yet.
 
-    A state is a voice or `new`. The path begins at the last decided voice; changing costs, and a new voice costs more and
-    needs enough speech. When a piece is due, the best path decides it, and the piece is added to its voice.
+    A state is a voice or `new`. The path begins at the last decided voice; changing costs, and a new voice costs more
+    and needs enough speech. When a piece is due, the best path decides it, and the piece is added to its voice.
     """
 
     def __init__(self, settings: LabelSettings | None = None) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from engine.server.speakers import (
     EMBEDDING_SIZE,
@@ -354,10 +353,8 @@ def test_a_voice_that_grows_like_an_older_one_takes_its_number() -> None:
     """The first pieces of a voice can be far off: once it is known better, it is the voice that it always was."""
     near, far = embedding(1), embedding(2)
     between = rounded(((0.4 * near + 0.9 * far) / np.linalg.norm(0.4 * near + 0.9 * far)).astype(np.float32))
-    told: list[tuple[Piece, NDArray[np.int64]]] = []
-    for (piece, _), one in zip(conversation([(0, 10), (0, 6), (0, 30)]), [near] * 10 + [between] * 6 + [near] * 30):
-        told.append((piece, one))
-    labels = labels_of(told)
+    pieces = [piece for piece, _ in conversation([(0, 10), (0, 6), (0, 30)])]
+    labels = labels_of(list(zip(pieces, [near] * 10 + [between] * 6 + [near] * 30, strict=True)))
     assert {label.speaker for label in labels[-20:]} == {0}
     assert {label.speaker for label in labels} <= {0, 1}
 
