@@ -71,9 +71,11 @@ def stretches(active: NDArray[np.bool_]) -> list[tuple[int, int]]:
 def loudness_of(samples: Samples) -> NDArray[np.float32]:
     """The power of each column of a recording of one person; 0 where the person is silent."""
     columns = len(samples) // COLUMN_SAMPLES
+    if not columns:
+        return np.zeros(0, np.float32)
     power = np.square(samples[: columns * COLUMN_SAMPLES]).reshape(columns, COLUMN_SAMPLES).mean(axis=1)
     smooth = np.convolve(power, np.full(5, 0.2), mode="same")
-    active = smooth > np.quantile(smooth, 0.95) * 10 ** (-SPEECH_RANGE_DB / 10) if columns else np.zeros(0, bool)
+    active = smooth > np.quantile(smooth, 0.95) * 10 ** (-SPEECH_RANGE_DB / 10)
     for first, last in stretches(~active):
         if last - first <= GAP_COLUMNS and first > 0 and last < columns:
             active[first:last] = True

@@ -153,7 +153,7 @@ def best_mapping(pairs: Mapping[tuple[str, int | None], int]) -> dict[str, int]:
 def words_told(
     conversation: Conversation, words: Sequence[tuple[float, float]], labelled: Labelled
 ) -> list[tuple[str, int | None, float]]:
-    """For each word that a person says: the person, the number in its label, and the seconds from its end to the label."""
+    """For each word of a person: the person, the number in its label, and the seconds from its end to the label."""
     found = []
     for start, end in words:
         person = conversation.speaker_at((start + end) / 2)
