@@ -33,8 +33,6 @@ MAX_VOICES = 16
 MAX_NAME_CHARACTERS = 64
 MAX_PENDING = 24
 _LARGEST_TOTAL = 2**30
-_HALF_SECOND = 8_192
-_WHOLE_SAMPLES = 24_064
 # A bound on a saved state of labels as MessagePack or JSON with encoded bytes.
 MAX_STATE_BYTES = 64 * 1024
 
@@ -49,7 +47,7 @@ class CutSettings:
     # Frames with at least this probability are speech.
     speech_threshold: float = 0.5
     # Speech frames of a piece, and how many of them are new in the next piece.
-    piece_frames: int = 47
+    piece_frames: int = 31
     hop_frames: int = 16
     # A pause of this many frames ends a run of speech. A piece has frames of one run only.
     pause_frames: int = 10
@@ -177,30 +175,33 @@ class PieceCutter:
 
 # Labels
 
+_HOP_SAMPLES = CutSettings().hop_frames * FRAME_SAMPLES
+_WHOLE_SAMPLES = CutSettings().piece_frames * FRAME_SAMPLES
+
 
 @dataclass(frozen=True, slots=True)
 class LabelSettings:
     """Scores are natural logarithms of odds. The defaults were chosen on mixed conversations, see docs/speakers.md."""
 
     # A piece scores `scale` times its cosine to a voice above `threshold`; a short piece counts less.
-    scale: float = 15.0
-    threshold: float = 0.49
+    scale: float = 13.0
+    threshold: float = 0.325
     # How much lower the threshold of a piece is the shorter it is; of a piece of no length, by this much.
-    short: float = 0.2
+    short: float = 0.1
     # A piece counts for its new speech, in pieces of half a second, up to this.
     most_weight: float = 2.0
     # What a change of voice costs, inside a run of speech and after a pause.
-    switch: float = 1.0
-    switch_after_pause: float = 0.86
+    switch: float = 0.8
+    switch_after_pause: float = 1.0
     # What a voice that was never heard costs, and how much of its speech is needed.
-    new: float = 3.1
-    new_samples: int = 16_000
+    new: float = 4.0
+    new_samples: int = 12_000
     # Shorter pieces are no evidence of a new voice.
-    new_piece_samples: int = 16_000
+    new_piece_samples: int = 9_000
     # Voices whose sums have at least this cosine are one voice.
-    merge: float = 0.6
+    merge: float = 0.61
     # A label is decided when the audio is this far past the middle of its piece.
-    lag_samples: int = 28_000
+    lag_samples: int = 24_000
     # An enrolled voice counts as this much speech of its own.
     enrolled_samples: int = 160_000
 
@@ -430,7 +431,7 @@ class SpeakerLabels:
         new = np.array([one.piece.new for one in self._pending])
         lengths = np.array([one.piece.length for one in self._pending])
         thresholds = settings.threshold - settings.short * np.maximum(0.0, 1 - lengths / _WHOLE_SAMPLES)
-        weights = settings.scale * np.minimum(new / _HALF_SECOND, settings.most_weight)
+        weights = settings.scale * np.minimum(new / _HOP_SAMPLES, settings.most_weight)
         above = pieces @ centroids.T - thresholds[:, None]
         far = (above < 0).all(axis=1) & (lengths >= settings.new_piece_samples)
         self._far_samples = int(new[far].sum())

@@ -53,7 +53,7 @@ def test_a_seed_always_mixes_the_same_conversation() -> None:
 
 
 def test_everyone_speaks_and_the_reference_says_when() -> None:
-    conversation = mixed("all", VOICES, 60.0, seed=4)
+    conversation = mixed("all", VOICES, 180.0, seed=4)
     spoken = {conversation.speaker_at((start + end) / 2) for start, end in conversation.words()}
     assert spoken == set(VOICES)
     quiet = np.flatnonzero(conversation.loudness.sum(axis=0) == 0)
