@@ -249,6 +249,34 @@ def test_a_label_never_depends_on_later_pieces_than_those_before_its_time(
     assert found == again
 
 
+def heard(audio: Samples) -> Embedding:
+    """Stands for the model: an embedding that depends on the audio alone, of one of three voices."""
+    return embedding(int(abs(float(audio[0])) * 1000) % 3, 0.6, seed=int(abs(float(audio[1])) * 1e6))
+
+
+@settings(max_examples=30, deadline=None)
+@given(probabilities, st.data())
+def test_any_chunking_of_the_stream_gives_the_same_labels(speech: list[float], data: st.DataObject) -> None:
+    speech = speech * 3
+    frames = audio_of(len(speech))
+
+    def told(sizes: list[int]) -> list[Label]:
+        cutter, labels, found, at = PieceCutter(), SpeakerLabels(), list[Label](), 0
+        for size in sizes:
+            for piece, audio in cutter.feed(frames[at : at + size], speech[at : at + size]):
+                found += labels.push(piece, heard(audio))
+            found += labels.advance(cutter.sample)
+            at += size
+        for piece, audio in cutter.end():
+            found += labels.push(piece, heard(audio))
+        return found + labels.end()
+
+    sizes = []
+    while sum(sizes) < len(speech):
+        sizes.append(data.draw(st.integers(1, len(speech) - sum(sizes))))
+    assert told(sizes) == told([1] * len(speech)) == told([len(speech)])
+
+
 @pytest.mark.parametrize("noise", [1e-6, 1e-5])
 def test_labels_do_not_change_with_the_rounding_errors_of_a_batch(noise: float) -> None:
     def told(errors: float) -> list[tuple[Piece, Embedding]]:
